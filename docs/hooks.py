@@ -26,11 +26,12 @@ from hftrainer.arguments.old_fields import ARGUMENTS  # noqa: E402
 
 _ARGUMENTS = "\n## Arguments\n"  # not "### Arguments"
 _MOST_USED = (
-    *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
-    *("lr_scheduler_type", "warmup_steps", "bf16", "eval_strategy", "save_steps", "save_total_limit", "logging_steps"),
-    *("report_to", "load_best_model_at_end", "seed"),
+    *("output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("learning_rate", "weight_decay", "optim", "lr_scheduler_type", "warmup_steps", "bf16", "gradient_checkpointing"),
+    *("eval_strategy", "save_strategy", "save_total_limit", "load_best_model_at_end", "metric_for_best_model"),
+    *("logging_steps", "report_to", "seed"),
 )
-_ABOUT_ARGUMENTS = "What `TrainingArguments` takes, by subject; [how arguments are checked](concepts/arguments.md)."
+_ABOUT_ARGUMENTS = "What `TrainingArguments` takes, by subject. [How arguments are checked](concepts/arguments.md)."
 
 
 class RefusedKeywords(griffe.Extension):
@@ -91,7 +92,7 @@ def _check_members() -> None:
 
 
 def _arguments(text: str) -> str:
-    """A page with a table of arguments for each subject: ours first, those of earlier releases last."""
+    """A page with a table of arguments for each subject: the most used first, those of earlier releases last."""
     intro, _, table = text.partition("\n| argument | type |")
     rows = {row[1]: row.groups() for row in re.finditer(r"(?m)^\| `(\w+)` \| (.*) \| (.*) \| (.*) \| (.*) \|$", table)}
     guides = _guides()
@@ -99,10 +100,10 @@ def _arguments(text: str) -> str:
     subjects = dict.fromkeys(rows, "Models that generate") | {
         name: argument.subject for name, argument in ARGUMENTS.items()
     }
-    parts: dict[str, list[str]] = {OWN_SUBJECT: [], **{title: [] for title in subjects.values()}}
-    parts[EARLIER_SUBJECT] = parts.pop(EARLIER_SUBJECT)  # last
-    current = [name for name, title in subjects.items() if title != EARLIER_SUBJECT]
-    for name in sorted(rows, key=[*guides, *current, *rows].index):
+    current = [name for name, title in subjects.items() if title not in (OWN_SUBJECT, EARLIER_SUBJECT)]
+    names = sorted(rows, key=[*_MOST_USED, *current, *guides, *rows].index)
+    parts: dict[str, list[str]] = {subjects[name]: [] for name in names}
+    for name in names:
         _, kind, text, default, since = rows[name]
         is_own = since == "hftrainer"
         if is_own and name not in guides:
@@ -116,12 +117,13 @@ def _arguments(text: str) -> str:
         link = f'<a class="headerlink" href="#{name}" title="Permanent link">&para;</a>'
         row = f'| <h3 id="{name}"><code>{name}</code>{link}</h3> {about} | {text} |'
         parts[subjects[name]].append(row)
-    page = ["# Every argument", _ABOUT_ARGUMENTS, intro.replace(" Those of `hftrainer` alone come first.", "").strip()]
+    page = ["# Every argument", _ABOUT_ARGUMENTS]
+    page.append("**Most used:** " + " · ".join(f"[`{name}`](#{name})" for name in _MOST_USED))
     subjects_links = " · ".join(f"[{title}](#{_anchor(title)})" for title in parts)
     page.append(f'<div class="subjects" markdown>{subjects_links}</div>')
-    page.append("**Most used:** " + " · ".join(f"[`{name}`](#{name})" for name in _MOST_USED))
     links = " · ".join(f'<a href="#{name}">{name}</a>' for name in sorted(rows))
     page.append(f"<details><summary>All names, by alphabet</summary><p>{links}</p></details>")
+    page.append(intro.replace(" Those of `hftrainer` alone come first.", "").strip())
     for title, lines in parts.items():
         lines = ["| argument | what it does |", "| --- | --- |", *lines]
         page += [f"## {title} {{#{_anchor(title)}}}", '<div class="arguments" markdown>', "\n".join(lines), "</div>"]

@@ -1,4 +1,4 @@
-"""Tell instruments apart by the shape of their wave, with a small Wav2Vec2.
+"""Audio classification: tell instruments apart by the shape of their wave, with a small Wav2Vec2.
 
     python examples/audio_classification.py
 

@@ -1,4 +1,4 @@
-"""Train a small Llama on Python's own manual, packed into blocks without padding.
+"""Causal language model: a small Llama on Python's own manual, packed into blocks without padding.
 
     python examples/causal_lm_packing.py
 

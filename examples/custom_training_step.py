@@ -1,4 +1,4 @@
-"""A training loop of one's own: two backward passes a step, by overriding `training_step`.
+"""A custom training step: two backward passes a step, by overriding `training_step`.
 
     python examples/custom_training_step.py
 

@@ -1,4 +1,4 @@
-"""Fine-tune a small vision transformer on real handwritten digits: `make demo`.
+"""Image classification: fine-tune a small vision transformer on real handwritten digits; `make demo`.
 
 The 1,797 images of 8x8 pixels ship with scikit-learn. An ordinary Trainer script but for one import.
 """

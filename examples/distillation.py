@@ -1,4 +1,4 @@
-"""Teach a small network what a larger one knows: distillation, by overriding `compute_loss`.
+"""Distillation: teach a small network what a larger one knows, by overriding `compute_loss`.
 
     python examples/distillation.py
 

@@ -1,4 +1,4 @@
-"""Teach a small language model which answers are preferred: TRL's DPOTrainer on this Trainer.
+"""DPO, with TRL: teach a small language model which answers are preferred, on this Trainer.
 
     pip install trl
     python -m hftrainer run examples/dpo.py

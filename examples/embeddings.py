@@ -1,4 +1,4 @@
-"""Train sentence embeddings on pairs that mean the same: sentence-transformers on this Trainer.
+"""Sentence embeddings: train on pairs that mean the same, with sentence-transformers on this Trainer.
 
     pip install 'sentence-transformers[train]'
     python -m hftrainer run examples/embeddings.py

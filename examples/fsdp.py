@@ -1,4 +1,4 @@
-"""Two processes that share a model's weights, gradients and optimizer: FSDP, on CPUs as on GPUs.
+"""FSDP: two processes that share a model's weights, gradients and optimizer, on CPUs as on GPUs.
 
     torchrun --nproc_per_node 2 examples/fsdp.py
 

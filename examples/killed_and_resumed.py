@@ -1,4 +1,4 @@
-"""A run that is killed in the middle, and goes on as if nothing had happened.
+"""Killed and resumed: a run that goes on as if nothing had happened.
 
     python examples/killed_and_resumed.py
 

@@ -1,4 +1,4 @@
-"""Callbacks of Lightning beside those of Hugging Face, in one list, and one of Lightning's profilers.
+"""Lightning's callbacks: beside those of Hugging Face, in one list, and one of Lightning's profilers.
 
     python examples/lightning_callbacks.py
 

@@ -1,4 +1,4 @@
-"""Adapt a model by training few of its weights: LoRA, with peft.
+"""LoRA, with PEFT: adapt a model by training few of its weights.
 
     pip install peft
     python examples/lora.py

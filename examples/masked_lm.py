@@ -1,4 +1,4 @@
-"""Fill in missing letters with a small BERT: masked language modeling of words.
+"""Masked language model: fill in the missing letters of words with a small BERT.
 
     python examples/masked_lm.py
 

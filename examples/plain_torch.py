@@ -1,4 +1,4 @@
-"""The digits with a plain `nn.Module`, and without transformers: torch, lightning and hftrainer are enough.
+"""Without transformers: the digits with a plain `nn.Module`; torch, lightning and hftrainer are enough.
 
 The images come from scikit-learn if it is installed (`pip install scikit-learn`), else patterns of the same size are
 drawn with noise.

@@ -1,4 +1,4 @@
-"""Find the answer in a text with a small BERT: its first and its last token.
+"""Question answering: find the first and the last token of the answer in a text, with a small BERT.
 
     python examples/question_answering.py
 

@@ -1,4 +1,4 @@
-"""Search the learning rate and the weight decay with Optuna, then train with what was found.
+"""Hyperparameter search: find the learning rate and the weight decay with Optuna, then train with them.
 
     python examples/search.py
 

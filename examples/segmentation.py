@@ -1,4 +1,4 @@
-"""Find discs and rings in noisy pictures, pixel by pixel, with a small SegFormer.
+"""Segmentation: find discs and rings in noisy pictures, pixel by pixel, with a small SegFormer.
 
     python examples/segmentation.py
 

@@ -1,4 +1,4 @@
-"""Summarize short reports with a small BART, scored by what it generates: `Seq2SeqTrainer`.
+"""Summarization: short reports by a small BART, scored by what it generates, with `Seq2SeqTrainer`.
 
     python examples/seq2seq_summarization.py
 

@@ -1,4 +1,4 @@
-"""Classify short reviews with a small BERT: which side does the sentence come down on?
+"""Text classification: which side does a short review come down on? With a small BERT.
 
     python examples/text_classification.py            # any training argument may follow: --num_train_epochs 3
 

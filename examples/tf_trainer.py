@@ -1,4 +1,4 @@
-"""A TFTrainer script of transformers 4 on torch: handwritten digits from tf.data, without a TensorFlow model.
+"""TFTrainer: a script of transformers 4 on torch; handwritten digits from tf.data, without a TensorFlow model.
 
     pip install 'hftrainer[tf]' tensorflow-cpu scikit-learn
     python -m hftrainer run examples/tf_trainer.py

@@ -1,4 +1,4 @@
-"""Tag names in a sentence, person or place, with a small BERT.
+"""Token classification: tag names in a sentence as person or place, with a small BERT.
 
     python examples/token_classification.py
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops as get_available_flops
 from lightning.pytorch.loggers import Logger
 
 from hftrainer.parallel.environment import find_plugin

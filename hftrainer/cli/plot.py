@@ -45,6 +45,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.compat.messages import format_bytes
     from hftrainer.errors import InvalidArgument, MissingPackage
     from hftrainer.reporting.lines import lines
+    from hftrainer.reporting.metrics import sort_pattern
     from hftrainer.reporting.plot import plot
     from hftrainer.search.plots import plot_study
 
@@ -57,7 +58,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         if getattr(options, option.strip("-").replace("-", "_")) is not None:
             parser.error(f"{option} is for {'runs' if options.study is not None else '--study'}")
     # A folder that was given twice is one run.
-    options.folders = list({os.path.realpath(folder): folder for folder in options.folders}.values())
+    options.folders = sort_pattern(list({os.path.realpath(folder): folder for folder in options.folders}.values()))
     try:
         if options.study is not None:
             paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
@@ -90,7 +91,8 @@ def _summarize_runs(folders: list[str], lines: list[Line]) -> list[dict[str, Any
     evaluated = [name for page in pages for name in page["metrics"] if name.startswith("eval_")]
     metrics = list(dict.fromkeys([*(name for _, name in marked), *evaluated]))[:2] or ["loss"]
     best, rates = [f"best {name}" for name in metrics], ("samples_per_second", "tokens_per_second")
-    titles = ("run", "steps", "last loss", *best, "mean samples/s", "mean tokens/s", "time", "goodput", "differs in")
+    means = (f"mean {rate.replace('_', ' ')}" for rate in rates)
+    titles = ("run", "steps", "last loss", *best, *means, "time", "goodput", "differs in")
     runs = []
     for run, page in zip(run_names(folders), pages, strict=True):
         values = (

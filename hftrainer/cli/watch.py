@@ -55,9 +55,11 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.errors import InvalidArgument, MissingPackage
     from hftrainer.monitoring.journal import check_folder, run_names
     from hftrainer.monitoring.page import WatchedRun
+    from hftrainer.reporting.metrics import sort_pattern
 
     if not 0 < options.every <= 86_400:
         parser.error(f"--every {options.every:g}: use a number of seconds above 0, and at most 86400")
+    options.folders = sort_pattern(options.folders)
     runs = [WatchedRun(folder) for folder in options.folders]
     names = run_names(options.folders)
     try:
@@ -156,8 +158,8 @@ def _state(page: dict[str, Any]) -> str:
     """The state of a run as text."""
     silence = f"no sign of life for {format_duration(time.time() - page['updated'])}" if page.get("updated") else ""
     words = {
-        "complete": "complete" if page.get("device") else "complete · no journal",
-        "unobserved": "no journal",
+        "complete": "complete" if page.get("device") else "complete · no times without observe=True",
+        "unobserved": "as of its newest checkpoint; live with observe=True",
         "running": "running on {host}",
         "silent": f"{silence}; process {{pid}} on {{host}}",
         "killed": f"{silence}; process {{pid}} has ended",

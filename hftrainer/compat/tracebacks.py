@@ -154,6 +154,8 @@ def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:
     if limit is not None and length > limit and str(limit) in str(error):
         remedy = f"tokenize with truncation=True, max_length={limit}"
         return f"Samples of {length} tokens exceed max_position_embeddings={limit}: {remedy}."
-    if "dtype" in str(error) and calls and "target" in calls[-1] and calls[-1]["target"].is_floating_point():
+    target = calls[-1].get("target") if calls else None
+    # Probabilities of classes are floats, and have the shape of the logits.
+    if target is not None and target.is_floating_point() and target.shape != calls[-1]["input"].shape:
         return "The labels are floats: use torch.long for class indices."
     return next((explanation for part, explanation in _EXPLANATIONS.items() if part in str(error)), None)

@@ -84,4 +84,4 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
         torch.bfloat16 if precision.startswith("bf16") else torch.half if precision.startswith("16") else torch.float
     )
     # XLA records operations instead of executing them, so there is nothing to count.
-    return lightning_adapter().available_flops(device, dtype) if device.type == "cuda" else None
+    return lightning_adapter().get_available_flops(device, dtype) if device.type == "cuda" else None

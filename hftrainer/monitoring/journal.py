@@ -161,22 +161,25 @@ def run_names(folders: list[str]) -> list[str]:
 
 
 def read_state(folder: str) -> TrainerState:
-    """The final state of the run in `folder`, or else the state of its newest checkpoint.
+    """The final state of the run in `folder`, or else the state of its newest checkpoint; of several runs the last one.
 
     Raises:
         InvalidArgument: if both are missing, or the file cannot be read.
     """
     check_folder(folder)
     # Only the log is needed, so a checkpoint without weights is enough.
-    paths = (Path(each) / names.TRAINER_STATE_NAME for each in (folder, *checkpoints_newest_first(folder)))
-    file = next((path for path in paths if path.is_file()), None)
-    if file is None:
+    paths = [Path(each) / names.TRAINER_STATE_NAME for each in (folder, *checkpoints_newest_first(folder))]
+    files = [path for path in paths if path.is_file()]
+    if not files:
         if run := min(Path(folder).glob("*/checkpoint-*/"), default=None):
             raise InvalidArgument(f"no run has written in {folder}; did you mean {run.parent}?")
         problem = f"neither it nor a checkpoint-xxx in it contains {names.TRAINER_STATE_NAME} or {NAME}"
         raise InvalidArgument(f"no run has written in {folder} yet, since {problem}: pass the output_dir of a run")
     try:
-        return TrainerState.load_from_json(str(file))
+        state = TrainerState.load_from_json(str(file := files[0]))
+        # A later run may have fewer steps. Of one run, as in a copy with other times, each log begins the next.
+        last = TrainerState.load_from_json(str(file := max(files, key=os.path.getmtime)))
+        return last if last.log_history != state.log_history[: len(last.log_history)] else state
     except ValueError as error:
         raise InvalidArgument(f"{file} cannot be read ({error}). Pass a complete checkpoint of the run.") from error
 
@@ -198,8 +201,7 @@ def read_run(folder: str, x: str = "step") -> TrainerState:
     steps = (line.get("step") for line in state.log_history)
     last_step = max((step for step in steps if isinstance(step, (int, float))), default=-1)
     logs = [event for event in events if event["event"] == "log"]
-    lines = [{"step": event["step"], **event["logs"]} for event in logs]
-    state.log_history += [line for line in lines if line["step"] > last_step]
+    state.log_history += [{"step": each["step"], **each["logs"]} for each in logs if each["step"] > last_step]
     if x == "epoch":
         state.log_history = [{**line, "step": line["epoch"]} for line in state.log_history if "epoch" in line]
     elif x == "time":

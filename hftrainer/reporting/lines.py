@@ -16,10 +16,10 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import describe_differences, read_arguments_of_run
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import read_run, run_names
-from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, curves, is_finite
+from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, curves, is_finite, natural_key
 
-#: Entries of log lines → their names in legends, if not the same.
-WORDS = dict(zip(PANELS[SHARES], ("waiting for data", "evaluation", "saving", "training"), strict=True))
+#: Entries of log lines → their names in legends and tables, if not the same.
+WORDS = PANEL_OF | dict(zip(PANELS[SHARES], ("waiting for data", "evaluation", "saving", "training"), strict=True))
 #: Unit of time → seconds. A time axis has the largest of which the longest run has two.
 TIME_UNITS = {"days": 86_400, "hours": 3_600, "minutes": 60, "seconds": 1}
 #: Horizontal axis → its label.
@@ -33,6 +33,8 @@ DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 #: Number of points from which a noisy curve is drawn faintly, under its running mean; and number of parts of a long
 #: curve of which only the lowest and the highest point are drawn.
 MANY, PARTS = 100, 1000
+#: Number of runs from which only the running means are drawn.
+MANY_RUNS = 4
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Line:
         colour: the colour of the run, or in a plot of one run the colour of the curve.
         dash: the index of its line style.
         mark: the shape of its markers, which distinguishes runs in black and white.
+        is_faint: whether the values are drawn faintly under their running mean, or else the mean alone.
     """
 
     panel: str
@@ -64,6 +67,7 @@ class Line:
     colour: str = COLOURS[0]
     dash: int = 0
     mark: str = "o"
+    is_faint: bool = True
 
     @property
     def marked(self) -> list[int]:
@@ -101,8 +105,8 @@ class Line:
 
     @property
     def label(self) -> str:
-        """The name, in a plot of several runs after the name of the run."""
-        return f"{self.run}: {self.name}" if self.run else self.name
+        """The name in words, in a plot of several runs after the name of the run."""
+        return f"{self.run}: " * bool(self.run) + WORDS.get(self.name, self.name)
 
     @property
     def entry(self) -> str:
@@ -116,8 +120,10 @@ class Line:
 
     @property
     def finite(self) -> list[float]:
-        """The finite values."""
-        return [value for value in self.values if is_finite(value)]
+        """The finite values that are drawn."""
+        best = [] if self.best is None else [self.values[self.best]]
+        values = [*self.mean, *best] if self.mean and not self.is_faint else self.values
+        return [value for value in values if is_finite(value)]
 
 
 def lines(folders: list[str], x: str = "step") -> list[Line]:
@@ -165,17 +171,18 @@ def _with_styles(plain_lines: Iterable[Line]) -> list[Line]:
     if any(line.run for line in lines):
         lines = [line for line in lines if line.panel != SHARES or line.name == "step_share"]
         titles["step_share"] = "share of time spent training"
-    shown = list(dict.fromkeys(line.name for line in lines if line.panel != SHARES or any(line.values)))
+    entries = {line.name for line in lines if line.panel != SHARES or any(line.values)}
+    shown = sorted(entries, key=lambda name: (name != "loss", natural_key(name)))
     runs = list(dict.fromkeys(line.run for line in lines))
     lines = [line for line in lines if line.name in shown]
     lines.sort(key=lambda line: (list(PANELS).index(line.panel), shown.index(line.name)))
     lines = [replace(line, panel=titles.get(line.name, line.panel)) for line in lines]
     for line in lines:
         names = list(dict.fromkeys(other.name for other in lines if other.panel == line.panel))
-        run, dash = runs.index(line.run), names.index(line.name)
+        run, dash, is_faint = runs.index(line.run), names.index(line.name), len(runs) < MANY_RUNS
         colour, mark = COLOURS[(run if line.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
         colour = "#d9d9d9" if line.panel == SHARES and line.name == "step_share" else colour
-        styled_lines.append(replace(line, colour=colour, dash=dash % len(DASHES), mark=mark))
+        styled_lines.append(replace(line, colour=colour, dash=dash % len(DASHES), mark=mark, is_faint=is_faint))
     return styled_lines
 
 

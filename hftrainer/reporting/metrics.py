@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -58,6 +59,16 @@ def write_metrics(folder: str, split: str, metrics: Mapping[str, Any], *, combin
         with open(path, encoding="utf-8") as file:
             old_metrics = json.load(file)
     _write(path, {**old_metrics, **metrics})
+
+
+def natural_key(name: str) -> str:
+    """A key for sorting, by which run-2 is before run-10, and lr-0.01 before lr-0.1."""
+    return re.sub(r"(?<![\d.])\d+", lambda number: number[0].zfill(20), name)
+
+
+def sort_pattern(folders: list[str]) -> list[str]:
+    """The folders in natural order, if they are in the order of a shell's pattern; any other order is the user's."""
+    return sorted(folders, key=natural_key) if folders == sorted(folders) else folders
 
 
 def comparable_names(metrics: Mapping[str, Any]) -> list[str]:

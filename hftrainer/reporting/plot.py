@@ -21,7 +21,7 @@ from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
-from hftrainer.reporting.lines import DASHES, MARKS, WORDS, X_AXES, Line, lines, lines_of
+from hftrainer.reporting.lines import DASHES, MANY, MARKS, X_AXES, Line, lines, lines_of
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, is_finite
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def _vertical_axis(lines: list[Line]) -> tuple[str, tuple[float, float]]:
     learning rates of curves differ 50-fold. It then ends at a third of the lowest running mean.
     """
     if lines[0].name in PANELS[SHARES]:
-        return "linear", (0, 1)
+        return "linear", (0, 1 if lines[0].panel == SHARES else 1.05)
     values, panel = [value for line in lines for value in line.finite], lines[0].panel
     if PANEL_OF.get(lines[0].name) in SPEEDS or not values:
         usual = max((np.percentile(line.finite, 95, method="lower") for line in lines if line.finite), default=0)
@@ -53,11 +53,15 @@ def _vertical_axis(lines: list[Line]) -> tuple[str, tuple[float, float]]:
         return "linear", (0, 1.05 * (min(high, 2 * float(usual)) or high) or 1)
     peak = min(max(line.finite, default=0) for line in lines)
     # A warm-up from 0 and a decay to 0 go below the panel.
-    lows = [min(filter(is_finite, line.mean)) / 3 if line.mean else min(line.finite, default=peak) for line in lines]
+    lows = [
+        min(filter(is_finite, line.mean)) / 3 if line.mean and line.is_faint else min(line.finite, default=peak)
+        for line in lines
+    ]
     low = peak / 100 if panel == "learning rate" else min(lows)
     limits = {"loss": 100 * low, "gradient norm": 20 * statistics.median(values), "learning rate": 50 * peak}
     if low > 0 and max(values) >= limits.get(panel, math.inf):
-        return "log", (low / 1.2, max(values) * 1.2)
+        first, last = _range([math.log10(low), math.log10(max(values))])
+        return "log", (10**first, 10**last)
     return "linear", _range(values)
 
 
@@ -77,9 +81,16 @@ def _label(lines: list[Line]) -> str:
 
 
 def _title(name: str, lines: list[Line]) -> str:
-    """What the picture shows, and on a second line what faint curves are."""
-    title = f"{len({line.run for line in lines})} training runs" if lines[0].run else f"Training run {name}"
-    return f"{title}\nfaint: logged values; strong: their running mean" if any(line.mean for line in lines) else title
+    """What the picture shows; and below, what smooth and faint curves are, and which runs have no speeds."""
+    runs = list(dict.fromkeys(line.run for line in lines))
+    title = f"{len(runs)} training runs" if runs[0] else f"Training run {name}"
+    if any(line.mean for line in lines):
+        faint = "faint: logged values; strong: their" if lines[0].is_faint else f"curves of {MANY} values or more: the"
+        title += f"\n{faint} running mean"
+    observed = {line.run for line in lines if PANEL_OF.get(line.name) in SPEEDS}
+    if observed and (others := ", ".join(run for run in runs if run not in observed)):
+        title += "\n" + textwrap.fill(f"no speed, time and memory without observe=True: {others}", 50)
+    return title
 
 
 def _group_by_panel(lines: list[Line]) -> dict[str, list[Line]]:
@@ -142,11 +153,11 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
         # A value is of the time since the one before.
         values, colours = [[0, *(line.mean or line.values)] for line in lines], [line.colour for line in lines]
         areas = axis.stackplot([0, *lines[0].steps], values, colors=colours, step="pre")
-        handles = dict(zip((WORDS[line.name] for line in lines), areas, strict=True))
+        handles = dict(zip((line.label for line in lines), areas, strict=True))
     for line in lines if not is_stacked else ():
         style = {"color": line.colour, "linestyle": list(DASHES)[line.dash], "linewidth": 1.5}
         marks = {"marker": line.mark, "markersize": 5 if line.run else 3, "markevery": line.marked}
-        if line.mean:
+        if line.mean and line.is_faint:
             axis.plot(*line.points(line.values), color=line.colour, linewidth=0.8, alpha=0.3)
         axis.plot(*line.points(line.mean or line.values), **marks, **style)
         handles.setdefault(line.entry, axis.plot([], [], **style | run_style)[0])
@@ -159,7 +170,9 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
     scale, limits = _vertical_axis(lines)
     axis.set(xlabel=X_AXES[lines[0].x], ylabel=_label(lines), yscale=scale, ylim=limits)
     axis.xaxis.set_major_formatter("{x:,.7g}")
-    if scale == "linear" and not 0.1 < max(limits) < 1000:
+    if is_short := scale == "log" and limits[1] < 1000 * limits[0]:
+        axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    if is_short or (scale == "linear" and not 0.1 < limits[1] < 1000):
         axis.yaxis.set_major_formatter("{x:,.7g}")
     axis.xaxis.get_major_locator().set_params(integer=lines[0].x == "step", min_n_ticks=1)
     axis.grid(alpha=0.3)
@@ -188,17 +201,20 @@ def draw_html(lines: list[Line], path: str, title: str, *, plotlyjs: bool | str 
         x, y, legend = f"x{number}", f"y{number}", f"legend{number}"
         figure.add_traces([trace | {"xaxis": x, "yaxis": y} for trace in _traces(panel_lines, legend)])
         scale, limits = _vertical_axis(panel_lines)
-        # plotly takes the range of a logarithmic axis as powers of ten.
-        y_range = list(map(math.log10, limits)) if scale == "log" else limits
-        y_axis = {"title": {"text": _label(panel_lines)}, "type": scale, "range": y_range, "anchor": x}
+        y_axis: dict[str, Any] = {"title": {"text": _label(panel_lines)}, "type": scale, "range": limits, "anchor": x}
+        if scale == "log":
+            # plotly takes powers of ten. For two ticks per decade it chooses 1, 2 and 5; a format writes them in full.
+            low, high = map(math.log10, limits)
+            y_axis |= {"range": [low, high], "nticks": min(8, math.ceil(high - low))}
+            y_axis |= {"nticks": round(2 * (high - low)), "tickformat": "~g"} if high - low < 3 else {}
         axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis}
         figure.update_layout(axes | {legend: {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
     figure.update_yaxes(exponentformat="power", minexponent=4)
-    top = 70 + 20 * len(runs)
+    top = 70 + 20 * (len(runs) + title.count("\n"))
     wide, narrow = (_place_panels(len(panels), columns, top) for columns in (2, 1))
     figure.update_layout(
         {name.replace(".", "_"): value for name, value in wide.items()},
-        title={"text": title.replace("\n", "<br>"), "y": 1, "yanchor": "top", "pad": {"t": 25}},
+        title={"text": title.replace("\n", "<br>"), "font_size": 14, "y": 1, "yanchor": "top", "pad": {"t": 40}},
         legend={"x": 0, "y": 1, "yanchor": "bottom", "tracegroupgap": 0},
         **{"margin": {"t": top, "b": 0, "l": 70, "r": 20}, "template": "plotly_white"},
         **{"hovermode": "x unified", "hoverlabel": {"namelength": -1}},
@@ -232,11 +248,11 @@ def _traces(lines: list[Line], legend: str) -> Iterator[dict[str, Any]]:
         trace = {"x": steps, "y": values, "name": line.label, "legendgroup": group, "showlegend": False, "line": style}
         if line.panel == SHARES:
             area = {"stackgroup": "time", "stackgaps": "interpolate", "fillcolor": line.colour, "legend": legend}
-            points = {"x": [0, *steps], "y": [0, *line.points(line.mean or line.values)[1]], "name": WORDS[line.name]}
+            points = {"x": [0, *steps], "y": [0, *line.points(line.mean or line.values)[1]], "name": line.label}
             yield trace | points | area | {"line": {"width": 0, "shape": "vh"}, "showlegend": True}
             continue
         if line.mean:
-            yield trace | {"mode": "lines", "opacity": 0.3}
+            yield from [trace | {"mode": "lines", "opacity": 0.3}] * line.is_faint
             trace |= {"y": line.points(line.mean)[1], "name": f"{line.label}, running mean"}
         marked, size = set(line.marked), 9 if line.run else 4
         sizes = [size * (point in marked) for point in range(len(steps))]
@@ -298,12 +314,10 @@ def plot(
     title = Path(os.path.realpath(folders[0])).name
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_picture(run_lines, str(picture), title)
-    paths = [str(picture)]
+    page = str(picture.with_suffix(".html"))
     if html:
-        page = picture.with_suffix(".html")
-        draw_html(run_lines, str(page), title, plotlyjs=html)
-        paths.append(str(page))
-    return paths
+        draw_html(run_lines, page, title, plotlyjs=html)
+    return [str(picture), page] if html else [str(picture)]
 
 
 class PlotCallback(TrainerCallback):

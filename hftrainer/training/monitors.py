@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from hftrainer.arguments.choices import SaveStrategy, read_observe
 from hftrainer.components.component import Component
 from hftrainer.components.storage_sync import run_folder
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
-from hftrainer.monitoring.journal import COMPLETE, Journal, read_events
+from hftrainer.monitoring.journal import COMPLETE, NAME, Journal, read_events
 from hftrainer.monitoring.observer import Measurements, Observer
 from hftrainer.monitoring.requests import Requests
 from hftrainer.trainer_pt_utils import find_batch_size
@@ -98,12 +99,14 @@ class RunMonitors(Component):
 def _make_observer(components: Components, events: TrainingEvents) -> Observer | None:
     """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
     trainer, args, plan = components.trainer, components.trainer.args, components.engine.plan
-    observations = read_observe(args.observe)
+    folder = run_folder(trainer, events.trial)
+    # All later runs in a folder write to its journal, so that it says which is the last.
+    has_earlier = os.path.isfile(os.path.join(folder, NAME))
+    observations = read_observe(args.observe) | ({"journal"} if has_earlier else set())
     if not observations:
         return None
     events.micro_batches.reader.time_collator()
     peak = peak_flops(args.device, plan.precision) if "mfu" in observations else None
-    folder = run_folder(trainer, events.trial)
     # The resume of a run that has already ended would spoil its record.
     last_event = (read_events(folder) or [{}])[-1] if events.is_finished else {}
     is_recorded = last_event.get("reason") in COMPLETE

@@ -121,7 +121,7 @@ class LossSum:
             if loss.device.type == "xla":
                 divisor = torch.tensor([float(steps)], device=loss.device).reshape(())
             summand = torch.where(is_finite, loss, run.loss_since_log / divisor)
-            run.loss_since_log = run.loss_since_log + summand
+            run.loss_since_log += summand
             return summand
         summand = loss
         if not math.isfinite(loss):

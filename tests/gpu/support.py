@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers.utils import import_utils
 
+from hftrainer import TrainerCallback
 from tests.support.parity import assert_same, assert_same_weights, build, comparable, record, train
 from tests.support.tiny import MODELS, language_data, make_llama, make_plain, plain_data, without_dropout
 
@@ -44,6 +45,25 @@ def make_wide():
 MODELS["llama without dropout"] = (without_dropout(make_llama), functools.partial(language_data, 40))
 MODELS["plain without dropout"] = (without_dropout(make_plain), functools.partial(plain_data, 40))
 MODELS["wide"] = (make_wide, plain_data)
+
+
+class Watch(TrainerCallback):
+    """Makes waiting for the device an error in all steps from the fourth, but for their log lines; counts the steps."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 3:  # the first steps allocate
+            torch.cuda.set_sync_debug_mode("error")
+            with pytest.raises(RuntimeError, match="synchroniz"):  # or the mode would show nothing
+                torch.ones(1, device="cuda").item()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if torch.cuda.get_sync_debug_mode():
+            self.steps.append(state.global_step)
+        if control.should_log:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def needs_gpu(reason):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import DeviceStatsMonitor
 
-from hftrainer import TrainerCallback
-from tests.gpu.support import HERE, ON_GPU, WIDTH, build, make_wide, needs_gpu, plain_data
+from tests.gpu.support import HERE, ON_GPU, WIDTH, Watch, build, make_wide, needs_gpu, plain_data
 
 MB = 2**20
 
@@ -32,25 +31,6 @@ def test_evaluation_memory_is_flat(tmp_path, metrics):
     needed = [allocated_above_start(lambda data=data: trainer.evaluate(data)) for data in (few, many)]
     # Outputs that stayed would take 60 batches more; less than one is what blocks of other sizes can make.
     assert needed[1] - needed[0] < 64 * WIDTH * 4, [size / MB for size in needed]
-
-
-class Watch(TrainerCallback):
-    """Makes waiting for the device an error in all steps from the fourth, but for their log lines; counts the steps."""
-
-    def __init__(self):
-        self.steps = []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 3:  # the first steps allocate
-            torch.cuda.set_sync_debug_mode("error")
-            with pytest.raises(RuntimeError, match="synchroniz"):  # or the mode would show nothing
-                torch.ones(1, device="cuda").item()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if torch.cuda.get_sync_debug_mode():
-            self.steps.append(state.global_step)
-        if control.should_log:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_gpu("there is nothing to wait for")

@@ -44,6 +44,42 @@ def test_adapters_is_a_folder_and_no_package():
     assert not (ROOT / "adapters" / "__init__.py").exists()
 
 
+def asked_of_adapters() -> Iterator[tuple[str, str, str]]:
+    """Where, the module of an adapter, and what is asked of it; mypy does not know the type of such a module."""
+    for path in sorted([*ROOT.glob("hftrainer/**/*.py"), *ROOT.glob("adapters/**/*.py")]):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        modules = {ast.unparse(node): node for node in nodes if isinstance(node, ast.Call)}
+        # loggers = load("lightning", "loggers")
+        assigned = {
+            ast.unparse(node.targets[0]): ast.unparse(node.value) for node in nodes if isinstance(node, ast.Assign)
+        }
+        for node in nodes:
+            if isinstance(node, ast.Attribute):
+                owner = ast.unparse(node.value)
+                match modules.get(assigned.get(owner, owner)):
+                    case ast.Call(func=ast.Name("lightning_adapter")):
+                        yield path.name, "hftrainer_lightning/engine.py", node.attr
+                    case ast.Call(func=ast.Name("load"), args=[ast.Constant(name), *rest]):
+                        module = rest[0].value if rest else "__init__"
+                        yield path.name, f"hftrainer_{name}/{module}.py", node.attr
+
+
+def test_adapters_have_what_is_asked_of_them():
+    """`run --tpu` and `observe` on a GPU asked for functions that were not there, where no test runs."""
+    asked = set(asked_of_adapters())
+    assert len(asked) > 25
+    for path, module, name in asked:
+        defined = set()
+        for node in ast.parse((ROOT / "adapters" / module).read_text()).body:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                defined |= {alias.asname or alias.name for alias in node.names}
+            elif isinstance(node, ast.Assign):
+                defined |= {ast.unparse(target) for target in node.targets}
+            else:
+                defined.add(getattr(node, "name", None))
+        assert name in defined, f"{path} asks {module} for {name}"
+
+
 def test_importing_is_cheap(processes, tmp_path):
     """Neither `from hftrainer import Trainer` nor arguments must pay for what a run may need."""
     code = (

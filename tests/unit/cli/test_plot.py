@@ -19,7 +19,7 @@ from hftrainer.cli.plot import align, describe
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.monitoring.journal import ACTIVITIES, Journal
 from hftrainer.reporting.lines import Line, lines, lines_of, read_run
-from hftrainer.reporting.metrics import SHARES, curves, logged
+from hftrainer.reporting.metrics import SHARES, curves, logged, sort_pattern
 from hftrainer.reporting.plot import plot
 from tests.support.parity import accuracy, train
 from tests.support.tiny import make_plain, plain_data
@@ -204,7 +204,7 @@ def test_a_table_of_observed_runs(tmp_path, capsys):
     runs = [observe(tmp_path / "a"), observe(tmp_path / "b")]
     main(["plot", *runs, "--out", str(tmp_path / "a.png")])
     _, _, header, *rows, _, explanation = capsys.readouterr().out.splitlines()
-    titles = ["steps", "last loss", "best loss", "mean samples/s", "mean tokens/s", "time", "goodput"]
+    titles = ["steps", "last loss", "best loss", "mean samples per second", "mean tokens per second", "time", "goodput"]
     assert re.split("  +", header.strip()) == titles
     assert explanation == "goodput: kept steps / all time"
     # 10 steps at 17.5 samples per second and 10 at 35.
@@ -212,7 +212,7 @@ def test_a_table_of_observed_runs(tmp_path, capsys):
     main(["plot", *runs, "--out", str(tmp_path / "a.png"), "--json"])
     shown = json.loads(capsys.readouterr().out)["runs"]
     assert [run["run"] for run in shown] == ["a", "b"] and set(titles) <= shown[0].keys()
-    assert shown[0]["mean samples/s"] == pytest.approx(70 / 3) and shown[0]["differs in"] == ""
+    assert shown[0]["mean samples per second"] == pytest.approx(70 / 3) and shown[0]["differs in"] == ""
 
 
 def write_log(folder, log):
@@ -323,7 +323,7 @@ def test_callback_draws_when_training_ends(tmp_path):
     trainer = make_plotted(tmp_path, logging_steps=1)
     trainer.train()
     assert (tmp_path / "out" / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert {line.label for line in lines_of(trainer.state)} == {"loss", "learning_rate", "grad_norm"}
+    assert {line.label for line in lines_of(trainer.state)} == {"loss", "learning rate", "gradient norm"}
 
 
 def test_callback_of_a_run_that_logged_nothing(tmp_path, caplog):
@@ -526,6 +526,39 @@ def test_runs_of_several_legends(tmp_path):
         *("loss", "eval_loss", "best a: eval_loss", "best b: eval_loss"),
         *(f"{run}: {name}" for run in "ab" for name in ("loss", "eval_loss", "eval_f1")),
     }
+
+
+@pytest.mark.parametrize("loss", [1.0, 2.0])
+def test_the_last_of_several_runs_in_a_folder(tmp_path, loss):
+    """A copy of one run, whose log begins the other's, may have any times."""
+    for step, value in ((20, 1.0), (10, loss)):
+        folder = tmp_path / f"checkpoint-{step}"
+        write_log(folder, [{"step": each, "loss": value} for each in range(step)])
+        os.utime(folder / "trainer_state.json", (0, 1000 - step))
+    assert len(read_run(str(tmp_path)).log_history) == (20 if loss == 1.0 else 10)
+
+
+def test_runs_and_metrics_in_the_order_of_their_numbers(tmp_path, capsys):
+    log = [{"step": step, "loss": 1.0, **dict.fromkeys(("eval_k10", "eval_k2"), 0.1)} for step in (1, 2)]
+    runs = [write_log(tmp_path / f"run-{number}", log) for number in (10, 2)]
+    main(["plot", *runs, "--json", "--out", str(tmp_path / "a.png")])
+    assert [run["run"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["run-2", "run-10"]
+    for order in (["b", "a-10", "a-2"], ["lr-0.003", "lr-0.01"]):
+        assert sort_pattern(order) == order
+    assert [line.name for line in lines(runs[:1])] == ["loss", "eval_k2", "eval_k10"]
+
+
+def test_four_runs_are_drawn_by_their_means(tmp_path):
+    """The picture says so, and which of them have no speeds."""
+    log = [{"step": step, "loss": 0.01 ** (step / 99)} for step in range(100)]
+    runs = [write_log(tmp_path / run, log) for run in "bcd"] + [observe(tmp_path / "a")]
+    plot(runs, html=True)
+    page = (tmp_path / "b" / "comparison.html").read_text()
+    assert "curves of 100 values or more: the running mean\nno speed, time and memory without observe=True: b," in page
+    assert '"opacity":0.3' not in page and lines(runs)[0].finite[0] < 1
+    plot(runs[:3], html=True)
+    page = (tmp_path / "b" / "comparison.html").read_text()
+    assert '"opacity":0.3' in page and '"tickformat":"~g"' in page and "no speed, time" not in page
 
 
 @pytest.mark.parametrize(

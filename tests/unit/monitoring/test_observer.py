@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hftrainer import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from hftrainer.arguments.choices import OBSERVE_PARTS, read_observe
 from hftrainer.errors import InvalidArgument
+from hftrainer.monitoring.flops import peak_flops
 from hftrainer.monitoring.journal import Journal, goodput, read_events, remove_undone_steps
 from hftrainer.training import monitors
 from tests.support.parity import assert_same_weights
@@ -86,6 +87,13 @@ def test_what_log_lines_get(tmp_path, observe, names):
     assert not [each for each in trainer.callback_handler.callbacks if type(each).__name__ == "Observer"]
 
 
+def test_a_later_run_in_the_folder_of_an_observed_one(tmp_path):
+    """It writes to the journal, so that the last run there is known, but measures nothing."""
+    train(tmp_path, observe=True)
+    assert of_lines(train(tmp_path))[0].keys() == {"loss", "grad_norm", "learning_rate", "epoch", "step"}
+    assert [event["event"] for event in read_events(str(tmp_path))].count("begin") == 2
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_operations_by_torchs_counter_and_the_same_training(tmp_path, monkeypatch, name, recomputes):
@@ -111,6 +119,15 @@ def test_operations_by_torchs_counter_and_the_same_training(tmp_path, monkeypatc
 
 
 observation_class = monitors.Observer
+
+
+def test_the_peak_is_lightnings(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert peak_flops(torch.device("cuda"), "bf16-mixed") == peak_flops(torch.device("cuda"), "16-mixed") > 9e14
+    assert peak_flops(torch.device("cpu"), "bf16-mixed") is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA of tomorrow")
+    with pytest.warns(UserWarning, match="FLOPs not found for 'NVIDIA of tomorrow'"):
+        assert peak_flops(torch.device("cuda"), "bf16-mixed") is None
 
 
 def test_tokens_by_hand(tmp_path):

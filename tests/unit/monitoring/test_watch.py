@@ -259,8 +259,8 @@ def test_a_run_without_a_journal(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     (tmp_path / NAME).unlink(missing_ok=True)
     page = show(capsys, monkeypatch, tmp_path)
-    assert "complete · no journal" in page and "step 4 of 4" in page and "checkpoint-4 0 s ago, checkpoint-2" in page
-    assert "loss" in page and "time" not in page
+    assert "complete · no times without observe=True" in page and "step 4 of 4" in page
+    assert "checkpoint-4 0 s ago, checkpoint-2" in page and "loss" in page and "seconds" not in page
 
 
 def test_a_run_that_observes(tmp_path, capsys, monkeypatch):
