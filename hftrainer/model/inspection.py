@@ -196,17 +196,15 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that `model.modules()` yields, in the same order.
+    """The modules that `model.modules()` yields, in the same order; shared modules repeatedly.
 
     At every step, torch would build a name for each module. In models with many small modules this takes longer than
     the computation.
     """
-    seen_ids: set[int] = set()
     remaining: list[nn.Module | None] = [model]
     while remaining:
         module = remaining.pop()
-        if module is not None and id(module) not in seen_ids:
-            seen_ids.add(id(module))
+        if module is not None:
             yield module
             if module._modules:
                 remaining.extend(reversed(module._modules.values()))
@@ -217,12 +215,17 @@ def is_training(model: nn.Module) -> bool:
     return all(module.training for module in _modules(model))
 
 
+def _overrides_parameters(kind: type[nn.Module]) -> bool:
+    """Whether a model's class overrides the methods that list its parameters or modules."""
+    return any(
+        getattr(kind, name) is not getattr(nn.Module, name)
+        for name in ("parameters", "named_parameters", "named_modules")
+    )
+
+
 def parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that `model.parameters()` yields, in the same order."""
-    if any(
-        getattr(type(model), name) is not getattr(nn.Module, name)
-        for name in ("parameters", "named_parameters", "named_modules")
-    ):
+    if _overrides_parameters(type(model)):
         return list(model.parameters())
     found = (parameter for module in _modules(model) for parameter in module._parameters.values())
     return list({id(parameter): parameter for parameter in found if parameter is not None}.values())
@@ -230,8 +233,11 @@ def parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def clear_gradients(model: nn.Module) -> None:
     """Clear the gradients, as `model.zero_grad()` does."""
-    if "zero_grad" in vars(model) or type(model).zero_grad is not nn.Module.zero_grad:
+    kind = type(model)
+    if "zero_grad" in vars(model) or kind.zero_grad is not nn.Module.zero_grad or _overrides_parameters(kind):
         model.zero_grad()
         return
-    for parameter in parameters(model):
-        parameter.grad = None
+    for module in _modules(model):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.grad = None
