@@ -170,11 +170,6 @@ def rng_state() -> dict[str, Any]:
     return states
 
 
-def save_rng_state(path: str) -> None:
-    """Write the random states of this process to `path`."""
-    torch.save(rng_state(), path)
-
-
 def load_rng_state(path: str) -> None:
     """Restore the random states in `path`. If the file is missing, log that resuming is not exact."""
     if not os.path.isfile(path):
