@@ -114,6 +114,7 @@ class Trainer(EarlierMethods):
     gather_function: Callable[[Any], Any]
     deepspeed: Any
     callback_handler: CallbackHandler
+    state: TrainerState
     control: TrainerControl
     label_smoother: LabelSmoother | None
     label_names: list[str]

@@ -178,4 +178,3 @@ def _shard_output(_: nn.Module, __: Any, output: Any) -> None:
     first_tensor = next((array for array in iterate_arrays(output) if array.ndim), None)
     if first_tensor is not None:
         _shard_rows(first_tensor)
-

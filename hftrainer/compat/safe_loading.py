@@ -56,7 +56,7 @@ def load_torch_file(
         DamagedCheckpoint: if the file is not a complete file of `torch.save`.
     """
     # The format before torch 1.6 is not a zip file and cannot be mapped.
-    options = {"map_location": "cpu", "weights_only": True, "mmap": mmap and zipfile.is_zipfile(path)}
+    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True, "mmap": mmap and zipfile.is_zipfile(path)}
     source: Any = path if packed_value is None else io.BytesIO(packed_value.numpy().tobytes())
     try:
         with torch.serialization.safe_globals(list(allowed)):
