@@ -32,7 +32,7 @@ from hftrainer.components.object_checks import check_objects, one_processing_cla
 from hftrainer.data import collators, mixture
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.collators import number_of_tokens
-from hftrainer.data.randomness import load_rng_state, save_rng_state
+from hftrainer.data.randomness import load_rng_state, rng_state
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.changes import set_tf32
 from hftrainer.model.inspection import parameters
@@ -111,7 +111,6 @@ class Trainer(EarlierMethods):
     # The components set these attributes, mostly during construction.
     model: nn.Module
     model_wrapped: nn.Module
-    accelerator: Any
     gather_function: Callable[[Any], Any]
     deepspeed: Any
     callback_handler: CallbackHandler
@@ -124,17 +123,12 @@ class Trainer(EarlierMethods):
     place_model_on_device: bool
     is_model_parallel: bool
     is_distributed_loading_by_transformers: bool
-    is_in_train: bool
-    is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
     is_fsdp_xla_enabled: bool
     is_fsdp_xla_v1_enabled: bool
     is_fsdp_xla_v2_enabled: bool
     current_flos = RunAttribute("flos")
     current_gradient_accumulation_steps = RunAttribute("accumulation_steps")
-    neftune_noise_alpha: float | None
-    # The NEFTune hook of a run; remains set after the hook is removed.
-    neftune_hook_handle: Any
     hp_name: Callable[[Any], str] | None
     hp_search_backend: HPSearchBackend | None
     hp_space: Callable[[Any], dict[str, Any]]
@@ -915,7 +909,8 @@ class Trainer(EarlierMethods):
             resume.load_scheduler_or_scaler(self.accelerator.scaler, checkpoint, "scaler")
 
     def _save_rng_state(self, output_dir: str) -> None:
-        save_rng_state(os.path.join(output_dir, names.rng_name(self.args.process_index, self.args.world_size)))
+        path = os.path.join(output_dir, names.rng_name(self.args.process_index, self.args.world_size))
+        torch.save(rng_state(), path)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from hftrainer.arguments.accelerator_config import AcceleratorConfig as AcceleratorConfig
 from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument
-from hftrainer.parallel.processes import rebuild_container as rebuild_container
+from hftrainer.parallel.processes import map_leaves, rebuild_container as rebuild_container
 from hftrainer.releases.policy import get_parameter_names as get_parameter_names
 
 #: `isinstance` checks these types in order, so the most frequent are first.
@@ -53,25 +53,25 @@ def _numpify(leaf: Any) -> Any:
     return (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy()
 
 
+def iterate_arrays(data: Any) -> Iterator[Any]:
+    """The tensors and NumPy arrays in nested mappings, lists and tuples."""
+    if isinstance(data, (torch.Tensor, np.ndarray)):
+        yield data
+    elif isinstance(data, _CONTAINERS):
+        for value in data.values() if isinstance(data, (dict, Mapping)) else data:
+            yield from iterate_arrays(value)
+
+
 def drop_all_rows(data: Any, *, lists_of_samples: bool = False) -> Any:
     """The nested outputs without rows; with `lists_of_samples`, lists are empty too."""
-    if lists_of_samples and isinstance(data, list):
-        return []
-    if isinstance(data, _CONTAINERS):
-        return rebuild_container(data, lambda value: drop_all_rows(value, lists_of_samples=lists_of_samples))
-    if isinstance(data, (torch.Tensor, np.ndarray)):
-        return (data if data.ndim else data.reshape(1))[:0]
-    return data
+    if lists_of_samples:
+        data = map_leaves(data, list, lambda _: [])
+    return map_leaves(data, (torch.Tensor, np.ndarray), lambda rows: (rows if rows.ndim else rows.reshape(1))[:0])
 
 
 def find_batch_size(tensors: Any) -> int | None:
     """The first dimension of the first tensor in nested containers, or None."""
-    if isinstance(tensors, (torch.Tensor, np.ndarray)):
-        return tensors.shape[0] if tensors.ndim else None
-    if not isinstance(tensors, _CONTAINERS):
-        return None
-    values = tensors.values() if isinstance(tensors, (dict, Mapping)) else tensors
-    return next((size for value in values if (size := find_batch_size(value)) is not None), None)
+    return next((array.shape[0] for array in iterate_arrays(tensors) if array.ndim), None)
 
 
 @dataclass

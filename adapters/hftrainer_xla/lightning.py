@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning.precision import ForwardAutocast, PlainPrecision
 from hftrainer_lightning.private_api.trainer import LaunchedXLAStrategy, PrecisionFromPlan
-from hftrainer_lightning.strategies import KeepDeviceStrategy
+from hftrainer_lightning.strategies import PreparedStrategy
 from hftrainer_xla import devices as xla
 
 
@@ -108,23 +108,7 @@ class _CpuCheckpointIO(XLACheckpointIO):
         TorchCheckpointIO.save_checkpoint(self, xla.to_host(checkpoint), path, storage_options)
 
 
-class _XlaStrategy(PrecisionFromPlan, KeepDeviceStrategy):
-    """Base of the XLA strategies. Model and optimizer are on their devices before Lightning starts."""
-
-    def setup(self, trainer: Any) -> None:
-        """Set up all but the model, which the Trainer moved before it created the optimizer."""
-        assert self.accelerator is not None and self.model is not None
-        self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
-        if trainer.state.fn == "fit":
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-
-    def model_to_device(self) -> None:
-        """Do nothing: moving the model again would untie tied weights."""
-
-
-class SingleXla(_XlaStrategy, SingleDeviceXLAStrategy):
+class SingleXla(PrecisionFromPlan, PreparedStrategy, SingleDeviceXLAStrategy):
     """One process on one XLA device, or on all devices by SPMD."""
 
     def __init__(self, precision: Precision) -> None:
@@ -132,7 +116,7 @@ class SingleXla(_XlaStrategy, SingleDeviceXLAStrategy):
         self.precision_plugin = precision
 
 
-class XlaReplicas(_XlaStrategy, LaunchedXLAStrategy):
+class XlaReplicas(PrecisionFromPlan, PreparedStrategy, LaunchedXLAStrategy):
     """A replica of the model on each device. torch_xla has started the processes.
 
     Args:

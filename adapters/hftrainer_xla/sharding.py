@@ -6,7 +6,6 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings, suggest_nearest
 from hftrainer.parallel.fsdp_sharding import broadcast_weights, find_units
 from hftrainer.parallel.plan import LightningPlan
+from hftrainer.trainer_pt_utils import iterate_arrays
 from hftrainer_xla import devices as xla
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,8 @@ def _shard_rows(tensor: torch.Tensor) -> None:
 
 
 def _shard_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tensors = [tensor for tensor in _tensors((args, kwargs)) if tensor.device.type == "xla"]
+    arrays = iterate_arrays((args, kwargs))
+    tensors = [each for each in arrays if each.ndim and isinstance(each, torch.Tensor) and each.device.type == "xla"]
     for tensor in tensors:
         # Tensors with the batch's number of samples have one row per sample.
         if tensor.shape[0] == tensors[0].shape[0]:
@@ -174,16 +175,6 @@ def _shard_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _shard_output(_: nn.Module, __: Any, output: Any) -> None:
-    first_tensor = next(_tensors(output), None)
+    first_tensor = next((array for array in iterate_arrays(output) if array.ndim), None)
     if first_tensor is not None:
         _shard_rows(first_tensor)
-
-
-def _tensors(data: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers, except scalars."""
-    if isinstance(data, torch.Tensor):
-        if data.ndim:
-            yield data
-    elif isinstance(data, (Mapping, list, tuple)):
-        for item in data.values() if isinstance(data, Mapping) else data:
-            yield from _tensors(item)

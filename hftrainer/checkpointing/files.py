@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import json
 import os
+import shutil
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping
@@ -243,6 +244,20 @@ def crc32_of_file(path: str | Path, start: int = 0, end: int | None = None, chec
     if end is not None and position < end:
         raise OSError(f"{path} has {position} bytes instead of {end}")
     return checksum
+
+
+def link_or_copy(source: Path, target: Path, *, link: bool = True) -> None:
+    """Hard-link a file into a folder, which is created, or copy it where the file system has no hard links.
+
+    A symbolic link stays one.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if link:
+        # The copy below reports a missing file.
+        with contextlib.suppress(OSError, NotImplementedError):
+            os.link(source, target, follow_symlinks=False)
+            return
+    shutil.copy2(source, target, follow_symlinks=False)
 
 
 # ---- The manifest ----------------------------------------------------------------------------------------------------

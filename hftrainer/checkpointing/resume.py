@@ -195,8 +195,7 @@ def warn_about_changed_arguments(args: TrainingArguments, state: TrainerState) -
 
 def _read_optimizer(path: str) -> dict[str, Any]:
     """Read an optimizer's state, with parameters numbered as in torch."""
-    with torch.serialization.safe_globals(projectors()):
-        state: dict[str, Any] = load_torch_file(path)
+    state: dict[str, Any] = load_torch_file(path, allowed=projectors())
     return state
 
 
@@ -456,8 +455,7 @@ def _read_ckpt(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """A Lightning checkpoint, and the Trainer's entry in it."""
     if not os.path.isfile(path):
         raise CheckpointNotFound(f"resume_from_checkpoint={path!r}: the file does not exist.")
-    with torch.serialization.safe_globals(numpy_state_types()):
-        saved = load_torch_file(path)
+    saved = load_torch_file(path, allowed=numpy_state_types())
     if not isinstance(saved, dict) or TRAINER_KEY not in saved or "state_dict" not in saved:
         raise CheckpointNotFound(
             f"resume_from_checkpoint={path!r} is not a Lightning checkpoint of this Trainer. Load its weights into "
@@ -466,6 +464,5 @@ def _read_ckpt(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     entry = saved[TRAINER_KEY]
     # Files of earlier releases hold this entry unpacked.
     if isinstance(entry, torch.Tensor):
-        with torch.serialization.safe_globals(numpy_state_types()):
-            entry = load_torch_file(path, packed_value=entry)
+        entry = load_torch_file(path, allowed=numpy_state_types(), packed_value=entry)
     return saved, entry

@@ -214,8 +214,7 @@ def read_global_batch_size(folder: str) -> int | None:
 
 
 def _read(path: str) -> RunProgress:
-    with torch.serialization.safe_globals(numpy_state_types()):
-        saved = load_torch_file(path)
+    saved = load_torch_file(path, allowed=numpy_state_types())
     field_names = {field.name for field in dataclasses.fields(RunProgress)}
     with name_file_in_errors(path):
         _check_progress(saved)

@@ -159,9 +159,7 @@ class ScriptFiles:
         for name, stamp in _stamps(checkpoint.path).items():
             is_new = stamp != self._known_stamps.get(checkpoint.path / name) and stamp[0] >= self._oldest
             if is_new and name not in trainer_files:
-                target = checkpoint.staging / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                _link_file(checkpoint.path / name, target)
+                files.link_or_copy(checkpoint.path / name, checkpoint.staging / name)
         # If the step is saved again, the files that the Trainer wrote this time do not count as the script's.
         self._known_stamps |= {checkpoint.path / name: stamp for name, stamp in trainer_files.items()}
 
@@ -171,14 +169,6 @@ def _stamps(folder: Path) -> dict[Path, _Stamp]:
     manifests = {folder / names.MANIFEST_NAME, folder / f"_{names.MANIFEST_NAME}"}
     paths = [path for path in folder.rglob("*") if (path.is_file() or path.is_symlink()) and path not in manifests]
     return {path.relative_to(folder): (path.lstat().st_ctime_ns, path.lstat().st_size) for path in paths}
-
-
-def _link_file(source: Path, target: Path) -> None:
-    """Hard-link `target` to `source`, or copy it if the file system has no links."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except (OSError, NotImplementedError):
-        shutil.copy2(source, target, follow_symlinks=False)
 
 
 #: Makes an executor with one thread. The thread starts with the first task.

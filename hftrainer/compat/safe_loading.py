@@ -39,23 +39,28 @@ def as_bytes(value: Any) -> torch.Tensor:
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).clone()
 
 
-def load_torch_file(path: str, *, mmap: bool = False, packed_value: torch.Tensor | None = None) -> Any:
+def load_torch_file(
+    path: str, *, allowed: Iterable[Any] = (), mmap: bool = False, packed_value: torch.Tensor | None = None
+) -> Any:
     """Load a file of `torch.save` on the CPU.
 
     Args:
         path: the file.
+        allowed: classes and functions that the file may hold, besides those that
+            `torch.serialization.add_safe_globals` allows.
         mmap: read tensors from disk only when they are used; for tensors that are then copied.
         packed_value: a tensor of `as_bytes`, which is loaded instead of the file.
 
     Raises:
-        UnsafeCheckpoint: for an object whose class `torch.serialization.add_safe_globals` does not allow.
+        UnsafeCheckpoint: for an object of another class.
         DamagedCheckpoint: if the file is not a complete file of `torch.save`.
     """
+    # The format before torch 1.6 is not a zip file and cannot be mapped.
+    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True, "mmap": mmap and zipfile.is_zipfile(path)}
+    source: Any = path if packed_value is None else io.BytesIO(packed_value.numpy().tobytes())
     try:
-        if packed_value is not None:
-            return torch.load(io.BytesIO(packed_value.numpy().tobytes()), map_location="cpu", weights_only=True)
-        # The format before torch 1.6 is not a zip file and cannot be mapped.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
+        with torch.serialization.safe_globals(list(allowed)):
+            return torch.load(source, **options)
     except (OSError, MemoryError):
         raise
     except Exception as error:

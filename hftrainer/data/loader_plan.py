@@ -63,13 +63,6 @@ class LoaderPlan:
                 "To read all samples, make shards of equal length."
             )
 
-    def dispatch(self, processes: int, *, splits: bool) -> None:
-        """Let the main process read the batches of all, and scatter them."""
-        # As in accelerate, torch's global generator draws the seeds.
-        self.settings["generator"] = None
-        self.round_size = 1 if splits else processes
-        self.splits = splits
-
     @property
     def ends_with_filler(self) -> bool:
         """Whether this process's last batch is a filler that only keeps collective operations in step."""
@@ -100,7 +93,9 @@ def plan_loader(
     dispatches = is_stream if config.dispatch_batches is None else config.dispatch_batches
     if trains and dispatches:
         plan = _plan_unsharded(loader, config, seed, global_batch)
-        plan.dispatch(shard_spec.processes, splits=config.split_batches)
+        # As in accelerate, torch's global generator draws the seeds.
+        plan.settings["generator"] = None
+        plan.round_size, plan.splits = 1 if config.split_batches else shard_spec.processes, config.split_batches
     elif trains and is_stream:
         plan = _plan_stream(loader, config, shard_spec)
     elif trains:

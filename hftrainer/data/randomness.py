@@ -170,11 +170,6 @@ def rng_state() -> dict[str, Any]:
     return states
 
 
-def save_rng_state(path: str) -> None:
-    """Write the random states of this process to `path`."""
-    torch.save(rng_state(), path)
-
-
 def load_rng_state(path: str) -> None:
     """Restore the random states in `path`. If the file is missing, log that resuming is not exact."""
     if not os.path.isfile(path):
@@ -182,8 +177,7 @@ def load_rng_state(path: str) -> None:
         reason = "The number of processes has changed, and each has random states" if files else f"{path} not found"
         log_once(logger, f"{reason}: training resumes with other random numbers than an uninterrupted run.")
         return
-    with torch.serialization.safe_globals(numpy_state_types()):
-        states = load_torch_file(path)
+    states = load_torch_file(path, allowed=numpy_state_types())
     with name_file_in_errors(path):
         restore_rng_state(states)
 

@@ -18,7 +18,7 @@ from hftrainer.compat.overrides import accepts, can_call
 from hftrainer.compat.tracebacks import add_note, describe_shapes, describe_type
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel import devices
-from hftrainer.trainer_pt_utils import drop_all_rows
+from hftrainer.trainer_pt_utils import drop_all_rows, iterate_arrays
 from hftrainer.trainer_utils import EvalPrediction, denumpify_detensorize
 
 logger = logging.getLogger(__name__)
@@ -138,8 +138,9 @@ class TorchMetrics:
             self._first_arguments = None
 
     def _update_collection(self, arguments: Any) -> None:
-        if not self._updates and (device := _find_device(arguments)) is not None:
-            self.collection.to(device)
+        tensors = (array for array in iterate_arrays(arguments) if isinstance(array, torch.Tensor))
+        if not self._updates and (first := next(tensors, None)) is not None:
+            self.collection.to(first.device)
         try:
             if isinstance(arguments, Mapping):
                 self.collection.update(**arguments)
@@ -221,13 +222,6 @@ def _predictions_and_labels(prediction: EvalPrediction) -> tuple[Any, Any]:
                 "TorchMetrics(metric, adapter=lambda p: (p.predictions[0], p.label_ids))."
             )
     return predictions, labels
-
-
-def _find_device(data: Any) -> torch.device | None:
-    if isinstance(data, torch.Tensor):
-        return data.device
-    values = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
-    return next((device for value in values if (device := _find_device(value)) is not None), None)
 
 
 def _to_plain_values(value: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import files, names
 from hftrainer.checkpointing.folder import clear_stale, staging_folder
 from hftrainer.hub.repository import IGNORE_PATTERNS
 
@@ -96,7 +96,7 @@ class UploadSnapshots:
         try:
             if commit.path_in_repo:
                 for name in _list_files(commit.checkpoint):
-                    _link(Path(commit.checkpoint) / name, target / name)
+                    files.link_or_copy((Path(commit.checkpoint) / name).resolve(), target / name)
             else:
                 self._add_model(commit.checkpoint, target)
         except BaseException:
@@ -111,7 +111,7 @@ class UploadSnapshots:
             self.processing_class.save_pretrained(target)
         for name in model_files(checkpoint):
             (target / name).unlink(missing_ok=True)
-            _link(Path(checkpoint) / name, target / name)
+            files.link_or_copy((Path(checkpoint) / name).resolve(), target / name)
         for name in filter_repo_objects(
             _list_files(self.output_dir), ignore_patterns=[*IGNORE_PATTERNS, *_IGNORED_BY_CLIENT]
         ):
@@ -121,11 +121,8 @@ class UploadSnapshots:
                 continue
             # Another program may have deleted its temporary file.
             with contextlib.suppress(FileNotFoundError):
-                _link(
-                    path.resolve(),
-                    target / name,
-                    copy=path.suffix not in _WEIGHTS_SUFFIXES and path.stat().st_size < _MIN_LINK_BYTES,
-                )
+                is_linked = path.suffix in _WEIGHTS_SUFFIXES or path.stat().st_size >= _MIN_LINK_BYTES
+                files.link_or_copy(path.resolve(), target / name, link=is_linked)
 
     def delete(self, snapshot: str) -> None:
         """Delete one snapshot."""
@@ -146,14 +143,3 @@ def _list_files(folder: str) -> list[str]:
         for root, _, file_names in os.walk(folder)
         for name in sorted(file_names)
     ]
-
-
-def _link(source: Path, target: Path, *, copy: bool = False) -> None:
-    """Hard-link a file, or copy it where the file system has no hard links."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if not copy:
-        # The copy below reports a missing file.
-        with contextlib.suppress(OSError):
-            os.link(source, target)
-            return
-    shutil.copyfile(source, target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -194,28 +195,31 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-# The walks below run at every step. torch's own walks build a name for each module, which takes longer than the
-# computation in models with many small modules.
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that `model.modules()` yields, in the same order; shared modules repeatedly.
 
-
-def is_training(model: nn.Module) -> bool:
-    """Whether the model and all modules in it are in training mode."""
+    At every step, torch would build a name for each module. In models with many small modules this takes longer than
+    the computation.
+    """
     remaining: list[nn.Module | None] = [model]
     while remaining:
         module = remaining.pop()
         if module is not None:
-            if not module.training:
-                return False
-            remaining.extend(module._modules.values())
-    return True
+            yield module
+            if module._modules:
+                remaining.extend(reversed(module._modules.values()))
+
+
+def is_training(model: nn.Module) -> bool:
+    """Whether the model and all modules in it are in training mode."""
+    return all(module.training for module in _modules(model))
 
 
 def _overrides_parameters(kind: type[nn.Module]) -> bool:
     """Whether a model's class overrides the methods that list its parameters or modules."""
-    return not (
-        kind.parameters is nn.Module.parameters
-        and kind.named_parameters is nn.Module.named_parameters
-        and kind.named_modules is nn.Module.named_modules
+    return any(
+        getattr(kind, name) is not getattr(nn.Module, name)
+        for name in ("parameters", "named_parameters", "named_modules")
     )
 
 
@@ -223,20 +227,8 @@ def parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that `model.parameters()` yields, in the same order."""
     if _overrides_parameters(type(model)):
         return list(model.parameters())
-    parameter_by_id: dict[int, nn.Parameter] = {}
-    seen_ids: set[int] = set()
-    remaining: list[nn.Module | None] = [model]
-    while remaining:
-        module = remaining.pop()
-        if module is not None and id(module) not in seen_ids:
-            seen_ids.add(id(module))
-            if module._parameters:
-                for parameter in module._parameters.values():
-                    if parameter is not None:
-                        parameter_by_id.setdefault(id(parameter), parameter)
-            if module._modules:
-                remaining.extend(reversed(module._modules.values()))
-    return list(parameter_by_id.values())
+    found = (parameter for module in _modules(model) for parameter in module._parameters.values())
+    return list({id(parameter): parameter for parameter in found if parameter is not None}.values())
 
 
 def clear_gradients(model: nn.Module) -> None:
@@ -245,11 +237,7 @@ def clear_gradients(model: nn.Module) -> None:
     if "zero_grad" in vars(model) or kind.zero_grad is not nn.Module.zero_grad or _overrides_parameters(kind):
         model.zero_grad()
         return
-    remaining: list[nn.Module | None] = [model]
-    while remaining:
-        module = remaining.pop()
-        if module is not None:
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    parameter.grad = None
-            remaining.extend(module._modules.values())
+    for module in _modules(model):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.grad = None

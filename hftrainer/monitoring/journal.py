@@ -144,11 +144,12 @@ def remove_undone_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def goodput(events: list[dict[str, Any]]) -> float | None:
     """Fraction of the time since the start from scratch spent on steps that count; None before the first interval."""
-    intervals = [event for event in remove_undone_steps(events) if event["event"] == "interval"]
+    remaining = remove_undone_steps(events)
+    intervals = [event for event in remaining if event["event"] == "interval"]
     if not intervals:
         return None
     useful = sum(event["seconds"]["steps"] + event["seconds"]["data"] for event in intervals)
-    elapsed: float = events[-1]["time"] - select_last_run(events)[0]["time"]
+    elapsed: float = remaining[-1]["time"] - remaining[0]["time"]
     # Times are rounded, and a run is measured from before its first event.
     return min(1.0, useful / elapsed) if elapsed > 0 else None
 

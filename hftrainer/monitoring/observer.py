@@ -11,7 +11,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from hftrainer.callbacks.state import TrainerCallback
@@ -38,29 +37,13 @@ _REMEDIES = {
 }
 
 
-@dataclass
-class Measurements:
-    """The measurements of other parts of a run since it started.
-
-    Attributes:
-        seconds: returns 'evaluation' and 'saving' → seconds.
-        waits: returns the causes of waits for data, as in `_REMEDIES` → seconds.
-        samples: number of samples that this process has trained on.
-        tokens: number of their input tokens, including padding.
-    """
-
-    seconds: Callable[[], Mapping[str, float]]
-    waits: Callable[[], Mapping[str, float]]
-    samples: int = 0
-    tokens: int = 0
-
-
 class Observer(TrainerCallback):
     """A callback that measures the intervals between log lines. `RunMonitors` reports micro-batches and phases to it.
 
     Args:
         observed_parts: what to observe, from `OBSERVE_PARTS`.
-        measurements: the measurements of other parts of the run.
+        seconds: returns 'evaluation' and 'saving' → seconds since the run started.
+        waits: returns the causes of waits for data, as in `_REMEDIES` → seconds since the run started.
         sum_over_data: sums a number over the ranks with distinct batches; a collective operation.
         flops: counts the operations of the first micro-batch; None if the peak of the hardware is unknown.
         journal: the journal for the events.
@@ -70,15 +53,16 @@ class Observer(TrainerCallback):
     def __init__(
         self,
         observed_parts: frozenset[str],
-        measurements: Measurements,
+        seconds: Callable[[], Mapping[str, float]],
+        waits: Callable[[], Mapping[str, float]],
         sum_over_data: Callable[[int], int],
         flops: FlopCounter | None,
         journal: Journal,
         facts: Mapping[str, Any],
     ) -> None:
-        self.observed_parts, self.measurements, self.journal, self.flops = observed_parts, measurements, journal, flops
-        self._sum_over_data, self._facts = sum_over_data, facts
-        self._first_elements = self._step = self._written_step = 0
+        self.observed_parts, self.journal, self.flops = observed_parts, journal, flops
+        self._seconds, self._waits, self._sum_over_data, self._facts = seconds, waits, sum_over_data, facts
+        self._samples = self._tokens = self._first_elements = self._step = self._written_step = 0
         self._median_step_seconds: float | None = None
         self._has_warned_of_data = False
         self._handler = _JournalHandler(self)
@@ -95,10 +79,9 @@ class Observer(TrainerCallback):
 
     def _read_counters(self) -> dict[str, float]:
         """The current counters: seconds of each activity, and numbers of samples and tokens."""
-        waits, seconds = self.measurements.waits(), self.measurements.seconds()
+        waits, seconds = self._waits(), self._seconds()
         counters = {name: seconds.get(name, 0.0) for name in ("evaluation", "saving")} | {"data": sum(waits.values())}
-        counts = {"samples": self.measurements.samples, "tokens": self.measurements.tokens}
-        return {"time": time.perf_counter(), **counters, **counts, **waits}
+        return {"time": time.perf_counter(), **counters, "samples": self._samples, "tokens": self._tokens, **waits}
 
     def _begin_interval(self, counters: dict[str, float]) -> None:
         self._start_counters, self._memory_peak, self._steps_in_interval = counters, 0, 0
@@ -165,8 +148,8 @@ class Observer(TrainerCallback):
 
     def end_micro_batch(self, samples: int, tokens: int) -> None:
         """Count a micro-batch of this process."""
-        self.measurements.samples += samples
-        self.measurements.tokens += tokens
+        self._samples += samples
+        self._tokens += tokens
         if self.flops is not None and self.flops.counted_operations is None:
             self.flops.end()
             self._first_elements = tokens or samples
@@ -185,7 +168,7 @@ class Observer(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         """Record the time of the step, and the memory."""
-        now, seconds, self._step = time.perf_counter(), self.measurements.seconds(), state.global_step
+        now, seconds, self._step = time.perf_counter(), self._seconds(), state.global_step
         step_seconds = now - seconds.get("evaluation", 0.0) - seconds.get("saving", 0.0)
         self._steps_in_interval += 1
         self._latest_step_seconds.append(step_seconds - self._step_start)
@@ -228,7 +211,7 @@ class Observer(TrainerCallback):
         """Warn once if steps wait for data more than half of their time, and name the main cause."""
         share = seconds["data"] / _step_seconds(seconds)
         if share > 0.5 and "warnings" in self.observed_parts and not self._has_warned_of_data:
-            cause = max(self.measurements.waits(), key=lambda name: seconds[name])
+            cause = max(self._waits(), key=lambda name: seconds[name])
             text = "Steps wait for data %.0f %% of the time, mostly for %s: %s."
             logger.warning(text, 100 * share, cause, _REMEDIES[cause])
             self._has_warned_of_data = True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.errors import InvalidConfig
-from hftrainer.parallel.devices import device_module
+from hftrainer.parallel import devices
 from hftrainer.parallel.process_group import disconnect
 from hftrainer.parallel.process_state import GradientState, ProcessState
 from hftrainer.parallel.processes import Processes
@@ -308,17 +308,13 @@ class EngineAccelerator(ProcessState):
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Do nothing: the accelerator has no trackers; `Trainer.log` keeps the history."""
 
-    def clear(self, *objects: Any) -> Any:
-        """Same as `free_memory`."""
-        return self.free_memory(*objects)
-
     def free_memory(self, *objects: Any) -> Any:
         """Release objects, prepared models and cached device memory, and return None for each object."""
         self._models.clear()
-        # torch does not cache memory of these devices.
-        if self.device.type not in ("cpu", "xla"):
-            device_module(self.device.type).empty_cache()
+        devices.empty_cache()
         return [None for _ in objects]
+
+    clear = free_memory
 
     def end_training(self) -> None:
         """Leave the process group, if any. The Trainer closes its trackers when training ends."""

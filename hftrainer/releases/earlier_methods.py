@@ -17,12 +17,13 @@ from hftrainer.training_args import TrainingArguments
 
 
 class EarlierMethods:
-    """Mixin of `Trainer` with the methods that transformers has removed; it defines no attributes."""
+    """Mixin of `Trainer` with the methods that transformers has removed. It declares the attributes that they use."""
 
     args: TrainingArguments
     state: TrainerState
     accelerator: Any
     neftune_noise_alpha: float | None
+    # The NEFTune hook of a run; remains set after the hook is removed.
     neftune_hook_handle: Any
     is_in_train: bool
     is_deepspeed_enabled: bool

@@ -14,7 +14,7 @@ from hftrainer.components.component import Component
 from hftrainer.components.storage_sync import run_folder
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
 from hftrainer.monitoring.journal import COMPLETE, NAME, Journal, read_events
-from hftrainer.monitoring.observer import Measurements, Observer
+from hftrainer.monitoring.observer import Observer
 from hftrainer.monitoring.requests import Requests
 from hftrainer.trainer_pt_utils import find_batch_size
 from hftrainer.training.mixture_batches import make_source_log
@@ -113,7 +113,8 @@ def _make_observer(components: Components, events: TrainingEvents) -> Observer |
     has_journal = "journal" in observations and trainer.is_world_process_zero() and not is_recorded
     observer = Observer(
         observations,
-        Measurements(lambda: components.run.seconds, events.micro_batches.reader.waits),
+        lambda: components.run.seconds,
+        events.micro_batches.reader.waits,
         lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
         Journal(folder if has_journal else None),

@@ -268,7 +268,7 @@ class TrainingRunner(Component):
         if events.progress is not None:
             events.loss_sum.restore(events.progress)
         if events.is_finished:
-            self._resume_finished_run(events, folder, trial)
+            self._resume_finished_run(events, folder)
         else:
             recorder = events.step_details.record_outputs(trainer.model)
             with _add_step_note(events), recorder, devices.error_hints():
@@ -335,7 +335,7 @@ class TrainingRunner(Component):
             run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
             self.components.checkpoint_writer.script_files.begin_run(run_dir)
 
-    def _resume_finished_run(self, events: TrainingEvents, folder: str | None, trial: Any) -> None:
+    def _resume_finished_run(self, events: TrainingEvents, folder: str | None) -> None:
         """Load and upload the checkpoint of a finished run, without training."""
         trainer = self.trainer
         events.load_optimizer()
@@ -348,33 +348,26 @@ class TrainingRunner(Component):
 
     def finish(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
-        trainer = self.trainer
-        saver = self.components.saver
-        writer = self.components.checkpoint_writer
+        trainer, components = self.trainer, self.components
         assert self.run.events is not None
-        if not self.components.policy.loads_best_after_logging:
-            saver.wait_for_save()
-            saver.load_best_at_end()
+        if not components.policy.loads_best_after_logging:
+            components.saver.wait_for_save()
+            components.saver.load_best_at_end()
         metrics = self._final_metrics(num_train_samples, start_time)
         trainer.log(metrics)
-        saver.wait_for_save()
-        writer.close()
-        if self.components.policy.loads_best_after_logging:
-            saver.load_best_at_end()
-        best_checkpoint = trainer.state.best_model_checkpoint
-        run_dir = trainer._get_output_dir(trial)
-        # If the last save failed, keep the previous checkpoint, from which the run can resume.
-        should_keep_only_best = (
-            best_checkpoint is not None and trainer.args.save_total_limit == 1 and not writer.has_failed
-        )
-        if trainer.args.should_save and should_keep_only_best and self.components.storage_sync.mirror is None:
-            delete_all_but_best(str(best_checkpoint), run_dir)
-        self.components.call_callbacks("on_train_end")
+        components.saver.wait_for_save()
+        components.checkpoint_writer.close()
+        if components.policy.loads_best_after_logging:
+            components.saver.load_best_at_end()
+        run_dir, only_checkpoint = trainer._get_output_dir(trial), self._only_checkpoint()
+        if trainer.args.should_save and only_checkpoint is not None and components.storage_sync.mirror is None:
+            delete_all_but_best(only_checkpoint, run_dir)
+        components.call_callbacks("on_train_end")
         if trainer.args.push_to_hub:
             trainer.accelerator.processes.run_on_main(trainer._finish_current_push)
         else:
             trainer._finish_current_push()
-        self.components.storage_sync.finish_uploads(run_dir, best_checkpoint if should_keep_only_best else None)
+        components.storage_sync.finish_uploads(run_dir, only_checkpoint)
         if trial is None and trainer.is_world_process_zero():
             self._print_summary(metrics, self.run.events)
         if getattr(trainer, "neftune_hook_handle", None) is not None:
@@ -382,6 +375,12 @@ class TrainingRunner(Component):
             trainer.neftune_hook_handle.remove()
         trainer.is_in_train = False
         return TrainOutput(trainer.state.global_step, metrics["train_loss"], metrics)
+
+    def _only_checkpoint(self) -> str | None:
+        """The best checkpoint, if all others are deleted at the end."""
+        # If the last save failed, keep the previous checkpoint, from which the run can resume.
+        keeps_others = self.trainer.args.save_total_limit != 1 or self.components.checkpoint_writer.has_failed
+        return None if keeps_others else self.trainer.state.best_model_checkpoint
 
     def _print_summary(self, metrics: Mapping[str, float], events: TrainingEvents) -> None:
         """Print a summary of the run."""

@@ -134,22 +134,31 @@ class TrainingSteps(Component):
             self._check_first_batch(model, inputs, num_items_in_batch)
             # A batch without labels cannot show whether the model divides its loss.
             self.run.has_checked_model = num_items_in_batch is not None or not trainer.args.elastic
-        kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
-        try:
-            with trainer.compute_loss_context_manager():
-                loss = trainer.compute_loss(model, inputs, **kwargs)
-        except Exception as error:
-            step = trainer.state.global_step + 1
-            note_batch(error, f"training step {step}", inputs, getattr(trainer.model, "config", None))
-            raise
+        loss = self._compute_loss(model, inputs, num_items_in_batch)
         self.run.heartbeat.beat()
         interval = trainer.args.torch_empty_cache_steps
         if interval is not None and trainer.state.global_step % interval == 0:
             devices.empty_cache()
         loss, other_losses = split_losses(loss)
         loss = check_loss(loss, self._loss_remedy)
-        divisor = self.components.policy.loss_divisor(self.run.accumulation_steps, trainer.args)
-        if divisor > 1 and self._is_loss_scaled(num_items_in_batch):
+        return self._divide_losses(loss, other_losses, num_items_in_batch)
+
+    def _compute_loss(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Any:
+        """Call `Trainer.compute_loss`, and add the batch's shapes to an error."""
+        trainer = self.trainer
+        kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
+        try:
+            with trainer.compute_loss_context_manager():
+                return trainer.compute_loss(model, inputs, **kwargs)
+        except Exception as error:
+            step = trainer.state.global_step + 1
+            note_batch(error, f"training step {step}", inputs, getattr(trainer.model, "config", None))
+            raise
+
+    def _divide_losses(self, loss: torch.Tensor, other_losses: Mapping[str, Any], items: Any) -> torch.Tensor:
+        """Divide the loss for accumulation, unless the items have divided it, and log the other losses."""
+        divisor = self.components.policy.loss_divisor(self.run.accumulation_steps, self.trainer.args)
+        if divisor > 1 and self._is_loss_scaled(items):
             divisor = 1
         for name, other_loss in other_losses.items():
             if other_loss is not None:

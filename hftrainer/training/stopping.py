@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 #: Users often let SLURM send SIGUSR1 before the time limit (`--signal=USR1@90`).
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
-#: A second signal within this many seconds counts as the launcher's copy of the first.
-_DUPLICATE_WINDOW = 3.0
+#: Whether there is a launcher → seconds in which a second signal counts as a copy of the first: `timeout` sends one
+#: to its process and to the process's group, and launchers forward a Ctrl-C that all processes of a terminal receive.
+_DUPLICATE_WINDOW = {False: 0.5, True: 3.0}
 #: Python's default handlers. Any other handler is the script's, so we leave it alone.
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 #: Control flags that all ranks set when one of them does.
@@ -38,13 +39,12 @@ class EvaluationAborted(BaseException):
 class SignalListener:
     """Records stop signals inside the block of `handle_signals`.
 
-    A second signal ends the process at once. Under a launcher, a second signal shortly after the first is ignored: on
-    Ctrl-C, launchers forward a signal that their processes have already received.
+    A second signal ends the process at once, unless it follows so soon that it must be a copy of the first.
 
     Args:
         should_save: whether a signal triggers a checkpoint; if False, signals are not handled.
         describe: says what the run has saved, for a second signal.
-        has_launcher: whether a launcher forwards signals.
+        has_launcher: whether a launcher may forward signals, which takes longer.
 
     Attributes:
         signal_number: the number of the received signal, or None.
@@ -55,7 +55,7 @@ class SignalListener:
     def __init__(self, should_save: bool, describe: Callable[[], str] = str, *, has_launcher: bool = False) -> None:
         self._should_save = should_save
         self._describe = describe
-        self._duplicate_window = _DUPLICATE_WINDOW if has_launcher else 0.0
+        self._duplicate_window = _DUPLICATE_WINDOW[has_launcher]
         self._signal_time = 0.0
         self.signal_number: int | None = None
         self.is_forced = False

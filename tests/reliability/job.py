@@ -19,11 +19,12 @@ from torch import nn
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.trainer_utils import get_last_checkpoint
+from hftrainer.training import stopping
 
 #: What a job is given besides training arguments.
 OPTIONS = {
     **{"width": 64, "pause": 0.0, "waits_at": None, "alone_until": None, "kill_at": 0, "adds": False},
-    **{"adapters": False, "exact": False, "kill_upload": 0, "dies_at": None},
+    **{"adapters": False, "exact": False, "kill_upload": 0, "dies_at": None, "copies_within": None},
 }
 #: Events of the interpreter at which a file is touched.
 TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
@@ -162,6 +163,8 @@ def main(folder, settings):
     options = {key: settings.pop(key, default) for key, default in OPTIONS.items()}
     kill_at(options["kill_at"], folder)
     kill_upload(options["kill_upload"])
+    if options["copies_within"] is not None:
+        stopping._DUPLICATE_WINDOW[False] = options["copies_within"]
     torch.manual_seed(1)
     defaults = {
         **{"per_device_train_batch_size": 4, "num_train_epochs": 4, "learning_rate": 1e-2, "save_steps": 7},

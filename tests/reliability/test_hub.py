@@ -358,7 +358,11 @@ make_uploading("run", max_steps=100000).train()
 """
 GIVES_UP = TRAINS.format("uploads._GRACE = 0.5")
 #: By itself, when it logs that it waits for the uploads.
-AGAIN = TRAINS.format("uploads._GRACE, uploads.logger.info = 1e9, lambda *_: os.kill(os.getpid(), signal.SIGINT)")
+AGAIN = TRAINS.format(
+    "from hftrainer.training import stopping\n"
+    "stopping._DUPLICATE_WINDOW[False] = 0.0\n"
+    "uploads._GRACE, uploads.logger.info = 1e9, lambda *_: os.kill(os.getpid(), signal.SIGINT)"
+)
 PUSHES = """
 from tests.support.hub_runs import make_uploading
 trainer = make_uploading("run", max_steps=1, hub_strategy="end")

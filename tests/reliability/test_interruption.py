@@ -77,7 +77,7 @@ def test_a_signal_that_stops_at_once(tmp_path, waiting):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(("every", "left"), [(7, ["checkpoint-7"]), (100, [])])
 def test_a_second_signal_stops_at_once_and_says_what_is_saved(tmp_path, waiting, number, every, left):
-    started = waiting(save_steps=every)
+    started = waiting(save_steps=every, copies_within=0)
     os.kill(started.process.pid, number)
     started.wait_for(f".*{NAMES.get(number, number.name)}: saving after this step")
     os.kill(started.process.pid, number)
@@ -88,6 +88,17 @@ def test_a_second_signal_stops_at_once_and_says_what_is_saved(tmp_path, waiting,
     assert "second signal stopped the run at step 9, before its save was complete" in last
     resumes = f"Last checkpoint: {tmp_path}/run/checkpoint-7; trainer.train(resume_from_checkpoint=True) resumes"
     assert (resumes if left else "No checkpoint was saved.") in last
+
+
+def test_a_copy_of_a_signal_is_ignored(tmp_path, waiting):
+    """`timeout --foreground` forwards the Ctrl-C of a terminal, which the process has already received."""
+    started = waiting(copies_within=1e9)
+    os.kill(started.process.pid, signal.SIGINT)
+    started.wait_for(".*Ctrl-C: saving after this step")
+    os.kill(started.process.pid, signal.SIGINT)
+    open(tmp_path / "run.go", "w").close()
+    started.process.join()
+    assert names(tmp_path / "run") == ["checkpoint-10", "checkpoint-7"]
 
 
 def fail():

@@ -169,7 +169,7 @@ def test_random_state_of_mps(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: torch.tensor([5], dtype=torch.uint8))
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: restored.append(state.item()))
     monkeypatch.setattr(randomness, "_accelerators", randomness._accelerators.__wrapped__)  # without its cache
-    randomness.save_rng_state(str(tmp_path / "rng.pth"))
+    torch.save(randomness.rng_state(), tmp_path / "rng.pth")
     randomness.load_rng_state(str(tmp_path / "rng.pth"))
     assert restored == [5]
 
