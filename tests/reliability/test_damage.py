@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hftrainer.__main__ import main
+from hftrainer.base.messages import command_name
 from hftrainer.checkpointing.file_checks import unreadable_reason
 from hftrainer.checkpointing.folder import CheckpointFolder, Inspection
 from hftrainer.checkpointing.names import MANIFEST_NAME
-from hftrainer.compat.messages import command_name
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import BEST, HARM, OnSave, finished, flip, grow, make_trainer, truncate, weights_of
