@@ -263,7 +263,8 @@ def test_forms(tmp_path):
     (tmp_path / "vocab.txt").write_text("wörter\n")
     for name in ("old.pt", "vocab.txt"):
         assert unreadable_reason(tmp_path / name) is None
-    truncate(tmp_path / "old.pt")
+    # Not in the middle: where that is depends on an address, and a class's name that is cut off is another class's.
+    (tmp_path / "old.pt").write_bytes((tmp_path / "old.pt").read_bytes()[:-4])
     (tmp_path / "vocab.txt").write_bytes("wörter".encode()[:2])
     (tmp_path / "part.distcp").write_bytes(b"\xff\x00")
     (tmp_path / "empty.txt").touch()
