@@ -21,7 +21,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hftrainer.arguments.field import EARLIER_SUBJECT, OWN_SUBJECT  # noqa: E402
+from hftrainer.arguments.field import LAST_SUBJECTS, OWN_SUBJECT, SCRIPT_SUBJECT  # noqa: E402
 from hftrainer.arguments.old_fields import ARGUMENTS  # noqa: E402
 
 _ARGUMENTS = "\n## Arguments\n"  # not "### Arguments"
@@ -100,18 +100,21 @@ def _arguments(text: str) -> str:
     subjects = dict.fromkeys(rows, "Models that generate") | {
         name: argument.subject for name, argument in ARGUMENTS.items()
     }
-    current = [name for name, title in subjects.items() if title not in (OWN_SUBJECT, EARLIER_SUBJECT)]
-    names = sorted(rows, key=[*_MOST_USED, *current, *guides, *rows].index)
+    own, current = guides[OWN_SUBJECT], [name for name, title in subjects.items() if title not in LAST_SUBJECTS]
+    scripts = [name for name, title in subjects.items() if title == SCRIPT_SUBJECT]
+    names = sorted(rows, key=[*_MOST_USED, *current, *scripts, *own, *rows].index)
     parts: dict[str, list[str]] = {subjects[name]: [] for name in names}
     for name in names:
         _, kind, text, default, since = rows[name]
         is_own = since == "hftrainer"
-        if is_own and name not in guides:
+        if is_own and name not in own:
             raise PluginError(f"the table of docs/concepts/arguments.md lacks {name}")
         about = f"{kind}, default {default}"
-        if is_own:
-            text += f" Guide: {guides[name]}"
-        else:
+        if name == "optim":
+            text = re.sub(r" One of '.*'\.", " The names are in the guide.", text)
+        if link := own.get(name) or guides["Arguments"].get(name):
+            text += f" Guide: {link}"
+        if not is_own:
             about += f", {'in' if ' to ' in since else 'since'} {since}"
         # A name is a heading, so that the search finds its row.
         link = f'<a class="headerlink" href="#{name}" title="Permanent link">&para;</a>'
@@ -134,12 +137,15 @@ def _anchor(title: str) -> str:
     return re.sub(r"\W+", "-", title.lower())
 
 
-def _guides() -> dict[str, str]:
-    """Argument that only hftrainer has → links to its guide, from the table of a page."""
-    page = (ROOT / "docs" / "concepts" / "arguments.md").read_text(encoding="utf-8")
-    table = page.partition(f"\n## {OWN_SUBJECT}\n")[2].partition("\n## ")[0].replace("](../", "](")
-    rows = re.findall(r"(?m)^\| (`.*?) \| .* \| (.*) \|$", table)
-    return {name: link for names, link in rows for name in re.findall(r"`(\w+)`", names)}
+def _guides() -> dict[str, dict[str, str]]:
+    """Heading of a page's table of arguments → argument → link to its guide."""
+    page = (ROOT / "docs" / "concepts" / "arguments.md").read_text(encoding="utf-8").replace("](../", "](")
+    most_used, _, rest = page.partition("\n## ")
+    rows = re.findall(r"(?m)^\| (\[.*?) \| (.*) \|$", most_used)
+    found = {"Arguments": {name: link for link, names in rows for name in re.findall(r"`(\w+)(?=[=`])", names)}}
+    own = rest.partition(f"{OWN_SUBJECT}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"(?m)^\| (`.*?) \| .* \| (.*) \|$", own)
+    return found | {OWN_SUBJECT: {name: link for names, link in rows for name in re.findall(r"`(\w+)`", names)}}
 
 
 def _modules() -> str:

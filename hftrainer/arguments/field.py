@@ -13,8 +13,10 @@ from hftrainer.errors import InvalidArgument
 
 #: The `since` of arguments that no release of transformers has.
 OURS = "hftrainer"
-#: The subjects of these, and of arguments that the newest release no longer has.
-OWN_SUBJECT, EARLIER_SUBJECT = LAST_SUBJECTS = "Only in hftrainer", "Removed in newer releases"
+#: The subjects of switches for scripts, of these, and of arguments that the newest release no longer has.
+SCRIPT_SUBJECT, OWN_SUBJECT, EARLIER_SUBJECT = LAST_SUBJECTS = (
+    *("For your script", "Only in hftrainer", "Removed in newer releases"),
+)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from hftrainer.arguments.choices import (
     SaveStrategy,
     SchedulerType,
 )
-from hftrainer.arguments.field import OURS, arg, begin_subject, old_name, to_name
+from hftrainer.arguments.field import OURS, SCRIPT_SUBJECT, arg, begin_subject, old_name, to_name
 
 _EVALUATION = "Evaluation"
 
@@ -33,24 +33,31 @@ class CurrentArguments:
 
     output_dir: str | None = arg(
         None,
-        "Folder for checkpoints and the final model; default 'trainer_output', required until v4.48.",
+        "Folder for checkpoints and the final model; None means 'trainer_output'. Required until v4.48.",
         "4.1",
         "mapped: default_root_dir",
         read_once=False,
         neutral_value="trainer_output",
     )
     overwrite_output_dir: bool = arg(
-        False, "For your script; the Trainer does not read it.", "4.0", "inert: a switch for your script", until="4.57"
+        *(False, "Whether your script should overwrite the folder.", "4.0"),
+        "inert: a switch for your script, which the Trainer does not read",
+        until="4.57",
     )
     do_train: bool = arg(
-        False, "For your script; the Trainer does not read it.", "4.1", "inert: a switch for your script"
+        *(False, "Whether your script should train.", "4.1"),
+        "inert: a switch for your script, which the Trainer does not read",
+        subject=SCRIPT_SUBJECT,
     )
     do_eval: bool = arg(
-        *(False, "For your script; True whenever `eval_strategy` is not 'no'.", "4.1"),
-        "inert: a switch for your script, which eval_strategy sets too",
+        *(False, "Whether your script should evaluate; True whenever `eval_strategy` is not 'no'.", "4.1"),
+        "inert: a switch for your script, which the Trainer does not read",
+        subject=SCRIPT_SUBJECT,
     )
     do_predict: bool = arg(
-        False, "For your script; the Trainer does not read it.", "4.1", "inert: a switch for your script"
+        *(False, "Whether your script should predict.", "4.1"),
+        "inert: a switch for your script, which the Trainer does not read",
+        subject=SCRIPT_SUBJECT,
     )
     eval_strategy: IntervalStrategy | str = arg(
         "no", "When to evaluate: 'no', 'steps' or 'epoch'.", "4.48", choices=IntervalStrategy, subject=_EVALUATION
@@ -135,13 +142,23 @@ class CurrentArguments:
         None, "Allow TF32 matrix products; None allows them in compiled models.", "4.15", read_once=True
     )
     activation_checkpointing: bool | None = arg(
-        None, "Recompute activations to save memory (v5 name).", "5.23", const=True, neutral_value=False
+        None,
+        "Recompute activations to save memory; None means False. The same as `gradient_checkpointing`, its older name; "
+        "either works.",
+        "5.23",
+        const=True,
+        neutral_value=False,
     )
     activation_checkpointing_kwargs: dict[str, Any] | str | None = arg(
         None, "Keyword arguments of `activation_checkpointing`, as a dict or a JSON object.", "5.23", json=True
     )
     gradient_checkpointing: bool | None = arg(
-        None, "Recompute activations to save memory (v4 name).", "4.15", const=True, neutral_value=False
+        None,
+        "Recompute activations to save memory; None means False. The same as `activation_checkpointing`, its name since "
+        "v5.23; either works.",
+        "4.15",
+        const=True,
+        neutral_value=False,
     )
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = arg(
         None, "Keyword arguments of `gradient_checkpointing`, as a dict or a JSON object.", "4.40", json=True
@@ -242,7 +259,13 @@ class CurrentArguments:
         read_once=True,
     )
     report_to: None | str | list[str] = arg(
-        "none", "Trackers to write to.", "4.15", read_once=True, past_defaults={"4.57": "all"}
+        "none",
+        "Trackers to write to, a name or a list: 'none', 'all' that are installed, 'azure_ml', 'clearml', 'codecarbon', "
+        "'comet_ml', 'csv', 'dagshub', 'dvclive', 'flyte', 'kubeflow', 'mlflow', 'swanlab', 'tensorboard', 'trackio', "
+        "'wandb'.",
+        "4.15",
+        read_once=True,
+        past_defaults={"4.57": "all"},
     )
     run_name: str | None = arg(None, "Name of the run in the trackers.", "4.1")
     new_tracker_run: bool = arg(
@@ -278,9 +301,7 @@ class CurrentArguments:
     eval_use_gather_object: bool = arg(
         False, "Gather lists of any objects from all processes, one item per sample.", "4.48"
     )
-    eval_memmap_dir: str | None = arg(
-        None, "Folder of temporary memory-mapped files for predictions; only in hftrainer.", OURS
-    )
+    eval_memmap_dir: str | None = arg(None, "Folder of temporary memory-mapped files for predictions.", OURS)
     include_for_metrics: list[str] = arg(list, "Additional inputs of `compute_metrics`: 'inputs', 'loss'.", "4.48")
     batch_eval_metrics: bool = arg(False, "Call `compute_metrics(..., compute_result=...)` for each batch.", "4.48")
     metric_for_best_model: str | None = arg(None, "Metric that compares models, with or without 'eval_'.", "4.1")
@@ -432,6 +453,10 @@ class CurrentArguments:
 
     # With None as the second member, both argument parsers use `str`; `arg` sets `nargs`.
     debug: str | None | list[str] = arg(
-        "", "Debugging aids, separated by spaces: 'underflow_overflow'.", "4.1", const=True, accepts_several=True
+        "",
+        "Debugging aids, separated by spaces: 'underflow_overflow', and on TPUs 'tpu_metrics_debug'.",
+        "4.1",
+        const=True,
+        accepts_several=True,
     )
     skip_memory_metrics: bool = arg(True, "Do not report memory metrics.", "4.15", read_once=True)
