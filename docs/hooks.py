@@ -100,20 +100,20 @@ def _arguments(text: str) -> str:
     subjects = dict.fromkeys(rows, "Models that generate") | {
         name: argument.subject for name, argument in ARGUMENTS.items()
     }
-    own, current = guides[OWN_SUBJECT], [name for name, title in subjects.items() if title not in LAST_SUBJECTS]
+    current = [name for name, title in subjects.items() if title not in LAST_SUBJECTS]
     scripts = [name for name, title in subjects.items() if title == SCRIPT_SUBJECT]
-    names = sorted(rows, key=[*_MOST_USED, *current, *scripts, *own, *rows].index)
+    names = sorted(rows, key=[*_MOST_USED, *current, *scripts, *guides, *rows].index)
     parts: dict[str, list[str]] = {subjects[name]: [] for name in names}
     for name in names:
         _, kind, text, default, since = rows[name]
         is_own = since == "hftrainer"
-        if is_own and name not in own:
+        if is_own and name not in guides:
             raise PluginError(f"the table of docs/concepts/arguments.md lacks {name}")
         about = f"{kind}, default {default}"
         if name == "optim":
             text = re.sub(r" One of '.*'\.", " The names are in the guide.", text)
-        if link := own.get(name) or guides["Arguments"].get(name):
-            text += f" Guide: {link}"
+        if name in guides:
+            text += f" Guide: {guides[name]}"
         if not is_own:
             about += f", {'in' if ' to ' in since else 'since'} {since}"
         # A name is a heading, so that the search finds its row.
@@ -137,15 +137,14 @@ def _anchor(title: str) -> str:
     return re.sub(r"\W+", "-", title.lower())
 
 
-def _guides() -> dict[str, dict[str, str]]:
-    """Heading of a page's table of arguments → argument → link to its guide."""
+def _guides() -> dict[str, str]:
+    """Argument → links to its guide, from the tables of a page, which have all that only hftrainer has."""
     page = (ROOT / "docs" / "concepts" / "arguments.md").read_text(encoding="utf-8").replace("](../", "](")
     most_used, _, rest = page.partition("\n## ")
-    rows = re.findall(r"(?m)^\| (\[.*?) \| (.*) \|$", most_used)
-    found = {"Arguments": {name: link for link, names in rows for name in re.findall(r"`(\w+)(?=[=`])", names)}}
-    own = rest.partition(f"{OWN_SUBJECT}\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"(?m)^\| (`.*?) \| .* \| (.*) \|$", own)
-    return found | {OWN_SUBJECT: {name: link for names, link in rows for name in re.findall(r"`(\w+)`", names)}}
+    own = rest.partition(f"\n## {OWN_SUBJECT}\n")[2].partition("\n## ")[0]
+    rows = [(names, link) for link, names in re.findall(r"(?m)^\| (\[.*?) \| (.*) \|$", most_used)]
+    rows += re.findall(r"(?m)^\| (`.*?) \| .* \| (.*) \|$", own)
+    return {name: link for names, link in rows for name in re.findall(r"`(\w+)[=`]", names)}
 
 
 def _modules() -> str:

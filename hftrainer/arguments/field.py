@@ -14,9 +14,9 @@ from hftrainer.errors import InvalidArgument
 #: The `since` of arguments that no release of transformers has.
 OURS = "hftrainer"
 #: The subjects of switches for scripts, of these, and of arguments that the newest release no longer has.
-SCRIPT_SUBJECT, OWN_SUBJECT, EARLIER_SUBJECT = LAST_SUBJECTS = (
-    *("For your script", "Only in hftrainer", "Removed in newer releases"),
-)
+SCRIPT_SUBJECT = "For your script"
+OWN_SUBJECT, EARLIER_SUBJECT = "Only in hftrainer", "Removed in newer releases"
+LAST_SUBJECTS = SCRIPT_SUBJECT, OWN_SUBJECT, EARLIER_SUBJECT
 
 
 @dataclass(frozen=True)

@@ -40,23 +40,22 @@ class CurrentArguments:
         neutral_value="trainer_output",
     )
     overwrite_output_dir: bool = arg(
-        *(False, "Whether your script should overwrite the folder.", "4.0"),
-        "inert: a switch for your script, which the Trainer does not read",
+        False,
+        "Whether your script should overwrite the folder.",
+        "4.0",
+        "inert: a switch for your script",
         until="4.57",
     )
     do_train: bool = arg(
-        *(False, "Whether your script should train.", "4.1"),
-        "inert: a switch for your script, which the Trainer does not read",
-        subject=SCRIPT_SUBJECT,
+        *(False, "Whether your script should train.", "4.1", "inert: a switch for your script"), subject=SCRIPT_SUBJECT
     )
     do_eval: bool = arg(
-        *(False, "Whether your script should evaluate; True whenever `eval_strategy` is not 'no'.", "4.1"),
-        "inert: a switch for your script, which the Trainer does not read",
+        *(False, "Whether your script should evaluate.", "4.1"),
+        "inert: a switch for your script, which eval_strategy sets too",
         subject=SCRIPT_SUBJECT,
     )
     do_predict: bool = arg(
-        *(False, "Whether your script should predict.", "4.1"),
-        "inert: a switch for your script, which the Trainer does not read",
+        *(False, "Whether your script should predict.", "4.1", "inert: a switch for your script"),
         subject=SCRIPT_SUBJECT,
     )
     eval_strategy: IntervalStrategy | str = arg(

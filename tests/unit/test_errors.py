@@ -98,3 +98,8 @@ def test_the_old_name_of_processing_class(make_args):
 def test_seq2seq_with_arguments_of_another_trainer(make_args):
     with pytest.raises(WrongObject, match=r"args is a TrainingArguments, .* pass Seq2SeqTrainingArguments"):
         Seq2SeqTrainer(make_plain(), make_args())
+
+
+def test_names_of_transformers():
+    with pytest.raises(ImportError, match="Write: from transformers import AutoTokenizer"):
+        from hftrainer import AutoTokenizer  # noqa: F401
