@@ -142,10 +142,10 @@ def compare(a: str, b: str) -> Difference:
         DamagedCheckpoint: for a file that cannot be read.
     """
     from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
-    from hftrainer.monitoring.journal import read_state, run_names
+    from hftrainer.monitoring.journal import read_run, run_names
     from hftrainer.reporting.metrics import logged
 
-    states = read_state(a), read_state(b)
+    states = read_run(a), read_run(b)
     # Name → optimizer step → value.
     logs: tuple[dict[str, dict[float, Any]], ...] = {}, {}
     for values, state in zip(logs, states, strict=True):

@@ -16,6 +16,7 @@ Every line has `time` (seconds since 1970), `event` and `step` (optimizer steps 
 
 from __future__ import annotations
 
+import heapq
 import json
 import logging
 import os
@@ -185,8 +186,26 @@ def read_state(folder: str) -> TrainerState:
         raise InvalidArgument(f"{file} cannot be read ({error}). Pass a complete checkpoint of the run.") from error
 
 
+def _merge(saved: list[dict[str, Any]], journaled: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved log lines and those of the journal that they lack, by step."""
+
+    def step_of(line: dict[str, Any]) -> float:
+        return step if isinstance(step := line.get("step"), (int, float)) else -1
+
+    known = {(step_of(line), name) for line in saved for name in line.keys() - {"step", "epoch"}}
+    texts = {json.dumps(line, sort_keys=True, default=str) for line in saved}
+    is_same_run = any(json.dumps(line, sort_keys=True) in texts for line in journaled)
+    first = 0 if is_same_run else max(map(step_of, saved), default=-1) + 1
+    missing = [
+        line for line in journaled if line["step"] >= first and known.isdisjoint((line["step"], name) for name in line)
+    ]
+    return [*heapq.merge(saved, missing, key=step_of)]
+
+
 def read_run(folder: str, x: str = "step") -> TrainerState:
-    """Like `read_state`, but with newer log lines from the run's journal, and `x` as their steps, time in seconds.
+    """Like `read_state`, but with the log lines that only the run's journal has, and `x` as their steps, time in seconds.
+
+    Of a journal that shares no line with the state, as of an earlier run, only the lines of later steps count.
 
     Raises:
         InvalidArgument: if there is no run, or no journal for `x="time"`.
@@ -199,10 +218,8 @@ def read_run(folder: str, x: str = "step") -> TrainerState:
         if not events:
             raise
         state = TrainerState()
-    steps = (line.get("step") for line in state.log_history)
-    last_step = max((step for step in steps if isinstance(step, (int, float))), default=-1)
     logs = [event for event in events if event["event"] == "log"]
-    state.log_history += [{"step": each["step"], **each["logs"]} for each in logs if each["step"] > last_step]
+    state.log_history = _merge(state.log_history, [{**each["logs"], "step": each["step"]} for each in logs])
     if x == "epoch":
         state.log_history = [{**line, "step": line["epoch"]} for line in state.log_history if "epoch" in line]
     elif x == "time":

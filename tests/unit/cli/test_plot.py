@@ -200,6 +200,20 @@ def test_a_run_that_is_ahead_of_its_checkpoint(tmp_path):
     assert (loss.steps, loss.values) == ([10, 20], [7.0, 2.0])
 
 
+@pytest.mark.parametrize(("loss", "evaluated"), [(2.0, [10, 20]), (9.0, [])])
+def test_evaluations_after_the_last_save_of_their_step(tmp_path, loss, evaluated):
+    """The journal alone has them, before a resume too. A journal of an earlier run, with other losses, is not shown."""
+    write_log(tmp_path / "checkpoint-20", [{"loss": loss, "step": step, "epoch": 1.0} for step in (10, 20)])
+    journal = Journal(str(tmp_path))
+    for start, step in ((0, 10), (10, 20)):
+        resumed_from = f"checkpoint-{start}" if start else None
+        journal.write("begin", start, max_steps=20, pid=1, host="there", resumed_from=resumed_from)
+        for logs in ({"loss": 2.0, "epoch": 1.0}, {"eval_loss": 1.0, "epoch": 1.0}):
+            journal.write("log", step, logs=logs)
+    found = curves(read_run(str(tmp_path)))["loss"]
+    assert found["loss"] == ([10, 20], [loss] * 2) and found.get("eval_loss", ([],))[0] == evaluated
+
+
 def test_a_table_of_observed_runs(tmp_path, capsys):
     runs = [observe(tmp_path / "a"), observe(tmp_path / "b")]
     main(["plot", *runs, "--out", str(tmp_path / "a.png")])
