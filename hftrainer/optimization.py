@@ -354,7 +354,8 @@ def get_scheduler(
             "; 'constant_with_warmup' has" if kind is SchedulerType.CONSTANT else "",
         )
     elif num_warmup_steps and num_training_steps and num_warmup_steps > num_training_steps:
-        logger.warning("warmup_steps=%s, but the run has only %s steps.", num_warmup_steps, num_training_steps)
+        text = "warmup_steps=%s, but the run has only %s steps: the learning rate does not reach its peak."
+        logger.warning(text, num_warmup_steps, num_training_steps)
     kwargs = scheduler_specific_kwargs or {}
     others = {name: each for name, each in parameters.items() if name not in {*steps, "optimizer", "self"}}
     _check_schedule_kwargs(kind, others, kwargs)

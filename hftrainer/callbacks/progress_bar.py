@@ -72,7 +72,9 @@ class ProgressCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         """Open the bar at the step from which training resumes."""
         if state.is_world_process_zero:
-            self.training_bar = _make_bar(total=state.max_steps, initial=state.global_step)
+            # A run without steps left shows no bar.
+            hidden = {"disable": True} if 0 < state.max_steps <= state.global_step else {}
+            self.training_bar = _make_bar(total=state.max_steps, initial=state.global_step, **hidden)
             if not self.training_bar.disable and _is_terminal(sys.stdout):
                 self._stdout = _StdoutAboveBars.install() or self._stdout
         self.current_step = state.global_step
@@ -102,7 +104,7 @@ class ProgressCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Write the log line above the bar."""
-        if self.training_bar is not None and not _is_empty(logs, args):
+        if self.training_bar is not None and not _is_empty(logs):
             values = _format_logs(logs, args, above_bar=True)
             values = {name: self._shorten(value) for name, value in values.items()}
             if "loss" in (logs or {}) and read_observe(getattr(args, "observe", False)):
@@ -207,16 +209,15 @@ class PrinterCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Print the line, above Lightning's progress bar if it shows one."""
-        if state.is_local_process_zero and not _is_empty(logs, args):
+        if state.is_local_process_zero and not _is_empty(logs):
             from tqdm import tqdm
 
             tqdm.write(_format_line(_format_logs(logs, args), logs or {}, args, state))
 
 
-def _is_empty(logs: Mapping[str, Any] | None, args: BaseArguments) -> bool:
-    """Whether a line is the end of an observed run that had no step left."""
-    values = [(logs or {}).get(name) for name in ("train_loss", "train_steps_per_second")]
-    return values == [0, 0] and bool(read_observe(getattr(args, "observe", False)))
+def _is_empty(logs: Mapping[str, Any] | None) -> bool:
+    """Whether a line is the end of a run that had no step left."""
+    return [(logs or {}).get(name) for name in ("train_loss", "train_steps_per_second")] == [0, 0]
 
 
 def _format_line(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:
@@ -248,12 +249,13 @@ _MEASUREMENT_FORMATS: dict[str, Callable[[float], str]] = {
     "tokens_per_second": _rate("tokens/s"),
     "samples_per_second": _rate("samples/s"),
     "data_wait": "wait {:>3.0%}".format,
-    "mfu": "{:.1%} MFU".format,
-    "eval_share": "eval {:.0%}".format,
-    "save_share": "save {:.0%}".format,
-    "peak_memory_mb": lambda value: format_bytes(value * 1e6),
-    "step_seconds": "{:.3g} s/step".format,
+    "mfu": "{:>5.1%} MFU".format,
+    "peak_memory_mb": lambda value: f"{format_bytes(value * 1e6):>7}",
+    "step_seconds": "{:>7.3g} s/step".format,
     "steps_per_second": _rate("steps/s"),
+    # Last, since many lines are without them.
+    "eval_share": "eval {:>3.0%}".format,
+    "save_share": "save {:>3.0%}".format,
     "model_preparation_time": "prepare {:.2g} s".format,
 }
 
@@ -303,4 +305,4 @@ def _make_bar(**kwargs: Any) -> Any:
     from tqdm.auto import tqdm
 
     # With disable=None, tqdm shows no bar outside a terminal; a notebook can show it anyway.
-    return tqdm(dynamic_ncols=True, disable=False if is_in_notebook() else None, **kwargs)
+    return tqdm(**{"dynamic_ncols": True, "disable": False if is_in_notebook() else None} | kwargs)

@@ -158,6 +158,7 @@ def _state(page: dict[str, Any]) -> str:
     """The state of a run as text."""
     silence = f"no sign of life for {format_duration(time.time() - page['updated'])}" if page.get("updated") else ""
     words = {
+        "waiting": "waiting for a run",
         "complete": "complete" if page.get("device") else "complete · no times without observe=True",
         "unobserved": "as of its newest checkpoint; live with observe=True",
         "running": "running on {host}",

@@ -175,8 +175,8 @@ def read_state(folder: str) -> TrainerState:
     if not files:
         if run := min(Path(folder).glob("*/checkpoint-*/"), default=None):
             raise InvalidArgument(f"no run has written in {folder}; did you mean {run.parent}?")
-        problem = f"neither it nor a checkpoint-xxx in it contains {names.TRAINER_STATE_NAME} or {NAME}"
-        raise InvalidArgument(f"no run has written in {folder} yet, since {problem}: pass the output_dir of a run")
+        advice = "pass the output_dir of a run that has saved or has observe=True"
+        raise InvalidArgument(f"{folder} has no logs of a run (no {NAME}, no checkpoint): {advice}")
     try:
         state = TrainerState.load_from_json(str(file := files[0]))
         # A later run may have fewer steps. Of one run, as in a copy with other times, each log begins the next.

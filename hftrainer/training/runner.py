@@ -397,9 +397,10 @@ class TrainingRunner(Component):
         # Lightning's EarlyStopping notes why it stops.
         stopped = [each for each in self.components.engine.callbacks if vars(each).get("stopping_reason_message")]
         stopper = self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else "")
-        observer = events.monitors.observer
+        observer, requests = events.monitors.observer, events.monitors.requests
+        reason = stopper or ("`ask stop`" if requests is not None and requests.has_stopped else "")
         split = seconds if observer is None else {}
-        lines = [*summary.make_summary(state, self.trainer.args, metrics, split, steps, share, stopper)]
+        lines = [*summary.make_summary(state, self.trainer.args, metrics, split, steps, share, reason)]
         if observer is not None:
             lines += summary.time_table(float(metrics["train_runtime"]), seconds, observer.goodput())
         is_complete = state.global_step >= state.max_steps or bool(stopper)

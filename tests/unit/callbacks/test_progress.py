@@ -80,7 +80,7 @@ def script(folder):
                 "step_seconds": 0.0123,
                 "epoch": 0.5,
             },
-            "   20/1,000  ep 0.50   loss 0.1235  lr 5.00e-05  12,346 tokens/s  0.0123 s/step",
+            "   20/1,000  ep 0.50   loss 0.1235  lr 5.00e-05  12,346 tokens/s   0.0123 s/step",
         ),
         (
             {"loss": 1.0, "data_wait": 0.25, "eval_share": 0.0, "save_share": 0.1, "mfu": 0.417, "total_flos": 1e9},
@@ -89,6 +89,10 @@ def script(folder):
         (
             {"eval_loss": 2.5, "eval_text": "a b", "eval_runtime": 0.5, "eval_samples_per_second": 64.0},
             "   20/1,000  eval_loss 2.5     eval_text a b  in 0.5 s      64 samples/s",
+        ),
+        (
+            {"data_wait": 0.0, "eval_share": 0.05, "peak_memory_mb": 1234.0, "step_seconds": 0.07},
+            "   20/1,000  wait  0%  1.23 GB     0.07 s/step  eval  5%",
         ),
         ({"my_mfu": 2.5, "teacher_grad_norm": 1.0}, "   20/1,000  my_mfu 2.5     teacher_grad_norm 1"),
         ({"loss": float("nan")}, "   20/1,000  loss nan"),
@@ -102,8 +106,8 @@ def test_lines_of_an_observed_run(logs, line):
     ("width", "shown"),
     [
         (10, "20/40  loss 1       grad 0.5    lr 5.00e-05"),
-        (67, "20/40  loss 1       grad 0.5    lr 5.00e-05  12,346 tokens/s"),
-        (68, "20/40  loss 1       grad 0.5    lr 5.00e-05  12,346 tokens/s  382 MB"),
+        (68, "20/40  loss 1       grad 0.5    lr 5.00e-05  12,346 tokens/s"),
+        (69, "20/40  loss 1       grad 0.5    lr 5.00e-05  12,346 tokens/s   382 MB"),
     ],
 )
 def test_a_narrow_terminal_shows_fewer_measurements(width, shown):
@@ -190,14 +194,15 @@ def test_stdout_of_a_script_that_keeps_it(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("steps", [4, 9])
 def test_the_bar_of_a_resumed_run_begins_at_its_step(monkeypatch, tmp_path, steps):
-    """So that of a run without steps left is full."""
+    """A run without steps left shows none."""
     monkeypatch.setattr(sys, "stderr", Terminal())
     callback, state = ProgressCallback(), TrainerState(global_step=4, max_steps=steps)
     callback.on_train_begin(TrainingArguments(str(tmp_path)), state, TrainerControl())
     assert (callback.training_bar.n, callback.training_bar.total) == (4, steps)
+    assert callback.training_bar.disable == (steps == 4)
     state.global_step += 1
     callback.on_step_end(None, state, None)
-    assert callback.training_bar.n == 5
+    assert callback.training_bar.n == (4 if steps == 4 else 5)
     callback.close()
 
 

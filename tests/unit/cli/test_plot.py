@@ -125,7 +125,7 @@ def test_command_line(runs, tmp_path, capsys):
 
 
 def test_nothing_to_draw(tmp_path):
-    with pytest.raises(InvalidArgument, match=r"neither it nor a checkpoint-xxx in it contains trainer_state\.json"):
+    with pytest.raises(InvalidArgument, match=r"has no logs of a run \(no journal\.jsonl, no checkpoint\)"):
         plot([str(tmp_path)])
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "epoch": 1.0}]}))
     with pytest.raises(InvalidArgument, match="has nothing to draw"):
