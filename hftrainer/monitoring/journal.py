@@ -186,26 +186,23 @@ def read_state(folder: str) -> TrainerState:
         raise InvalidArgument(f"{file} cannot be read ({error}). Pass a complete checkpoint of the run.") from error
 
 
-def _merge(saved: list[dict[str, Any]], journaled: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The saved log lines and those of the journal that they lack, by step."""
+def _merge(saved: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved log lines and those that only the journal has, by step.
+
+    Of the journal of an earlier run, which shares no line with them, those of later steps.
+    """
 
     def step_of(line: dict[str, Any]) -> float:
         return step if isinstance(step := line.get("step"), (int, float)) else -1
 
     known = {(step_of(line), name) for line in saved for name in line.keys() - {"step", "epoch"}}
-    texts = {json.dumps(line, sort_keys=True, default=str) for line in saved}
-    is_same_run = any(json.dumps(line, sort_keys=True) in texts for line in journaled)
-    first = 0 if is_same_run else max(map(step_of, saved), default=-1) + 1
-    missing = [
-        line for line in journaled if line["step"] >= first and known.isdisjoint((line["step"], name) for name in line)
-    ]
+    first = 0 if any(line in saved for line in new) else max(map(step_of, saved), default=-1) + 1
+    missing = (line for line in new if line["step"] >= first and not known & {(line["step"], name) for name in line})
     return [*heapq.merge(saved, missing, key=step_of)]
 
 
 def read_run(folder: str, x: str = "step") -> TrainerState:
-    """Like `read_state`, but with the log lines that only the run's journal has, and `x` as their steps, time in seconds.
-
-    Of a journal that shares no line with the state, as of an earlier run, only the lines of later steps count.
+    """Like `read_state`, with the log lines that only the journal has, and `x` as their steps, time in seconds.
 
     Raises:
         InvalidArgument: if there is no run, or no journal for `x="time"`.

@@ -15,7 +15,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.folder import sort_checkpoints
 from hftrainer.monitoring import journal
 from hftrainer.parallel.environment import has_ended
-from hftrainer.reporting.metrics import curves, natural_key
+from hftrainer.reporting.metrics import curves, sort_names
 
 Event = dict[str, Any]
 
@@ -204,8 +204,7 @@ class WatchedRun:
         state, begin, (steps, seconds) = run.state(now), run.begin or {}, run.pace
         is_running = state in ("running", "silent")
         last = run.last_event or {"time": None, "step": 0}
-        names = [name for name, (curve_steps, _) in run.curves.items() if curve_steps]
-        names.sort(key=lambda name: (name != "loss", natural_key(name)))
+        names = sort_names([name for name, (curve_steps, _) in run.curves.items() if curve_steps])
         # Rotation removes checkpoints.
         files = os.listdir(self.folder)
         checkpoints = [event for path, event in run.checkpoints.items() if os.path.basename(path) in files]

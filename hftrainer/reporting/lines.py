@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import describe_differences, read_arguments_of_run
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import read_run, run_names
-from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, curves, is_finite, natural_key
+from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, curves, is_finite, sort_names
 
 #: Entries of log lines → their names in legends and tables, if not the same.
 WORDS = PANEL_OF | dict(zip(PANELS[SHARES], ("waiting for data", "evaluation", "saving", "training"), strict=True))
@@ -164,19 +165,23 @@ def _plain_lines(state: TrainerState, arguments: dict[str, Any]) -> Iterator[Lin
 def _with_styles(plain_lines: Iterable[Line]) -> list[Line]:
     """The curves with their colours and dashes, in the order of the panels, without shares that are always 0.
 
-    Each metric has a panel. Of several runs' shares of time only that of training is shown.
+    Each metric has a panel, with its curves of all datasets. Of several runs' shares of time only that of training is
+    shown. Panels that lack a run are last.
     """
     lines, styled_lines = list(plain_lines), []
-    titles = {line.name: line.name for line in lines if line.panel == "metrics"}
+    # Several evaluation sets have their names in losses, as `eval_val_loss`, and in metrics.
+    datasets = "|".join(re.escape(line.name[5:-5]) for line in lines if re.fullmatch("eval_.+_loss", line.name))
+    titles = {line.name: re.sub(f"^eval_({datasets})_", "", line.name) for line in lines if line.panel == "metrics"}
     if any(line.run for line in lines):
         lines = [line for line in lines if line.panel != SHARES or line.name == "step_share"]
         titles["step_share"] = "share of time spent training"
-    entries = {line.name for line in lines if line.panel != SHARES or any(line.values)}
-    shown = sorted(entries, key=lambda name: (name != "loss", natural_key(name)))
+    shown = sort_names([line.name for line in lines if line.panel != SHARES or any(line.values)])
     runs = list(dict.fromkeys(line.run for line in lines))
     lines = [line for line in lines if line.name in shown]
     lines.sort(key=lambda line: (list(PANELS).index(line.panel), shown.index(line.name)))
     lines = [replace(line, panel=titles.get(line.name, line.panel)) for line in lines]
+    panels = {line.panel: {other.run for other in lines if other.panel == line.panel} for line in lines}
+    lines.sort(key=lambda line: (len(panels[line.panel]) < len(runs), list(panels).index(line.panel)))
     for line in lines:
         names = list(dict.fromkeys(other.name for other in lines if other.panel == line.panel))
         run, dash, is_faint = runs.index(line.run), names.index(line.name), len(runs) < MANY_RUNS

@@ -8,7 +8,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hftrainer.callbacks.flow import evaluation_key
@@ -64,6 +64,13 @@ def write_metrics(folder: str, split: str, metrics: Mapping[str, Any], *, combin
 def natural_key(name: str) -> str:
     """A key for sorting, by which run-2 is before run-10, and lr-0.01 before lr-0.1."""
     return re.sub(r"(?<![\d.])\d+", lambda number: number[0].zfill(20), name)
+
+
+def sort_names(names: Sequence[str]) -> list[str]:
+    """The names of curves: the loss first, others as logged, and those that differ in numbers alone by these."""
+    patterns = [re.sub(r"\d+", "", name) for name in names]
+    by_number = sorted({*names}, key=natural_key)
+    return sorted(by_number, key=lambda name: (name != "loss", patterns.index(re.sub(r"\d+", "", name))))
 
 
 def sort_pattern(folders: list[str]) -> list[str]:

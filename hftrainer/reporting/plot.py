@@ -72,24 +72,26 @@ def _range(values: list[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _label(lines: list[Line]) -> str:
-    """The label of a vertical axis: words, or the name of the only curve; and the highest value, if above the axis."""
+def _label(lines: list[Line], scale: str, top: float) -> str:
+    """The label of a vertical axis: words, or the name of the only curve; its scale; the highest value, if above it."""
     name, panel = lines[0].name, lines[0].panel
-    high, top = max((value for line in lines for value in line.finite), default=0), _vertical_axis(lines)[1][1]
+    high = max((value for line in lines for value in line.finite), default=0)
     label = name if {line.name for line in lines} == {name} - set(PANEL_OF) else panel[0].upper() + panel[1:]
+    label += " (log scale)" * (scale == "log")
     return f"{label} (highest: {high:,.4g})" if high > top else label
 
 
-def _title(name: str, lines: list[Line]) -> str:
-    """What the picture shows; and below, what smooth and faint curves are, and which runs have no speeds."""
+def _title(name: str, lines: list[Line]) -> list[str]:
+    """The runs; and notes for below: what smooth and faint curves are, and which runs have no speeds."""
     runs = list(dict.fromkeys(line.run for line in lines))
-    title = f"{len(runs)} training runs" if runs[0] else f"Training run {name}"
+    names = ", ".join(runs) if len(runs) < 4 else f"{len(runs)} training runs"
+    title = [names or f"Training run {name}"]
     if any(line.mean for line in lines):
         faint = "faint: logged values; strong: their" if lines[0].is_faint else f"curves of {MANY} values or more: the"
-        title += f"\n{faint} running mean"
+        title.append(f"{faint} running mean")
     observed = {line.run for line in lines if PANEL_OF.get(line.name) in SPEEDS}
     if observed and (others := ", ".join(run for run in runs if run not in observed)):
-        title += "\n" + textwrap.fill(f"no speed, time and memory without observe=True: {others}", 50)
+        title += textwrap.wrap(f"{others} ran without observe=True: no speed, time or memory", 80)
     return title
 
 
@@ -107,7 +109,7 @@ def _find_first_gap(lines: list[Line]) -> tuple[float, str] | None:
 def draw_picture(lines: list[Line], path: str, title: str) -> None:
     """Write the panels as PNG, SVG or PDF; without pyplot, so that no window or notebook shows the figure."""
     all_panels = _group_by_panel(lines)
-    metrics = [panel for panel, (line, *_) in all_panels.items() if panel == line.name and panel not in PANELS]
+    metrics = [panel for panel, (line, *_) in all_panels.items() if line.name not in PANEL_OF and panel not in PANELS]
     hidden = sorted(metrics, key=lambda panel: all(line.best is None for line in all_panels[panel]))[MAX_METRICS:]
     panels = {panel: panel_lines for panel, panel_lines in all_panels.items() if panel not in hidden}
     columns = min(len(panels), 2 if len(panels) <= 6 else 3)
@@ -121,15 +123,16 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
         axis = figure.add_subplot(rows, columns, number)
         legend = max(legend, 0.18 * _draw_panel(axis, panel_lines))
         axis.set_xlim(_range([0, *(step for line in lines for step in line.steps)]))
-    note = f"\nwithout {len(hidden)} of {len(metrics)} metrics, which are in the page of --html" if hidden else ""
-    title = _title(title, lines) + note
+    title, *notes = _title(title, lines)
+    notes += [f"without {len(hidden)} of {len(metrics)} metrics, which are in the page of --html"] * bool(hidden)
     # tight_layout is slow. In inches: the title, all that is above the panels, and the legend above each panel.
-    head = 0.45 + 0.2 * title.count("\n")
+    head = 0.45 + 0.17 * len(notes)
     top = head + 0.19 * sum(label.count("\n") + 1 for label in labels) + 0.15
     height = (3.6 + legend) * rows + top
     figure.set_size_inches(width * columns, height)
     edges = (1 / width / columns, 0.65 / height, 0.98, 1 - (top + legend) / height)
     figure.suptitle(title, y=1 - 0.15 / height)
+    figure.text(0.5, 1 - 0.38 / height, "\n".join(notes), ha="center", va="top", fontsize=9, color="0.4")
     figure.subplots_adjust(*edges, wspace=1.3 / width, hspace=(0.75 + legend) / 2.85)
     handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - head / height), "borderaxespad": 0}
@@ -162,13 +165,13 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
         axis.plot(*line.points(line.mean or line.values), **marks, **style)
         handles.setdefault(line.entry, axis.plot([], [], **style | run_style)[0])
         if line.best is not None:
-            star = {"marker": "*", "markersize": 11, "linestyle": "", "color": line.colour, "markeredgecolor": "black"}
+            star = {"marker": "*", "markersize": 9, "linestyle": "", "color": line.colour, "markeredgecolor": "black"}
             axis.plot(line.steps[line.best], line.values[line.best], zorder=3, **star)
             handles |= {"best": axis.plot([], [], **star | run_style)[0]} if line.run else {}
     if gap := _find_first_gap(lines):
         handles[gap[1]] = axis.axvline(gap[0], color="red", linestyle=":")
     scale, limits = _vertical_axis(lines)
-    axis.set(xlabel=X_AXES[lines[0].x], ylabel=_label(lines), yscale=scale, ylim=limits)
+    axis.set(xlabel=X_AXES[lines[0].x], ylabel=_label(lines, scale, limits[1]), yscale=scale, ylim=limits)
     axis.xaxis.set_major_formatter("{x:,.7g}")
     if is_short := scale == "log" and limits[1] < 1000 * limits[0]:
         axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
@@ -188,33 +191,35 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
 
 def draw_html(lines: list[Line], path: str, title: str, *, plotlyjs: bool | str = True) -> None:
     """Write the panels as an interactive page, whose file has plotly's script or, for "cdn", fetches it."""
-    figure, title = import_plotting("plotly.graph_objects").Figure(), _title(title, lines)
+    figure, (title, *notes) = import_plotting("plotly.graph_objects").Figure(), _title(title, lines)
     runs = {line.run: line for line in lines if line.run}
     for run, line in runs.items():
         style = {"line_color": line.colour, "marker": {"symbol": MARKS[line.mark], "size": 9}, "legendgroup": run}
         entry = {"x": [None], "y": [None], "xaxis": "x2", "yaxis": "y2", "name": _describe_run(run, lines)}
-        figure.add_scatter(mode="lines+markers", **style, **entry)
+        figure.add_scatter(mode="lines+markers", legend="legend", **style, **entry)
     x_range = _range([0, *(step for line in lines for step in line.steps)])
     x_axis = {"title": {"text": X_AXES[lines[0].x], "standoff": 2}, "range": x_range, "matches": "x2"}
     panels = _group_by_panel(lines).values()
     for number, panel_lines in enumerate(panels, 2):
-        x, y, legend = f"x{number}", f"y{number}", f"legend{number}"
+        # The legend of the runs is above the first panel.
+        x, y, legend = f"x{number}", f"y{number}", f"legend{number}" if number > 2 or not runs else "legend"
         figure.add_traces([trace | {"xaxis": x, "yaxis": y} for trace in _traces(panel_lines, legend)])
         scale, limits = _vertical_axis(panel_lines)
-        y_axis: dict[str, Any] = {"title": {"text": _label(panel_lines)}, "type": scale, "range": limits, "anchor": x}
+        y_axis: dict[str, Any] = {"title_text": _label(panel_lines, scale, limits[1]), "type": scale, "range": limits}
         if scale == "log":
             # plotly takes powers of ten. For two ticks per decade it chooses 1, 2 and 5; a format writes them in full.
             low, high = map(math.log10, limits)
             y_axis |= {"range": [low, high], "nticks": min(8, math.ceil(high - low))}
             y_axis |= {"nticks": round(2 * (high - low)), "tickformat": "~g"} if high - low < 3 else {}
-        axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis}
-        figure.update_layout(axes | {legend: {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
+        axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis | {"anchor": x}}
+        figure.update_layout(axes | {f"legend{number}": {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
     figure.update_yaxes(exponentformat="power", minexponent=4)
-    top = 70 + 20 * (len(runs) + title.count("\n"))
+    top = 70 + 20 * (len(notes) + sum(trace.legend == "legend" for trace in figure.data))
+    subtitle = "".join(f'<br><span style="font-size:12px;color:gray">{note}</span>' for note in notes)
     wide, narrow = (_place_panels(len(panels), columns, top) for columns in (2, 1))
     figure.update_layout(
         {name.replace(".", "_"): value for name, value in wide.items()},
-        title={"text": title.replace("\n", "<br>"), "font_size": 14, "y": 1, "yanchor": "top", "pad": {"t": 40}},
+        title={"text": title + subtitle, "font_size": 14, "y": 1, "yanchor": "top", "pad": {"t": 40}},
         legend={"x": 0, "y": 1, "yanchor": "bottom", "tracegroupgap": 0},
         **{"margin": {"t": top, "b": 0, "l": 70, "r": 20}, "template": "plotly_white"},
         **{"hovermode": "x unified", "hoverlabel": {"namelength": -1}},
@@ -232,8 +237,8 @@ def _place_panels(count: int, columns: int, top: int) -> dict[str, Any]:
     layout: dict[str, Any] = {"height": 310 * rows + top}
     for number in range(2, count + 2):
         # A legend is above its panel, and the label of the horizontal axis below.
-        left, high = (number - 2) % columns * (width + 0.12), 1 - ((number - 2) // columns + 0.13) / rows
-        layout |= {f"xaxis{number}.domain": [left, left + width], f"yaxis{number}.domain": [high - 0.66 / rows, high]}
+        left, high = (number - 2) % columns * (width + 0.12), 1 - ((number - 2) // columns + 0.1) / rows
+        layout |= {f"xaxis{number}.domain": [left, left + width], f"yaxis{number}.domain": [high - 0.73 / rows, high]}
         layout |= {f"legend{number}.x": left, f"legend{number}.y": high}
     return layout
 
@@ -260,13 +265,16 @@ def _traces(lines: list[Line], legend: str) -> Iterator[dict[str, Any]]:
         yield trace | {"mode": "lines+markers", "marker": marks}
         if line.best is not None:
             point = {"x": [line.steps[line.best]], "y": [line.values[line.best]], "name": f"best {line.label}"}
-            star = {"symbol": "star", "size": 16, "color": line.colour, "line": {"color": "black", "width": 1}}
+            star = {"symbol": "star", "size": 11, "color": line.colour, "line": {"color": "black", "width": 1}}
             yield trace | point | {"mode": "markers", "marker": star}
     # Entries without points, since a curve may have two traces and, of several runs, the colour of its run.
     for line in named.values() if named.keys() != {lines[0].name} and lines[0].panel != SHARES else ():
         style = {"color": "black" if line.run else line.colour, "dash": list(DASHES.values())[line.dash]}
         entry = {"x": [None], "y": [None], "name": line.entry, "mode": "lines", "line": style}
         yield entry | {"legend": legend, "legendgroup": f"legend {line.name}" if line.run else line.name}
+    if any(line.run and line.best is not None for line in lines):
+        marker = {"symbol": "star", "size": 11, "color": "black"}
+        yield {"x": [None], "y": [None], "name": "best", "mode": "markers", "marker": marker, "legend": legend}
     if gap := _find_first_gap(lines):
         points = {"x": [gap[0]] * 2, "y": _vertical_axis(lines)[1], "name": gap[1]}
         yield points | {"mode": "lines", "line": {"color": "red", "dash": "dot"}, "legend": legend}

@@ -206,10 +206,9 @@ def test_evaluations_after_the_last_save_of_their_step(tmp_path, loss, evaluated
     write_log(tmp_path / "checkpoint-20", [{"loss": loss, "step": step, "epoch": 1.0} for step in (10, 20)])
     journal = Journal(str(tmp_path))
     for start, step in ((0, 10), (10, 20)):
-        resumed_from = f"checkpoint-{start}" if start else None
-        journal.write("begin", start, max_steps=20, pid=1, host="there", resumed_from=resumed_from)
-        for logs in ({"loss": 2.0, "epoch": 1.0}, {"eval_loss": 1.0, "epoch": 1.0}):
-            journal.write("log", step, logs=logs)
+        journal.write("begin", start, resumed_from=f"checkpoint-{start}" if start else None)
+        for name, value in (("loss", 2.0), ("eval_loss", 1.0)):
+            journal.write("log", step, logs={name: value, "epoch": 1.0})
     found = curves(read_run(str(tmp_path)))["loss"]
     assert found["loss"] == ([10, 20], [loss] * 2) and found.get("eval_loss", ([],))[0] == evaluated
 
@@ -270,7 +269,18 @@ def test_each_metric_has_a_panel(tmp_path):
     panels = ["loss", "eval_f1", "eval_tokens", "gradient norm"]
     assert [line.panel for line in lines([one])] == panels
     other = write_log(tmp_path / "other", [{"step": 1, "eval_f1": 30.0, "eval_tokens": 1e300}])
-    assert list(dict.fromkeys(line.panel for line in lines([one, other]))) == panels
+    assert list(dict.fromkeys(line.panel for line in lines([one, other]))) == [*panels[1:3], "loss", "gradient norm"]
+
+
+def test_several_evaluation_sets_share_a_panel_in_their_order(tmp_path, capsys):
+    log = [{"step": 1, f"eval_{data}_f1": 0.5, f"eval_{data}_loss": 1.0} for data in ("val", "train")]
+    runs = [write_log(tmp_path / run, log) for run in "ab"]
+    assert [line.panel for line in lines(runs[:1])] == ["loss", "loss", "f1", "f1"]
+    main(["plot", *runs, "--out", str(tmp_path / "a.svg")])
+    assert "best eval_val_loss  best eval_train_loss" in capsys.readouterr().out
+    assert {"a, b", "F1", "a · best eval_val_loss 1"} <= {
+        text.replace("\xa0", " ") for text in texts_of(tmp_path / "a.svg")
+    }
 
 
 def test_curves_and_runs_differ_in_black_and_white(tmp_path):
@@ -419,9 +429,9 @@ def test_a_log_scale_for_an_outlier_among_gradient_norms_and_for_losses_of_two_o
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
     plot([str(tmp_path)], html=True)
     page = (tmp_path / "training.html").read_text()
-    assert re.findall(r'"yaxis\d?":\{[^}]*"title":\{"text":"([\w ]+)"[^}]*\},"type":"(\w+)"', page) == [
-        ("Loss", scales[0]),
-        ("Gradient norm", scales[1]),
+    assert re.findall(r'"yaxis\d?":\{[^}]*"title":\{"text":"([\w ()]+)"[^}]*\},"type":"(\w+)"', page) == [
+        ("Loss" + " (log scale)" * (scales[0] == "log"), scales[0]),
+        ("Gradient norm" + " (log scale)" * (scales[1] == "log"), scales[1]),
     ]
     assert f"<title>Training run {tmp_path.name}</title>" in page
 
@@ -496,7 +506,7 @@ def test_a_picture_and_its_page_have_the_same_axes(tmp_path, monkeypatch):
         *("Model FLOPS utilization", "Peak memory (MB)"),
     }
     assert [(axis.get_ylabel(), axis.get_yscale()) for axis in picture.axes[:2]] == [
-        ("Loss", "log"),
+        ("Loss (log scale)", "log"),
         ("eval_f1", "linear"),
     ]
 
@@ -537,7 +547,7 @@ def test_runs_of_several_legends(tmp_path):
     assert described <= {*texts_of(path)}
     shown = re.findall(r'"name":"([^"]*)"', path.with_suffix(".html").read_text().split("Plotly.newPlot")[-1])
     assert {json.loads(f'"{name}"').replace("\xa0", " ") for name in shown} == described | {
-        *("loss", "eval_loss", "best a: eval_loss", "best b: eval_loss"),
+        *("loss", "eval_loss", "best", "best a: eval_loss", "best b: eval_loss"),
         *(f"{run}: {name}" for run in "ab" for name in ("loss", "eval_loss", "eval_f1")),
     }
 
@@ -568,7 +578,8 @@ def test_four_runs_are_drawn_by_their_means(tmp_path):
     runs = [write_log(tmp_path / run, log) for run in "bcd"] + [observe(tmp_path / "a")]
     plot(runs, html=True)
     page = (tmp_path / "b" / "comparison.html").read_text()
-    assert "curves of 100 values or more: the running mean\nno speed, time and memory without observe=True: b," in page
+    assert "curves of 100 values or more: the running mean" in page
+    assert "b, c, d ran without observe=True: no speed, time or memory" in page
     assert '"opacity":0.3' not in page and lines(runs)[0].finite[0] < 1
     plot(runs[:3], html=True)
     page = (tmp_path / "b" / "comparison.html").read_text()
