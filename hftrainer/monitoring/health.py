@@ -32,6 +32,16 @@ _GetFolder = Callable[[], str | None]
 #: Name of the folder. Uploads to the Hub skip names that begin with '_'.
 NAME = "_health"
 PHASES = ("starting", "training", "evaluation", "saving", "ended")
+#: Event that every rank has → whether the next sign of progress may take minutes.
+SIGNS = {
+    "on_epoch_begin": True,  # the loader may start worker processes
+    "on_step_begin": False,
+    "on_substep_end": False,
+    "on_pre_optimizer_step": False,
+    "on_prediction_step": False,
+    "on_predict": True,
+    "on_evaluate": True,
+}
 #: Seconds between two records of a rank.
 _INTERVAL = 2.0
 #: Seconds without a sign of progress after which a rank is late, if they exceed `_FACTOR` times the longest pause.
@@ -83,7 +93,8 @@ class Heartbeat:
     def enter_phase(self, phase: str) -> None:
         """Enter a phase."""
         self.beat()
-        self.phase, self._is_slow = phase, phase == "saving"
+        # The first batch of an evaluation may start worker processes.
+        self.phase, self._is_slow = phase, phase in ("evaluation", "saving")
 
     @contextlib.contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:

@@ -202,8 +202,6 @@ class TrainingEvents:
         """Call `on_epoch_begin`, before the data iterator is created."""
         self.epoch = epoch
         self.epoch_ended = False
-        # The loader may start worker processes.
-        self.run.heartbeat.beat(is_slow=True)
         self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
         self.micro_batches.window = AccumulationWindow()
@@ -236,7 +234,6 @@ class TrainingEvents:
         """Call `on_step_begin` at the first micro-batch of an optimizer step."""
         window = self.micro_batches.window
         self.trainer.accelerator.sync_gradients = window.is_last
-        self.monitors.begin_micro_batch()
         if window.is_first:
             self.components.call_callbacks("on_step_begin")
 
@@ -244,7 +241,6 @@ class TrainingEvents:
         """The loss of a micro-batch, of which Lightning then runs backward."""
         loss = self.components.steps.loss(model, inputs, self.micro_batches.window.num_items)
         self._micro_batch = loss, inputs
-        self.monitors.begin_backward()
         return loss
 
     def call_training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
@@ -330,7 +326,7 @@ class TrainingEvents:
         self._is_stepping = self._has_uncounted_step = False
         self.is_between_steps = True
         self.components.call_callbacks("on_step_end", **self.step_details.pop())
-        self.monitors.grant_requests()
+        self.monitors.poll_requests()
         self.control_sync.end_step()
         self._log_save_evaluate()
         self.components.checkpoint_writer.poll()

@@ -44,22 +44,9 @@ class RunMonitors(Component):
         self.sources = make_source_log(components, loader)
         self.observer = _make_observer(components, events)
         self.requests = _make_requests(components, events)
-        self._flops = None if self.observer is None else self.observer.flops
-
-    def begin_micro_batch(self) -> None:
-        """Note that the data of a micro-batch has been read."""
-        self.run.heartbeat.beat()
-        if self._flops is not None:
-            self._flops.begin()
-
-    def begin_backward(self) -> None:
-        """Note that the loss has been computed, without `training_step`."""
-        if self._flops is not None:
-            self._flops.begin_backward()
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count a micro-batch after its backward pass. `loss` is the result of `LossSum.add_loss`."""
-        self.run.heartbeat.beat()
         if self.sources is None and self.observer is None:
             return
         samples, tokens = count_batch(self.trainer, inputs)
@@ -68,7 +55,7 @@ class RunMonitors(Component):
         if self.observer is not None:
             self.observer.end_micro_batch(samples, tokens)
 
-    def grant_requests(self) -> None:
+    def poll_requests(self) -> None:
         """Set the control flags that requests ask for."""
         if self.requests is not None:
             self.requests.poll(self.trainer.control, self.trainer.state.global_step)

@@ -135,6 +135,7 @@ class TrainingSteps(Component):
             # A batch without labels cannot show whether the model divides its loss.
             self.run.has_checked_model = num_items_in_batch is not None or not trainer.args.elastic
         loss = self._compute_loss(model, inputs, num_items_in_batch)
+        # A rank that hangs in the forward pass is behind those that wait for it in backward.
         self.run.heartbeat.beat()
         interval = trainer.args.torch_empty_cache_steps
         if interval is not None and trainer.state.global_step % interval == 0:
