@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,7 @@ class TrainerModule(WithoutBatchTransfer):
     ) -> None:
         """Attach the training run for `fit`, and the state that its callbacks resume from."""
         self.events = events
-        self.resume_state = events.resume_state
+        self.resume_state = functools.partial(events.components.saver.resume_state, events)
         self._resumed_state = resumed_state
         self._optimizer = optimizer
         self._scheduler = scheduler

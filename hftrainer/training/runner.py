@@ -265,8 +265,8 @@ class TrainingRunner(Component):
         events, model = self._make_events(args, folder, trial, ignore_keys)
         self._announce_run(trial, events)
         self.run.set_start_values(trainer.state)
-        if events.progress is not None:
-            events.loss_sum.restore(events.progress)
+        if self.run.progress is not None:
+            events.loss_sum.restore(self.run.progress)
         if events.is_finished:
             self._resume_finished_run(events, folder)
         else:
@@ -455,6 +455,8 @@ def _add_step_note(events: TrainingEvents) -> Iterator[None]:
     except Exception as error:
         if not getattr(error, "__notes__", ()):
             done = events.trainer.state.global_step
-            between = f"after training step {done}" if done else "before training step 1"
-            add_note(error, f"This happened {between if events.is_between_steps else f'in training step {done + 1}'}.")
+            place = f"after training step {done}" if done else "before training step 1"
+            if not events.micro_batches.is_between_steps:
+                place = f"in training step {done + 1}"
+            add_note(error, f"This happened {place}.")
         raise
