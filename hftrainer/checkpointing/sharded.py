@@ -24,12 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, loa
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, save
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 
-from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds_state
-from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files
-from hftrainer.compat import peers
-from hftrainer.compat.peers import bare_name
-from hftrainer.compat.safe_loading import (
+from hftrainer.base.safe_loading import (
     check_file_name,
     load_torch_file,
     name_file_in_errors,
@@ -38,6 +33,11 @@ from hftrainer.compat.safe_loading import (
     read_weights,
     weights_only,
 )
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds_state
+from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files
+from hftrainer.compat import peers
+from hftrainer.compat.peers import bare_name
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsupportedArgument
 from hftrainer.parallel.fsdp_sharding import reshard
 from hftrainer.parallel.process_group import CollectiveCall

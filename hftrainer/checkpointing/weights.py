@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import save_torch_state_dict
 
+from hftrainer.base.safe_loading import check_file_name, name_file_in_errors, read_weights
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds_state
 from hftrainer.compat import peers
-from hftrainer.compat.safe_loading import check_file_name, name_file_in_errors, read_weights
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup
 from hftrainer.releases.followed import installed_release
 

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from hftrainer.base.messages import format_bytes
 from hftrainer.cli.parser import Parser
-from hftrainer.compat.messages import format_bytes
 
 #: Entries that the table shows under other names.
 _RENAMED = ("damage", "step", "max_steps", "epoch", "bytes")

@@ -11,9 +11,10 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.base.tracebacks import describe_type
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import has_length, is_overridden, number_of_arguments
-from hftrainer.compat.tracebacks import describe_type
+from hftrainer.components import mixture_batches
 from hftrainer.components.component import Component
 from hftrainer.data import collators
 from hftrainer.data.loaders import PreparedDataLoader
@@ -23,7 +24,6 @@ from hftrainer.data.samplers import UNSHARDED, LengthGroupedSampler, ShardSpec, 
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, UnknownDataset, UnsupportedArgument, WrongObject, suggest
 from hftrainer.parallel.devices import UNPINNED
-from hftrainer.training import mixture_batches
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from torch import nn
 
 from hftrainer import trainer_optimizer
 from hftrainer.arguments.choices import as_text
+from hftrainer.base.messages import tell
+from hftrainer.base.tracebacks import describe_type
 from hftrainer.checkpointing.regrouping import NAMES_WITHOUT_GROUPS
 from hftrainer.compat import peers
-from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled_methods
 from hftrainer.compat.peers import bare_name
-from hftrainer.compat.tracebacks import describe_type
 from hftrainer.components.component import Component
 from hftrainer.data.randomness import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
@@ -30,7 +30,7 @@ from hftrainer.parallel.plan import check_model_layout
 from hftrainer.trainer_pt_utils import LabelSmoother
 
 if TYPE_CHECKING:
-    from hftrainer.components.components import Components
+    from hftrainer.assembly.components import Components
 
 logger = logging.getLogger(__name__)
 

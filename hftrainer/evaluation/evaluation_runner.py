@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hftrainer.arguments import legacy
+from hftrainer.base.messages import log_facts, log_once
+from hftrainer.base.tracebacks import add_note, describe_type
 from hftrainer.compat import peers
-from hftrainer.compat.messages import log_facts, log_once
 from hftrainer.compat.overrides import accepted_args, call_with_accepted, has_length, is_overridden
-from hftrainer.compat.tracebacks import add_note, describe_type
 from hftrainer.components.component import Component
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collected import make_metrics_gather, select_predictions

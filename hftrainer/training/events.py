@@ -28,7 +28,7 @@ from hftrainer.training.stopping import ControlSync
 from hftrainer.training.sums import LossSum, StepDetails
 
 if TYPE_CHECKING:
-    from hftrainer.components.components import Components
+    from hftrainer.assembly.components import Components
 
 logger = logging.getLogger(__name__)
 

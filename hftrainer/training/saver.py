@@ -15,6 +15,8 @@ from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import SaveStrategy
+from hftrainer.base.safe_loading import as_bytes
+from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.state import TrainerState, drop_from_json, export_states
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import final_folder, rotate_checkpoints, staging_folder
@@ -22,8 +24,7 @@ from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress,
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepted_args, is_overridden
-from hftrainer.compat.safe_loading import as_bytes
-from hftrainer.compat.tracebacks import add_note
+from hftrainer.components import mixture_batches
 from hftrainer.components.component import Component
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
@@ -32,7 +33,6 @@ from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.reporting.tracking import ids_of_open_runs
 from hftrainer.strategies.strategy import MakeOptimizer
-from hftrainer.training import mixture_batches
 from hftrainer.training_args import without_tokens
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import token_counting_mode
+from hftrainer.base.messages import log_once
+from hftrainer.base.tracebacks import describe_type, note_batch
 from hftrainer.compat import peers
-from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import accepted_args, accepts, call_with_accepted, ignores_other_keywords, is_overridden
-from hftrainer.compat.tracebacks import describe_type, note_batch
 from hftrainer.components.component import Component
 from hftrainer.data.collators import count_tokens
 from hftrainer.data.loaders import to_device
