@@ -25,7 +25,7 @@ from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import RunMonitors
 from hftrainer.training.run_batches import RunBatches
 from hftrainer.training.stopping import ControlSync
-from hftrainer.training.sums import LossSum, StepDetails
+from hftrainer.training.sums import LossAccumulator, StepEndValues
 
 if TYPE_CHECKING:
     from hftrainer.assembly.components import Components
@@ -51,7 +51,7 @@ class TrainingEvents(Component):
         is_stepping: True during an optimizer step, which may have changed the weights.
         has_uncounted_step: True after a step of the optimizer that `global_step` does not count yet.
         evaluation_metrics: metrics of the last evaluation, which determined the best model.
-        owes_evaluation: True if an evaluation has begun but is not complete.
+        has_unfinished_evaluation: True if an evaluation has begun but is not complete.
         syncs_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
     """
 
@@ -76,15 +76,15 @@ class TrainingEvents(Component):
         self.micro_batches = RunBatches(
             components, self.control_sync, schedule, train_dataloader, resume_folder, first_epoch, position
         )
-        self.loss_sum = LossSum(self.trainer, self.run)
+        self.loss_accumulator = LossAccumulator(self.trainer, self.run)
         self.divergence = DivergenceWatch(components, self.micro_batches)
-        self.step_details = StepDetails(self.trainer.callback_handler.callbacks)
+        self.step_end_values = StepEndValues(self.trainer.callback_handler.callbacks)
         self.monitors = RunMonitors(components, self.micro_batches, trial, is_finished=self.is_finished)
 
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.evaluation_metrics: dict[str, float] | None = None
-        self.epoch_ended = self.is_stepping = self.has_uncounted_step = self.owes_evaluation = False
+        self.epoch_ended = self.is_stepping = self.has_uncounted_step = self.has_unfinished_evaluation = False
         #: Loss and batch of the current micro-batch.
         self._micro_batch: tuple[torch.Tensor, Any] | None = None
         #: Runs Lightning's epoch, until `Trainer._run_epoch` has called it.
@@ -112,7 +112,7 @@ class TrainingEvents(Component):
         is_complete = self.resume_folder is not None and self.trainer.state.global_step >= self.schedule.max_steps
         return is_complete or self.micro_batches.first_epoch >= self.schedule.num_train_epochs
 
-    def begin(self) -> None:
+    def begin_training(self) -> None:
         """Call `on_train_begin`, evaluate with `eval_on_start`, and complete an interrupted evaluation or epoch."""
         self.trainer.model_wrapped.zero_grad()
         self.components.strategy.run_recorded_operations()
@@ -127,9 +127,9 @@ class TrainingEvents(Component):
             self.control_sync.sync_control_flags()
             self._log_save_evaluate()
             self.control_sync.stop_if_signalled()
-        self._end_epoch_of_checkpoint()
+        self._finish_saved_epoch()
 
-    def _end_epoch_of_checkpoint(self) -> None:
+    def _finish_saved_epoch(self) -> None:
         """End the checkpoint's epoch, if it was saved after the epoch's last step but before `on_epoch_end`."""
         progress, batches = self.run.progress, self.micro_batches
         if progress is None or progress.epoch_ended or progress.epoch is None:
@@ -232,7 +232,7 @@ class TrainingEvents(Component):
 
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """The loss of a micro-batch, of which Lightning then runs backward."""
-        loss = self.components.steps.loss(model, inputs, self.micro_batches.window.num_items)
+        loss = self.components.losses.loss(model, inputs, self.micro_batches.window.num_items)
         self._micro_batch = loss, inputs
         return loss
 
@@ -262,8 +262,8 @@ class TrainingEvents(Component):
         (loss, inputs), self._micro_batch = self._micro_batch, None
         loss = loss.detach()
         self.divergence.add_loss(loss)
-        self.monitors.end_micro_batch(self.loss_sum.add_loss(loss), inputs)
-        self.step_details.add_micro_batch(loss, inputs)
+        self.monitors.end_micro_batch(self.loss_accumulator.add_loss(loss), inputs)
+        self.step_end_values.add_micro_batch(loss, inputs)
         self.run.flos += float(self.trainer.floating_point_ops(inputs))
         # Reads the arguments at each step, since a callback may have changed them.
         self.trainer._track_num_input_tokens(inputs)
@@ -318,7 +318,7 @@ class TrainingEvents(Component):
         state.epoch = self.epoch_after_step()
         self.is_stepping = self.has_uncounted_step = False
         self.micro_batches.is_between_steps = True
-        self.components.call_callbacks("on_step_end", **self.step_details.pop())
+        self.components.call_callbacks("on_step_end", **self.step_end_values.pop())
         self.monitors.poll_requests()
         self.control_sync.end_step()
         self._log_save_evaluate()
@@ -334,7 +334,7 @@ class TrainingEvents(Component):
         control = self.trainer.control
         is_due = control.should_log or control.should_evaluate or control.should_save
         if is_due or overrides.is_overridden(self.trainer, "_maybe_log_save_evaluate"):
-            self.loss_sum.check_before_log()
+            self.loss_accumulator.check_before_log()
             arguments = {
                 "tr_loss": self.run.loss_since_log,
                 "grad_norm": self.grad_norm,

@@ -48,7 +48,7 @@ class RunMonitors(Component):
         self.requests = _make_requests(components, folder)
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
-        """Count a micro-batch after its backward pass. `loss` is the result of `LossSum.add_loss`."""
+        """Count a micro-batch after its backward pass. `loss` is the result of `LossAccumulator.add_loss`."""
         if self.sources is None and self.observer is None:
             return
         samples, tokens = count_batch(self.trainer, inputs)
@@ -103,7 +103,7 @@ def _make_observer(components: Components, batches: RunBatches, folder: str, *, 
         observations,
         lambda: components.run.seconds,
         batches.reader.waits,
-        lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
+        lambda count: int(components.losses.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
         Journal(folder if has_journal else None),
         {"world_size": args.world_size, "device": str(args.device), "resumed_from": batches.resume_folder},

@@ -242,7 +242,7 @@ class CheckpointSaver(Component):
             position=window.index + 1 if window.size else events.micro_batches.first_position,
             epoch_ended=events.epoch_ended,
             epoch_left=events.epoch_ended and self.trainer.control.should_epoch_stop,
-            owes_evaluation=events.owes_evaluation,
+            owes_evaluation=events.has_unfinished_evaluation,
             loss=self.run.loss_since_log.cpu().clone(),
             last_logged=self.run.last_logged,
             metrics=self.run.logged_metrics.state_dict(),
