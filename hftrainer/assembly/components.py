@@ -20,7 +20,6 @@ from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.components import hub_uploader, loader_factory, model_setup, storage_sync
 from hftrainer.evaluation.evaluation_runner import EvaluationRunner
-from hftrainer.monitoring import health
 from hftrainer.plugins import load
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
@@ -132,8 +131,7 @@ class Components:
 
     def call_callbacks(self, event: str, *payload: Any, **kwargs: Any) -> None:
         """Call an event of all callbacks through the handler, and keep the control that they return."""
-        if event in health.SIGNS:
-            self.run.heartbeat.beat(is_slow=health.SIGNS[event])
+        self.run.heartbeat.record_event(event)
         handle = getattr(self.trainer.callback_handler, event)
         self.trainer.control = handle(self.trainer.args, self.trainer.state, self.trainer.control, *payload, **kwargs)
 

@@ -33,11 +33,12 @@ _GetFolder = Callable[[], str | None]
 NAME = "_health"
 PHASES = ("starting", "training", "evaluation", "saving", "ended")
 #: Event that every rank has → whether the next sign of progress may take minutes.
-SIGNS = {
+_SIGNS = {
     "on_epoch_begin": True,  # the loader may start worker processes
     "on_step_begin": False,
     "on_substep_end": False,
     "on_pre_optimizer_step": False,
+    "on_step_end": False,
     "on_prediction_step": False,
     "on_predict": True,
     "on_evaluate": True,
@@ -83,12 +84,14 @@ class Heartbeat:
         self._time, self._is_slow = now, is_slow
         self.signs += 1
 
-    def end_step(self) -> None:
-        """Record the end of an optimizer step."""
-        self.beat()
-        self.signs, self.step_time = 0, self._time
-        if self.phase == "starting":
-            self.phase = "training"
+    def record_event(self, event: str) -> None:
+        """Record an event, before its callbacks are called."""
+        if event in _SIGNS:
+            self.beat(is_slow=_SIGNS[event])
+        if event == "on_step_end":
+            self.signs, self.step_time = 0, self._time
+            if self.phase == "starting":
+                self.phase = "training"
 
     def enter_phase(self, phase: str) -> None:
         """Enter a phase."""

@@ -314,7 +314,6 @@ class TrainingEvents(Component):
         clear_gradients(model)
         self.components.strategy.run_recorded_operations()
         state.global_step += 1
-        self.run.heartbeat.end_step()
         state.epoch = self.epoch_after_step()
         self.is_stepping = self.has_uncounted_step = False
         self.micro_batches.is_between_steps = True
