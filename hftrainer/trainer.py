@@ -34,7 +34,7 @@ from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.collators import number_of_tokens
 from hftrainer.data.randomness import load_rng_state, rng_state
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
-from hftrainer.model.changes import set_tf32
+from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.model.inspection import parameters
 from hftrainer.modelcard import create_model_card
 from hftrainer.releases.earlier import EarlierSchedule

@@ -12,7 +12,7 @@ from torch import nn
 
 from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.sharded import load_sharded_weights, prepare_for_saving
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.errors import InvalidConfig, UnsupportedArgument
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
@@ -128,7 +128,7 @@ class DeepSpeedStrategy(Strategy):
         config = json.dumps(run.config.config, indent=2, default=str)
         logger.info("DeepSpeed trains with this configuration:\n%s", config)
         if folder is not None:
-            run.load(folder, strict=not peers.is_peft(trainer.model))
+            run.load(folder, strict=not libraries.is_peft(trainer.model))
         trainer.accelerator.prepare_model(trainer.model)
 
     def _complete(self, trainer: Any, max_steps: int) -> None:
@@ -188,7 +188,7 @@ class DeepSpeedStrategy(Strategy):
         return dict(self._gathered_states["model"]) if "model" in self._gathered_states else self._full_weights(model)
 
     def _full_weights(self, model: nn.Module) -> dict[str, Any]:
-        adapters = peers.is_peft(model)
+        adapters = libraries.is_peft(model)
         if not (self.run.saves_full_weights or adapters):
             return {}
         return prepare_for_saving(self.run.gather_full_weights(model, only_trainable=adapters), model)
@@ -214,7 +214,7 @@ class DeepSpeedStrategy(Strategy):
 
     def load_best_model(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load the weights, and their copies in DeepSpeed's optimizer."""
-        self.run.load(folder, strict=not peers.is_peft(model))
+        self.run.load(folder, strict=not libraries.is_peft(model))
 
     def load_optimizer_and_scheduler(
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any

@@ -18,7 +18,7 @@ import torch
 from hftrainer import integrations
 from hftrainer.arguments import legacy
 from hftrainer.checkpointing.folder import get_last_checkpoint
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.optimization_tf import create_optimizer
 from hftrainer.trainer_utils import EvalPrediction, PredictionOutput
@@ -141,7 +141,7 @@ class TFTrainer:
 
     def _as_pipeline(self, dataset: Any) -> Any:
         """The dataset as a pipeline, without the unused columns of a `datasets` dataset."""
-        if peers.is_dataset_or_stream(dataset):
+        if libraries.is_dataset_or_stream(dataset):
             dataset = self._engine._remove_unused_columns(dataset)
         return pipelines.as_pipeline(dataset)
 

@@ -15,7 +15,7 @@ from hftrainer.arguments.choices import read_observe
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
-from hftrainer.compat import swap
+from hftrainer.compat import transformers_names
 from hftrainer.compat.messages import format_bytes, wrap_text
 from hftrainer.compat.overrides import has_length, is_measurement
 
@@ -43,7 +43,7 @@ def choose_progress_callback(args: BaseArguments, callbacks: list[Any]) -> type[
         return None
     if args.disable_tqdm:
         return PrinterCallback
-    bar = swap.current_value("transformers.trainer", "DEFAULT_PROGRESS_CALLBACK", ProgressCallback)
+    bar = transformers_names.current_value("transformers.trainer", "DEFAULT_PROGRESS_CALLBACK", ProgressCallback)
     if bar is not ProgressCallback:
         return bar
     if is_in_notebook():

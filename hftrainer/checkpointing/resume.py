@@ -16,7 +16,7 @@ import torch
 from hftrainer.arguments.choices import as_text
 from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, is_exportable
-from hftrainer.checkpointing import names, regrouping
+from hftrainer.checkpointing import names, optimizer_groups
 from hftrainer.checkpointing.file_checks import FRESH_OPTIMIZER, check_optimizer_state, check_state
 from hftrainer.checkpointing.folder import (
     CheckpointFolder,
@@ -219,12 +219,12 @@ def load_optimizer_and_scheduler(
         return
     initial_groups = [dict(group) for group in optimizer.param_groups]
     is_regrouped = _load_optimizer(folder, model, optimizer, sharded=is_sharded or has_full_state, has_parts=has_parts)
-    if is_regrouped or regrouping.has_named_groups(optimizer):
-        has_changed = regrouping.apply_settings(initial_groups, optimizer, is_regrouped=is_regrouped)
+    if is_regrouped or optimizer_groups.has_named_groups(optimizer):
+        has_changed = optimizer_groups.apply_settings(initial_groups, optimizer, is_regrouped=is_regrouped)
         load_scheduler_or_scaler(
-            scheduler, folder, "scheduler", lambda state: regrouping.adapt_schedule_state(state, scheduler)
+            scheduler, folder, "scheduler", lambda state: optimizer_groups.adapt_schedule_state(state, scheduler)
         )
-        regrouping.follow_schedule(scheduler, optimizer, has_changed=has_changed)
+        optimizer_groups.follow_schedule(scheduler, optimizer, has_changed=has_changed)
     else:
         if is_sharded or has_full_state or has_parts:
             _check_group_count(scheduler_file, len(initial_groups))
@@ -251,7 +251,7 @@ def _load_optimizer(
         from hftrainer.checkpointing.sharded import load_optimizer
 
         def read() -> dict[str, Any]:
-            return regrouping.match_by_name(_read_optimizer(optimizer_file), model, optimizer)
+            return optimizer_groups.match_by_name(_read_optimizer(optimizer_file), model, optimizer)
 
         load_optimizer(model, optimizer, folder, read)
         return False
@@ -262,7 +262,7 @@ def _load_optimizer(
         return False
     saved_state = _read_optimizer(optimizer_file)
     with name_file_in_errors(optimizer_file):
-        state = regrouping.match_by_name(saved_state, model, optimizer)
+        state = optimizer_groups.match_by_name(saved_state, model, optimizer)
     _load_whole_optimizer(state, optimizer_file, model, optimizer)
     return state is not saved_state
 

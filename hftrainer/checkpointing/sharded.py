@@ -27,8 +27,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDi
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds_state
 from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files
-from hftrainer.compat import peers
-from hftrainer.compat.peers import bare_name
+from hftrainer.compat import libraries
+from hftrainer.compat.libraries import bare_name
 from hftrainer.compat.safe_loading import (
     check_file_name,
     load_torch_file,
@@ -141,7 +141,7 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool 
 def _convert_weights(model: nn.Module, folder: str) -> dict[str, torch.Tensor]:
     """The weights in a folder under a transformers model's names; empty for other models."""
     unwrapped: Any = getattr(model, "_fsdp_wrapped_module", model)
-    if not peers.is_transformers_model(unwrapped):
+    if not libraries.is_transformers_model(unwrapped):
         return {}
     # FSDP2 creates a new class: find the original one.
     original_class: Any = next(kind for kind in type(unwrapped).__mro__ if not issubclass(kind, FSDPModule))
@@ -231,7 +231,7 @@ def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, *,
         optimizer: its optimizer; None for weights only.
         shards: whether this process has only a part of both.
     """
-    only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
+    only_trainable = libraries.is_peft(getattr(model, "_fsdp_wrapped_module", model))
     states = model_state(model, full=False, only_trainable=only_trainable)
     if optimizer is not None:
         # torch's function takes a step if there is no state. FSDP1 needs it, since only some ranks may have a state.

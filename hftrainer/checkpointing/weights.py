@@ -19,7 +19,7 @@ from huggingface_hub import save_torch_state_dict
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds_state
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.safe_loading import check_file_name, name_file_in_errors, read_weights
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup
 from hftrainer.releases.followed import installed_release
@@ -46,7 +46,7 @@ def save_weights(model: Any, folder: str, state_dict: dict[str, Any] | None = No
         state_dict: the weights to write instead of the model's current ones.
         safe: write safetensors; otherwise `torch.save` files with the names of v4.
     """
-    if peers.is_transformers_model(model) or peers.is_peft(model):
+    if libraries.is_transformers_model(model) or libraries.is_peft(model):
         with _saving_alone(model):
             _save_pretrained(model, folder, state_dict, safe)
         return
@@ -66,7 +66,7 @@ def make_meta_copy(model: Any) -> Any:
     Raises:
         TypeError: if the model's class has its own `save_pretrained`, which may depend on this process.
     """
-    if not peers.is_transformers_model(model):
+    if not libraries.is_transformers_model(model):
         return None
     if not type(model).save_pretrained.__module__.startswith("transformers."):
         raise TypeError(f"{type(model).__name__} has its own save_pretrained")
@@ -185,10 +185,12 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
         # Imported late, since the module imports torch's FSDP.
         from hftrainer.checkpointing.sharded import load_model_parts
 
-        load_model_parts(model, folder, only_trainable=peers.is_peft(model))
+        load_model_parts(model, folder, only_trainable=libraries.is_peft(model))
     elif paths := weights_files(folder):
         expected = model.state_dict(keep_vars=True).keys()
-        has_all = not peers.is_transformers_model(model) or all(expected >= read_weights(path).keys() for path in paths)
+        has_all = not libraries.is_transformers_model(model) or all(
+            expected >= read_weights(path).keys() for path in paths
+        )
         return _load_files(model, paths) if has_all else _load_converted(model, folder)
     elif adapters := _adapter_folders(folder):
         _load_adapters(model, adapters)
@@ -294,7 +296,7 @@ def _load_files(model: torch.nn.Module, paths: list[str]) -> LoadResult:
 
 
 def _load_adapters(model: Any, adapters: dict[str | None, str]) -> None:
-    if not peers.is_peft(model):
+    if not libraries.is_peft(model):
         raise CheckpointNotFound(
             f"{next(iter(adapters.values()))} holds only adapters, but the model is not a PEFT model: wrap it with "
             "peft.get_peft_model before resuming."

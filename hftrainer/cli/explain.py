@@ -102,11 +102,11 @@ def _check_like_trainer(args: TrainingArguments) -> None:
 
     from hftrainer import integrations, optimization, trainer_optimizer
     from hftrainer.components import object_checks
-    from hftrainer.model import changes
+    from hftrainer.model import apply_arguments
 
     integrations.select_trackers(args.report_to)
     object_checks.check_memmap(args)
-    changes.compile_model(model := nn.Linear(1, 1), args)
+    apply_arguments.compile_model(model := nn.Linear(1, 1), args)
     if args.optim_args:
         trainer_optimizer.optimizer_cls_and_kwargs(args, model)
     schedule: Any = args.lr_scheduler_type, optim.SGD(model.parameters(), 1.0), 0, 1, args.lr_scheduler_kwargs

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from hftrainer.reporting.lines import Line
+    from hftrainer.reporting.curves import Line
 
 
 def add_subcommand(commands: Any) -> None:
@@ -44,7 +44,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.compat.messages import format_bytes
     from hftrainer.errors import InvalidArgument, MissingPackage
-    from hftrainer.reporting.lines import lines
+    from hftrainer.reporting.curves import lines
     from hftrainer.reporting.metrics import sort_pattern
     from hftrainer.reporting.plot import plot
     from hftrainer.search.plots import plot_study
@@ -83,7 +83,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
 def _summarize_runs(folders: list[str], lines: list[Line]) -> list[dict[str, Any]]:
     """The values of each run by which they are compared."""
     from hftrainer.monitoring.journal import run_names
-    from hftrainer.monitoring.page import WatchedRun
+    from hftrainer.monitoring.run_page import WatchedRun
 
     pages = [WatchedRun(folder).read() for folder in folders]
     curves = {(line.run, line.name): line for line in lines}

@@ -14,11 +14,11 @@ from torch import nn
 
 from hftrainer import trainer_optimizer
 from hftrainer.arguments.choices import as_text
-from hftrainer.checkpointing.regrouping import NAMES_WITHOUT_GROUPS
-from hftrainer.compat import peers
+from hftrainer.checkpointing.optimizer_groups import NAMES_WITHOUT_GROUPS
+from hftrainer.compat import libraries
+from hftrainer.compat.libraries import bare_name
 from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled_methods
-from hftrainer.compat.peers import bare_name
 from hftrainer.compat.tracebacks import describe_type
 from hftrainer.components.component import Component
 from hftrainer.data.randomness import enable_full_determinism, set_seed
@@ -108,7 +108,9 @@ class ModelSetup(Component):
     def align_special_tokens(self) -> None:
         """Set the processing class's special tokens in the model's configs, as the followed release does."""
         policy = self.components.policy
-        has_tokens = peers.has_special_tokens(self.trainer.processing_class) and hasattr(self.trainer.model, "config")
+        has_tokens = libraries.has_special_tokens(self.trainer.processing_class) and hasattr(
+            self.trainer.model, "config"
+        )
         if policy.aligns_special_tokens and has_tokens:
             inspection.align_special_tokens(
                 self.components.unwrapped_model,
@@ -157,7 +159,7 @@ class ModelSetup(Component):
 
     def _needs_shifted_smoothing(self, model: nn.Module) -> bool:
         """Whether label smoothing shifts the labels of a model that transformers does not class as causal."""
-        if not self.trainer.args.label_smoothing_factor or peers.is_causal_lm(peers.unwrap_peft(model)):
+        if not self.trainer.args.label_smoothing_factor or libraries.is_causal_lm(libraries.unwrap_peft(model)):
             return False
         return inspection.smoothing_shifts_labels(model)
 
@@ -390,7 +392,7 @@ class ModelSetup(Component):
     def finds_unused_parameters(self) -> bool:
         """The default of DDP's `find_unused_parameters`."""
         model = self.trainer.model
-        if not peers.is_transformers_model(model):
+        if not libraries.is_transformers_model(model):
             return True
         # transformers v5.23 renamed the attribute.
         has_new_name = hasattr(model, "is_activation_checkpointing")

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.data.mixture import MixtureBatchSampler
 from hftrainer.data.randomness import random_states, restore_random_states, seed_cpu
 from hftrainer.data.samplers import StreamWrapper, set_epoch, settings_of
@@ -92,13 +92,13 @@ class GlobalBatchStream(StreamWrapper):
     """
 
     def __init__(self, dataset: Any, size: int, drop_last: bool) -> None:
-        super().__init__(peers.unsplit_stream(dataset))
+        super().__init__(libraries.unsplit_stream(dataset))
         self.size, self.drop_last = size, drop_last
         self._epoch_start_stream: Any = None
 
     def load_state_dict(self, state: Any) -> None:
         """Let the next iteration begin within the epoch. Keep its first samples for an incomplete end."""
-        self._epoch_start_stream = peers.copy_stream(self.dataset)
+        self._epoch_start_stream = libraries.copy_stream(self.dataset)
         self.dataset.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:

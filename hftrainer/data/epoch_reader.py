@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.safe_loading import name_file_in_errors
 from hftrainer.data.collators import draws_nothing, holds_samples
 from hftrainer.data.loaders import PreparedDataLoader, skip_first
@@ -182,7 +182,7 @@ def may_draw(loader: PreparedDataLoader) -> bool:
 def is_stateful(data: Any) -> bool:
     """Whether a dataset or loader can restore its exact position."""
     has_state = callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
-    return has_state and not peers.loses_shuffle_buffer(data)
+    return has_state and not libraries.loses_shuffle_buffer(data)
 
 
 class EpochReader:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.safe_loading import load_torch_file, name_file_in_errors
 from hftrainer.data.samplers import innermost
@@ -163,7 +163,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
 def rng_state() -> dict[str, Any]:
     """The random states of this process, in the form that `transformers.Trainer` reads."""
     states = {**random_states(), **{name: module.get_rng_state() for name, module in _accelerators().items()}}
-    if (xla := peers.initialized_xla_model()) is not None:
+    if (xla := libraries.initialized_xla_model()) is not None:
         states["xla"] = xla.get_rng_state()
     if devices.torch_tpu.is_initialized():
         states["tpu"] = devices.torch_tpu.get_rng_state()
@@ -191,7 +191,7 @@ def restore_rng_state(states: dict[str, Any]) -> None:
             module.set_rng_state_all(states[name])
         elif name in states:
             module.set_rng_state(states[name])
-    if "xla" in states and (xla := peers.initialized_xla_model()) is not None:
+    if "xla" in states and (xla := libraries.initialized_xla_model()) is not None:
         xla.set_rng_state(states["xla"])
     if "tpu" in states and devices.torch_tpu.is_initialized():
         devices.torch_tpu.set_rng_state(states["tpu"])

@@ -19,7 +19,7 @@ from hftrainer.compat.tracebacks import note_batch
 from hftrainer.data.loaders import BatchPosition, PreparedDataLoader
 from hftrainer.data.samplers import has_exact_length
 from hftrainer.errors import InvalidArgument
-from hftrainer.evaluation.collected import OutputCollector, can_skip_gathering
+from hftrainer.evaluation.collecting import OutputCollector, can_skip_gathering
 from hftrainer.evaluation.metrics import FunctionMetrics, TorchMetrics, as_metrics
 from hftrainer.trainer_pt_utils import drop_all_rows, find_batch_size
 from hftrainer.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize

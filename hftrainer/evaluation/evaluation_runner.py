@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hftrainer.arguments import legacy
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.messages import log_facts, log_once
 from hftrainer.compat.overrides import accepted_args, call_with_accepted, has_length, is_overridden
 from hftrainer.compat.tracebacks import add_note, describe_type
 from hftrainer.components.component import Component
 from hftrainer.errors import InvalidArgument
-from hftrainer.evaluation.collected import make_metrics_gather, select_predictions
+from hftrainer.evaluation.collecting import make_metrics_gather, select_predictions
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.parallel import devices
 from hftrainer.parallel.process_group import CollectiveCall
@@ -221,7 +221,7 @@ class EvaluationRunner(Component):
         """Outputs that the model's config excludes from predictions."""
         config = getattr(self.trainer.model, "config", None)
         excludes_cache = config is not None and self.components.policy.excludes_past_key_values
-        cache = peers.cache_output_name()
+        cache = libraries.cache_output_name()
         ignored_keys = list(getattr(config, "keys_to_ignore_at_inference", [cache] if excludes_cache else []))
         # Models for earlier releases list the cache under an old name; their outputs use the current name.
         return [*ignored_keys, cache] if set(ignored_keys) & {"past_key_values", "cache_params"} else ignored_keys

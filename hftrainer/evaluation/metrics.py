@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import accepts, can_call
 from hftrainer.compat.tracebacks import add_note, describe_shapes, describe_type
@@ -194,7 +194,7 @@ def as_metrics(compute_metrics: Any, *, is_batchwise: bool = False) -> FunctionM
     if isinstance(compute_metrics, type) and hasattr(compute_metrics, "compute"):
         name = compute_metrics.__name__
         raise InvalidArgument(f"compute_metrics is the class {name}: pass an object, {name}(...).")
-    if peers.is_torchmetric(compute_metrics) or isinstance(compute_metrics, Mapping):
+    if libraries.is_torchmetric(compute_metrics) or isinstance(compute_metrics, Mapping):
         return TorchMetrics(compute_metrics)
     if compute_metrics is not None and not callable(compute_metrics):
         raise InvalidArgument(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.releases.policy import Release, ReleasePolicy, get_parameter_names
 
 
@@ -237,7 +237,7 @@ class PolicyUntil4_52(PolicyUntil4_54):
     divides_uncounted_loss = False
 
     def decay_parameter_names(self, model: nn.Module) -> list[str]:
-        return get_parameter_names(model, peers.normalization_layers(), ["bias", "layernorm", "rmsnorm"])
+        return get_parameter_names(model, libraries.normalization_layers(), ["bias", "layernorm", "rmsnorm"])
 
 
 class PolicyUntil4_51(PolicyUntil4_52):
@@ -302,7 +302,7 @@ class PolicyUntil4_48(PolicyUntil4_49):
     saves_scaler = False
 
     def decay_parameter_names(self, model: nn.Module) -> list[str]:
-        names = get_parameter_names(model, peers.normalization_layers())
+        names = get_parameter_names(model, libraries.normalization_layers())
         return [name for name in names if "bias" not in name]
 
 

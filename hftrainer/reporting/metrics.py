@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from hftrainer.callbacks.flow import evaluation_key
+from hftrainer.callbacks.flow_callbacks import evaluation_key
 from hftrainer.callbacks.state import TrainerState, as_json
 from hftrainer.compat.overrides import is_measurement
 from hftrainer.errors import MetricNotFound, WrongObject

@@ -21,7 +21,7 @@ from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
-from hftrainer.reporting.lines import DASHES, MANY, MARKS, X_AXES, Line, lines, lines_of
+from hftrainer.reporting.curves import DASHES, MANY, MARKS, X_AXES, Line, lines, lines_of
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, is_finite
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from hftrainer.checkpointing import names, resume, sharded
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.parallel import fsdp_sharding as sharding
 from hftrainer.parallel.fsdp_settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan
@@ -119,7 +119,7 @@ class FsdpStrategy(Strategy):
             self._gathered_states = sharded.states_for_dcp(model, None if optimizer is None else optimizer())
             return
         is_full = not self.writes_parts
-        only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
+        only_trainable = libraries.is_peft(getattr(model, "_fsdp_wrapped_module", model))
         self._gathered_states = {"model": sharded.model_state(model, full=is_full, only_trainable=only_trainable)}
         if optimizer is not None:
             self._gathered_states["optimizer"] = sharded.optimizer_state(model, optimizer(), full=is_full)

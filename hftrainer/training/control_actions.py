@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hftrainer.arguments.choices import SaveStrategy
-from hftrainer.callbacks.flow import EarlyStoppingCallback, evaluation_key
+from hftrainer.callbacks.flow_callbacks import EarlyStoppingCallback, evaluation_key
 from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import call_with_accepted, has_parameter, is_overridden
 from hftrainer.components.component import Component

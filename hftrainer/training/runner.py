@@ -26,7 +26,7 @@ from hftrainer.components.object_checks import check_evaluation_data
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import UnsupportedArgument
-from hftrainer.model.changes import apply_model_arguments
+from hftrainer.model.apply_arguments import apply_model_arguments
 from hftrainer.monitoring import health
 from hftrainer.parallel import devices
 from hftrainer.reporting import summary

@@ -20,7 +20,7 @@ from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import final_folder, rotate_checkpoints, staging_folder
 from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress, load_progress
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.overrides import accepted_args, is_overridden
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.components.component import Component
@@ -83,7 +83,7 @@ class CheckpointSaver(Component):
             if callback_state:
                 components.checkpoint_writer.save(callback_state, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
         # The sharded formats cannot load adapters alone.
-        elif components.strategy.shards_model and peers.is_peft(components.unwrapped_model):
+        elif components.strategy.shards_model and libraries.is_peft(components.unwrapped_model):
             self.save_state_files(None, folder)
         trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         self.write_state(folder)
@@ -185,8 +185,8 @@ class CheckpointSaver(Component):
     def load_weights(self, model: nn.Module, folder: str, *, is_best: bool = False) -> None:
         """Load a checkpoint's weights into the model, sharded or not; with `is_best`, at the end of a run."""
         load = self.components.strategy.load_best_model if is_best else self.components.strategy.load_weights
-        has_adapters = peers.is_peft(self.components.unwrapped_model)
-        incompatible_keys = load(peers.unwrap_compiled(model), folder, only_trainable=has_adapters)
+        has_adapters = libraries.is_peft(self.components.unwrapped_model)
+        incompatible_keys = load(libraries.unwrap_compiled(model), folder, only_trainable=has_adapters)
         if incompatible_keys is not None:
             self.trainer._issue_warnings_after_load(incompatible_keys)
 
@@ -260,7 +260,7 @@ class CheckpointSaver(Component):
     def weights_to_save(self, folder: str, *, internal: bool) -> Iterator[dict[str, Any] | None]:
         """Yields the keyword arguments for `Trainer._save`; None if this process writes no model."""
         strategy = self.components.strategy
-        model = peers.unwrap_compiled(self.trainer.model)
+        model = libraries.unwrap_compiled(self.trainer.model)
         if internal and strategy.saves_only_parts:
             # transformers then writes only the parts; with 'dcp' we also write the model's other files.
             yield {"state_dict": {}} if strategy.plan.saves_dcp and self.trainer.args.should_save else None
@@ -293,13 +293,13 @@ class CheckpointSaver(Component):
         needs_copy = self.trainer.args.device.type == "xla"
         if weights == {}:
             save_configs(model, folder)
-        elif peers.is_peft(model):
+        elif libraries.is_peft(model):
             # Adapters are small, so this process does not write them in the background.
             write(self.components.strategy.to_cpu(model.state_dict()) if needs_copy else weights)
         else:
             if (self.components.checkpoint_writer.defers_writes or needs_copy) and weights is None:
                 # Pass the weights, so that the writer copies them before training changes the model.
-                weights = peers.unwrap_compiled(self.trainer.model).state_dict()
+                weights = libraries.unwrap_compiled(self.trainer.model).state_dict()
             self.components.checkpoint_writer.call_or_defer(
                 write,
                 weights,

@@ -13,7 +13,7 @@ from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import token_counting_mode
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import accepted_args, accepts, call_with_accepted, ignores_other_keywords, is_overridden
 from hftrainer.compat.tracebacks import describe_type, note_batch
@@ -203,7 +203,7 @@ class TrainingSteps(Component):
 
     def _require_separate_samples(self, model: nn.Module) -> None:
         """Raise UnsupportedArgument if a sample's logits depend on other samples in its row."""
-        model, collator = peers.unwrap_compiled(model), self.components.loaders.flat_collator()
+        model, collator = libraries.unwrap_compiled(model), self.components.loaders.flat_collator()
         name = type(self.components.unwrapped_model).__name__
         vocabulary = len(self.components.unwrapped_model.get_input_embeddings().weight)
         first, second, other = ([token % vocabulary for token in range(begin, begin + 4)] for begin in (1, 5, 9))
@@ -326,7 +326,9 @@ class TrainingSteps(Component):
         """Floating-point operations of forward and backward per token, counted once for each model."""
         model: Any = self.trainer.model
         if self.flos_per_token is None or self.flos_per_token[0] is not model:
-            parameters = peers.num_parameters(model, exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
+            parameters = (
+                libraries.num_parameters(model, exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
+            )
             self.flos_per_token = (model, 6 * parameters)
         return self.flos_per_token[1]
 

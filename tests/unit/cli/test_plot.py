@@ -18,7 +18,7 @@ from hftrainer.checkpointing.saved_arguments import describe_differences
 from hftrainer.cli.plot import align, describe
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.monitoring.journal import ACTIVITIES, Journal
-from hftrainer.reporting.lines import Line, lines, lines_of, read_run
+from hftrainer.reporting.curves import Line, lines, lines_of, read_run
 from hftrainer.reporting.metrics import SHARES, curves, logged, sort_pattern
 from hftrainer.reporting.plot import plot
 from tests.support.parity import accuracy, train

@@ -16,7 +16,7 @@ import pytest
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.__main__ import main
 from hftrainer.monitoring.journal import NAME, Journal, read_events, remove_undone_steps
-from hftrainer.monitoring.page import SILENCE, WatchedRun
+from hftrainer.monitoring.run_page import SILENCE, WatchedRun
 from tests.support.tiny import make_plain, plain_data
 
 SECONDS = {"steps": 6.0, "data": 2.0, "evaluation": 1.0, "saving": 1.0}
