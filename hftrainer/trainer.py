@@ -753,7 +753,7 @@ class Trainer(EarlierMethods):
             dataloader = self.get_eval_dataloader(eval_dataset)
             start_time = time.time()
             loss_only = True if self.compute_metrics is None else None
-            with evaluation.make_loop_call(dataloader, "Evaluation", loss_only, ignore_keys, metric_key_prefix) as loop:
+            with evaluation.choose_loop(dataloader, "Evaluation", loss_only, ignore_keys, metric_key_prefix) as loop:
                 output = evaluation.to_loop_output(loop(), dataloader)
             metrics = evaluation.report_metrics(output, metric_key_prefix, start_time)
         self._memory_tracker.stop_and_update_metrics(metrics)

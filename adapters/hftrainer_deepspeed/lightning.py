@@ -13,7 +13,7 @@ from hftrainer.parallel.plan import LightningPlan
 from hftrainer_deepspeed.run import DeepSpeedRun
 from hftrainer_lightning.precision import PlainPrecision
 from hftrainer_lightning.private_api.trainer import call_gradient_hooks
-from hftrainer_lightning.strategies import PreparedModelStrategy
+from hftrainer_lightning.strategies import ShardedModelStrategy
 
 
 class EnginePrecision(PlainPrecision):
@@ -41,7 +41,7 @@ class EnginePrecision(PlainPrecision):
         self.has_skipped_step = bool(getattr(self._run.engine.optimizer, "overflow", False))
 
 
-class DeepSpeedEngineStrategy(PreparedModelStrategy, DeepSpeedStrategy):
+class DeepSpeedEngineStrategy(ShardedModelStrategy, DeepSpeedStrategy):
     """A model that DeepSpeed's engine trains. The engine is created before Lightning starts."""
 
     def __init__(self, plan: LightningPlan, run: DeepSpeedRun) -> None:

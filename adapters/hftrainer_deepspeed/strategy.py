@@ -36,7 +36,7 @@ class DeepSpeedStrategy(Strategy):
 
     argument = "deepspeed"
     flags = ("is_deepspeed_enabled",)
-    card = "DeepSpeed"
+    card_name = "DeepSpeed"
     distributed_type = DistributedType.DEEPSPEED
     shards_model = True
     writes_parts = True
@@ -154,7 +154,7 @@ class DeepSpeedStrategy(Strategy):
         """Gather the full weights of a model, or of an engine's model."""
         return self.run.gather_full_weights(model.module if is_deepspeed_engine(model) else model)
 
-    def cast(self, batch: Any, model: nn.Module) -> Any:
+    def cast_batch(self, batch: Any, model: nn.Module) -> Any:
         """Cast floating-point tensors of a batch to the dtype of the weights, which DeepSpeed has chosen."""
         dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
         return cast_floating(batch, dtype)
@@ -166,7 +166,7 @@ class DeepSpeedStrategy(Strategy):
         norm: torch.Tensor = self.run.grad_norm()
         return norm
 
-    def release(self) -> None:
+    def release_model(self) -> None:
         """Remove DeepSpeed's engine from the model."""
         self.run.destroy()
 
@@ -177,7 +177,7 @@ class DeepSpeedStrategy(Strategy):
         """Whether the engine steps the scheduler, and saves it in its checkpoints."""
         return self.run.has_config_scheduler or self.run.has_config_optimizer
 
-    def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
+    def gather_states(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather partitioned weights. Without an optimizer, no states are written."""
         self._saves_states = optimizer is not None
         if self.run.config.is_zero3():

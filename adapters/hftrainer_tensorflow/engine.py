@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _EPOCH_LOSS = "epoch_loss.json"
 
 
-class TFEngine(Trainer):
+class TorchTrainer(Trainer):
     """Trains the model of a TFTrainer, with the TFTrainer's data, optimizer, steps and log lines.
 
     Args:

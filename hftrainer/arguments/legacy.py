@@ -42,7 +42,7 @@ HIDDEN_FIELDS: dict[str, Any] = {}
 FIELDS = {name: field for name, field in OldArguments.__dataclass_fields__.items() if ARGUMENTS[name].until}
 
 
-def value(args: Any, name: str) -> Any:
+def old_argument(args: Any, name: str) -> Any:
     """The value of an old argument without a new name.
 
     If the argument is missing, or a subclass redeclares it, this is its default.
@@ -58,7 +58,7 @@ def describe_removed_features(args: Any) -> list[str]:
     features = {
         name: argument.removed_feature for name, argument in ARGUMENTS.items() if argument.removed_feature is not None
     }
-    return [f"{name}={old!r}: {instead}." for name, (old, instead) in features.items() if value(args, name) == old]
+    return [f"{name}={old!r}: {how}." for name, (old, how) in features.items() if old_argument(args, name) == old]
 
 
 def redeclared_old_names(args_class: type) -> frozenset[str]:
@@ -260,7 +260,7 @@ def set_release_values(args: BaseArguments) -> None:
         args.local_rank = args.local_process_index
         vars(args)["framework"] = "pt"
         folder_name = f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
-        args.logging_dir = value(args, "logging_dir") or os.path.join(str(args.output_dir), "runs", folder_name)
+        args.logging_dir = old_argument(args, "logging_dir") or os.path.join(str(args.output_dir), "runs", folder_name)
     if is_before("4.57"):
         args.lr_scheduler_kwargs = args.lr_scheduler_kwargs or {}
         if args.include_num_input_tokens_seen == "no":

@@ -214,7 +214,7 @@ class PrinterCallback(TrainerCallback):
 
 
 def _is_empty(logs: Mapping[str, Any] | None, args: BaseArguments) -> bool:
-    """Whether a line is the end of an observed run that had no step left."""
+    """Whether this is the empty summary of a run that was already complete."""
     values = [(logs or {}).get(name) for name in ("train_loss", "train_steps_per_second")]
     return values == [0, 0] and bool(read_observe(getattr(args, "observe", False)))
 

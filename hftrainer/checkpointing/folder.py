@@ -52,7 +52,7 @@ _TEMPORARY_FOLDER = re.compile(
 def _is_weights_file(name: str) -> bool:
     """Whether a file holds weights, a part of them, or a list of their shards."""
     if name.endswith(_PARTS_SUFFIXES):
-        return not name.startswith(f"{names.PARTS['optimizer']}/")
+        return not name.startswith(f"{names.SHARD_FOLDERS['optimizer']}/")
     return _WEIGHTS.search(Path(name).name) is not None
 
 

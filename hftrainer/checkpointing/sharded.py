@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, save
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds_state
+from hftrainer.checkpointing.names import FULL_STATE_FILES, SHARD_FOLDERS, has_state_files
 from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files
 from hftrainer.compat import libraries
-from hftrainer.compat.libraries import bare_name
+from hftrainer.compat.libraries import unwrapped_name
 from hftrainer.compat.safe_loading import (
     check_file_name,
     load_torch_file,
@@ -87,9 +87,9 @@ def prepare_for_saving(state: dict[str, Any], model: nn.Module) -> dict[str, Any
             state[name] = value.clone()
     first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        first_name = first_names.setdefault(id(parameter), bare_name(name))
-        if first_name in state and bare_name(name) in state:
-            state[bare_name(name)] = state[first_name]
+        first_name = first_names.setdefault(id(parameter), unwrapped_name(name))
+        if first_name in state and unwrapped_name(name) in state:
+            state[unwrapped_name(name)] = state[first_name]
     return state
 
 
@@ -124,7 +124,7 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool 
     if names.folder_of_parts("model", folder) is not None:
         load_model_parts(model, folder, only_trainable=only_trainable)
         return None
-    full_file = first_file(folder, FULL_STATES["model"])
+    full_file = first_file(folder, FULL_STATE_FILES["model"])
     paths = weights_files(folder) if full_file is None else [full_file]
     if not paths:
         raise CheckpointNotFound(f"There are no weights in {folder} that a sharded model can load.")
@@ -132,7 +132,11 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool 
     if not (isinstance(model, FullyShardedDataParallel) or _is_reader()):
         paths = []
     weights = {name: value for path in paths for name, value in read_weights(path).items()}
-    if full_file is None and paths and not {bare_name(name) for name, _ in model.named_parameters()} <= weights.keys():
+    if (
+        full_file is None
+        and paths
+        and not {unwrapped_name(name) for name, _ in model.named_parameters()} <= weights.keys()
+    ):
         weights = _convert_weights(model, folder) or weights
     missing, unexpected = _load_full_weights(model, weights)
     return LoadResult([] if only_trainable else missing, unexpected)
@@ -155,9 +159,9 @@ def _load_full_weights(model: nn.Module, weights: dict[str, Any]) -> tuple[list[
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             missing, unexpected = model.load_state_dict(weights, strict=False)
-        return [bare_name(name) for name in missing], list(unexpected)
+        return [unwrapped_name(name) for name in missing], list(unexpected)
     reshard(model)
-    expected = {bare_name(name) for name in model.state_dict()}
+    expected = {unwrapped_name(name) for name in model.state_dict()}
     differences = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
     state_dict.set_model_state_dict(model, weights, options=_broadcast_options())
     return differences if _is_reader() else ([], [])
@@ -180,7 +184,7 @@ def load_optimizer(
             group["train_mode"] = True
     if (parts_folder := names.folder_of_parts("optimizer", folder)) is not None:
         state = optimizer_state(model, optimizer, full=False)
-        if os.path.basename(parts_folder) == names.DCP:
+        if os.path.basename(parts_folder) == names.DCP_FOLDER:
             check_unread_states(state["state"], parts_folder)
             _unflatten_optimizer_state(_load_parts("optimizer", _flatten_optimizer_state(state), parts_folder), state)
         else:
@@ -188,8 +192,8 @@ def load_optimizer(
         state_dict.set_optimizer_state_dict(model, optimizer, state)
         _remove_unstored(model, optimizer, state, parts_folder)
         return
-    if holds_state(FULL_STATES, "optimizer", folder):
-        state = load_torch_file(os.path.join(folder, FULL_STATES["optimizer"])) if _is_reader() else {}
+    if has_state_files(FULL_STATE_FILES, "optimizer", folder):
+        state = load_torch_file(os.path.join(folder, FULL_STATE_FILES["optimizer"])) if _is_reader() else {}
     else:
         state = _key_by_name(read_unsharded(), model, optimizer)
     # Not strict: a parameter that was never stepped has no state.
@@ -220,7 +224,7 @@ def save_parts(states: dict[str, Any], folder: str, group: Any = None) -> None:
         OSError: the first error of any process.
     """
     for state_name, state in states.items():
-        _save_dcp({state_name: state}, os.path.join(folder, PARTS[state_name]), group)
+        _save_dcp({state_name: state}, os.path.join(folder, SHARD_FOLDERS[state_name]), group)
 
 
 def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, shards: bool = True) -> dict[str, Any]:
@@ -300,7 +304,7 @@ def _remove_unstored(model: nn.Module, optimizer: torch.optim.Optimizer, state: 
     keys = (key.removeprefix("optimizer.") for key in _PartsReader(path).read_metadata().state_dict_metadata)
     stored_names = {_find_parameter(key, state["state"]) for key in keys}
     for name, parameter in model.named_parameters():
-        if bare_name(name) in state["state"].keys() - stored_names:
+        if unwrapped_name(name) in state["state"].keys() - stored_names:
             optimizer.state.pop(parameter, None)
 
 
@@ -353,7 +357,7 @@ def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, is_only_
         group: the process group that coordinates the write; None for the default one.
         is_only_writer: whether only this process writes.
     """
-    path = os.path.join(folder, names.DCP)
+    path = os.path.join(folder, names.DCP_FOLDER)
     if is_only_writer:
         with _unwrap_errors():
             # `save` accepts `no_dist` only in newer releases; torch's own tool also calls this function.
@@ -465,5 +469,5 @@ def _key_by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim
 
 def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of an optimizer's parameters, in the order of their numbers."""
-    names_by_id = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
+    names_by_id = {id(parameter): unwrapped_name(name) for name, parameter in model.named_parameters()}
     return [names_by_id[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

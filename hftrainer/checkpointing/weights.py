@@ -18,7 +18,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds_state
+from hftrainer.checkpointing.names import FULL_STATE_FILES, SHARD_FOLDERS, has_state_files
 from hftrainer.compat import libraries
 from hftrainer.compat.safe_loading import check_file_name, name_file_in_errors, read_weights
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup
@@ -147,15 +147,17 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    has_fsdp_files = names.folder_of_parts("model", folder) is not None or holds_state(FULL_STATES, "model", folder)
+    has_fsdp_files = names.folder_of_parts("model", folder) is not None or has_state_files(
+        FULL_STATE_FILES, "model", folder
+    )
     return has_fsdp_files or has_deepspeed_parts(folder) or bool(weights_files(folder) or _adapter_folders(folder))
 
 
 def missing_shard(folder: str) -> str | None:
     """The first missing shard or part of the weights; None if none is missing."""
-    lists = [os.path.join(folder, parts, names.LIST_OF_PARTS) for parts in PARTS.values()]
-    if any(name.endswith(names.PART_SUFFIX) for name in _list_folder(os.path.join(folder, names.DCP))):
-        lists.append(os.path.join(folder, names.DCP, names.LIST_OF_PARTS))
+    lists = [os.path.join(folder, parts, names.LIST_OF_PARTS) for parts in SHARD_FOLDERS.values()]
+    if any(name.endswith(names.PART_SUFFIX) for name in _list_folder(os.path.join(folder, names.DCP_FOLDER))):
+        lists.append(os.path.join(folder, names.DCP_FOLDER, names.LIST_OF_PARTS))
     required = [*weights_files(folder), *(path for path in lists if os.path.isdir(os.path.dirname(path)))]
     return next((path for path in required if not os.path.isfile(path)), None) or missing_deepspeed_part(folder)
 
@@ -194,7 +196,7 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
         return _load_files(model, paths) if has_all else _load_converted(model, folder)
     elif adapters := _adapter_folders(folder):
         _load_adapters(model, adapters)
-    elif (full_file := first_file(folder, FULL_STATES["model"])) is not None:
+    elif (full_file := first_file(folder, FULL_STATE_FILES["model"])) is not None:
         return _load_files(model, [full_file])
     elif has_deepspeed_states(folder):
         raise CheckpointNotFound(
@@ -231,7 +233,7 @@ def weights_files(
 
 def plain_files(folder: str) -> list[str]:
     """The files with all weights, or all adapters; empty if the weights are in parts."""
-    return weights_files(folder, (names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME, *_ADAPTERS, FULL_STATES["model"]))
+    return weights_files(folder, (names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME, *_ADAPTERS, FULL_STATE_FILES["model"]))
 
 
 def list_shards(index: str) -> list[str]:

@@ -123,7 +123,13 @@ def _lacks(folder: str, has_position: bool) -> str | None:
     """The state that a resumed run has to start without, if any."""
     from hftrainer.checkpointing import names
 
-    optimizers = (names.OPTIMIZER_NAME, names.PARTS["optimizer"], names.DCP, names.FULL_STATES["optimizer"], "latest")
+    optimizers = (
+        names.OPTIMIZER_NAME,
+        names.SHARD_FOLDERS["optimizer"],
+        names.DCP_FOLDER,
+        names.FULL_STATE_FILES["optimizer"],
+        "latest",
+    )
     lacks = [] if has_position else ["the position in the data"]
     if not any(os.path.exists(os.path.join(folder, name)) for name in optimizers):
         lacks.append("the optimizer's state (a checkpoint-xxx holds it, an output folder does not)")
@@ -135,9 +141,9 @@ def _strategy(folder: str) -> tuple[str, str]:
     from hftrainer.checkpointing import names
     from hftrainer.checkpointing.weights import has_weights, read_tag
 
-    if os.path.isfile(os.path.join(folder, names.DCP, names.LIST_OF_PARTS)):
+    if os.path.isfile(os.path.join(folder, names.DCP_FOLDER, names.LIST_OF_PARTS)):
         return "in torch's distributed format (dcp)", "any number of processes, with DDP, FSDP or neither"
-    if names.holds_state(names.PARTS, "model", folder):
+    if names.has_state_files(names.SHARD_FOLDERS, "model", folder):
         return "a part from each process, by FSDP", "any number of processes"
     if os.path.isfile(os.path.join(folder, "latest")):
         tag = read_tag(folder)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.callbacks.state import is_exportable
+from hftrainer.callbacks.state import has_saved_state
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.components import hub_uploader, loader_factory, model_setup, setup, storage_sync
@@ -143,7 +143,7 @@ class Components:
     def stateful_callbacks(self) -> list[Any]:
         """The callbacks and the control whose states are saved in checkpoints."""
         trainer = self.trainer
-        return [each for each in [*trainer.callback_handler.callbacks, trainer.control] if is_exportable(each)]
+        return [each for each in [*trainer.callback_handler.callbacks, trainer.control] if has_saved_state(each)]
 
     def open_loggers(self) -> list[Any]:
         """The Lightning loggers that this process writes to. The call opens their runs."""

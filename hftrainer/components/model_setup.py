@@ -16,7 +16,7 @@ from hftrainer import trainer_optimizer
 from hftrainer.arguments.choices import as_text
 from hftrainer.checkpointing.optimizer_groups import NAMES_WITHOUT_GROUPS
 from hftrainer.compat import libraries
-from hftrainer.compat.libraries import bare_name
+from hftrainer.compat.libraries import unwrapped_name
 from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled_methods
 from hftrainer.compat.tracebacks import describe_type
@@ -138,7 +138,7 @@ class ModelSetup(Component):
     def move_model(self, model: nn.Module, device: Any) -> None:
         """Move the model, unless it is already on several devices."""
         if getattr(model, "hf_device_map", None) is None:
-            self.components.strategy.move(model, device)
+            self.components.strategy.move_model(model, device)
 
     def _inspect_model(self, model: nn.Module) -> dict[str, Any]:
         """The attributes of a Trainer that are derived from its model, by name."""
@@ -251,7 +251,7 @@ class ModelSetup(Component):
         rate = kwargs.get("lr") or args.learning_rate
         selection = param_groups.select_groups(model, decayed_names, entries, rate, args.weight_decay)
         groups = trainer_optimizer.parameter_groups(model, decayed_names, args.weight_decay, selection.groups)
-        names = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
+        names = {id(parameter): unwrapped_name(name) for name, parameter in model.named_parameters()}
         for group in groups:
             group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
         optimizer: torch.optim.Optimizer = optimizer_cls(groups, **kwargs)

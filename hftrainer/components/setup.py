@@ -20,7 +20,7 @@ from hftrainer.callbacks.handler import (
     HOOK_BY_EVENT,
     CallbackHandler,
     make_callback,
-    pop_matching,
+    remove_callback_like,
     warn_of_misspelt_events,
 )
 from hftrainer.callbacks.progress_bar import choose_progress_callback
@@ -161,7 +161,7 @@ class TrainerSetup(Component):
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback of either kind, and return it."""
         trainer_callbacks = self.trainer.callback_handler.callbacks
-        return pop_matching(
+        return remove_callback_like(
             self.components.lightning_callbacks if _is_lightning_callback(callback) else trainer_callbacks, callback
         )
 
@@ -228,7 +228,7 @@ class TrainerSetup(Component):
     def _apply_changeable_arguments(self) -> None:
         """Set what depends on arguments that may change between two runs."""
         args = self.trainer.args
-        self.components.past_index = legacy.value(args, "past_index")
+        self.components.past_index = legacy.old_argument(args, "past_index")
         self.components.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
 
     def apply_changed_arguments(self, args: TrainingArguments) -> None:
@@ -260,7 +260,7 @@ class TrainerSetup(Component):
             raise UnsupportedArgument("\n".join(problems))
         for message in find_unused_settings(resolved):
             logger.warning(message)
-        if (notice := describe_older_release(resolved.readable_config)) is not None:
+        if (notice := describe_older_release(resolved.config_or_empty)) is not None:
             log_once(logger, notice, logging.WARNING)
         if resolved.accelerator_config.non_blocking and not self.trainer.args.dataloader_pin_memory:
             logger.warning(

@@ -34,7 +34,7 @@ class ResumePoint:
     saved_state: dict[str, Any] | None
 
 
-class ReadingLog:
+class ReadRecorder:
     """Records the batches that a loader reads in an epoch, and the random states between.
 
     The loader reads one batch ahead, so a checkpoint needs the state from before that batch, which is read again.
@@ -197,9 +197,9 @@ class EpochReader:
         self._sources = RandomSources(loader=loader)
         self._start_states: dict[str, Any] | None = None
         self._wait_seconds = 0.0
-        self._log: ReadingLog | None = None
+        self._log: ReadRecorder | None = None
         if isinstance(loader, PreparedDataLoader):
-            self._log = loader.log = ReadingLog(loader, self._sources)
+            self._log = loader.log = ReadRecorder(loader, self._sources)
 
     def open_epoch(self, epoch: int, resume_point: ResumePoint | None = None) -> Iterator[Any]:
         """The batches of an epoch. When resuming, only the remaining ones."""

@@ -155,7 +155,7 @@ def _batch_sizes(components: Components) -> dict[str, Any]:
     # `as_text` also reads the enum of transformers.
     if as_text(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:
         kinds = {"xla": "TPU", "tpu": "TPU", "cpu": "multi-CPU"}
-        strategy = f" ({components.strategy.card})" if components.strategy.card else ""
+        strategy = f" ({components.strategy.card_name})" if components.strategy.card_name else ""
         sizes["distributed_type"] = kinds.get(args.device.type, "multi-GPU") + strategy
     if args.world_size > 1:
         sizes["num_devices"] = args.world_size

@@ -162,7 +162,7 @@ def run_names(folders: list[str]) -> list[str]:
 
 
 def read_state(folder: str) -> TrainerState:
-    """The final state of the run in `folder`, or else the state of its newest checkpoint; of several runs the last one.
+    """The final state of the run in `folder`, or else of its newest checkpoint; if several runs wrote there, the last.
 
     Raises:
         InvalidArgument: if both are missing, or the file cannot be read.

@@ -156,7 +156,7 @@ class EngineAccelerator(ProcessState):
         if self._is_trainer_model(model):
             return model
         if device_placement is not False:
-            self._strategy.move(model, self.device)
+            self._strategy.move_model(model, self.device)
         is_trainable = any(parameter.requires_grad for parameter in model.parameters())
         if evaluation_mode or not is_trainable or not self.processes.is_distributed:
             return model

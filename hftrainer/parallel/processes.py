@@ -27,7 +27,7 @@ from hftrainer.parallel.process_group import (
     cpu_group,
     disconnect_at_exit,
     start_in_thread,
-    wait_for_peers,
+    wait_for_ranks,
 )
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class Processes(RankInfo):
                 store = PrefixStore(f"meeting {next(_group_numbers)}", store)
             distributed.init_process_group(backend_name, store=store, rank=self.rank, world_size=size, timeout=timeout)
 
-        wait_for_peers(join, timeout, message)
+        wait_for_ranks(join, timeout, message)
         disconnect_at_exit()
 
     def barrier(self) -> None:

@@ -1,4 +1,4 @@
-"""The behaviour of the newest release of `transformers` where earlier releases differ (`earlier.py`)."""
+"""Everything that changed between releases of `transformers`, as the newest release does it; see `earlier.py`."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def logged(state: TrainerState, *, with_speeds: bool = False) -> Iterator[tuple[
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a log line is a number, and no bool."""
+    """Whether a value of a log line is a number but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -411,7 +411,7 @@ class CheckpointPlace:
 
     Args:
         folder: the local folder.
-        name: the location's name on every machine: the URL with `storage_url`, else the folder.
+        name: `storage_url` if set, else the folder: the same on every machine.
     """
 
     folder: str

@@ -31,7 +31,7 @@ class FsdpStrategy(Strategy):
 
     argument = "fsdp"
     flags: tuple[str, ...] = ("is_fsdp_enabled",)
-    card = "FSDP"
+    card_name = "FSDP"
     shards_model = True
     needs_single_process_group = True
 
@@ -39,7 +39,7 @@ class FsdpStrategy(Strategy):
         super().__init__(plan)
         self.plugin = None if plan.sharding is None else FsdpPlugin(plan.sharding)
         if self.plugin is None:
-            self.argument, self.card, self.flags = "tensor parallelism", "", ()
+            self.argument, self.card_name, self.flags = "tensor parallelism", "", ()
         self._prepared_model: nn.Module | None = None
 
     @property
@@ -99,7 +99,7 @@ class FsdpStrategy(Strategy):
         """A context in which backward passes do not reduce gradients."""
         return None if self._prepared_model is None else sharding.without_sync(self._prepared_model)
 
-    def release(self) -> None:
+    def release_model(self) -> None:
         """Release the sharded model."""
         self._prepared_model = None
 
@@ -112,7 +112,7 @@ class FsdpStrategy(Strategy):
 
     saves_only_parts = writes_parts
 
-    def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
+    def gather_states(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather the weights and, unless `optimizer` is None, the optimizer's state."""
         sharded.broadcast_buffers(model)
         if self.plan.saves_dcp:
@@ -130,11 +130,11 @@ class FsdpStrategy(Strategy):
         # Copy the mapping, since transformers empties the one that it writes.
         return dict(gathered) if gathered is not None else sharded.model_state(model, full=True)
 
-    def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
+    def state_files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """Yields the file name and the contents of each full state that was gathered."""
         for kind, state in self._gathered_states.items():
             if not (self.writes_parts or (kind == "model" and self.plugin is None)):
-                yield names.FULL_STATES[kind], state
+                yield names.FULL_STATE_FILES[kind], state
 
     def _write_parts(self, folder: str, write: CallWrite) -> None:
         save = sharded.save_dcp if self.plan.saves_dcp else sharded.save_parts

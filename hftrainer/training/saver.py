@@ -172,7 +172,7 @@ class CheckpointSaver(Component):
 
     def save_state_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
         """Write the optimizer's state, unless it is None, and the other state files of one process."""
-        for name, state in self.components.strategy.files(optimizer):
+        for name, state in self.components.strategy.state_files(optimizer):
             self.components.checkpoint_writer.save(state, os.path.join(output_dir, name))
 
     def save_progress(self, output_dir: str) -> None:
@@ -287,7 +287,7 @@ class CheckpointSaver(Component):
         os.makedirs(folder, exist_ok=True)
         model = self.components.unwrapped_model
         logger.info("Saving the model to %s.", final_folder(folder))
-        safe = bool(legacy.value(self.trainer.args, "save_safetensors"))
+        safe = bool(legacy.old_argument(self.trainer.args, "save_safetensors"))
         write = functools.partial(save_weights, model, folder, safe=safe)
         # torch writes files from CPU memory.
         needs_copy = self.trainer.args.device.type == "xla"
@@ -378,7 +378,9 @@ class CheckpointSaver(Component):
         # Staging folders are named after their writer. If each node has a writer, use that of the nearest lower rank.
         staging_path = str(staging_folder(path)) if trainer.args.should_save else None
         folders = processes.gather_objects([staging_path])
-        strategy.gather(trainer.model, None if trainer.args.save_only_model else self.components.require_optimizer)
+        strategy.gather_states(
+            trainer.model, None if trainer.args.save_only_model else self.components.require_optimizer
+        )
         try:
             if trainer.args.should_save:
                 with writer.checkpoint(path, on_complete=on_written, on_failure=on_failure) as folder:

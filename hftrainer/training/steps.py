@@ -117,7 +117,7 @@ class TrainingSteps(Component):
         """The data on the device. For a container, `Trainer._prepare_input` prepares each item."""
         if not isinstance(data, torch.Tensor) and isinstance(data, (dict, list, tuple, Mapping)):
             return rebuild_container(data, self.trainer._prepare_input)
-        return self.components.strategy.cast(to_device(data, self.trainer.accelerator.device), self.trainer.model)
+        return self.components.strategy.cast_batch(to_device(data, self.trainer.accelerator.device), self.trainer.model)
 
     # ---- The loss ----------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class TrainingSteps(Component):
 
     def track_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument requests it."""
-        if legacy.value(self.trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
+        if legacy.old_argument(self.trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
             self.run.tokens += inputs["input_ids"].numel() * self.trainer.accelerator.processes.data_world_size
         mode = token_counting_mode(self.trainer.args.include_num_input_tokens_seen)
         if mode == "no":

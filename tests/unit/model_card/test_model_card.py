@@ -241,7 +241,7 @@ def test_several_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(type(trainer.accelerator.processes), "data_world_size", 2)  # two of them share a model
     expected = {"num_devices": 4, "total_train_batch_size": 4 * 2 * 3, "total_eval_batch_size": 8 * 2}
     for card, name in (("", "multi-CPU"), ("FSDP", "multi-CPU (FSDP)")):
-        monkeypatch.setattr(trainer._hftrainer.strategy, "card", card)
+        monkeypatch.setattr(trainer._hftrainer.strategy, "card_name", card)
         found = TrainingSummary.from_trainer(trainer).hyperparameters
         assert {**expected, "distributed_type": name}.items() <= found.items()
 
