@@ -7,7 +7,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from hftrainer.compat.messages import connect as _connect_messages
+from hftrainer.base.messages import connect as _connect_messages
 
 #: Public name → the module that defines it, read from `__init__.pyi`. A name is imported at first use, so that
 #: `import hftrainer` is cheap.

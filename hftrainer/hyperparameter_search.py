@@ -6,9 +6,9 @@ import logging
 from typing import Any
 
 from hftrainer.arguments.choices import HPSearchBackend
+from hftrainer.assembly.components import Components
 from hftrainer.callbacks.state import hyperparameters
 from hftrainer.compat.overrides import can_call, refuse_uncalled_methods
-from hftrainer.components.components import Components
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
 from hftrainer.plugins import load
 from hftrainer.search.backend import SearchBackend

@@ -15,7 +15,6 @@ from hftrainer.compat.overrides import has_length
 from hftrainer.compat.version import __version__
 from hftrainer.errors import InvalidArgument, suggest
 from hftrainer.model_card import card_contents
-from hftrainer.model_card.card_contents import format_value
 from hftrainer.model_card.card_files import CARD_NAME, add_peft_parts, draw_plot, read_tags
 from hftrainer.reporting.metrics import write_file_atomically
 
@@ -301,7 +300,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _bullets(values: dict[str, Any] | None) -> str:
-    return "\n".join(f"- {name}: {format_value(value)}" for name, value in (values or {}).items())
+    return "\n".join(f"- {name}: {card_contents.format_value(value)}" for name, value in (values or {}).items())
 
 
 def _count_samples(trainer: Trainer) -> dict[str, int]:

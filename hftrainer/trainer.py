@@ -21,12 +21,12 @@ from hftrainer import hyperparameter_search, integrations, trainer_optimizer
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.support import refuse_unknown
 from hftrainer.arguments.validation import add_missing_fields
+from hftrainer.assembly.components import Components
+from hftrainer.base.tracebacks import HideEngineFrames
 from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.compat.overrides import make_scheduler, overridable_property, record_methods
-from hftrainer.compat.tracebacks import HideEngineFrames
-from hftrainer.components.components import Components
 from hftrainer.components.model_setup import check_pair
 from hftrainer.components.object_checks import check_objects, one_processing_class
 from hftrainer.data import collators, mixture

@@ -31,7 +31,7 @@ from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
 from hftrainer.arguments.setters import ChainingSetters
 from hftrainer.arguments.support import explain_keyword
 from hftrainer.arguments.validation import ALIASES, check_values, normalize
-from hftrainer.compat.tracebacks import HideEngineFrames
+from hftrainer.base.tracebacks import HideEngineFrames
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import load

@@ -299,7 +299,7 @@ def _attribute(row: dict[str, str]) -> str:
     return f"| {names} | {', '.join(row['releases'].split())} | {row['ours']} | {row['theirs']} |\n"
 
 
-def _handled(row: accelerate.LauncherVariable) -> str:
+def _handled(row: accelerate.Variable) -> str:
     accepted = " or ".join(f"`{value}`" for value in row.accepted_values or () if value)
     others = f"; others than {accepted} are **refused**" if accepted else "; **refused**"
     return row.effect + (f"{others}: {row.remedy}" if row.remedy else "")

@@ -87,8 +87,8 @@ def _what_was_said_is_forgotten():
     """What is said once in a process is said in each test, and no level that a Trainer has set stays."""
     if (ours := logging.getLogger("hftrainer")).level:
         ours.setLevel(logging.NOTSET)
-    if "hftrainer.compat.messages" in sys.modules:
-        sys.modules["hftrainer.compat.messages"].log_once.cache_clear()
+    if "hftrainer.base.messages" in sys.modules:
+        sys.modules["hftrainer.base.messages"].log_once.cache_clear()
 
 
 @pytest.fixture(autouse=True)

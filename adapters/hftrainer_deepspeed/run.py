@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from hftrainer.base.safe_loading import weights_only
 from hftrainer.checkpointing.weights import has_deepspeed_states, read_tag, write_tag
-from hftrainer.compat.safe_loading import weights_only
 from hftrainer.errors import DamagedCheckpoint, InvalidConfig, UnsafeCheckpoint
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.processes import Processes

@@ -31,10 +31,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
+from hftrainer.base.safe_loading import name_file_in_errors
+from hftrainer.base.tracebacks import add_note
 from hftrainer.checkpointing.names import MODEL_PREFIX
 from hftrainer.compat.overrides import can_call
-from hftrainer.compat.safe_loading import name_file_in_errors
-from hftrainer.compat.tracebacks import add_note
 from hftrainer.errors import suggest
 from hftrainer_lightning.private_api import callbacks as hidden
 from hftrainer_lightning.private_api.training import use_previous_epoch

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrainer.base.safe_loading import load_torch_file
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.weights import load_weights
-from hftrainer.compat.safe_loading import load_torch_file
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.parallel.fsdp_settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan

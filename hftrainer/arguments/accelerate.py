@@ -160,7 +160,7 @@ def _dynamo(args: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class LauncherVariable:
+class Variable:
     """How a variable is handled.
 
     Attributes:
@@ -181,60 +181,56 @@ _WITH_DEEPSPEED = "in DeepSpeed's configuration, unless a configuration file is 
 
 #: Name of a variable, or a prefix followed by '*' → how the variable is handled.
 VARIABLES = {
-    "ACCELERATE_USE_CPU": LauncherVariable("runs on the CPU"),
-    "ACCELERATE_MIXED_PRECISION": LauncherVariable(
+    "ACCELERATE_USE_CPU": Variable("runs on the CPU"),
+    "ACCELERATE_MIXED_PRECISION": Variable(
         "precision, unless fp16 or bf16 is set", ("", "no", "fp32", "bf16", "fp16"), "launch with bf16"
     ),
-    "ACCELERATE_FP8_*": LauncherVariable("details of fp8, which is refused"),
-    "ACCELERATE_DOWNCAST_BF16": LauncherVariable("nothing", ("",), "set XLA_DOWNCAST_BF16=1, which torch_xla reads"),
-    "ACCELERATE_DYNAMO_BACKEND": LauncherVariable("compiles the model"),
-    "ACCELERATE_DYNAMO_MODE": LauncherVariable("how the model is compiled"),
-    "ACCELERATE_DYNAMO_USE_DYNAMIC": LauncherVariable("how the model is compiled"),
-    "ACCELERATE_DYNAMO_USE_FULLGRAPH": LauncherVariable("how the model is compiled"),
-    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": LauncherVariable(
+    "ACCELERATE_FP8_*": Variable("details of fp8, which is refused"),
+    "ACCELERATE_DOWNCAST_BF16": Variable("nothing", ("",), "set XLA_DOWNCAST_BF16=1, which torch_xla reads"),
+    "ACCELERATE_DYNAMO_BACKEND": Variable("compiles the model"),
+    "ACCELERATE_DYNAMO_MODE": Variable("how the model is compiled"),
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": Variable("how the model is compiled"),
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": Variable("how the model is compiled"),
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": Variable(
         "nothing", _OFF, "launch without it, which compiles the complete model"
     ),
-    "ACCELERATE_CPU_AFFINITY": LauncherVariable("binds each process to the CPU cores near its GPU"),
-    "ACCELERATE_DEBUG_MODE": LauncherVariable("accelerate checks collective operations"),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": LauncherVariable("must equal gradient_accumulation_steps with DeepSpeed"),
-    "ACCELERATE_GRADIENT_CLIPPING": LauncherVariable(f"gradient_clipping {_WITH_DEEPSPEED}"),
-    "ACCELERATE_USE_DEEPSPEED": LauncherVariable("turns on DeepSpeed, unless the argument deepspeed is set"),
-    "ACCELERATE_CONFIG_DS_FIELDS": LauncherVariable(
-        "lists settings that contradict a DeepSpeed file; they are refused"
-    ),
-    "ACCELERATE_DEEPSPEED_CONFIG_FILE": LauncherVariable("the path of DeepSpeed's configuration"),
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": LauncherVariable(f"ZeRO's stage {_WITH_DEEPSPEED}"),
-    "ACCELERATE_DEEPSPEED_OFFLOAD_*": LauncherVariable(f"devices and paths of offloaded states {_WITH_DEEPSPEED}"),
-    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": LauncherVariable(
-        f"complete weights in checkpoints {_WITH_DEEPSPEED}"
-    ),
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": LauncherVariable("nothing: ZeRO-3 partitions models, as in accelerate"),
-    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": LauncherVariable("layer classes that ZeRO-3 gathers as a unit"),
-    "ACCELERATE_USE_FSDP": LauncherVariable("turns on FSDP, unless the argument fsdp is set"),
-    "FSDP_*": LauncherVariable("FSDP settings, named as in fsdp_config; an error names unknown ones"),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": LauncherVariable("sizes of process groups, if parallelism_config is not set"),
-    "PARALLELISM_CONFIG_*": LauncherVariable("these sizes; an error names cp_size or sp_size above 1"),
-    "ACCELERATE_ALLOW_CP_STANDALONE": LauncherVariable("an option of cp_size, which is refused above 1"),
-    "ACCELERATE_USE_MEGATRON_LM": LauncherVariable("nothing", _OFF, "launch with --use_fsdp or --use_deepspeed"),
-    "MEGATRON_LM_*": LauncherVariable("settings of Megatron-LM, which is refused"),
-    "ACCELERATE_USE_SAGEMAKER": LauncherVariable("nothing: ranks are read from the launcher's variables"),
-    "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": LauncherVariable(
+    "ACCELERATE_CPU_AFFINITY": Variable("binds each process to the CPU cores near its GPU"),
+    "ACCELERATE_DEBUG_MODE": Variable("accelerate checks collective operations"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": Variable("must equal gradient_accumulation_steps with DeepSpeed"),
+    "ACCELERATE_GRADIENT_CLIPPING": Variable(f"gradient_clipping {_WITH_DEEPSPEED}"),
+    "ACCELERATE_USE_DEEPSPEED": Variable("turns on DeepSpeed, unless the argument deepspeed is set"),
+    "ACCELERATE_CONFIG_DS_FIELDS": Variable("lists settings that contradict a DeepSpeed file; they are refused"),
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": Variable("the path of DeepSpeed's configuration"),
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": Variable(f"ZeRO's stage {_WITH_DEEPSPEED}"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_*": Variable(f"devices and paths of offloaded states {_WITH_DEEPSPEED}"),
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": Variable(f"complete weights in checkpoints {_WITH_DEEPSPEED}"),
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": Variable("nothing: ZeRO-3 partitions models, as in accelerate"),
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": Variable("layer classes that ZeRO-3 gathers as a unit"),
+    "ACCELERATE_USE_FSDP": Variable("turns on FSDP, unless the argument fsdp is set"),
+    "FSDP_*": Variable("FSDP settings, named as in fsdp_config; an error names unknown ones"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": Variable("sizes of process groups, if parallelism_config is not set"),
+    "PARALLELISM_CONFIG_*": Variable("these sizes; an error names cp_size or sp_size above 1"),
+    "ACCELERATE_ALLOW_CP_STANDALONE": Variable("an option of cp_size, which is refused above 1"),
+    "ACCELERATE_USE_MEGATRON_LM": Variable("nothing", _OFF, "launch with --use_fsdp or --use_deepspeed"),
+    "MEGATRON_LM_*": Variable("settings of Megatron-LM, which is refused"),
+    "ACCELERATE_USE_SAGEMAKER": Variable("nothing: ranks are read from the launcher's variables"),
+    "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": Variable(
         "nothing", ("", "no"), "launch with 'NO', and start the processes with torchrun"
     ),
-    "ACCELERATE_TORCH_DEVICE": LauncherVariable(
+    "ACCELERATE_TORCH_DEVICE": Variable(
         "must be the device of the run", None, "select GPUs with CUDA_VISIBLE_DEVICES, or set use_cpu"
     ),
-    "ACCELERATE_IN_TPU_POD": LauncherVariable("used by accelerate's launcher"),
-    "ACCELERATE_DEBUG_RDV_FILE": LauncherVariable("used by accelerate's debug_launcher"),
-    "ACCELERATE_BYPASS_DEVICE_MAP": LauncherVariable(_ACCELERATE_ONLY),
-    "ACCELERATE_INIT_INCLUDE_BUFFERS": LauncherVariable(_ACCELERATE_ONLY),
-    "ACCELERATE_LOG_LEVEL": LauncherVariable(_ACCELERATE_ONLY),
-    "ACCELERATE_ENABLE_RICH": LauncherVariable(_ACCELERATE_ONLY),
-    "ACCELERATE_NUM_PROCESSES": LauncherVariable("used by accelerate's own tests"),
+    "ACCELERATE_IN_TPU_POD": Variable("used by accelerate's launcher"),
+    "ACCELERATE_DEBUG_RDV_FILE": Variable("used by accelerate's debug_launcher"),
+    "ACCELERATE_BYPASS_DEVICE_MAP": Variable(_ACCELERATE_ONLY),
+    "ACCELERATE_INIT_INCLUDE_BUFFERS": Variable(_ACCELERATE_ONLY),
+    "ACCELERATE_LOG_LEVEL": Variable(_ACCELERATE_ONLY),
+    "ACCELERATE_ENABLE_RICH": Variable(_ACCELERATE_ONLY),
+    "ACCELERATE_NUM_PROCESSES": Variable("used by accelerate's own tests"),
 }
 
 
-def find_variable(name: str) -> LauncherVariable | None:
+def find_variable(name: str) -> Variable | None:
     """How a variable is handled, or None if the table does not list it."""
     rows = (row for key, row in VARIABLES.items() if key.endswith("*") and name.startswith(key[:-1]))
     return VARIABLES.get(name) or next(rows, None)

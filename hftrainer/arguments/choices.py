@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from hftrainer.compat.messages import LEVELS
+from hftrainer.base.messages import LEVELS
 from hftrainer.errors import InvalidArgument, suggest
 
 #: Names of log levels → Python's numbers; 'passive' does not change the level.

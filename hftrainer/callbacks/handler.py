@@ -15,10 +15,10 @@ from typing import Any
 from torch import nn
 
 from hftrainer.arguments.base import BaseArguments
+from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.flow_callbacks import DefaultFlowCallback
 from hftrainer.callbacks.state import TrainerCallback, TrainerControl, TrainerState
 from hftrainer.compat.overrides import accepted_args, can_call, names_in_code
-from hftrainer.compat.tracebacks import add_note
 from hftrainer.errors import NotACallback
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.compat.messages import log_once
-from hftrainer.compat.safe_loading import check_fields, name_file_in_errors
+from hftrainer.base.messages import log_once
+from hftrainer.base.safe_loading import check_fields, name_file_in_errors
 from hftrainer.errors import InvalidArgument
 
 #: Required fields of `trainer_state.json`.

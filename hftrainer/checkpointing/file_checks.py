@@ -16,8 +16,8 @@ from typing import Any
 import safetensors
 import torch
 
+from hftrainer.base.safe_loading import load_torch_file
 from hftrainer.checkpointing import names
-from hftrainer.compat.safe_loading import load_torch_file
 from hftrainer.errors import DamagedCheckpoint, InvalidSetup, UnsafeCheckpoint
 
 #: Suffixes of files that `torch.save` writes.

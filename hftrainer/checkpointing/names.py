@@ -77,6 +77,5 @@ def folder_of_parts(state_name: str, folder: str) -> str | None:
     has_others = any(os.path.exists(os.path.join(folder, name)) for name in _OTHER_FORMATS[state_name])
     if not has_others and os.path.isfile(os.path.join(folder, DCP_FOLDER, LIST_OF_PARTS)):
         return os.path.join(folder, DCP_FOLDER)
-    return (
-        os.path.join(folder, SHARD_FOLDERS[state_name]) if has_state_files(SHARD_FOLDERS, state_name, folder) else None
-    )
+    shards = os.path.join(folder, SHARD_FOLDERS[state_name])
+    return shards if os.path.exists(shards) else None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrainer.compat.libraries import unwrapped_name
+from hftrainer.compat.libraries import bare_name
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def match_by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.opti
     """
     saved_groups, new_groups = state["param_groups"], optimizer.param_groups
     is_named = all(group.keys() >= _NAME_KEYS for group in saved_groups)
-    names_by_id = {id(parameter): unwrapped_name(name) for name, parameter in model.named_parameters()}
+    names_by_id = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
     if not has_named_groups(optimizer):
         # Load a script's own named groups by position, as torch does.
         is_plain = all(

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from hftrainer.arguments.choices import as_text
+from hftrainer.base.messages import command_name, log_once
+from hftrainer.base.safe_loading import load_torch_file, name_file_in_errors, projectors
 from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, has_saved_state
 from hftrainer.checkpointing import names, optimizer_groups
@@ -27,8 +29,6 @@ from hftrainer.checkpointing.folder import (
 )
 from hftrainer.checkpointing.names import FULL_STATE_FILES, has_state_files
 from hftrainer.checkpointing.saved_arguments import read_arguments
-from hftrainer.compat.messages import command_name, log_once
-from hftrainer.compat.safe_loading import load_torch_file, name_file_in_errors, projectors
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.training_args import TrainingArguments

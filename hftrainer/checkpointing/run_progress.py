@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from hftrainer.base.safe_loading import check_fields, load_torch_file, name_file_in_errors
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.file_checks import check_state
-from hftrainer.compat.safe_loading import check_fields, load_torch_file, name_file_in_errors
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import InvalidArgument
 

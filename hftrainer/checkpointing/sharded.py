@@ -24,12 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, loa
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, save
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 
-from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import FULL_STATE_FILES, SHARD_FOLDERS, has_state_files
-from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files
-from hftrainer.compat import libraries
-from hftrainer.compat.libraries import unwrapped_name
-from hftrainer.compat.safe_loading import (
+from hftrainer.base.safe_loading import (
     check_file_name,
     load_torch_file,
     name_file_in_errors,
@@ -38,6 +33,11 @@ from hftrainer.compat.safe_loading import (
     read_weights,
     weights_only,
 )
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.names import FULL_STATE_FILES, SHARD_FOLDERS, has_state_files
+from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files
+from hftrainer.compat import libraries
+from hftrainer.compat.libraries import bare_name
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsupportedArgument
 from hftrainer.parallel.fsdp_sharding import reshard
 from hftrainer.parallel.process_group import CollectiveCall
@@ -87,9 +87,9 @@ def prepare_for_saving(state: dict[str, Any], model: nn.Module) -> dict[str, Any
             state[name] = value.clone()
     first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        first_name = first_names.setdefault(id(parameter), unwrapped_name(name))
-        if first_name in state and unwrapped_name(name) in state:
-            state[unwrapped_name(name)] = state[first_name]
+        first_name = first_names.setdefault(id(parameter), bare_name(name))
+        if first_name in state and bare_name(name) in state:
+            state[bare_name(name)] = state[first_name]
     return state
 
 
@@ -132,11 +132,7 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool 
     if not (isinstance(model, FullyShardedDataParallel) or _is_reader()):
         paths = []
     weights = {name: value for path in paths for name, value in read_weights(path).items()}
-    if (
-        full_file is None
-        and paths
-        and not {unwrapped_name(name) for name, _ in model.named_parameters()} <= weights.keys()
-    ):
+    if full_file is None and paths and not {bare_name(name) for name, _ in model.named_parameters()} <= weights.keys():
         weights = _convert_weights(model, folder) or weights
     missing, unexpected = _load_full_weights(model, weights)
     return LoadResult([] if only_trainable else missing, unexpected)
@@ -159,9 +155,9 @@ def _load_full_weights(model: nn.Module, weights: dict[str, Any]) -> tuple[list[
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             missing, unexpected = model.load_state_dict(weights, strict=False)
-        return [unwrapped_name(name) for name in missing], list(unexpected)
+        return [bare_name(name) for name in missing], list(unexpected)
     reshard(model)
-    expected = {unwrapped_name(name) for name in model.state_dict()}
+    expected = {bare_name(name) for name in model.state_dict()}
     differences = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
     state_dict.set_model_state_dict(model, weights, options=_broadcast_options())
     return differences if _is_reader() else ([], [])
@@ -304,7 +300,7 @@ def _remove_unstored(model: nn.Module, optimizer: torch.optim.Optimizer, state: 
     keys = (key.removeprefix("optimizer.") for key in _PartsReader(path).read_metadata().state_dict_metadata)
     stored_names = {_find_parameter(key, state["state"]) for key in keys}
     for name, parameter in model.named_parameters():
-        if unwrapped_name(name) in state["state"].keys() - stored_names:
+        if bare_name(name) in state["state"].keys() - stored_names:
             optimizer.state.pop(parameter, None)
 
 
@@ -469,5 +465,5 @@ def _key_by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim
 
 def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of an optimizer's parameters, in the order of their numbers."""
-    names_by_id = {id(parameter): unwrapped_name(name) for name, parameter in model.named_parameters()}
+    names_by_id = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
     return [names_by_id[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import save_torch_state_dict
 
+from hftrainer.base.safe_loading import check_file_name, name_file_in_errors, read_weights
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.names import FULL_STATE_FILES, SHARD_FOLDERS, has_state_files
 from hftrainer.compat import libraries
-from hftrainer.compat.safe_loading import check_file_name, name_file_in_errors, read_weights
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup
 from hftrainer.releases.followed import installed_release
 
@@ -147,9 +147,7 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    has_fsdp_files = names.folder_of_parts("model", folder) is not None or has_state_files(
-        FULL_STATE_FILES, "model", folder
-    )
+    has_fsdp_files = bool(names.folder_of_parts("model", folder)) or has_state_files(FULL_STATE_FILES, "model", folder)
     return has_fsdp_files or has_deepspeed_parts(folder) or bool(weights_files(folder) or _adapter_folders(folder))
 
 
@@ -190,9 +188,8 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
         load_model_parts(model, folder, only_trainable=libraries.is_peft(model))
     elif paths := weights_files(folder):
         expected = model.state_dict(keep_vars=True).keys()
-        has_all = not libraries.is_transformers_model(model) or all(
-            expected >= read_weights(path).keys() for path in paths
-        )
+        is_transformers_model = libraries.is_transformers_model(model)
+        has_all = not is_transformers_model or all(expected >= read_weights(path).keys() for path in paths)
         return _load_files(model, paths) if has_all else _load_converted(model, folder)
     elif adapters := _adapter_folders(folder):
         _load_adapters(model, adapters)

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from hftrainer.base.messages import format_bytes
 from hftrainer.cli.parser import Parser
-from hftrainer.compat.messages import format_bytes
 
 #: Entries that the table shows under other names.
 _RENAMED = ("damage", "step", "max_steps", "epoch", "bytes")
@@ -124,11 +124,8 @@ def _lacks(folder: str, has_position: bool) -> str | None:
     from hftrainer.checkpointing import names
 
     optimizers = (
-        names.OPTIMIZER_NAME,
-        names.SHARD_FOLDERS["optimizer"],
-        names.DCP_FOLDER,
-        names.FULL_STATE_FILES["optimizer"],
-        "latest",
+        *(names.OPTIMIZER_NAME, names.SHARD_FOLDERS["optimizer"], names.FULL_STATE_FILES["optimizer"]),
+        *(names.DCP_FOLDER, "latest"),
     )
     lacks = [] if has_position else ["the position in the data"]
     if not any(os.path.exists(os.path.join(folder, name)) for name in optimizers):

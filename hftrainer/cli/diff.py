@@ -193,8 +193,8 @@ def _data_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Compar
 
 def _weight_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, ComparedValues]]:
     """Pairs of tensors, from the newest checkpoints in `saved` whose weights are not in parts."""
+    from hftrainer.base.safe_loading import read_weights
     from hftrainer.checkpointing.weights import plain_files
-    from hftrainer.compat.safe_loading import read_weights
 
     files_by_step = ((step, plain_files(folder_a), plain_files(folder_b)) for step, folder_a, folder_b in saved[::-1])
     # Only the newest is read.

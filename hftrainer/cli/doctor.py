@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+from hftrainer.base.messages import format_bytes
 from hftrainer.cli.parser import Parser, paint_headings
-from hftrainer.compat.messages import format_bytes
 from hftrainer.compat.version import __version__
 
 #: Extra of pyproject.toml → the features that need it.

@@ -9,7 +9,7 @@ import re
 import sys
 from typing import Any, NoReturn, TextIO
 
-from hftrainer.compat.messages import wrap_text
+from hftrainer.base.messages import wrap_text
 from hftrainer.errors import suggest
 
 BOLD, DIM, RED = "1", "2", "1;31"

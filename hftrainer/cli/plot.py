@@ -42,7 +42,7 @@ def add_subcommand(commands: Any) -> None:
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
-    from hftrainer.compat.messages import format_bytes
+    from hftrainer.base.messages import format_bytes
     from hftrainer.errors import InvalidArgument, MissingPackage
     from hftrainer.reporting.curves import lines
     from hftrainer.reporting.metrics import sort_pattern

@@ -184,7 +184,7 @@ def _is_tokenizer(processing_class: Any) -> bool:
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
 
-def unwrapped_name(name: str) -> str:
+def bare_name(name: str) -> str:
     """The name of a parameter or module in the user's model, without the components that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 

@@ -11,9 +11,10 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.base.tracebacks import describe_type
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import has_length, is_overridden, number_of_arguments
-from hftrainer.compat.tracebacks import describe_type
+from hftrainer.components import mixture_batches
 from hftrainer.components.component import Component
 from hftrainer.data import collators
 from hftrainer.data.loaders import PreparedDataLoader
@@ -23,7 +24,6 @@ from hftrainer.data.samplers import UNSHARDED, LengthGroupedSampler, ShardSpec, 
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, UnknownDataset, UnsupportedArgument, WrongObject, suggest
 from hftrainer.parallel.devices import UNPINNED
-from hftrainer.training import mixture_batches
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -295,9 +295,8 @@ class LoaderFactory(Component):
         args, processes = self.trainer.args, self.trainer.accelerator.processes
         accumulation, ranks = args.gradient_accumulation_steps, processes.data_world_size
         argument = "train_sampling_strategy='batch_rebalance'"
-        sampler: Sampler[Any] = libraries.import_from_transformers(
-            "trainer_pt_utils", "BatchRebalanceSampler", argument
-        )(
+        sampler_class = libraries.import_from_transformers("trainer_pt_utils", "BatchRebalanceSampler", argument)
+        sampler: Sampler[Any] = sampler_class(
             lengths=self._find_lengths(dataset),
             effective_batch_size=self.run.train_batch_size * accumulation * ranks,
             dp_size=ranks,
@@ -336,9 +335,8 @@ class LoaderFactory(Component):
                 f"{argument} is for causal language models, whose loss compares each token with the next label; that "
                 f"of {type(self.components.unwrapped_model).__name__} does not: remove the argument."
             )
-        collator_class = libraries.import_from_transformers(
-            "data.data_collator", "DataCollatorWithFlattening", argument
-        )
+        name = "DataCollatorWithFlattening"
+        collator_class = libraries.import_from_transformers("data.data_collator", name, argument)
         attention = getattr(trainer.model.config, "_attn_implementation", None) or ""
         return FlatCollator(collator_class(return_flash_attn_kwargs="flash" in attention))
 

@@ -14,12 +14,12 @@ from torch import nn
 
 from hftrainer import trainer_optimizer
 from hftrainer.arguments.choices import as_text
+from hftrainer.base.messages import tell
+from hftrainer.base.tracebacks import describe_type
 from hftrainer.checkpointing.optimizer_groups import NAMES_WITHOUT_GROUPS
 from hftrainer.compat import libraries
-from hftrainer.compat.libraries import unwrapped_name
-from hftrainer.compat.messages import tell
+from hftrainer.compat.libraries import bare_name
 from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled_methods
-from hftrainer.compat.tracebacks import describe_type
 from hftrainer.components.component import Component
 from hftrainer.data.randomness import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
@@ -30,7 +30,7 @@ from hftrainer.parallel.plan import check_model_layout
 from hftrainer.trainer_pt_utils import LabelSmoother
 
 if TYPE_CHECKING:
-    from hftrainer.components.components import Components
+    from hftrainer.assembly.components import Components
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +107,8 @@ class ModelSetup(Component):
 
     def align_special_tokens(self) -> None:
         """Set the processing class's special tokens in the model's configs, as the followed release does."""
-        policy = self.components.policy
-        has_tokens = libraries.has_special_tokens(self.trainer.processing_class) and hasattr(
-            self.trainer.model, "config"
-        )
+        policy, trainer = self.components.policy, self.trainer
+        has_tokens = libraries.has_special_tokens(trainer.processing_class) and hasattr(trainer.model, "config")
         if policy.aligns_special_tokens and has_tokens:
             inspection.align_special_tokens(
                 self.components.unwrapped_model,
@@ -251,7 +249,7 @@ class ModelSetup(Component):
         rate = kwargs.get("lr") or args.learning_rate
         selection = param_groups.select_groups(model, decayed_names, entries, rate, args.weight_decay)
         groups = trainer_optimizer.parameter_groups(model, decayed_names, args.weight_decay, selection.groups)
-        names = {id(parameter): unwrapped_name(name) for name, parameter in model.named_parameters()}
+        names = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
         for group in groups:
             group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
         optimizer: torch.optim.Optimizer = optimizer_cls(groups, **kwargs)

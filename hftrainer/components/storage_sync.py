@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hftrainer.arguments.storage_url import check_url, staging_folder_of
+from hftrainer.base.messages import tell
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
-from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.components.component import Component
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, DamagedCheckpoint

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hftrainer.base.messages import log_once
+from hftrainer.base.tracebacks import add_note, describe_type
 from hftrainer.compat import libraries
-from hftrainer.compat.messages import log_once
-from hftrainer.compat.tracebacks import add_note, describe_type
 from hftrainer.errors import InvalidArgument, InvalidSetup, RemovedColumn, UnknownKey, WrongObject
 from hftrainer.model.inspection import called_model
 

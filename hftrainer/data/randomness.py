@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from hftrainer.base.messages import log_once
+from hftrainer.base.safe_loading import load_torch_file, name_file_in_errors
 from hftrainer.compat import libraries
-from hftrainer.compat.messages import log_once
-from hftrainer.compat.safe_loading import load_torch_file, name_file_in_errors
 from hftrainer.data.samplers import innermost
 from hftrainer.parallel import devices
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hftrainer.compat.messages import log_once
+from hftrainer.base.messages import log_once
 from hftrainer.parallel.accelerator import EngineAccelerator
 from hftrainer.parallel.processes import LEAVES
 from hftrainer.trainer_pt_utils import nested_apply, nested_numpify

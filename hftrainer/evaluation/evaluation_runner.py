@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hftrainer.arguments import legacy
+from hftrainer.base.messages import log_facts, log_once
+from hftrainer.base.tracebacks import add_note, describe_type
 from hftrainer.compat import libraries
-from hftrainer.compat.messages import log_facts, log_once
 from hftrainer.compat.overrides import accepted_args, call_with_accepted, has_length, is_overridden
-from hftrainer.compat.tracebacks import add_note, describe_type
 from hftrainer.components.component import Component
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collecting import make_metrics_gather, select_predictions
@@ -238,9 +238,8 @@ class EvaluationRunner(Component):
         """Yields a function that calls `evaluation_loop`, or `prediction_loop` where arguments or overrides need it."""
         trainer = self.trainer
         overrides_new, overrides_old = (is_overridden(trainer, f"{name}_loop") for name in ("evaluation", "prediction"))
-        uses_old = legacy.old_argument(trainer.args, "use_legacy_prediction_loop") or (
-            overrides_old and not overrides_new
-        )
+        is_asked_for = legacy.old_argument(trainer.args, "use_legacy_prediction_loop")
+        uses_old = is_asked_for or (overrides_old and not overrides_new)
         loop: Callable[..., Any] = trainer.prediction_loop if uses_old else trainer.evaluation_loop
         engine = self.components.engine
         settings = {"prediction_loss_only": prediction_loss_only, "ignore_keys": ignore_keys}

@@ -16,7 +16,7 @@ from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_measurement
 
 if TYPE_CHECKING:
-    from hftrainer.components.components import Components
+    from hftrainer.assembly.components import Components
 
 logger = logging.getLogger(__name__)
 

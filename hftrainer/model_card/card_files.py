@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.compat.messages import log_once
+from hftrainer.base.messages import log_once
 from hftrainer.errors import MissingPackage
 from hftrainer.model_card import card_contents
 from hftrainer.reporting.curves import lines_of

@@ -13,7 +13,7 @@ from torch import nn
 
 from hftrainer.arguments.param_groups import OWN_KEYS, patterns_of
 from hftrainer.compat import libraries
-from hftrainer.compat.libraries import unwrapped_name
+from hftrainer.compat.libraries import bare_name
 from hftrainer.errors import suggest
 
 _FLAT = "FSDP1 has flattened the parameters: set fsdp_config['use_orig_params']=True, or use FSDP2."
@@ -44,8 +44,8 @@ def select_groups(
         learning_rate: the learning rate of entries without `lr`.
         weight_decay: the weight decay of entries that do not set it.
     """
-    named_parameters = {unwrapped_name(name): parameter for name, parameter in model.named_parameters()}
-    decayed = {unwrapped_name(name) for name in decayed_names}
+    named_parameters = {bare_name(name): parameter for name, parameter in model.named_parameters()}
+    decayed = {bare_name(name) for name in decayed_names}
     remaining = [name for name, parameter in named_parameters.items() if parameter.requires_grad]
     selection = Selection([], [])
     for number, entry in enumerate(entries):
@@ -117,9 +117,7 @@ def find_stacks(model: nn.Module, names: list[str]) -> dict[str, int]:
         model: the model.
         names: names of parameters; stacks without any of them are left out.
     """
-    lists = {
-        f"{unwrapped_name(name)}.": each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)
-    }
+    lists = {f"{bare_name(name)}.": each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
     # Ignore lists inside a layer, such as those of experts.
     lists = {name: each for name, each in lists.items() if not any(name.startswith(o) for o in lists if o != name)}
     lists = {name: each for name, each in lists.items() if any(other.startswith(name) for other in names)}
@@ -163,9 +161,7 @@ def layer_scales(
         names: names of parameters, in the model's order.
     """
     towers = {_tower(name, stacks): name for name in stacks}
-    embeddings = {
-        f"{unwrapped_name(name)}.weight" for name, each in model.named_modules() if isinstance(each, nn.Embedding)
-    }
+    embeddings = {f"{bare_name(name)}.weight" for name, each in model.named_modules() if isinstance(each, nn.Embedding)}
     scales: dict[str, tuple[str, float]] = {}
     started_towers = set()
     for name in names:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.compat.tracebacks import add_note
+from hftrainer.base.tracebacks import add_note
 from hftrainer.parallel.config_files import env_flag
 
 logger = logging.getLogger(__name__)

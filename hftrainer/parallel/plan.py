@@ -120,9 +120,8 @@ def loaded_layout(model: Any) -> ParallelLayout:
                 f"The model was loaded with {name}={getattr(config, name)}, but {kind} parallelism is not supported "
                 "yet: load it with tp_size and fsdp_size only."
             )
-    return ParallelLayout(
-        *((getattr(config, name, None) or 1) for name in ("dp_replicate_size", "fsdp_size", "tp_size"))
-    )
+    sizes = ("dp_replicate_size", "fsdp_size", "tp_size")
+    return ParallelLayout(*((getattr(config, name, None) or 1) for name in sizes))
 
 
 def check_layout(layout: ParallelLayout, fsdp: FsdpSettings | None, world_size: int) -> list[str]:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hftrainer.compat.messages import command_name, log_once
+from hftrainer.base.messages import command_name, log_once
 from hftrainer.releases.earlier import POLICIES
 from hftrainer.releases.policy import NEWEST, RELEASES, Release, ReleasePolicy
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hftrainer.arguments.choices import as_text
+from hftrainer.base.messages import format_bytes
 from hftrainer.callbacks.flow_callbacks import evaluation_key
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.compat.messages import format_bytes
 from hftrainer.parallel import devices
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnknownArgument, suggest
 
 if TYPE_CHECKING:
-    from hftrainer.components.components import Components
+    from hftrainer.assembly.components import Components
     from hftrainer.trainer import Trainer
     from hftrainer.trainer_utils import BestRun
 

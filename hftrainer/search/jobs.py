@@ -30,7 +30,7 @@ from hftrainer.parallel import devices
 from hftrainer.releases.followed import follow
 
 if TYPE_CHECKING:
-    from hftrainer.components.components import Components
+    from hftrainer.assembly.components import Components
     from hftrainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)

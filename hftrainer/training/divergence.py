@@ -32,7 +32,7 @@ from hftrainer.errors import TrainingDiverged
 from hftrainer.monitoring import journal
 
 if TYPE_CHECKING:
-    from hftrainer.components.components import Components
+    from hftrainer.assembly.components import Components
     from hftrainer.trainer import Trainer
     from hftrainer.training.events import TrainingEvents
 

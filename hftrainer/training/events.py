@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrainer.base.safe_loading import as_bytes
 from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing.resume import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
-from hftrainer.compat.safe_loading import as_bytes
 from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.errors import CheckpointNotWritten, DamagedCheckpoint, InvalidSetup, RanksLost, UnsupportedArgument
@@ -33,7 +33,7 @@ from hftrainer.training.stopping import ControlSync
 from hftrainer.training.sums import LossSum, StepDetails
 
 if TYPE_CHECKING:
-    from hftrainer.components.components import Components
+    from hftrainer.assembly.components import Components
 
 logger = logging.getLogger(__name__)
 

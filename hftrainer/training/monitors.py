@@ -11,16 +11,16 @@ import torch
 
 from hftrainer.arguments.choices import SaveStrategy, read_observe
 from hftrainer.components.component import Component
+from hftrainer.components.mixture_batches import make_source_log
 from hftrainer.components.storage_sync import run_folder
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
 from hftrainer.monitoring.journal import COMPLETE, NAME, Journal, read_events
 from hftrainer.monitoring.observer import Observer
 from hftrainer.monitoring.requests import Requests
 from hftrainer.trainer_pt_utils import find_batch_size
-from hftrainer.training.mixture_batches import make_source_log
 
 if TYPE_CHECKING:
-    from hftrainer.components.components import Components
+    from hftrainer.assembly.components import Components
     from hftrainer.training.events import TrainingEvents
 
 

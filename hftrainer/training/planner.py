@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.choices import IntervalStrategy
+from hftrainer.base.messages import log_facts, tell
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
-from hftrainer.compat.messages import log_facts, tell
 from hftrainer.compat.overrides import count_positional_arguments, has_length, make_scheduler
 from hftrainer.components.component import Component
 from hftrainer.data.accumulation import TrainingSchedule, plan_schedule, position_at_step, read_schedule
@@ -22,7 +22,7 @@ from hftrainer.training.sums import LoggedMetrics
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
-    from hftrainer.components.components import Components
+    from hftrainer.assembly.components import Components
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.choices import as_text
+from hftrainer.base.messages import tell
 from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing import resume
-from hftrainer.compat.messages import tell
 from hftrainer.components.component import Component
 from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.errors import InvalidArgument, TrainingDiverged, UnsupportedArgument

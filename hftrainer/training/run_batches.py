@@ -12,7 +12,7 @@ from hftrainer.data.accumulation import AccumulationWindow
 from hftrainer.data.epoch_reader import EpochReader, ResumePoint
 
 if TYPE_CHECKING:
-    from hftrainer.components.components import Components
+    from hftrainer.assembly.components import Components
     from hftrainer.training.events import TrainingEvents
 
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments import legacy
+from hftrainer.base.messages import command_name, tell, wrap_text
+from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.folder import clear_stale, delete_all_but_best
 from hftrainer.checkpointing.run_progress import read_global_batch_size
-from hftrainer.compat.messages import command_name, tell, wrap_text
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
-from hftrainer.compat.tracebacks import add_note
 from hftrainer.components.component import Component
 from hftrainer.components.object_checks import check_evaluation_data
 from hftrainer.data.elastic import accumulation_steps
@@ -40,7 +40,7 @@ from hftrainer.training.stopping import SignalListener
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
-    from hftrainer.components.components import Components
+    from hftrainer.assembly.components import Components
 
 logger = logging.getLogger(__name__)
 

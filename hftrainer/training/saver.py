@@ -15,6 +15,7 @@ from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import SaveStrategy
+from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.state import TrainerState, drop_from_json, export_states
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import final_folder, rotate_checkpoints, staging_folder
@@ -22,13 +23,12 @@ from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress,
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import accepted_args, is_overridden
-from hftrainer.compat.tracebacks import add_note
+from hftrainer.components import mixture_batches
 from hftrainer.components.component import Component
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.reporting.tracking import ids_of_open_runs
 from hftrainer.strategies.strategy import MakeOptimizer
-from hftrainer.training import mixture_batches
 from hftrainer.training_args import without_tokens
 
 if TYPE_CHECKING:
@@ -378,9 +378,8 @@ class CheckpointSaver(Component):
         # Staging folders are named after their writer. If each node has a writer, use that of the nearest lower rank.
         staging_path = str(staging_folder(path)) if trainer.args.should_save else None
         folders = processes.gather_objects([staging_path])
-        strategy.gather_states(
-            trainer.model, None if trainer.args.save_only_model else self.components.require_optimizer
-        )
+        make_optimizer = None if trainer.args.save_only_model else self.components.require_optimizer
+        strategy.gather_states(trainer.model, make_optimizer)
         try:
             if trainer.args.should_save:
                 with writer.checkpoint(path, on_complete=on_written, on_failure=on_failure) as folder:

@@ -13,10 +13,10 @@ from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import token_counting_mode
+from hftrainer.base.messages import log_once
+from hftrainer.base.tracebacks import describe_type, note_batch
 from hftrainer.compat import libraries
-from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import accepted_args, accepts, call_with_accepted, ignores_other_keywords, is_overridden
-from hftrainer.compat.tracebacks import describe_type, note_batch
 from hftrainer.components.component import Component
 from hftrainer.data.collators import count_tokens
 from hftrainer.data.loaders import to_device
@@ -326,9 +326,8 @@ class TrainingSteps(Component):
         """Floating-point operations of forward and backward per token, counted once for each model."""
         model: Any = self.trainer.model
         if self.flos_per_token is None or self.flos_per_token[0] is not model:
-            parameters = (
-                libraries.num_parameters(model, exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
-            )
+            has_count = hasattr(model, "num_parameters")
+            parameters = libraries.num_parameters(model, exclude_embeddings=True) if has_count else 0
             self.flos_per_token = (model, 6 * parameters)
         return self.flos_per_token[1]
 

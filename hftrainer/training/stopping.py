@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hftrainer.compat.messages import tell
+from hftrainer.base.messages import tell
 from hftrainer.components.component import Component
 from hftrainer.parallel.processes import Processes
 
 if TYPE_CHECKING:
-    from hftrainer.components.components import Components
+    from hftrainer.assembly.components import Components
 
 logger = logging.getLogger(__name__)
 

@@ -56,7 +56,7 @@ def test_emptied_caches(tmp_path, monkeypatch):
     emptied = []
     monkeypatch.setattr("hftrainer.parallel.devices.empty_cache", lambda: emptied.append(1))
     compare(tmp_path, "plain", torch_empty_cache_steps=3, max_steps=7)
-    assert len(emptied) == 3  # before steps 1, 4 and 7
+    assert len(emptied) == 4  # when training begins, and before steps 1, 4 and 7
 
 
 def test_tokens_per_second(tmp_path):

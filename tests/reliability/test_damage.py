@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hftrainer.__main__ import main
+from hftrainer.base.messages import command_name
 from hftrainer.checkpointing.file_checks import unreadable_reason
 from hftrainer.checkpointing.folder import CheckpointFolder, Inspection
 from hftrainer.checkpointing.names import MANIFEST_NAME
-from hftrainer.compat.messages import command_name
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import BEST, HARM, OnSave, finished, flip, grow, make_trainer, truncate, weights_of
@@ -263,7 +263,8 @@ def test_forms(tmp_path):
     (tmp_path / "vocab.txt").write_text("wörter\n")
     for name in ("old.pt", "vocab.txt"):
         assert unreadable_reason(tmp_path / name) is None
-    truncate(tmp_path / "old.pt")
+    # Not in the middle: where that is depends on an address, and a class's name that is cut off is another class's.
+    (tmp_path / "old.pt").write_bytes((tmp_path / "old.pt").read_bytes()[:-4])
     (tmp_path / "vocab.txt").write_bytes("wörter".encode()[:2])
     (tmp_path / "part.distcp").write_bytes(b"\xff\x00")
     (tmp_path / "empty.txt").touch()

@@ -5,7 +5,7 @@ Lightning callbacks nor a profiler, else those of Lightning, which also call the
 model, in the same order. They differ in when `TrainerModule.optimizer_step` begins, which is called for the last
 micro-batch of a window: Lightning passes forward and backward to it as a closure.
 
-what happens          without these                         with these        
+what happens          without these                         with these
 
 on_train_batch_start  _WindowedEpochLoop.advance            _TrainingEpochLoop.advance
                                                             TrainerModule.optimizer_step begins

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hftrainer.compat.safe_loading import load_torch_file, read_weights
+from hftrainer.base.safe_loading import load_torch_file, read_weights
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 from tests.support.checkpoints import KeepsState, Mischief, copy_without_manifest, finished, make_trainer
 from tests.support.tiny import Note

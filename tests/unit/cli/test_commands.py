@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hftrainer.__main__ import main, make_parser
-from hftrainer.compat.messages import command_name
+from hftrainer.base.messages import command_name
 
 
 def test_all_but_the_run_of_a_script_write_json():

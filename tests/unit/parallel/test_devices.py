@@ -204,7 +204,7 @@ def test_hints(tmp_path, caplog, error, hint, call):
         trainer.evaluate() if call == "evaluate" else trainer.train()
     notes = [note for note in error.__notes__ if not note.startswith(("This happened", "(The engine's"))]
     assert [hint in note for note in notes] == ([] if hint is None else [True])
-    logged = [record.message for record in caplog.records if record.name == "hftrainer.compat.tracebacks"]
+    logged = [record.message for record in caplog.records if record.name == "hftrainer.base.tracebacks"]
     assert logged == (error.__notes__ if sys.version_info < (3, 11) else [])
 
 

@@ -9,8 +9,8 @@ import pytest
 from lightning.pytorch.callbacks import EarlyStopping
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer.base.messages import command_name
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.compat.messages import command_name
 from hftrainer.monitoring import requests
 from hftrainer.monitoring.journal import NAME
 from hftrainer.reporting import summary

@@ -15,6 +15,7 @@ from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
 from hftrainer.arguments.support import apply_argument_changes, check_supported, find_unused_settings, make_plan
 from hftrainer.arguments.validation import check_accelerator_config, check_types, check_values, set_accumulation_steps
+from hftrainer.base.messages import log_once
 from hftrainer.callbacks.handler import (
     EVENTS,
     HOOK_BY_EVENT,
@@ -27,7 +28,6 @@ from hftrainer.callbacks.progress_bar import choose_progress_callback
 from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import libraries, transformers_names
-from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import check_lightning_methods, is_overridden, record_methods, refuse_rewritten
 from hftrainer.components.component import Component
 from hftrainer.components.object_checks import check_consistency, check_data, check_memmap, check_optimizer

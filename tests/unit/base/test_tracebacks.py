@@ -10,9 +10,9 @@ import torch
 import transformers
 
 import hftrainer
+from hftrainer.base import tracebacks
+from hftrainer.base.tracebacks import note_batch
 from hftrainer.cli import run
-from hftrainer.compat import tracebacks
-from hftrainer.compat.tracebacks import note_batch
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.reporting import plot
 from tests.support.tiny import Plain, language_data, make_bert, make_llama, make_plain, plain_data, text_data

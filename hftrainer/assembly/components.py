@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.assembly import setup
 from hftrainer.callbacks.state import has_saved_state
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
-from hftrainer.components import hub_uploader, loader_factory, model_setup, setup, storage_sync
+from hftrainer.components import hub_uploader, loader_factory, model_setup, storage_sync
 from hftrainer.evaluation.evaluation_runner import EvaluationRunner
 from hftrainer.plugins import load
 from hftrainer.releases.policy import ReleasePolicy

@@ -22,7 +22,7 @@ from hftrainer.data.samplers import innermost, seed_of_order
 from hftrainer.errors import InvalidArgument, UnsupportedArgument, suggest
 
 if TYPE_CHECKING:
-    from hftrainer.components.components import Components
+    from hftrainer.assembly.components import Components
 
 logger = logging.getLogger(__name__)
 
