@@ -31,7 +31,7 @@ from hftrainer.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
 
-NAME = "journal.jsonl"
+JOURNAL_NAME = "journal.jsonl"
 #: The activities of an interval.
 ACTIVITIES = ("steps", "data", "evaluation", "saving")
 #: Reasons of an end after which no restart is needed.
@@ -55,7 +55,7 @@ class Journal:
         line = {"time": round(time.time(), 3), "event": event, "step": step, **values}
         try:
             os.makedirs(self.folder, exist_ok=True)
-            append_line(os.path.join(self.folder, NAME), line)
+            append_line(os.path.join(self.folder, JOURNAL_NAME), line)
         except OSError as error:
             # Before the warning, which would otherwise be written to the journal.
             self.folder = None
@@ -98,7 +98,7 @@ def check_folder(folder: str) -> None:
 def read_events(folder: str) -> list[dict[str, Any]]:
     """The events in a run's folder, in order; empty without a journal. Truncated lines are skipped."""
     try:
-        with open(os.path.join(folder, NAME), "rb") as file:
+        with open(os.path.join(folder, JOURNAL_NAME), "rb") as file:
             return [event for line in file if (event := parse(line)) is not None]
     except FileNotFoundError:
         return []
@@ -174,7 +174,7 @@ def read_state(folder: str) -> TrainerState:
     if not files:
         if run := min(Path(folder).glob("*/checkpoint-*/"), default=None):
             raise InvalidArgument(f"no run has written in {folder}; did you mean {run.parent}?")
-        problem = f"neither it nor a checkpoint-xxx in it contains {names.TRAINER_STATE_NAME} or {NAME}"
+        problem = f"neither it nor a checkpoint-xxx in it contains {names.TRAINER_STATE_NAME} or {JOURNAL_NAME}"
         raise InvalidArgument(f"no run has written in {folder} yet, since {problem}: pass the output_dir of a run")
     try:
         state = TrainerState.load_from_json(str(file := files[0]))

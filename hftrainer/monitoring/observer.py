@@ -88,7 +88,7 @@ class Observer(TrainerCallback):
         self._latest_step_seconds: deque[float] = deque(maxlen=_MAX_STEPS)
         self._step_start = _step_seconds(counters)
 
-    def values(self) -> dict[str, float]:
+    def pop_values(self) -> dict[str, float]:
         """The values for a log line, for the time since the last one. A collective operation."""
         counters = self._read_counters()
         differences = {name: value - self._start_counters.get(name, 0.0) for name, value in counters.items()}

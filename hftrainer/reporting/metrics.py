@@ -121,7 +121,7 @@ def get_metric(metrics: Mapping[str, float], name: str) -> float:
     return metrics[key]
 
 
-def curves(state: TrainerState) -> Curves:
+def logged_curves(state: TrainerState) -> Curves:
     """The curves of a log: panel → label → optimizer steps and values.
 
     A non-finite number is NaN, a gap in its curve. So is a loss in a log line with a non-finite gradient norm, since
