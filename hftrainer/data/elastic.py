@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import libraries
 from hftrainer.data.mixture import MixtureBatchSampler
-from hftrainer.data.randomness import random_states, restore_random_states, seed_cpu
+from hftrainer.data.randomness import cpu_rng_state, restore_cpu_rng_state, seed_cpu
 from hftrainer.data.samplers import StreamWrapper, set_epoch, settings_of
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
@@ -65,12 +65,12 @@ class GlobalBatchSampler(Sampler[int]):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
-        states = random_states()
+        states = cpu_rng_state()
         seed_cpu(self.seed + self.epoch)
         try:
             order = list(self.sampler)
         finally:
-            restore_random_states(states)
+            restore_cpu_rng_state(states)
         return complete_groups(order, self.size, self.drop_last)
 
     def __len__(self) -> int:

@@ -330,7 +330,7 @@ class PreparedDataLoader(DataLoader[Any]):
             return
         if start.restore_random is not None:
             if start.states_before_batch is not None:
-                log.sources.restore(start.states_before_batch)
+                log.generators.restore(start.states_before_batch)
             # Read again the batch that was read ahead when the checkpoint was written.
             log.begin_read()
             first = next(iterator, _NOTHING)

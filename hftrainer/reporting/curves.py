@@ -109,7 +109,7 @@ class Curve:
         return f"{self.run}: " * bool(self.run) + WORDS.get(self.name, self.name)
 
     @property
-    def entry(self) -> str:
+    def legend_entry(self) -> str:
         """The name, in a plot of one run with the best value."""
         return self.name if self.run or self.best is None else f"{self.name} (best: {self.values[self.best]:.4g})"
 

@@ -162,7 +162,7 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
         if curve.mean and curve.is_faint:
             axis.plot(*curve.points(curve.values), color=curve.colour, linewidth=0.8, alpha=0.3)
         axis.plot(*curve.points(curve.mean or curve.values), **marks, **style)
-        handles.setdefault(curve.entry, axis.plot([], [], **style | run_style)[0])
+        handles.setdefault(curve.legend_entry, axis.plot([], [], **style | run_style)[0])
         if curve.best is not None:
             star = {"marker": "*", "markersize": 11, "linestyle": "", "color": curve.colour, "markeredgecolor": "black"}
             axis.plot(curve.steps[curve.best], curve.values[curve.best], zorder=3, **star)
@@ -242,7 +242,7 @@ def _place_panels(count: int, columns: int, top: int) -> dict[str, Any]:
 
 def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
     """Plotly's curves, stars and entries of the legend of a panel."""
-    named = {curve.entry: curve for curve in curves}
+    named = {curve.legend_entry: curve for curve in curves}
     for curve in curves:
         style = {"color": curve.colour, "dash": list(DASHES.values())[curve.dash]}
         group = curve.run or curve.name
@@ -267,7 +267,7 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
     # Entries without points, since a curve may have two traces and, of several runs, the colour of its run.
     for curve in named.values() if named.keys() != {curves[0].name} and curves[0].panel != SHARES else ():
         style = {"color": "black" if curve.run else curve.colour, "dash": list(DASHES.values())[curve.dash]}
-        entry = {"x": [None], "y": [None], "name": curve.entry, "mode": "lines", "line": style}
+        entry = {"x": [None], "y": [None], "name": curve.legend_entry, "mode": "lines", "line": style}
         yield entry | {"legend": legend, "legendgroup": f"legend {curve.name}" if curve.run else curve.name}
     if gap := _find_first_gap(curves):
         points = {"x": [gap[0]] * 2, "y": _vertical_axis(curves)[1], "name": gap[1]}
