@@ -60,7 +60,7 @@ def main(words: Sequence[str] | None = None) -> None:
     options, remaining = parser.parse_known_args(words)
     if options.command in ("run", "explain"):
         # This parser does not know the script's options: argparse returns those before the first value separately.
-        options.words = remaining + options.words
+        options.script_words = remaining + options.script_words
     elif remaining:
         options.parser.refuse(remaining[0])
     try:

@@ -135,7 +135,7 @@ def make_plan(resolved: ResolvedArguments) -> LightningPlan:
         read_once=MappingProxyType(
             {name: copy.copy(getattr(args, name, None)) for name, argument in ARGUMENTS.items() if argument.read_once}
         ),
-        config=MappingProxyType({name: value for name, value in config.items() if name in FORWARDED}),
+        trainer_overrides=MappingProxyType({name: value for name, value in config.items() if name in FORWARDED}),
     )
 
 

@@ -48,7 +48,7 @@ class Components:
 
     Attributes:
         run: the state of the current or last `train()`.
-        policy: the behavior of the followed release of transformers.
+        policy: the behaviour of the followed release of transformers.
         resolved: the parsed arguments. A trial replaces this attribute and the next three.
         engine: the Lightning engine, built from the arguments.
         strategy: how the processes share the model.

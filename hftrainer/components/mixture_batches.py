@@ -177,7 +177,7 @@ class SourceLog:
         """
         processes, policy = self.components.trainer.accelerator.processes, self.components.policy
         local_sums = torch.cat([self._losses.cpu().double()[:, None], self._counts], dim=1)
-        rows = torch.stack(processes.gather_objects([local_sums], distinct=True)).sum(dim=0).tolist()
+        rows = torch.stack(processes.gather_objects([local_sums], one_per_tp_group=True)).sum(dim=0).tolist()
         is_complete, self._is_complete = self._is_complete, True
         self._losses.zero_()
         self._counts.zero_()

@@ -206,7 +206,7 @@ class EvaluationPass:
     def finish(self) -> dict[str, Any]:
         """Compute the metrics over all batches, and set `output`."""
         arrays = {name: collector.arrays() for name, collector in self._collectors.items()}
-        gather = functools.partial(self.trainer.accelerator.processes.gather, distinct=True)
+        gather = functools.partial(self.trainer.accelerator.processes.gather, one_per_tp_group=True)
         metrics = dict(denumpify_detensorize(self.metrics.compute(self._make_prediction(arrays), gather)))
         self.has_metrics = bool(metrics)
         prefix = f"{self.prefix}_"

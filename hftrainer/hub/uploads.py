@@ -103,8 +103,8 @@ class Uploads:
             commits.append(PendingCommit(next(self._numbers), checkpoint, path_in_repo, f"{message}, checkpoint"))
         return commits
 
-    def skip(self, commits: Sequence[PendingCommit]) -> None:
-        """Skip commits for now. `finish` uploads the newest for each path."""
+    def postpone(self, commits: Sequence[PendingCommit]) -> None:
+        """Leave commits for later. `finish` uploads the newest for each path."""
         reason = "another upload was running; hub_always_push=True queues uploads instead"
         for commit in filter(self._create_snapshot, commits):
             self._record_missing_commit(commit, reason)

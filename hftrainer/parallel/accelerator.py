@@ -210,7 +210,7 @@ class EngineAccelerator(ProcessState):
         if num_samples is not None:
             input_data = self.processes.first_rows(input_data, num_samples, objects=use_gather_object)
         if use_gather_object or self.processes.tp_size > 1:
-            rows = self.processes.gather(input_data, objects=use_gather_object, distinct=True)
+            rows = self.processes.gather(input_data, objects=use_gather_object, one_per_tp_group=True)
         else:
             rows = self.gather(input_data)
         if loader is None or loader.remainder is None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from hftrainer.errors import InvalidConfig
+from hftrainer.errors import InvalidConfig, suggest_nearest
 from hftrainer.parallel.config_files import env_flag
-from hftrainer.parallel.fsdp_settings import FsdpSettings, suggest_nearest
+from hftrainer.parallel.fsdp_settings import FsdpSettings
 
 if TYPE_CHECKING:
     from hftrainer.parallel.processes import Processes
@@ -185,7 +185,7 @@ class LightningPlan:
         async_checkpoint: whether checkpoints are written in the background.
         stop_on_save_error: whether training stops if a checkpoint cannot be written.
         read_once: argument → its value when the plan was made; later changes of these have no effect.
-        config: keyword arguments of `lightning.Trainer` from `lightning_config`; they override the others.
+        trainer_overrides: keyword arguments of `lightning.Trainer` from `lightning_config`; they override the others.
     """
 
     accelerator: str
@@ -204,7 +204,7 @@ class LightningPlan:
     async_checkpoint: bool
     stop_on_save_error: bool
     read_once: Mapping[str, Any]
-    config: Mapping[str, Any]
+    trainer_overrides: Mapping[str, Any]
 
     @property
     def mixed_precision(self) -> str:
@@ -219,7 +219,7 @@ class LightningPlan:
     @property
     def has_fractional_limit(self) -> bool:
         """Whether `lightning_config` limits an evaluation to a fraction of its batches."""
-        limits = [value for name, value in self.config.items() if name.startswith("limit_")]
+        limits = [value for name, value in self.trainer_overrides.items() if name.startswith("limit_")]
         return any(isinstance(value, float) and value < 1 for value in limits)
 
     @property
@@ -246,5 +246,5 @@ class LightningPlan:
             "accumulate_grad_batches": self.accumulate_grad_batches,
             "deterministic": self.deterministic or None,
             "default_root_dir": self.default_root_dir,
-            **self.config,
+            **self.trainer_overrides,
         }

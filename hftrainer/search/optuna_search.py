@@ -58,7 +58,7 @@ class OptunaSearch(backend.SearchBackend):
         """
         self.directions = backend.read_directions(direction)
         options = {name: kwargs.pop(name) for name in _OPTIMIZE_KEYWORDS if name in kwargs}
-        _check_arguments(n_trials, options, kwargs, trainer.args.world_size > 1)
+        _check_kwargs(n_trials, options, kwargs, trainer.args.world_size > 1)
         self._jobs = number_of_jobs(options.pop("n_jobs", 1))
         broadcast_from_main: Any = trainer.accelerator.processes.broadcast_from_main
         broadcast_from_main(lambda: self._open_study(trainer, kwargs))
@@ -263,9 +263,7 @@ def train_in_worker(packed_trainer: PickledTrainer) -> None:
     components.search.optimize(components.trainer)
 
 
-def _check_arguments(
-    n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any], is_distributed: bool
-) -> None:
+def _check_kwargs(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any], is_distributed: bool) -> None:
     """Check the keyword arguments before the study is created."""
     import optuna
 

@@ -334,7 +334,7 @@ class TrainingSteps(Component):
     def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
         """The sum of a count over all ranks with distinct batches."""
         count = count.to(self.trainer.args.device)
-        total: torch.Tensor = self.trainer.accelerator.processes.gather_numbers(count, distinct=True).sum()
+        total: torch.Tensor = self.trainer.accelerator.processes.gather_numbers(count, one_per_tp_group=True).sum()
         return total
 
     def store_flos(self) -> None:

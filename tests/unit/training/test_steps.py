@@ -16,7 +16,9 @@ from hftrainer.training.steps import TrainingSteps, split_losses
 
 def make_steps(release="5.20", *, averages_tokens=False, world_size=1, **attributes):
     """Steps of a Trainer that has only the attributes which they read."""
-    ranks = SimpleNamespace(data_world_size=world_size, gather_numbers=lambda each, distinct: each.repeat(world_size))
+    ranks = SimpleNamespace(
+        data_world_size=world_size, gather_numbers=lambda each, one_per_tp_group: each.repeat(world_size)
+    )
     defaults = {
         **dict.fromkeys(("optimizer", "compute_loss_func", "loss_is_scaled_for_ga", "label_smoother")),
         "args": SimpleNamespace(device="cpu", torch_empty_cache_steps=None),
