@@ -34,9 +34,7 @@ class OwnArguments(CurrentArguments):
         OURS,
     )
     eval_minutes: float | None = arg(None, "Also evaluate this many minutes after the last evaluation.", OURS)
-    eval_memmap_dir: str | None = arg(
-        None, "Folder of temporary memory-mapped files for predictions; only in hftrainer.", OURS
-    )
+    eval_memmap_dir: str | None = arg(None, "Folder of temporary memory-mapped files for predictions.", OURS)
     save_minutes: float | None = arg(None, "Also save this many minutes after the last save.", OURS)
     storage_url: str | None = arg(
         None,
