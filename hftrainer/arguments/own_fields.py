@@ -43,9 +43,7 @@ class OwnArguments(CurrentArguments):
         OURS,
         read_once=True,
     )
-    keep_local: int = arg(
-        1, "With storage_url, checkpoints to keep on the local disk, besides the best.", OURS, minimum=1
-    )
+    keep_local: int = arg(1, "With storage_url, local checkpoints to keep, besides the best.", OURS, minimum=1)
     checkpoint_format: str = arg(
         "transformers",
         "'dcp' saves weights and optimizer in one folder of torch.distributed.checkpoint, as torchtitan does.",

@@ -123,10 +123,8 @@ def _lacks(folder: str, has_position: bool) -> str | None:
     """The state that a resumed run has to start without, if any."""
     from hftrainer.checkpointing import names
 
-    optimizers = (
-        *(names.OPTIMIZER_NAME, names.SHARD_FOLDERS["optimizer"], names.FULL_STATE_FILES["optimizer"]),
-        *(names.DCP_FOLDER, "latest"),
-    )
+    full_state = names.FULL_STATE_FILES["optimizer"]
+    optimizers = (names.OPTIMIZER_NAME, names.SHARD_FOLDERS["optimizer"], names.DCP_FOLDER, full_state, "latest")
     lacks = [] if has_position else ["the position in the data"]
     if not any(os.path.exists(os.path.join(folder, name)) for name in optimizers):
         lacks.append("the optimizer's state (a checkpoint-xxx holds it, an output folder does not)")

@@ -132,9 +132,8 @@ def smoothing_shifts_labels(model: nn.Module) -> bool:
     """
     bare_model = libraries.unwrap_peft(model)
     if not libraries.is_transformers_model(bare_model):
-        models = [
-            child for child in bare_model.children() if libraries.is_transformers_model(libraries.unwrap_peft(child))
-        ]
+        children = map(libraries.unwrap_peft, bare_model.children())
+        models = [child for child in children if libraries.is_transformers_model(child)]
         return len(models) == 1 and smoothing_shifts_labels(models[0])
     is_causal = any(base.__name__ in libraries.causal_lm_names() for base in type(bare_model).__mro__)
     return is_causal or shifts_labels(bare_model)
