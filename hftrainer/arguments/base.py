@@ -177,8 +177,8 @@ class BaseArguments(OldArguments):
         """Optimizer steps of warm-up in a run of `num_training_steps` optimizer steps."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
-        keeps_ratio = self.warmup_steps == 0 and legacy.keeps_ratio("warmup_ratio")
-        return math.ceil(num_training_steps * ((self.warmup_ratio or 0) if keeps_ratio else self.warmup_steps))
+        uses_ratio = self.warmup_steps == 0 and legacy.is_v4_warmup_ratio("warmup_ratio")
+        return math.ceil(num_training_steps * ((self.warmup_ratio or 0) if uses_ratio else self.warmup_steps))
 
     # ---- Serialization -----------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ def redeclared_old_names(args_class: type) -> frozenset[str]:
 
 def set_current(args: BaseArguments, name: str, value: Any) -> None:
     """Set the current argument to a value that was set by its old name."""
-    if name not in redeclared_old_names(type(args)) and not keeps_ratio(name):
+    if name not in redeclared_old_names(type(args)) and not is_v4_warmup_ratio(name):
         rename = RENAMED[name]
         setattr(args, rename.new, rename.write(getattr(args, rename.new), value))
 
@@ -139,14 +139,14 @@ def _pop_hidden(args: BaseArguments, redeclared_names: Set[str]) -> dict[str, An
     return {name: value for name, value in values.items() if name in RENAMED}
 
 
-def keeps_ratio(name: str) -> bool:
+def is_v4_warmup_ratio(name: str) -> bool:
     """Whether an argument is the `warmup_ratio` of v4, which does not change `warmup_steps`."""
     return name == "warmup_ratio" and "no_cuda" in CURRENT_FIELDS
 
 
 def _is_set(name: str, value: Any) -> bool:
     # In v5.0 to v5.2, even 0.0 replaces `warmup_steps`.
-    if name == "warmup_ratio" in CURRENT_FIELDS and not keeps_ratio(name):
+    if name == "warmup_ratio" in CURRENT_FIELDS and not is_v4_warmup_ratio(name):
         return value is not None
     return RENAMED[name].accepts_false if value is False else value not in (None, False, "", [])
 
@@ -155,7 +155,7 @@ def _translate_one(args: BaseArguments, name: str, value: Any, previous_value: A
     rename = RENAMED[name]
     current_value = getattr(args, rename.new)
     if name == "warmup_ratio":
-        if keeps_ratio(name) and 0 <= value <= 1:
+        if is_v4_warmup_ratio(name) and 0 <= value <= 1:
             return
         if not 0 <= value < 1:
             raise InvalidArgument(f"warmup_ratio={value!r}: use a fraction of all steps, at least 0 and below 1.")

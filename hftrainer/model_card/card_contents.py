@@ -198,7 +198,7 @@ def _schedule(components: Components) -> dict[str, Any]:
         schedule["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
     if args.warmup_steps:
         schedule["lr_scheduler_warmup_steps"] = args.warmup_steps
-    elif legacy.keeps_ratio("warmup_ratio") and args.warmup_ratio:
+    elif legacy.is_v4_warmup_ratio("warmup_ratio") and args.warmup_ratio:
         schedule["lr_scheduler_warmup_ratio"] = args.warmup_ratio
     return {**schedule, **length}
 
