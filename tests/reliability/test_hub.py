@@ -335,7 +335,7 @@ def test_snapshots(tmp_path, links, monkeypatch):
     (tmp_path / f"_tmp_{gone}.999999999.1_uploads-0" / "0").mkdir(parents=True)  # of a process that was killed
     made = snapshots.UploadSnapshots(str(tmp_path), SimpleNamespace(save_pretrained=save_pretrained))
     with open(tmp_path / "log.txt", "a") as log:
-        snapshot = Path(made.create(snapshots.Commit(0, str(tmp_path / "checkpoint-1"), "", "message")))
+        snapshot = Path(made.create(snapshots.PendingCommit(0, str(tmp_path / "checkpoint-1"), "", "message")))
         log.write("after")
     assert (tmp_path / "checkpoint-1" / "config.json").read_text() == "before"
     shutil.rmtree(tmp_path / "checkpoint-1")
