@@ -34,7 +34,7 @@ from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.collators import number_of_tokens
 from hftrainer.data.randomness import load_rng_state, rng_state
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
-from hftrainer.model.changes import set_tf32
+from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.model.inspection import parameters
 from hftrainer.modelcard import create_model_card
 from hftrainer.releases.earlier import EarlierSchedule
@@ -753,7 +753,7 @@ class Trainer(EarlierMethods):
             dataloader = self.get_eval_dataloader(eval_dataset)
             start_time = time.time()
             loss_only = True if self.compute_metrics is None else None
-            with evaluation.make_loop_call(dataloader, "Evaluation", loss_only, ignore_keys, metric_key_prefix) as loop:
+            with evaluation.choose_loop(dataloader, "Evaluation", loss_only, ignore_keys, metric_key_prefix) as loop:
                 output = evaluation.to_loop_output(loop(), dataloader)
             metrics = evaluation.report_metrics(output, metric_key_prefix, start_time)
         self._memory_tracker.stop_and_update_metrics(metrics)

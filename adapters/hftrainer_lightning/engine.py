@@ -79,7 +79,7 @@ class LightningEngine:
         self.is_fitting = self.is_evaluating = False
         strategy.start()
         self.scaler = strategy.make_scaler()
-        self._group: loops.ValidationGroup | None = None
+        self._validation_group: loops.ValidationGroup | None = None
         self._saved_values: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
 
     def fit(
@@ -163,7 +163,7 @@ class LightningEngine:
     def release(self) -> None:
         """Release the last run's model and everything built around it."""
         self.trainer = self.module = None
-        self.strategy.release()
+        self.strategy.release_model()
 
     @contextlib.contextmanager
     def autocast_forward(self, model: torch.nn.Module) -> Iterator[None]:
@@ -202,7 +202,7 @@ class LightningEngine:
             assert self.trainer is not None and self.module is not None
             # limit_val_batches does not limit predictions.
             all_batches = stage == "predict"
-            loops.validate_in_fit(self.trainer, self.module, batches, evaluation, self._group, all_batches)
+            loops.validate_in_fit(self.trainer, self.module, batches, evaluation, self._validation_group, all_batches)
             return
         outer_state = self.trainer, self.module, self.is_evaluating
         with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
@@ -238,14 +238,14 @@ class LightningEngine:
             A dict for metrics that callbacks should see besides those of each evaluation.
         """
         metrics: dict[str, float] = {}
-        if not self.is_fitting or self._group is not None:
+        if not self.is_fitting or self._validation_group is not None:
             yield metrics
             return
-        group = self._group = loops.ValidationGroup()
+        group = self._validation_group = loops.ValidationGroup()
         try:
             yield metrics
         finally:
-            self._group = None
+            self._validation_group = None
         assert self.trainer is not None and self.module is not None
         loops.end_group(self.trainer, self.module, group, metrics)
 

@@ -111,7 +111,7 @@ class TrainerModule(WithoutBatchTransfer):
         assert self._optimizer is not None
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EarlyStopping):
-                # An earlier run's, restored or of the same object, would be named as what stopped this one.
+                # Otherwise the summary would name an earlier run's reason.
                 callback.stopping_reason_message = None
         if self._resumed_state is not None:
             callbacks.unfreeze_optimized_parameters(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ import torch
 
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.assembly import setup
-from hftrainer.callbacks.state import is_exportable
+from hftrainer.callbacks.state import has_saved_state
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.components import hub_uploader, loader_factory, model_setup, storage_sync
@@ -48,7 +48,7 @@ class Components:
 
     Attributes:
         run: the state of the current or last `train()`.
-        policy: the behavior of the followed release of transformers.
+        policy: the behaviour of the followed release of transformers.
         resolved: the parsed arguments. A trial replaces this attribute and the next three.
         engine: the Lightning engine, built from the arguments.
         strategy: how the processes share the model.
@@ -145,7 +145,7 @@ class Components:
     def stateful_callbacks(self) -> list[Any]:
         """The callbacks and the control whose states are saved in checkpoints."""
         trainer = self.trainer
-        return [each for each in [*trainer.callback_handler.callbacks, trainer.control] if is_exportable(each)]
+        return [each for each in [*trainer.callback_handler.callbacks, trainer.control] if has_saved_state(each)]
 
     def open_loggers(self) -> list[Any]:
         """The Lightning loggers that this process writes to. The call opens their runs."""

@@ -15,7 +15,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.base.messages import format_bytes, wrap_text
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
-from hftrainer.compat import swap
+from hftrainer.compat import transformers_names
 from hftrainer.compat.overrides import has_length, is_measurement
 
 
@@ -42,7 +42,7 @@ def choose_progress_callback(args: BaseArguments, callbacks: list[Any]) -> type[
         return None
     if args.disable_tqdm:
         return PrinterCallback
-    bar = swap.current_value("transformers.trainer", "DEFAULT_PROGRESS_CALLBACK", ProgressCallback)
+    bar = transformers_names.current_value("transformers.trainer", "DEFAULT_PROGRESS_CALLBACK", ProgressCallback)
     if bar is not ProgressCallback:
         return bar
     if is_in_notebook():
@@ -140,7 +140,7 @@ class PrinterCallback(TrainerCallback):
 
 
 def _is_empty(logs: Mapping[str, Any] | None) -> bool:
-    """Whether a line is the end of a run that had no step left."""
+    """Whether this is the empty summary of a run that was already complete."""
     return [(logs or {}).get(name) for name in ("train_loss", "train_steps_per_second")] == [0, 0]
 
 

@@ -19,7 +19,7 @@ from hftrainer.compat.overrides import can_call, has_length
 from hftrainer.data.loaders import BatchPosition, PreparedDataLoader
 from hftrainer.data.samplers import has_exact_length
 from hftrainer.errors import InvalidArgument
-from hftrainer.evaluation.collected import OutputCollector, can_skip_gathering
+from hftrainer.evaluation.collecting import OutputCollector, can_skip_gathering
 from hftrainer.evaluation.metrics import FunctionMetrics, TorchMetrics, as_metrics
 from hftrainer.trainer_pt_utils import drop_all_rows, find_batch_size
 from hftrainer.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
@@ -207,7 +207,7 @@ class EvaluationPass:
     def finish(self) -> dict[str, Any]:
         """Compute the metrics over all batches, and set `output`."""
         arrays = {name: collector.arrays() for name, collector in self._collectors.items()}
-        gather = functools.partial(self.trainer.accelerator.processes.gather, distinct=True)
+        gather = functools.partial(self.trainer.accelerator.processes.gather, one_per_tp_group=True)
         metrics = dict(denumpify_detensorize(self.metrics.compute(self._make_prediction(arrays), gather)))
         self.has_metrics = bool(metrics)
         prefix = f"{self.prefix}_"

@@ -30,7 +30,7 @@ from hftrainer.parallel.processes import Processes
 _GetState = Callable[[], TrainerState]
 _GetFolder = Callable[[], str | None]
 #: Name of the folder. Uploads to the Hub skip names that begin with '_'.
-NAME = "_health"
+HEALTH_FOLDER = "_health"
 PHASES = ("starting", "training", "evaluation", "saving", "ended")
 #: Event that every rank has → whether the next sign of progress may take minutes.
 _SIGNS = {
@@ -45,11 +45,12 @@ _SIGNS = {
 }
 #: Seconds between two records of a rank.
 _INTERVAL = 2.0
-#: Seconds without a sign of progress after which a rank is late, if they exceed `_FACTOR` times the longest pause.
-_QUIET = 15.0
-_FACTOR = 10
+#: Seconds without a sign of progress after which a rank is late, if they exceed `_LIMIT_PER_PAUSE` times its longest
+#: pause.
+_SHORTEST_LIMIT = 15.0
+_LIMIT_PER_PAUSE = 10
 #: The same if the usual pause is unknown, or if no signs are expected, as during a checkpoint.
-_SLOW = 300.0
+_SLOW_LIMIT = 300.0
 #: Seconds without a sign after which this rank writes its stack.
 _STACK_AFTER = 10.0
 #: Seconds for which a file system may show an old record of another node.
@@ -118,7 +119,7 @@ class Heartbeat:
         if self.phase in ("starting", "ended"):
             return None
         longest = self._longest[self.phase]
-        return _SLOW if self._is_slow or not longest else max(_QUIET, _FACTOR * longest)
+        return _SLOW_LIMIT if self._is_slow or not longest else max(_SHORTEST_LIMIT, _LIMIT_PER_PAUSE * longest)
 
 
 class NoHeartbeat(Heartbeat):
@@ -242,10 +243,10 @@ class _Reporter:
                 record, old_record = json.loads(path.read_text()), self._records.get(path)
                 records[path] = old_record if old_record and old_record[0] == record else (record, time.monotonic())
         self._records = records
-        late = [_position(rank) for rank in self._behind() if rank["is_late"]]
+        late = [_position(rank) for rank in self._slowest_ranks() if rank["is_late"]]
         self._late_since = {each: self._late_since.get(each, time.monotonic()) for each in late}
 
-    def _behind(self) -> list[dict[str, Any]]:
+    def _slowest_ranks(self) -> list[dict[str, Any]]:
         """The ranks furthest behind."""
         ranks = list(self._ranks())
         last = min((_position(rank)[1:] for rank in ranks), default=None)
@@ -257,7 +258,7 @@ class _Reporter:
             quiet, limit = record["seconds_since_sign"] + age, record["limit"]
             if record["phase"] == "starting" != self._heartbeat.phase:
                 # Ranks finish the first step together, so a record that still says "starting" is stale.
-                quiet, limit = age, _QUIET
+                quiet, limit = age, _SHORTEST_LIMIT
             is_late = limit is not None and quiet > limit
             yield {**record, "seconds_since_sign": round(quiet, 1), "is_late": is_late, "path": path}
 
@@ -266,7 +267,7 @@ class _Reporter:
         state, phase, ranks = self._state(), self._heartbeat.phase, list(self._ranks())
         # When a slow rank continues, its record is newer than those of the ranks that waited for it, which seem behind.
         threshold = time.monotonic() - 2 * _INTERVAL
-        late = [rank for rank in self._behind() if self._late_since.get(_position(rank), math.inf) <= threshold]
+        late = [rank for rank in self._slowest_ranks() if self._late_since.get(_position(rank), math.inf) <= threshold]
         return {
             "status": "stalled" if late else phase if phase in ("starting", "ended") else "ok",
             "step": state.global_step,
@@ -396,7 +397,7 @@ def serve_health(args: Any, processes: Processes, state: _GetState, last_checkpo
     if (address := args.metrics_port) is None:
         yield NoHeartbeat()
         return
-    folder, rank = Path(args.output_dir, NAME), processes.rank
+    folder, rank = Path(args.output_dir, HEALTH_FOLDER), processes.rank
     ranks = range(processes.world_size) if rank == 0 else range(rank, rank + processes.local_world_size)
     heartbeat, error = Heartbeat(), None
     reporter = _Reporter(heartbeat, state, last_checkpoint, [folder / f"rank-{each}.json" for each in ranks])

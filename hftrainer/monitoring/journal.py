@@ -32,7 +32,7 @@ from hftrainer.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
 
-NAME = "journal.jsonl"
+JOURNAL_NAME = "journal.jsonl"
 #: The activities of an interval.
 ACTIVITIES = ("steps", "data", "evaluation", "saving")
 #: Reasons of an end after which no restart is needed.
@@ -56,7 +56,7 @@ class Journal:
         line = {"time": round(time.time(), 3), "event": event, "step": step, **values}
         try:
             os.makedirs(self.folder, exist_ok=True)
-            append_line(os.path.join(self.folder, NAME), line)
+            append_line(os.path.join(self.folder, JOURNAL_NAME), line)
         except OSError as error:
             # Before the warning, which would otherwise be written to the journal.
             self.folder = None
@@ -99,7 +99,7 @@ def check_folder(folder: str) -> None:
 def read_events(folder: str) -> list[dict[str, Any]]:
     """The events in a run's folder, in order; empty without a journal. Truncated lines are skipped."""
     try:
-        with open(os.path.join(folder, NAME), "rb") as file:
+        with open(os.path.join(folder, JOURNAL_NAME), "rb") as file:
             return [event for line in file if (event := parse(line)) is not None]
     except FileNotFoundError:
         return []
@@ -163,7 +163,7 @@ def run_names(folders: list[str]) -> list[str]:
 
 
 def read_state(folder: str) -> TrainerState:
-    """The final state of the run in `folder`, or else the state of its newest checkpoint; of several runs the last one.
+    """The final state of the run in `folder`, or else of its newest checkpoint; if several runs wrote there, the last.
 
     Raises:
         InvalidArgument: if both are missing, or the file cannot be read.
@@ -176,7 +176,7 @@ def read_state(folder: str) -> TrainerState:
         if run := min(Path(folder).glob("*/checkpoint-*/"), default=None):
             raise InvalidArgument(f"no run has written in {folder}; did you mean {run.parent}?")
         advice = "pass the output_dir of a run that has saved or has observe=True"
-        raise InvalidArgument(f"{folder} has no logs of a run (no {NAME}, no checkpoint): {advice}")
+        raise InvalidArgument(f"{folder} has no logs of a run (no {JOURNAL_NAME}, no checkpoint): {advice}")
     try:
         state = TrainerState.load_from_json(str(file := files[0]))
         # A later run may have fewer steps. Of one run, as in a copy with other times, each log begins the next.

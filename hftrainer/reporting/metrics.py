@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hftrainer.callbacks.flow import evaluation_key
+from hftrainer.callbacks.flow_callbacks import evaluation_key
 from hftrainer.callbacks.state import TrainerState, as_json
 from hftrainer.compat.overrides import is_measurement
 from hftrainer.errors import MetricNotFound, WrongObject
@@ -128,7 +128,7 @@ def get_metric(metrics: Mapping[str, float], name: str) -> float:
     return metrics[key]
 
 
-def curves(state: TrainerState) -> Curves:
+def logged_curves(state: TrainerState) -> Curves:
     """The curves of a log: panel → label → optimizer steps and values.
 
     A non-finite number is NaN, a gap in its curve. So is a loss in a log line with a non-finite gradient norm, since
@@ -166,7 +166,7 @@ def logged(state: TrainerState, *, with_speeds: bool = False) -> Iterator[tuple[
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a log line is a number, and no bool."""
+    """Whether a value of a log line is a number but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import format_bytes
-from hftrainer.callbacks.flow import evaluation_key
+from hftrainer.callbacks.flow_callbacks import evaluation_key
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.parallel import devices
 

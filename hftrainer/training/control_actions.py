@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hftrainer.arguments.choices import SaveStrategy
-from hftrainer.callbacks.flow import EarlyStoppingCallback, evaluation_key
+from hftrainer.callbacks.flow_callbacks import EarlyStoppingCallback, evaluation_key
 from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import call_with_accepted, has_parameter, is_overridden
 from hftrainer.components.component import Component
@@ -131,12 +131,12 @@ class ControlActions(Component):
         """Evaluate several sets. Early stopping may monitor a metric of one set, or the mean loss."""
         stoppers = [each for each in self.trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
         for callback in stoppers:
-            callback.awaits_other_sets = True
+            callback.in_multi_set_evaluation = True
         try:
             set_metrics = self.trainer.evaluate(ignore_keys=ignore_keys)
         finally:
             for callback in stoppers:
-                callback.awaits_other_sets = False
+                callback.in_multi_set_evaluation = False
         metrics = mean_loss(set_metrics, sets, "eval") | set_metrics
         if evaluation_key(self.trainer.args.metric_for_best_model or "loss") not in set_metrics:
             for callback in stoppers:

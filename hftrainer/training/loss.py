@@ -15,7 +15,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import token_counting_mode
 from hftrainer.base.messages import log_once
 from hftrainer.base.tracebacks import describe_type, note_batch
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.overrides import accepted_args, accepts, call_with_accepted, ignores_other_keywords, is_overridden
 from hftrainer.components.component import Component
 from hftrainer.data.collators import count_tokens
@@ -117,7 +117,7 @@ class LossComputer(Component):
         """The data on the device. For a container, `Trainer._prepare_input` prepares each item."""
         if not isinstance(data, torch.Tensor) and isinstance(data, (dict, list, tuple, Mapping)):
             return rebuild_container(data, self.trainer._prepare_input)
-        return self.components.strategy.cast(to_device(data, self.trainer.accelerator.device), self.trainer.model)
+        return self.components.strategy.cast_batch(to_device(data, self.trainer.accelerator.device), self.trainer.model)
 
     # ---- The loss ----------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class LossComputer(Component):
 
     def _require_separate_samples(self, model: nn.Module) -> None:
         """Raise UnsupportedArgument if a sample's logits depend on other samples in its row."""
-        model, collator = peers.unwrap_compiled(model), self.components.loaders.flat_collator()
+        model, collator = libraries.unwrap_compiled(model), self.components.loaders.flat_collator()
         name = type(self.components.unwrapped_model).__name__
         vocabulary = len(self.components.unwrapped_model.get_input_embeddings().weight)
         first, second, other = ([token % vocabulary for token in range(begin, begin + 4)] for begin in (1, 5, 9))
@@ -286,7 +286,7 @@ class LossComputer(Component):
 
     def track_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument requests it."""
-        if legacy.value(self.trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
+        if legacy.old_argument(self.trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
             self.run.tokens += inputs["input_ids"].numel() * self.trainer.accelerator.processes.data_world_size
         mode = token_counting_mode(self.trainer.args.include_num_input_tokens_seen)
         if mode == "no":
@@ -322,14 +322,15 @@ class LossComputer(Component):
         """Floating-point operations of forward and backward per token, counted once for each model."""
         model: Any = self.trainer.model
         if self.flos_per_token is None or self.flos_per_token[0] is not model:
-            parameters = peers.num_parameters(model, exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
+            has_count = hasattr(model, "num_parameters")
+            parameters = libraries.num_parameters(model, exclude_embeddings=True) if has_count else 0
             self.flos_per_token = (model, 6 * parameters)
         return self.flos_per_token[1]
 
     def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
         """The sum of a count over all ranks with distinct batches."""
         count = count.to(self.trainer.args.device)
-        total: torch.Tensor = self.trainer.accelerator.processes.gather_numbers(count, distinct=True).sum()
+        total: torch.Tensor = self.trainer.accelerator.processes.gather_numbers(count, one_per_tp_group=True).sum()
         return total
 
     def store_flos(self) -> None:

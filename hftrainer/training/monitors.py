@@ -14,7 +14,7 @@ from hftrainer.components.component import Component
 from hftrainer.components.mixture_batches import make_source_log
 from hftrainer.components.storage_sync import run_folder
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
-from hftrainer.monitoring.journal import COMPLETE, NAME, Journal, read_events
+from hftrainer.monitoring.journal import COMPLETE, JOURNAL_NAME, Journal, read_events
 from hftrainer.monitoring.observer import Observer
 from hftrainer.monitoring.requests import Requests
 from hftrainer.trainer_pt_utils import find_batch_size
@@ -74,7 +74,7 @@ class RunMonitors(Component):
     def log_values(self, steps: int) -> dict[str, float]:
         """The values for a log line over the last `steps` steps. A collective operation."""
         source_values = {} if self.sources is None else self.sources.pop(steps)
-        return source_values if self.observer is None else source_values | self.observer.values()
+        return source_values if self.observer is None else source_values | self.observer.pop_values()
 
     def close(self, reason: str) -> None:
         """End the traces and the journal of the run."""
@@ -89,7 +89,7 @@ def _make_observer(components: Components, batches: RunBatches, folder: str, *, 
     """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
     trainer, args, plan = components.trainer, components.trainer.args, components.engine.plan
     # All later runs in a folder write to its journal, so that it says which is the last.
-    has_earlier = os.path.isfile(os.path.join(folder, NAME))
+    has_earlier = os.path.isfile(os.path.join(folder, JOURNAL_NAME))
     observations = read_observe(args.observe) | ({"journal"} if has_earlier else set())
     if not observations:
         return None

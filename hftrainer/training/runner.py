@@ -26,7 +26,7 @@ from hftrainer.components.object_checks import check_evaluation_data
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import UnsupportedArgument
-from hftrainer.model.changes import apply_model_arguments
+from hftrainer.model.apply_arguments import apply_model_arguments
 from hftrainer.monitoring import health
 from hftrainer.parallel import devices
 from hftrainer.reporting import summary
@@ -418,7 +418,7 @@ class TrainingRunner(Component):
         steps = state.global_step - (run.initial_step if self.components.policy.averages_train_loss_over_call else 0)
         run.loss_up_to_log += run.loss_since_log.item()
         samples = num_train_samples * steps / max(state.max_steps, 1)
-        tokens = run.tokens if legacy.value(self.trainer.args, "include_tokens_per_second") else None
+        tokens = run.tokens if legacy.old_argument(self.trainer.args, "include_tokens_per_second") else None
         metrics = speed_metrics("train", start_time, num_samples=samples, num_steps=steps, num_tokens=tokens)
         logger.info("Training is complete.")
         self.trainer.store_flos()

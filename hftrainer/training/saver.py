@@ -22,7 +22,7 @@ from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import final_folder, rotate_checkpoints, staging_folder
 from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress, load_progress
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.overrides import accepted_args, is_overridden
 from hftrainer.components import mixture_batches
 from hftrainer.components.component import Component
@@ -87,7 +87,7 @@ class CheckpointSaver(Component):
             if callback_state:
                 components.checkpoint_writer.save(callback_state, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
         # The sharded formats cannot load adapters alone.
-        elif components.strategy.shards_model and peers.is_peft(components.unwrapped_model):
+        elif components.strategy.shards_model and libraries.is_peft(components.unwrapped_model):
             self.save_state_files(None, folder)
         trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         self.write_state(folder)
@@ -176,7 +176,7 @@ class CheckpointSaver(Component):
 
     def save_state_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
         """Write the optimizer's state, unless it is None, and the other state files of one process."""
-        for name, state in self.components.strategy.files(optimizer):
+        for name, state in self.components.strategy.state_files(optimizer):
             self.components.checkpoint_writer.save(state, os.path.join(output_dir, name))
 
     def save_progress(self, output_dir: str) -> None:
@@ -189,8 +189,8 @@ class CheckpointSaver(Component):
     def load_weights(self, model: nn.Module, folder: str, *, is_best: bool = False) -> None:
         """Load a checkpoint's weights into the model, sharded or not; with `is_best`, at the end of a run."""
         load = self.components.strategy.load_best_model if is_best else self.components.strategy.load_weights
-        has_adapters = peers.is_peft(self.components.unwrapped_model)
-        incompatible_keys = load(peers.unwrap_compiled(model), folder, only_trainable=has_adapters)
+        has_adapters = libraries.is_peft(self.components.unwrapped_model)
+        incompatible_keys = load(libraries.unwrap_compiled(model), folder, only_trainable=has_adapters)
         if incompatible_keys is not None:
             self.trainer._issue_warnings_after_load(incompatible_keys)
 
@@ -306,7 +306,7 @@ class CheckpointSaver(Component):
     def weights_to_save(self, folder: str, *, internal: bool) -> Iterator[dict[str, Any] | None]:
         """Yields the keyword arguments for `Trainer._save`; None if this process writes no model."""
         strategy = self.components.strategy
-        model = peers.unwrap_compiled(self.trainer.model)
+        model = libraries.unwrap_compiled(self.trainer.model)
         if internal and strategy.saves_only_parts:
             # transformers then writes only the parts; with 'dcp' we also write the model's other files.
             yield {"state_dict": {}} if strategy.plan.saves_dcp and self.trainer.args.should_save else None
@@ -333,19 +333,19 @@ class CheckpointSaver(Component):
         os.makedirs(folder, exist_ok=True)
         model = self.components.unwrapped_model
         logger.info("Saving the model to %s.", final_folder(folder))
-        safe = bool(legacy.value(self.trainer.args, "save_safetensors"))
+        safe = bool(legacy.old_argument(self.trainer.args, "save_safetensors"))
         write = functools.partial(save_weights, model, folder, safe=safe)
         # torch writes files from CPU memory.
         needs_copy = self.trainer.args.device.type == "xla"
         if weights == {}:
             save_configs(model, folder)
-        elif peers.is_peft(model):
+        elif libraries.is_peft(model):
             # Adapters are small, so this process does not write them in the background.
             write(self.components.strategy.to_cpu(model.state_dict()) if needs_copy else weights)
         else:
             if (self.components.checkpoint_writer.defers_writes or needs_copy) and weights is None:
                 # Pass the weights, so that the writer copies them before training changes the model.
-                weights = peers.unwrap_compiled(self.trainer.model).state_dict()
+                weights = libraries.unwrap_compiled(self.trainer.model).state_dict()
             self.components.checkpoint_writer.call_or_defer(
                 write,
                 weights,
@@ -424,7 +424,8 @@ class CheckpointSaver(Component):
         # Staging folders are named after their writer. If each node has a writer, use that of the nearest lower rank.
         staging_path = str(staging_folder(path)) if trainer.args.should_save else None
         folders = processes.gather_objects([staging_path])
-        strategy.gather(trainer.model, None if trainer.args.save_only_model else self.components.require_optimizer)
+        make_optimizer = None if trainer.args.save_only_model else self.components.require_optimizer
+        strategy.gather_states(trainer.model, make_optimizer)
         try:
             if trainer.args.should_save:
                 with writer.checkpoint(path, on_complete=on_written, on_failure=on_failure) as folder:

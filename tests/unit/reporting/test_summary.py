@@ -12,7 +12,7 @@ from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.base.messages import command_name
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.monitoring import requests
-from hftrainer.monitoring.journal import NAME
+from hftrainer.monitoring.journal import JOURNAL_NAME
 from hftrainer.reporting import summary
 from tests.support.checkpoints import At
 from tests.support.parity import accuracy
@@ -130,10 +130,10 @@ def test_resumed_and_complete(tmp_path, said):
 def test_a_complete_run_that_is_resumed_keeps_its_record(tmp_path, said, caplog, capsys, observe):
     settings = {**SAVED, "logging_steps": 1, "observe": observe}
     train(tmp_path, **settings)
-    journal, before = (tmp_path / NAME).read_bytes() if observe else b"", len(caplog.records)
+    journal, before = (tmp_path / JOURNAL_NAME).read_bytes() if observe else b"", len(caplog.records)
     capsys.readouterr()
     trainer = train(tmp_path, True, learning_rate=1.0, **settings)
-    assert not observe or (tmp_path / NAME).read_bytes() == journal
+    assert not observe or (tmp_path / JOURNAL_NAME).read_bytes() == journal
     assert trainer.state.log_history[-1]["train_loss"] == 0  # as in transformers
     assert len(caplog.records) == before + 1 and not capsys.readouterr().out
 

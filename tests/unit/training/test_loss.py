@@ -16,7 +16,9 @@ from hftrainer.training.run import Run
 
 def make_losses(release="5.20", *, averages_tokens=False, world_size=1, **attributes):
     """A computer of losses for a Trainer that has only the attributes which it reads."""
-    ranks = SimpleNamespace(data_world_size=world_size, gather_numbers=lambda each, distinct: each.repeat(world_size))
+    ranks = SimpleNamespace(
+        data_world_size=world_size, gather_numbers=lambda each, one_per_tp_group: each.repeat(world_size)
+    )
     defaults = {
         **dict.fromkeys(("optimizer", "compute_loss_func", "loss_is_scaled_for_ga", "label_smoother")),
         "args": SimpleNamespace(device="cpu", torch_empty_cache_steps=None),
