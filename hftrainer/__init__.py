@@ -7,7 +7,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from hftrainer.base.messages import connect as _connect_messages
+from hftrainer.base.messages import follow_transformers_logging as _follow_transformers_logging
 
 #: Public name → the module that defines it, read from `__init__.pyi`. A name is imported at first use, so that
 #: `import hftrainer` is cheap.
@@ -19,7 +19,7 @@ _EXPORTS = {
 }
 __all__ = sorted(_EXPORTS)
 
-_connect_messages()
+_follow_transformers_logging()
 
 
 def __getattr__(name: str) -> Any:

@@ -29,7 +29,7 @@ def make_parser() -> Parser:
         subparser.set_defaults(execute=module.execute, parser=subparser)
         if name != "run":
             subparser.add_argument("--json", action="store_true", help="print JSON, for programs; errors too")
-    completion = commands.add_parser("completion", help="print a script: a shell then completes hftrainer's words")
+    completion = commands.add_parser("completion", help="print the completion script of a shell")
     completion.description = "Print a script with which a shell completes the commands of hftrainer and their options."
     completion.epilog = "example: source <(hftrainer completion bash)"
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
@@ -60,7 +60,7 @@ def main(words: Sequence[str] | None = None) -> None:
     options, remaining = parser.parse_known_args(words)
     if options.command in ("run", "explain"):
         # This parser does not know the script's options: argparse returns those before the first value separately.
-        options.words = remaining + options.words
+        options.script_words = remaining + options.script_words
     elif remaining:
         options.parser.refuse(remaining[0])
     try:

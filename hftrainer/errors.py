@@ -45,6 +45,11 @@ def suggest(name: object, known: Iterable[str], otherwise: str = "", *, cutoff: 
     return f"; did you mean {matches[0]!r}?" if matches else otherwise
 
 
+def suggest_nearest(word: str, allowed: Iterable[str]) -> str:
+    """The end of an error message about an unknown word: the nearest allowed word, or all of them."""
+    return suggest(word, allowed, f": use one of {', '.join(sorted(allowed))}.")
+
+
 class InvalidArgument(ValueError):
     """An argument has an invalid value, or contradicts another argument."""
 

@@ -19,7 +19,7 @@ from hftrainer.reporting.tracker_callbacks import (
     TensorBoardCallback as TensorBoardCallback,
     WandbCallback as WandbCallback,
 )
-from hftrainer.reporting.tracking import TABLE, ReportingCallback as ReportingCallback
+from hftrainer.reporting.tracking import CSV_LOGGER, ReportingCallback as ReportingCallback
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -211,5 +211,5 @@ def further_loggers(names: Sequence[str], loggers: Any, args: TrainingArguments)
                 f"loggers contains {item!r} ({type(item).__name__}): pass instances of Lightning's loggers, such as "
                 "lightning.pytorch.loggers.CSVLogger('logs'), or name a tracker in report_to."
             )
-    tables = [name for name in names if name == TABLE]
+    tables = [name for name in names if name == CSV_LOGGER]
     return [*tables, *(loggers or ())] if args.process_index == 0 else []

@@ -10,13 +10,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.overrides import has_length
 from hftrainer.compat.version import __version__
 from hftrainer.errors import InvalidArgument, suggest
-from hftrainer.model_card import contents
+from hftrainer.model_card import card_contents
 from hftrainer.model_card.card_files import CARD_NAME, add_peft_parts, draw_plot, read_tags
-from hftrainer.model_card.contents import format_value
 from hftrainer.reporting.metrics import write_file_atomically
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ class TrainingSummary:
             InvalidArgument: for values of a wrong type.
         """
         model, folder = trainer._hftrainer.unwrapped_model, Path(str(trainer.args.output_dir))
-        finetuned_from = finetuned_from or contents.base_model_of(model)
+        finetuned_from = finetuned_from or card_contents.base_model_of(model)
         best = trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
         summary = cls(
             model_name=model_name or folder.name or finetuned_from or folder.resolve().name,
@@ -122,27 +121,27 @@ class TrainingSummary:
             license=license,
             tags=tags,
             finetuned_from=finetuned_from,
-            tasks=tasks or contents.task_of(model),
+            tasks=tasks or card_contents.task_of(model),
             dataset=dataset,
             dataset_tags=dataset_tags,
             dataset_args=dataset_args,
             dataset_metadata=dataset_metadata,
-            eval_results=contents.final_results(trainer.state.log_history, best),
-            eval_lines=contents.evaluation_rows(trainer.state.log_history),
-            hyperparameters=contents.hyperparameters(trainer._hftrainer),
-            library_name=peers.library_of(model),
-            model_class=type(peers.unwrap_peft(model)).__name__.removeprefix("FSDP"),
+            eval_results=card_contents.final_results(trainer.state.log_history, best),
+            eval_lines=card_contents.evaluation_rows(trainer.state.log_history),
+            hyperparameters=card_contents.hyperparameters(trainer._hftrainer),
+            library_name=libraries.library_of(model),
+            model_class=type(libraries.unwrap_peft(model)).__name__.removeprefix("FSDP"),
             samples=_count_samples(trainer),
         )
         summary.tags = list(dict.fromkeys([*_as_list(tags), GENERATED]))
         summary._fill_in_datasets(trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset)
         if license is None and (base := summary._base_model()):
-            summary.license = contents.license_of(base)
+            summary.license = card_contents.license_of(base)
         return summary
 
     def _fill_in_datasets(self, dataset: Any) -> None:
         """Describe the datasets of the run, unless the user described them."""
-        if datasets := contents.datasets_of(dataset):
+        if datasets := card_contents.datasets_of(dataset):
             if self.dataset_metadata is None:
                 self.dataset_metadata = [{"config": source.config, "split": source.split} for source in datasets]
             if self.dataset_tags is None:
@@ -176,7 +175,7 @@ class TrainingSummary:
                         continue
                     yield EvalResult(
                         task_type=task,
-                        task_name=contents.task_name(task),
+                        task_name=card_contents.task_name(task),
                         dataset_type=tag,
                         dataset_name=name or tag,
                         dataset_args=arguments,
@@ -193,7 +192,7 @@ class TrainingSummary:
     def _card_data(self) -> ModelCardData:
         from huggingface_hub import ModelCardData
 
-        metrics = contents.metric_tags(self.eval_results or {})
+        metrics = card_contents.metric_tags(self.eval_results or {})
         return ModelCardData(
             base_model=self._base_model(),
             datasets=_as_list(self.dataset_tags) or None,
@@ -222,13 +221,13 @@ class TrainingSummary:
         if self.eval_lines or self.plot:
             parts += ["### Training results"]
             parts += [f"![The curves of the training run]({self.plot})"] if self.plot else []
-            parts += [contents.markdown_table(self.eval_lines)] if self.eval_lines else []
+            parts += [card_contents.markdown_table(self.eval_lines)] if self.eval_lines else []
         parts += ["### Framework versions", "\n".join(f"- {name} {version}" for name, version in _versions().items())]
         return "\n\n".join(parts) + "\n"
 
     def _base_model(self) -> str | None:
         """The pretrained model, if it is a valid repository name; the Hub rejects other names."""
-        return self.finetuned_from if self.finetuned_from and contents.is_repo_id(self.finetuned_from) else None
+        return self.finetuned_from if self.finetuned_from and card_contents.is_repo_id(self.finetuned_from) else None
 
     def _introduction(self) -> str:
         model = f"{'An adapter for a' if self.library_name == 'peft' else 'A'} model"
@@ -301,7 +300,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _bullets(values: dict[str, Any] | None) -> str:
-    return "\n".join(f"- {name}: {format_value(value)}" for name, value in (values or {}).items())
+    return "\n".join(f"- {name}: {card_contents.format_value(value)}" for name, value in (values or {}).items())
 
 
 def _count_samples(trainer: Trainer) -> dict[str, int]:

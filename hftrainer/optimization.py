@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from hftrainer.arguments.choices import SchedulerType
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.errors import InvalidArgument, UnknownKey, UnsupportedArgument, suggest
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
         MissingPackage: if the installed release lacks it.
     """
     if name in ("Adafactor", "AdafactorSchedule", "get_adafactor_schedule", "GreedyLR"):
-        return peers.import_from_transformers("optimization", name, f"{__name__}.{name}")
+        return libraries.import_from_transformers("optimization", name, f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -265,12 +265,12 @@ def get_greedy_schedule(optimizer: Optimizer, **kwargs: Any) -> Any:
 
 
 def _greedy_lr() -> Any:
-    return peers.import_from_transformers("optimization", "GreedyLR", "lr_scheduler_type='greedy'")
+    return libraries.import_from_transformers("optimization", "GreedyLR", "lr_scheduler_type='greedy'")
 
 
 def needs_metric(scheduler: Any) -> bool:
     """Whether the scheduler steps on evaluations, with their metric: `ReduceLROnPlateau`, or transformers' GreedyLR."""
-    return isinstance(scheduler, ReduceLROnPlateau) or peers.is_instance(
+    return isinstance(scheduler, ReduceLROnPlateau) or libraries.is_instance(
         scheduler, "transformers.optimization", "GreedyLR"
     )
 
@@ -354,7 +354,8 @@ def get_scheduler(
             "; 'constant_with_warmup' has" if kind is SchedulerType.CONSTANT else "",
         )
     elif num_warmup_steps and num_training_steps and num_warmup_steps > num_training_steps:
-        logger.warning("warmup_steps=%s, but the run has only %s steps.", num_warmup_steps, num_training_steps)
+        text = "warmup_steps=%s, but the run has only %s steps: the learning rate does not reach its peak."
+        logger.warning(text, num_warmup_steps, num_training_steps)
     kwargs = scheduler_specific_kwargs or {}
     others = {name: each for name, each in parameters.items() if name not in {*steps, "optimizer", "self"}}
     _check_schedule_kwargs(kind, others, kwargs)

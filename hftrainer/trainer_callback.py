@@ -1,6 +1,6 @@
 """Re-exports `hftrainer.callbacks` under the name of transformers' module."""
 
-from hftrainer.callbacks.flow import (
+from hftrainer.callbacks.flow_callbacks import (
     DEFAULT_CALLBACKS as DEFAULT_CALLBACKS,
     DefaultFlowCallback as DefaultFlowCallback,
     EarlyStoppingCallback as EarlyStoppingCallback,

@@ -15,7 +15,7 @@ from torch import nn
 
 from hftrainer.arguments.choices import OptimizerNames
 from hftrainer.arguments.field import changed_arguments
-from hftrainer.compat import peers, swap
+from hftrainer.compat import libraries, transformers_names
 from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
 from hftrainer.optimizers import low_rank
 from hftrainer.optimizers.adamw_hf import AdamW
@@ -191,13 +191,13 @@ def _adamw_torch_fused(request: Request) -> OptimizerSpec:
 
 def _adamw_hf(request: Request) -> OptimizerSpec:
     """Under `install()`, transformers' equivalent class, for scripts that compare classes; otherwise ours."""
-    if swap.is_installed() and "transformers" in sys.modules:
+    if transformers_names.is_installed() and "transformers" in sys.modules:
         importlib.import_module("transformers.optimization")
-    return swap.current_value("transformers.optimization", "AdamW", AdamW), request.adam
+    return transformers_names.current_value("transformers.optimization", "AdamW", AdamW), request.adam
 
 
 def _adafactor(request: Request) -> OptimizerSpec:
-    kind = peers.import_from_transformers("optimization", "Adafactor", "optim='adafactor'")
+    kind = libraries.import_from_transformers("optimization", "Adafactor", "optim='adafactor'")
     return kind, {**request.lr, "scale_parameter": False, "relative_step": False}
 
 

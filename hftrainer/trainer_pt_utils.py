@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig as AcceleratorConfig
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel.processes import map_leaves, rebuild_container as rebuild_container
 from hftrainer.releases.policy import get_parameter_names as get_parameter_names
@@ -23,7 +23,7 @@ _CONTAINERS = (tuple, dict, list, Mapping)
 
 def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int:
     """Number of elements in a model's (trainable) parameters, including those that ZeRO-3 partitions."""
-    return sum(peers.element_count(p) for p in model.parameters() if p.requires_grad or not trainable_only)
+    return sum(libraries.element_count(p) for p in model.parameters() if p.requires_grad or not trainable_only)
 
 
 def nested_apply(function: Callable[[Any], Any], data: Any) -> Any:

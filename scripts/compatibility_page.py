@@ -226,7 +226,7 @@ def page() -> str:
     releases = "".join(
         f"| {kind.last_release} | {_linked(text)} (`{name}`) |\n"
         for kind in reversed(POLICIES)
-        for name, text in kind.changes.items()
+        for name, text in kind.own_changes.items()
     )
     attributes = "".join(_attribute(row) for row in differing.ATTRIBUTES)
     tables = (

@@ -10,26 +10,26 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from hftrainer.parallel.plan import LightningPlan
-from hftrainer_deepspeed.run import DeepSpeedRun
+from hftrainer_deepspeed.engine_holder import EngineHolder
 from hftrainer_lightning.precision import PlainPrecision
 from hftrainer_lightning.private_api.trainer import call_gradient_hooks
-from hftrainer_lightning.strategies import PreparedModelStrategy
+from hftrainer_lightning.strategies import ShardedModelStrategy
 
 
 class EnginePrecision(PlainPrecision):
     """Leaves backward, clipping and the step to DeepSpeed's engine.
 
     Args:
-        run: holds the engine.
+        holder: holds the engine.
     """
 
-    def __init__(self, run: DeepSpeedRun) -> None:
+    def __init__(self, holder: EngineHolder) -> None:
         super().__init__()
-        self._run = run
+        self._holder = holder
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass, and at the end of the accumulation window the optimizer step."""
-        self._run.backward(tensor, is_last=model.events.micro_batches.window.is_last, **kwargs)
+        self._holder.backward(tensor, is_last=model.events.micro_batches.window.is_last, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Run the forward and backward passes, in which the engine steps."""
@@ -38,17 +38,17 @@ class EnginePrecision(PlainPrecision):
         # torch's schedulers count these calls.
         optimizer.step()
         # The engine skips a step whose gradients are not finite.
-        self.has_skipped_step = bool(getattr(self._run.engine.optimizer, "overflow", False))
+        self.has_skipped_step = bool(getattr(self._holder.engine.optimizer, "overflow", False))
 
 
-class DeepSpeedEngineStrategy(PreparedModelStrategy, DeepSpeedStrategy):
+class DeepSpeedEngineStrategy(ShardedModelStrategy, DeepSpeedStrategy):
     """A model that DeepSpeed's engine trains. The engine is created before Lightning starts."""
 
-    def __init__(self, plan: LightningPlan, run: DeepSpeedRun) -> None:
+    def __init__(self, plan: LightningPlan, holder: EngineHolder) -> None:
         self.plan = plan
-        self._run = run
-        super().__init__(config=run.config.config, process_group_backend=plan.process_group_backend)
-        self.precision_plugin = EnginePrecision(run)
+        self._holder = holder
+        super().__init__(config=holder.config.config, process_group_backend=plan.process_group_backend)
+        self.precision_plugin = EnginePrecision(holder)
 
     def setup_environment(self) -> None:
         """Set up as for DDP. Lightning's DeepSpeed strategy refuses devices other than CUDA."""
@@ -74,4 +74,4 @@ class DeepSpeedEngineStrategy(PreparedModelStrategy, DeepSpeedStrategy):
     @property
     def deepspeed_engine(self) -> Any:
         """The run's DeepSpeed engine."""
-        return self._run.engine
+        return self._holder.engine

@@ -238,7 +238,7 @@ def _check_zero(zero: dict[str, Any]) -> Iterator[str]:
             yield f"deepspeed: zero_optimization.{name}.device={device!r}: choose 'cpu', 'nvme' or 'none'."
 
 
-def set_up_deepspeed(args: BaseArguments) -> DeepSpeedConfig | None:
+def set_up_config(args: BaseArguments) -> DeepSpeedConfig | None:
     """Build the configuration, and pass it to transformers; None without DeepSpeed.
 
     Models that are created before the Trainer need it. With ZeRO-3 the process group starts now, and

@@ -12,12 +12,12 @@ from torch import nn
 
 from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.sharded import load_sharded_weights, prepare_for_saving
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.errors import InvalidConfig, UnsupportedArgument
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
 from hftrainer.strategies.strategy import CallWrite, MakeOptimizer, Strategy, cast_floating, is_deepspeed_engine
-from hftrainer_deepspeed.run import DeepSpeedRun
+from hftrainer_deepspeed.engine_holder import EngineHolder
 from hftrainer_deepspeed.settings import DeepSpeedPlugin
 from hftrainer_deepspeed.start import connect
 
@@ -31,12 +31,12 @@ class DeepSpeedStrategy(Strategy):
     checkpoint, which also holds the full weights.
 
     Attributes:
-        run: DeepSpeed's engine and its configuration.
+        holder: DeepSpeed's engine and its configuration.
     """
 
     argument = "deepspeed"
     flags = ("is_deepspeed_enabled",)
-    card = "DeepSpeed"
+    card_name = "DeepSpeed"
     distributed_type = DistributedType.DEEPSPEED
     shards_model = True
     writes_parts = True
@@ -46,8 +46,8 @@ class DeepSpeedStrategy(Strategy):
 
     def __init__(self, plan: LightningPlan) -> None:
         super().__init__(plan)
-        self.run = DeepSpeedRun(plan)
-        self._plugin = DeepSpeedPlugin(self.run.config)
+        self.holder = EngineHolder(plan)
+        self._plugin = DeepSpeedPlugin(self.holder.config)
         self._has_script_optimizer = self._saves_states = False
 
     def plugins(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class DeepSpeedStrategy(Strategy):
         """Lightning's strategy. DeepSpeed's engine controls scaling and all-reduce."""
         from hftrainer_deepspeed.lightning import DeepSpeedEngineStrategy
 
-        return DeepSpeedEngineStrategy(self.plan, self.run)
+        return DeepSpeedEngineStrategy(self.plan, self.holder)
 
     def check_optimizers(self, optimizer: Any, scheduler: Any) -> None:
         """Refuse the script's optimizer or scheduler if the configuration defines one.
@@ -67,8 +67,8 @@ class DeepSpeedStrategy(Strategy):
             UnsupportedArgument: the error names the section.
         """
         self._has_script_optimizer = optimizer is not None
-        sections = [name for name in ("optimizer", "scheduler") if name in self.run.config.config]
-        if (optimizer is not None and self.run.has_config_optimizer) or (scheduler is not None and sections):
+        sections = [name for name in ("optimizer", "scheduler") if name in self.holder.config.config]
+        if (optimizer is not None and self.holder.has_config_optimizer) or (scheduler is not None and sections):
             raise UnsupportedArgument(
                 f"optimizers=(...) and the {' and '.join(sections)} of the deepspeed configuration set the same: use "
                 "only one. A scheduler from the script needs the script's or the Trainer's optimizer."
@@ -76,7 +76,7 @@ class DeepSpeedStrategy(Strategy):
 
     def start(self) -> None:
         """Let DeepSpeed use the process group."""
-        connect(self.plan.processes, self.device, timedelta(seconds=self.plan.timeout), self.run.config)
+        connect(self.plan.processes, self.device, timedelta(seconds=self.plan.timeout), self.holder.config)
 
     def make_scaler(self) -> None:
         """Return None: DeepSpeed scales the loss."""
@@ -85,11 +85,11 @@ class DeepSpeedStrategy(Strategy):
 
     def prepare_evaluation(self, trainer: Any) -> None:
         """Create an engine for partitioned parameters, else move the model. Does nothing in training."""
-        if self.run.is_training:
+        if self.holder.is_training:
             return
-        if self.run.config.is_zero3():
+        if self.holder.config.is_zero3():
             self._complete(trainer, 0)
-            trainer.model_wrapped = trainer.deepspeed = self.run.initialize_inference(trainer.model)
+            trainer.model_wrapped = trainer.deepspeed = self.holder.initialize_inference(trainer.model)
         else:
             trainer._move_model_to_device(trainer.model, trainer.args.device)
 
@@ -101,41 +101,41 @@ class DeepSpeedStrategy(Strategy):
         Raises:
             UnsupportedArgument: if an earlier engine has used the script's optimizer.
         """
-        run = self.run
+        holder = self.holder
         self._complete(trainer, max_steps)
-        if trainer.deepspeed is not None and run.is_training:
+        if trainer.deepspeed is not None and holder.is_training:
             if self._has_script_optimizer:
                 raise UnsupportedArgument(
                     "optimizers: in an earlier train(), DeepSpeed removed the parameters from this optimizer: pass "
                     "optimizer_cls_and_kwargs, or create a new Trainer."
                 )
             trainer.optimizer = None
-        if makes_both and not (run.has_config_optimizer or run.has_config_scheduler):
+        if makes_both and not (holder.has_config_optimizer or holder.has_config_scheduler):
             trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
-        elif not run.has_config_optimizer:
+        elif not holder.has_config_optimizer:
             trainer.create_optimizer()
-        trainer.optimizer, scheduler = run.initialize(
+        trainer.optimizer, scheduler = holder.initialize(
             trainer.model,
-            None if run.has_config_optimizer else trainer.optimizer,
+            None if holder.has_config_optimizer else trainer.optimizer,
             lambda optimizer: trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer),
         )
-        trainer.model_wrapped = trainer.deepspeed = run.engine
+        trainer.model_wrapped = trainer.deepspeed = holder.engine
         if scheduler is not None:
             trainer.lr_scheduler = scheduler
         else:
             # Create it after `initialize`, which drops empty parameter groups.
             trainer.create_scheduler(num_training_steps=max_steps)
-        config = json.dumps(run.config.config, indent=2, default=str)
+        config = json.dumps(holder.config.config, indent=2, default=str)
         logger.info("DeepSpeed trains with this configuration:\n%s", config)
         if folder is not None:
-            run.load(folder, strict=not peers.is_peft(trainer.model))
+            holder.load(folder, strict=not libraries.is_peft(trainer.model))
         trainer.accelerator.prepare_model(trainer.model)
 
     def _complete(self, trainer: Any, max_steps: int) -> None:
         """Fill in the configuration's values that depend on the run's length."""
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        self.run.complete(trainer.args, model, max_steps)
-        self._plugin.replace_config(self.run.config)
+        self.holder.complete(trainer.args, model, max_steps)
+        self._plugin.replace_config(self.holder.config)
 
     def prepare_extra_model(self, model: nn.Module) -> nn.Module:
         """Refuse: DeepSpeed's engine trains one model.
@@ -148,39 +148,39 @@ class DeepSpeedStrategy(Strategy):
     @property
     def needs_all_ranks_in_forward(self) -> bool:  # type: ignore[override]
         """True with ZeRO-3."""
-        return bool(self.run.config.is_zero3())
+        return bool(self.holder.config.is_zero3())
 
     def gather_full_weights(self, model: Any) -> dict[str, Any]:
         """Gather the full weights of a model, or of an engine's model."""
-        return self.run.gather_full_weights(model.module if is_deepspeed_engine(model) else model)
+        return self.holder.gather_full_weights(model.module if is_deepspeed_engine(model) else model)
 
-    def cast(self, batch: Any, model: nn.Module) -> Any:
+    def cast_batch(self, batch: Any, model: nn.Module) -> Any:
         """Cast floating-point tensors of a batch to the dtype of the weights, which DeepSpeed has chosen."""
         dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
         return cast_floating(batch, dtype)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the gradients before clipping. DeepSpeed's engine has already clipped them."""
-        if not self.run.is_training:
+        if not self.holder.is_training:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        norm: torch.Tensor = self.run.grad_norm()
+        norm: torch.Tensor = self.holder.grad_norm()
         return norm
 
-    def release(self) -> None:
+    def release_model(self) -> None:
         """Remove DeepSpeed's engine from the model."""
-        self.run.destroy()
+        self.holder.destroy()
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     @property
     def owns_scheduler(self) -> bool:  # type: ignore[override]
         """Whether the engine steps the scheduler, and saves it in its checkpoints."""
-        return self.run.has_config_scheduler or self.run.has_config_optimizer
+        return self.holder.has_config_scheduler or self.holder.has_config_optimizer
 
-    def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
+    def gather_states(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather partitioned weights. Without an optimizer, no states are written."""
         self._saves_states = optimizer is not None
-        if self.run.config.is_zero3():
+        if self.holder.config.is_zero3():
             self._gathered_states = {"model": self._full_weights(model)}
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
@@ -188,20 +188,20 @@ class DeepSpeedStrategy(Strategy):
         return dict(self._gathered_states["model"]) if "model" in self._gathered_states else self._full_weights(model)
 
     def _full_weights(self, model: nn.Module) -> dict[str, Any]:
-        adapters = peers.is_peft(model)
-        if not (self.run.saves_full_weights or adapters):
+        adapters = libraries.is_peft(model)
+        if not (self.holder.saves_full_weights or adapters):
             return {}
-        return prepare_for_saving(self.run.gather_full_weights(model, only_trainable=adapters), model)
+        return prepare_for_saving(self.holder.gather_full_weights(model, only_trainable=adapters), model)
 
     def _write_parts(self, folder: str, write: CallWrite) -> None:
         if self._saves_states:
-            self.run.save(folder, self.plan.processes)
+            self.holder.save(folder, self.plan.processes)
 
     def save_remaining_parts(self, folder: str) -> None:
         """Write the partitioned weights too, if full weights are not saved in training."""
-        if self.run.saves_full_weights or not self.run.is_training:
+        if self.holder.saves_full_weights or not self.holder.is_training:
             return
-        self.run.save(folder, self.plan.processes)
+        self.holder.save(folder, self.plan.processes)
         logger.warning(
             "stage3_gather_16bit_weights_on_model_save is not set, so %s holds partitioned weights: merge them into "
             "one file by running python zero_to_fp32.py . in that folder.",
@@ -214,7 +214,7 @@ class DeepSpeedStrategy(Strategy):
 
     def load_best_model(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load the weights, and their copies in DeepSpeed's optimizer."""
-        self.run.load(folder, strict=not peers.is_peft(model))
+        self.holder.load(folder, strict=not libraries.is_peft(model))
 
     def load_optimizer_and_scheduler(
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any

@@ -79,7 +79,7 @@ class LightningEngine:
         self.is_fitting = self.is_evaluating = False
         strategy.start()
         self.scaler = strategy.make_scaler()
-        self._group: loops.ValidationGroup | None = None
+        self._validation_group: loops.ValidationGroup | None = None
         self._saved_values: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
 
     def fit(
@@ -120,13 +120,14 @@ class LightningEngine:
         loggers = trainer.loggers
         self.module = module = TrainerModule(model)
         module.attach(events, optimizer, scheduler, resumed_state, automatic_optimization=automatic_optimization)
-        install_window_accumulation(trainer, events.micro_batches)
-        if events.first_epoch or events.position:
+        batches = events.micro_batches
+        install_window_accumulation(trainer, batches)
+        if batches.first_epoch or batches.first_position:
             restore_progress(
                 trainer,
-                epoch=events.first_epoch,
-                batch=events.position,
-                batches_per_epoch=len(events.micro_batches),
+                epoch=batches.first_epoch,
+                batch=batches.first_position,
+                batches_per_epoch=len(batches),
                 global_step=events.trainer.state.global_step,
             )
         self.is_fitting = True
@@ -135,9 +136,9 @@ class LightningEngine:
         try:
             with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
-                trainer.fit(module, train_dataloaders=events.micro_batches, val_dataloaders=[])
+                trainer.fit(module, train_dataloaders=batches, val_dataloaders=[])
         except Exception as error:
-            events.save_after_error(error)
+            events.components.saver.save_after_error(events, error)
             raise
         finally:
             self.is_fitting = False
@@ -162,7 +163,7 @@ class LightningEngine:
     def release(self) -> None:
         """Release the last run's model and everything built around it."""
         self.trainer = self.module = None
-        self.strategy.release()
+        self.strategy.release_model()
 
     @contextlib.contextmanager
     def autocast_forward(self, model: torch.nn.Module) -> Iterator[None]:
@@ -201,7 +202,7 @@ class LightningEngine:
             assert self.trainer is not None and self.module is not None
             # limit_val_batches does not limit predictions.
             all_batches = stage == "predict"
-            loops.validate_in_fit(self.trainer, self.module, batches, evaluation, self._group, all_batches)
+            loops.validate_in_fit(self.trainer, self.module, batches, evaluation, self._validation_group, all_batches)
             return
         outer_state = self.trainer, self.module, self.is_evaluating
         with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
@@ -237,14 +238,14 @@ class LightningEngine:
             A dict for metrics that callbacks should see besides those of each evaluation.
         """
         metrics: dict[str, float] = {}
-        if not self.is_fitting or self._group is not None:
+        if not self.is_fitting or self._validation_group is not None:
             yield metrics
             return
-        group = self._group = loops.ValidationGroup()
+        group = self._validation_group = loops.ValidationGroup()
         try:
             yield metrics
         finally:
-            self._group = None
+            self._validation_group = None
         assert self.trainer is not None and self.module is not None
         loops.end_group(self.trainer, self.module, group, metrics)
 

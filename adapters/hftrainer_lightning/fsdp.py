@@ -17,10 +17,10 @@ from hftrainer.parallel import fsdp_sharding as sharding
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning.precision import precision_plugin
 from hftrainer_lightning.private_api.trainer import PrecisionFromPlan, SharedMeshStrategy
-from hftrainer_lightning.strategies import PreparedModelStrategy, StrategySettings
+from hftrainer_lightning.strategies import ShardedModelStrategy, StrategySettings
 
 
-class _FsdpStrategy(PreparedModelStrategy):
+class _FsdpStrategy(ShardedModelStrategy):
     """Base of the strategies for both versions of FSDP."""
 
     sync_each_batch = False

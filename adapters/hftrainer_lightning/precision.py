@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from hftrainer.parallel.plan import TRUE_TYPES, LightningPlan
 from hftrainer.trainer_pt_utils import nested_apply
-from hftrainer_lightning.private_api.trainer import call_gradient_hooks, has_listeners
+from hftrainer_lightning.private_api.trainer import call_gradient_hooks, needs_lightning_hooks
 
 
 class PlainPrecision(Precision):
@@ -36,13 +36,13 @@ class PlainPrecision(Precision):
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """Scale the loss, and notify callbacks and profilers."""
-        if has_listeners(module.trainer):
+        if needs_lightning_hooks(module.trainer):
             return super().pre_backward(tensor, module)
         return tensor if self.scaler is None else self.scaler.scale(tensor)
 
     def post_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """Call `on_after_backward`."""
-        if has_listeners(module.trainer):
+        if needs_lightning_hooks(module.trainer):
             return super().post_backward(tensor, module)
         module.on_after_backward()
         return tensor.detach()

@@ -72,7 +72,7 @@ class PreparedStrategy(KeepDeviceStrategy):
         self.setup_precision_plugin()
 
 
-class PreparedModelStrategy(PreparedStrategy, ParallelStrategy):
+class ShardedModelStrategy(PreparedStrategy, ParallelStrategy):
     """A model that is sharded before Lightning starts."""
 
     plan: LightningPlan

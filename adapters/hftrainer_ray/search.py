@@ -18,7 +18,7 @@ from hftrainer import errors
 from hftrainer.arguments import legacy
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.search.backend import SearchBackend, check_keywords, check_limits, no_trial_message, read_directions
-from hftrainer.search.jobs import PackedTrainer, pack
+from hftrainer.search.jobs import PickledTrainer, pickle_trainer
 from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.trainer_utils import BestRun, default_hp_space_ray
 
@@ -73,7 +73,7 @@ class RaySearch(SearchBackend):
         scope = _objective_scope(trainer.args)
         space = self.space(trainer)
         check_names(trainer.args, space, allow_model_arguments=model_takes_trial(trainer.model_init))
-        self._check(trainer.args, n_trials, kwargs)
+        self._check_arguments(trainer.args, n_trials, kwargs)
         # This frees device memory for the trials.
         self.components.runner.release_trial()
         trainer.callback_handler.eval_dataloader = None
@@ -81,7 +81,7 @@ class RaySearch(SearchBackend):
         options["callbacks"] = [*(options.get("callbacks") or ()), stopper]
         try:
             analysis = tune.run(
-                tune.with_parameters(train_trial, packed_trainer=pack(self.components)),
+                tune.with_parameters(train_trial, packed_trainer=pickle_trainer(self.components)),
                 config=dict(space),
                 num_samples=-1 if n_trials is None else n_trials,
                 **options,
@@ -92,7 +92,7 @@ class RaySearch(SearchBackend):
             raise
         return self._best_run(analysis, scope)
 
-    def _check(self, args: Any, n_trials: Any, kwargs: Mapping[str, Any]) -> None:
+    def _check_arguments(self, args: Any, n_trials: Any, kwargs: Mapping[str, Any]) -> None:
         """Check the arguments before Ray starts."""
         from ray import tune
 
@@ -209,7 +209,7 @@ class RaySearch(SearchBackend):
         return folder if folder.is_dir() and not self.components.checkpoint_writer.has_failed else None
 
 
-def train_trial(config: dict[str, Any], packed_trainer: PackedTrainer) -> None:
+def train_trial(config: dict[str, Any], packed_trainer: PickledTrainer) -> None:
     """Train a trial. Ray calls this in the trial's process."""
     components = packed_trainer.unpack()
     assert isinstance(components.search, RaySearch)
@@ -218,7 +218,7 @@ def train_trial(config: dict[str, Any], packed_trainer: PackedTrainer) -> None:
 
 def _objective_scope(args: Any) -> str:
     """The objectives of a trial to compare: `ray_scope`, or its successor, the variable RAY_SCOPE."""
-    scope, name = legacy.value(args, "ray_scope"), "ray_scope"
+    scope, name = legacy.old_argument(args, "ray_scope"), "ray_scope"
     if scope == "last":
         scope, name = os.environ.get("RAY_SCOPE", "last"), "RAY_SCOPE"
     if scope not in _SCOPES:

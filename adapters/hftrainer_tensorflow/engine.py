@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _EPOCH_LOSS = "epoch_loss.json"
 
 
-class TFEngine(Trainer):
+class TorchTrainer(Trainer):
     """Trains the model of a TFTrainer, with the TFTrainer's data, optimizer, steps and log lines.
 
     Args:
@@ -122,7 +122,7 @@ class TFEngine(Trainer):
         """The logits of the TFTrainer's `prediction_step`, for the rows of this rank."""
         inputs = self._prepare_inputs(inputs)
         processes = self.accelerator.processes
-        is_shared = inputs["whole"] and processes.data_world_size > 1
+        is_shared = inputs["is_undivided"] and processes.data_world_size > 1
         # All ranks compute the same rows, and their losses are summed: divide by the number of ranks.
         instances = inputs["instances"] * (processes.data_world_size if is_shared else 1)
         with torch.no_grad():

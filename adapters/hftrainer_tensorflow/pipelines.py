@@ -201,7 +201,7 @@ class Batches(IterableDataset[Any]):
     """The micro-batches of one rank, from the batches of a pipeline.
 
     Each is a dict with `features` and `labels` as tensors, `instances`, the number of labels in the batch other than
-    -100, and `whole`, whether all ranks get all rows, because the rows cannot be divided.
+    -100, and `is_undivided`, whether all ranks get all rows, because the rows cannot be divided.
 
     Args:
         pipeline: yields batches of pairs.
@@ -239,7 +239,7 @@ class Batches(IterableDataset[Any]):
                     "features": to_torch(features, part),
                     "labels": to_torch(labels, part),
                     "instances": instances,
-                    "whole": part == slice(None),
+                    "is_undivided": part == slice(None),
                 }
 
     def _micro_batch_slices(self, row_count: int) -> list[slice]:

@@ -18,13 +18,13 @@ import torch
 from hftrainer import integrations
 from hftrainer.arguments import legacy
 from hftrainer.checkpointing.folder import get_last_checkpoint
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.optimization_tf import create_optimizer
 from hftrainer.trainer_utils import EvalPrediction, PredictionOutput
 from hftrainer.training_args_tf import TFTrainingArguments
 from hftrainer_tensorflow import models, pipelines
-from hftrainer_tensorflow.engine import TFEngine
+from hftrainer_tensorflow.engine import TorchTrainer
 
 #: Methods for steps and batches, which Lightning runs now → what to override instead.
 _REPLACED_METHODS = {
@@ -82,7 +82,7 @@ class TFTrainer:
         self._past: Any = None
         self._script_model = model
         self.model: Any = models.torch_model(model)
-        self._engine = TFEngine(self, self.model, args)
+        self._engine = TorchTrainer(self, self.model, args)
         integrations.add_kubeflow_tracker(args)
         reports = integrations.select_trackers(args.report_to)
         if "wandb" in reports:
@@ -141,7 +141,7 @@ class TFTrainer:
 
     def _as_pipeline(self, dataset: Any) -> Any:
         """The dataset as a pipeline, without the unused columns of a `datasets` dataset."""
-        if peers.is_dataset_or_stream(dataset):
+        if libraries.is_dataset_or_stream(dataset):
             dataset = self._engine._remove_unused_columns(dataset)
         return pipelines.as_pipeline(dataset)
 
@@ -225,7 +225,7 @@ class TFTrainer:
         if self._past is not None:
             features = {**features, "mems": self._past}
         loss, outputs = models.compute_loss_and_outputs(self.model, features, labels, training)
-        if (index := legacy.value(self.args, "past_index")) >= 0:
+        if (index := legacy.old_argument(self.args, "past_index")) >= 0:
             # The outputs do not include the loss.
             self._past = outputs[index - 1]
         return loss, outputs[0]

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import distributed, nn
 
-from hftrainer.errors import InvalidConfig
-from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings, suggest_nearest
+from hftrainer.errors import InvalidConfig, suggest_nearest
+from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings
 from hftrainer.parallel.fsdp_sharding import broadcast_weights, find_units
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.trainer_pt_utils import iterate_arrays

@@ -43,7 +43,7 @@ class XlaStrategy(ReplicasStrategy):
 
         return build_strategy(self.plan, shards_model=self.shards_model)
 
-    def move(self, model: nn.Module, device: torch.device) -> None:
+    def move_model(self, model: nn.Module, device: torch.device) -> None:
         """Move a model. Its tied weights stay tied."""
         devices.move_model(model, device)
 
@@ -67,7 +67,7 @@ class XlaSpmdStrategy(XlaStrategy):
     """One process drives all devices, over which the model's tensors are sharded (SPMD)."""
 
     argument = "fsdp"
-    card = "FSDP"
+    card_name = "FSDP"
     flags = ("is_fsdp_xla_enabled", "is_fsdp_xla_v2_enabled")
 
     def plugins(self) -> dict[str, Any]:
@@ -132,13 +132,13 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         """A context in which backward passes do not reduce gradients."""
         return None if self._sharded_model is None else self._sharded_model.no_sync()
 
-    def release(self) -> None:
+    def release_model(self) -> None:
         """Release the sharded model."""
         self._sharded_model = None
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
-    def gather(self, model: Any, optimizer: MakeOptimizer | None) -> None:
+    def gather_states(self, model: Any, optimizer: MakeOptimizer | None) -> None:
         """Copy this process's shards of the weights and of the optimizer state, unless `optimizer` is None."""
         metadata = model.get_shard_metadata()
         self._gathered_states = {"model": {"model": self.to_cpu(model.state_dict()), "shard_metadata": metadata}}
@@ -150,7 +150,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         """The full weights, on rank 0."""
         return self.gather_full_weights(model)
 
-    def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
+    def state_files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """No files: each process writes its shard."""
         return iter(())
 

@@ -1,7 +1,4 @@
-"""`BaseArguments`: the fields of `TrainingArguments`, and the values derived from them alone.
-
-Our functions accept this type. Scripts pass our `TrainingArguments` or those of transformers.
-"""
+"""`BaseArguments`, the type of training arguments that our functions accept."""
 
 from __future__ import annotations
 
@@ -40,7 +37,10 @@ _EXTRA_ARGUMENT_DEFAULTS = {
 
 @dataclass
 class BaseArguments(OldArguments):
-    """The fields, and the values derived from them."""
+    """The fields of `TrainingArguments`, and the values derived from them alone.
+
+    Scripts pass our `TrainingArguments` or those of transformers.
+    """
 
     #: Fields that accept a JSON object as text. Subclasses extend this list. The name is that of transformers.
     #: With an annotation, it would become a field.
@@ -177,8 +177,8 @@ class BaseArguments(OldArguments):
         """Optimizer steps of warm-up in a run of `num_training_steps` optimizer steps."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
-        keeps_ratio = self.warmup_steps == 0 and legacy.keeps_ratio("warmup_ratio")
-        return math.ceil(num_training_steps * ((self.warmup_ratio or 0) if keeps_ratio else self.warmup_steps))
+        uses_ratio = self.warmup_steps == 0 and legacy.is_v4_warmup_ratio("warmup_ratio")
+        return math.ceil(num_training_steps * ((self.warmup_ratio or 0) if uses_ratio else self.warmup_steps))
 
     # ---- Serialization -----------------------------------------------------------------------------------------
 

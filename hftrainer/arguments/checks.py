@@ -46,7 +46,7 @@ def check_device(resolved: ResolvedArguments) -> Iterator[str]:
     """Yields an error for each setting that the device does not support."""
     args, device_type, processes = resolved.args, resolved.device.type, resolved.rank_info.world_size
     is_model_sharded = resolved.sharding is not None or resolved.layout.tp_size > 1
-    if legacy.value(args, "use_mps_device") and device_type != "mps":
+    if legacy.old_argument(args, "use_mps_device") and device_type != "mps":
         yield f"use_mps_device=True, but {_explain_missing_mps(args)}: remove it to train on {device_type}."
     if device_type == "cpu" and not _asks_for_cpu(args) and (reason := _explain_unused_device()):
         yield reason
@@ -127,7 +127,7 @@ def _check_backend(backends: str, device_type: str, has_process_group: bool) -> 
 def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
     """An error for each setting that TPUs do not support."""
     args, device_type, rank_info = resolved.args, resolved.device.type, resolved.rank_info
-    cores = legacy.value(args, "tpu_num_cores") or None
+    cores = legacy.old_argument(args, "tpu_num_cores") or None
     if cores is not None and device_type not in ("xla", "tpu") and not args.use_cpu:
         reason = "no TPU was found: set PJRT_DEVICE=TPU" if devices.has_torch_xla() else _NO_TORCH_XLA
         yield f"tpu_num_cores={cores} needs a TPU, but {reason}."

@@ -55,7 +55,7 @@ class Explanation:
             "arguments": [dataclasses.asdict(line) for line in self.lines],
             "errors": list(self.errors),
             "call": self.call,
-            "behaviour": {"release": str(self.policy.release), "differences": self.policy.differences()},
+            "behaviour": {"release": str(self.policy.release), "differences": self.policy.all_changes()},
         }
         return json.dumps(explanation, indent=2)
 
@@ -120,7 +120,7 @@ def _argument(error: str) -> str:
 
 
 def _describe_policy(policy: ReleasePolicy) -> list[str]:
-    differences = policy.differences()
+    differences = policy.all_changes()
     if not differences:
         lines = [f"Behaves like transformers {policy.release}, the newest known release."]
         if (installed := installed_release()) != policy.release:

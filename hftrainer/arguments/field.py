@@ -13,7 +13,7 @@ from hftrainer.errors import InvalidArgument
 
 #: The `since` of arguments that no release of transformers has.
 OURS = "hftrainer"
-#: The subjects of switches for scripts, of these, and of arguments that the newest release no longer has.
+#: The headings of switches for scripts, of these, and of arguments that the newest release no longer has.
 SCRIPT_SUBJECT = "For your script"
 OWN_SUBJECT, EARLIER_SUBJECT = "Only in hftrainer", "Removed in newer releases"
 LAST_SUBJECTS = SCRIPT_SUBJECT, OWN_SUBJECT, EARLIER_SUBJECT
@@ -41,7 +41,7 @@ class Argument:
         accepted_values: the values that are not refused; all if empty.
         removed_feature: a value whose feature no longer exists, and what happens instead.
         past_defaults: the last release with an older default → that default, oldest first.
-        subject: its subject; our own arguments have one, and those of earlier releases.
+        subject: its heading in the help; own and removed arguments have one heading each.
     """
 
     default: Any
@@ -62,7 +62,7 @@ class Argument:
     past_defaults: Mapping[str, Any] | None = None
     subject: str = ""
 
-    def is_neutral(self, value: Any, default: Any) -> bool:
+    def has_no_effect(self, value: Any, default: Any) -> bool:
         """Whether a value changes nothing: the default, empty, or what None stands for.
 
         Args:

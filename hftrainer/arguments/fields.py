@@ -17,7 +17,7 @@ from hftrainer.arguments.choices import (
     SaveStrategy,
     SchedulerType,
 )
-from hftrainer.arguments.field import OURS, SCRIPT_SUBJECT, arg, begin_subject, old_name, to_name
+from hftrainer.arguments.field import SCRIPT_SUBJECT, arg, begin_subject, old_name, to_name
 
 _EVALUATION = "Evaluation"
 
@@ -246,17 +246,6 @@ class CurrentArguments:
         neutral_value=False,
     )
     include_num_input_tokens_seen: str | bool = arg("no", "Count input tokens: 'no', 'all' or 'non_padding'.", "4.40")
-    # transformers' parser does not support a union with bool.
-    observe: None | str | Literal[True, False] | list[str] = arg(
-        False,
-        "Measure the run: True, or some of 'speed' (tokens and samples per second, seconds per step), 'time' (shares "
-        "of waiting for data, evaluations and saves), 'memory', 'mfu', 'warnings' (about slow steps and slow data) and "
-        "'journal' (the file that `watch` reads). Each log line has the values of its interval.",
-        OURS,
-        const=True,
-        accepts_several=True,
-        read_once=True,
-    )
     report_to: None | str | list[str] = arg(
         "none",
         "Trackers to write to, a name or a list: 'none', 'all' that are installed, 'azure_ml', 'clearml', 'codecarbon', "
@@ -267,22 +256,12 @@ class CurrentArguments:
         past_defaults={"4.57": "all"},
     )
     run_name: str | None = arg(None, "Name of the run in the trackers.", "4.1")
-    new_tracker_run: bool = arg(
-        False, "Start new tracker runs when training resumes, instead of continuing those of the checkpoint.", OURS
-    )
     project: str = arg("huggingface", "Name of the project in Trackio.", "4.57")
     trackio_space_id: str | None = arg(
         None, "Space that shows the Trackio dashboard.", "4.57", past_defaults={"5.5": "trackio"}
     )
     trackio_bucket_id: str | None = arg(None, "Bucket that stores the Trackio data.", "5.23")
     trackio_static_space_id: str | None | Literal[False] = arg(None, "Static Space for the Trackio dashboard.", "5.23")
-
-    metrics_port: int | str | None = arg(
-        None,
-        "Port of 127.0.0.1 on which the first process of each node serves /metrics for Prometheus, and /health, which "
-        "names a rank that hangs; '0.0.0.0:9400' also sets the address.",
-        OURS,
-    )
 
     begin_subject(_EVALUATION)
 
@@ -291,7 +270,6 @@ class CurrentArguments:
         "Optimizer steps between evaluations; a value below 1 is a fraction of all steps; None uses `logging_steps`.",
         "4.1",
     )
-    eval_minutes: float | None = arg(None, "Also evaluate this many minutes after the last evaluation.", OURS)
     eval_delay: float = arg(
         0, "Epochs or optimizer steps (the unit of `eval_strategy`) before the first evaluation.", "4.30"
     )
@@ -300,7 +278,6 @@ class CurrentArguments:
     eval_use_gather_object: bool = arg(
         False, "Gather lists of any objects from all processes, one item per sample.", "4.48"
     )
-    eval_memmap_dir: str | None = arg(None, "Folder of temporary memory-mapped files for predictions.", OURS)
     include_for_metrics: list[str] = arg(list, "Additional inputs of `compute_metrics`: 'inputs', 'loss'.", "4.48")
     batch_eval_metrics: bool = arg(False, "Call `compute_metrics(..., compute_result=...)` for each batch.", "4.48")
     metric_for_best_model: str | None = arg(None, "Metric that compares models, with or without 'eval_'.", "4.1")
@@ -316,7 +293,6 @@ class CurrentArguments:
     save_steps: float = arg(
         500, "Optimizer steps between checkpoints; a value below 1 is a fraction of all steps.", "4.1"
     )
-    save_minutes: float | None = arg(None, "Also save this many minutes after the last save.", OURS)
     save_total_limit: int | None = arg(
         None, "Checkpoints to keep, always including the best and the newest; None keeps all.", "4.1"
     )
@@ -324,29 +300,6 @@ class CurrentArguments:
         False, "Save no optimizer, scheduler or random states; such a run cannot resume.", "4.40"
     )
     save_on_each_node: bool = arg(False, "With several nodes, write to the disk of each node.", "4.15")
-    storage_url: str | None = arg(
-        None,
-        "URL for all files of output_dir, such as 's3://bucket/run': uploaded in the background, and downloaded to "
-        "resume. A URL as output_dir has the same effect, with local files in a cache folder.",
-        OURS,
-        read_once=True,
-    )
-    keep_local: int = arg(
-        1, "With storage_url, checkpoints to keep on the local disk, besides the best.", OURS, minimum=1
-    )
-    checkpoint_format: str = arg(
-        "transformers",
-        "'dcp' saves weights and optimizer in one folder of torch.distributed.checkpoint, as torchtitan does.",
-        OURS,
-        choices=("transformers", "dcp"),
-        read_once=True,
-    )
-    save_on_interrupt: bool = arg(
-        True,
-        "On SIGTERM, SIGUSR1, Ctrl-C or an error, save the last complete optimizer step before the run ends. Nothing "
-        "is saved with save_strategy='no'.",
-        OURS,
-    )
     enable_jit_checkpoint: bool = arg(False, "On SIGTERM, save once and return from train().", "5.0", read_once=True)
     load_best_model_at_end: bool = arg(False, "Load the best checkpoint's weights when training ends.", "4.1")
     resume_from_checkpoint: str | None = arg(
@@ -431,13 +384,6 @@ class CurrentArguments:
         "FSDP settings: a dict or the path of a JSON file.",
         "4.30",
         "mapped: how fsdp shards the model",
-        json=True,
-    )
-    lightning_config: dict[str, Any] | str | None = arg(
-        None,
-        "Keyword arguments of `lightning.Trainer`, as a dict, a JSON object, or the path of a JSON or YAML file.",
-        OURS,
-        "mapped: keyword arguments of lightning.Trainer, which override the arguments, and of hftrainer",
         json=True,
     )
     deepspeed: dict[str, Any] | str | None = arg(

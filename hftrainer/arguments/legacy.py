@@ -42,7 +42,7 @@ HIDDEN_FIELDS: dict[str, Any] = {}
 FIELDS = {name: field for name, field in OldArguments.__dataclass_fields__.items() if ARGUMENTS[name].until}
 
 
-def value(args: Any, name: str) -> Any:
+def old_argument(args: Any, name: str) -> Any:
     """The value of an old argument without a new name.
 
     If the argument is missing, or a subclass redeclares it, this is its default.
@@ -58,7 +58,7 @@ def describe_removed_features(args: Any) -> list[str]:
     features = {
         name: argument.removed_feature for name, argument in ARGUMENTS.items() if argument.removed_feature is not None
     }
-    return [f"{name}={old!r}: {instead}." for name, (old, instead) in features.items() if value(args, name) == old]
+    return [f"{name}={old!r}: {how}." for name, (old, how) in features.items() if old_argument(args, name) == old]
 
 
 def redeclared_old_names(args_class: type) -> frozenset[str]:
@@ -76,7 +76,7 @@ def redeclared_old_names(args_class: type) -> frozenset[str]:
 
 def set_current(args: BaseArguments, name: str, value: Any) -> None:
     """Set the current argument to a value that was set by its old name."""
-    if name not in redeclared_old_names(type(args)) and not keeps_ratio(name):
+    if name not in redeclared_old_names(type(args)) and not is_v4_warmup_ratio(name):
         rename = RENAMED[name]
         setattr(args, rename.new, rename.write(getattr(args, rename.new), value))
 
@@ -139,14 +139,14 @@ def _pop_hidden(args: BaseArguments, redeclared_names: Set[str]) -> dict[str, An
     return {name: value for name, value in values.items() if name in RENAMED}
 
 
-def keeps_ratio(name: str) -> bool:
+def is_v4_warmup_ratio(name: str) -> bool:
     """Whether an argument is the `warmup_ratio` of v4, which does not change `warmup_steps`."""
     return name == "warmup_ratio" and "no_cuda" in CURRENT_FIELDS
 
 
 def _is_set(name: str, value: Any) -> bool:
     # In v5.0 to v5.2, even 0.0 replaces `warmup_steps`.
-    if name == "warmup_ratio" in CURRENT_FIELDS and not keeps_ratio(name):
+    if name == "warmup_ratio" in CURRENT_FIELDS and not is_v4_warmup_ratio(name):
         return value is not None
     return RENAMED[name].accepts_false if value is False else value not in (None, False, "", [])
 
@@ -155,7 +155,7 @@ def _translate_one(args: BaseArguments, name: str, value: Any, previous_value: A
     rename = RENAMED[name]
     current_value = getattr(args, rename.new)
     if name == "warmup_ratio":
-        if keeps_ratio(name) and 0 <= value <= 1:
+        if is_v4_warmup_ratio(name) and 0 <= value <= 1:
             return
         if not 0 <= value < 1:
             raise InvalidArgument(f"warmup_ratio={value!r}: use a fraction of all steps, at least 0 and below 1.")
@@ -260,7 +260,7 @@ def set_release_values(args: BaseArguments) -> None:
         args.local_rank = args.local_process_index
         vars(args)["framework"] = "pt"
         folder_name = f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
-        args.logging_dir = value(args, "logging_dir") or os.path.join(str(args.output_dir), "runs", folder_name)
+        args.logging_dir = old_argument(args, "logging_dir") or os.path.join(str(args.output_dir), "runs", folder_name)
     if is_before("4.57"):
         args.lr_scheduler_kwargs = args.lr_scheduler_kwargs or {}
         if args.include_num_input_tokens_seen == "no":

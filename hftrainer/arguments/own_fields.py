@@ -1,9 +1,9 @@
-"""Arguments that no release of transformers has, for the training data and the optimizer."""
+"""Arguments that no release of transformers has."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hftrainer.arguments.field import OURS, arg
 from hftrainer.arguments.fields import CurrentArguments
@@ -11,7 +11,61 @@ from hftrainer.arguments.fields import CurrentArguments
 
 @dataclass(kw_only=True)
 class OwnArguments(CurrentArguments):
-    """The arguments of training that only hftrainer has."""
+    """The arguments that only hftrainer has."""
+
+    # transformers' parser does not support a union with bool.
+    observe: None | str | Literal[True, False] | list[str] = arg(
+        False,
+        "Measure the run: True, or some of 'speed' (tokens and samples per second, seconds per step), 'time' (shares "
+        "of waiting for data, evaluations and saves), 'memory', 'mfu', 'warnings' (about slow steps and slow data) and "
+        "'journal' (the file that `watch` reads). Each log line has the values of its interval.",
+        OURS,
+        const=True,
+        accepts_several=True,
+        read_once=True,
+    )
+    new_tracker_run: bool = arg(
+        False, "Start new tracker runs when training resumes, instead of continuing those of the checkpoint.", OURS
+    )
+    metrics_port: int | str | None = arg(
+        None,
+        "Port of 127.0.0.1 on which the first process of each node serves /metrics for Prometheus, and /health, which "
+        "names a rank that hangs; '0.0.0.0:9400' also sets the address.",
+        OURS,
+    )
+    eval_minutes: float | None = arg(None, "Also evaluate this many minutes after the last evaluation.", OURS)
+    eval_memmap_dir: str | None = arg(None, "Folder of temporary memory-mapped files for predictions.", OURS)
+    save_minutes: float | None = arg(None, "Also save this many minutes after the last save.", OURS)
+    storage_url: str | None = arg(
+        None,
+        "URL for all files of output_dir, such as 's3://bucket/run': uploaded in the background, and downloaded to "
+        "resume. A URL as output_dir has the same effect, with local files in a cache folder.",
+        OURS,
+        read_once=True,
+    )
+    keep_local: int = arg(1, "With storage_url, local checkpoints to keep, besides the best.", OURS, minimum=1)
+    checkpoint_format: str = arg(
+        "transformers",
+        "'dcp' saves weights and optimizer in one folder of torch.distributed.checkpoint, as torchtitan does.",
+        OURS,
+        choices=("transformers", "dcp"),
+        read_once=True,
+    )
+    save_on_interrupt: bool = arg(
+        True,
+        "On SIGTERM, SIGUSR1, Ctrl-C or an error, save the last complete optimizer step before the run ends. Nothing "
+        "is saved with save_strategy='no'.",
+        OURS,
+    )
+    lightning_config: dict[str, Any] | str | None = arg(
+        None,
+        "Keyword arguments of `lightning.Trainer`, as a dict, a JSON object, or the path of a JSON or YAML file.",
+        OURS,
+        "mapped: keyword arguments of lightning.Trainer, which override the arguments, and of hftrainer",
+        json=True,
+    )
+
+    # ---- Training data ---------------------------------------------------------------------------------------------
 
     elastic: bool = arg(
         False,
@@ -20,8 +74,6 @@ class OwnArguments(CurrentArguments):
         "with the epoch's first samples.",
         OURS,
     )
-
-    # ---- Training data of several sources ---------------------------------------------------------------------------
 
     mixture_weights: dict[str, Any] | str | Any | None = arg(
         None,

@@ -15,7 +15,7 @@ from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.config_files import env_flag, read_config
 from hftrainer.parallel.environment import RankInfo, find_rank_info
 from hftrainer.parallel.fsdp_settings import FsdpSettings, read_fsdp
-from hftrainer.parallel.plan import Layout, read_layout
+from hftrainer.parallel.plan import ParallelLayout, read_layout
 from hftrainer.plugins import load
 from hftrainer.releases import followed
 from hftrainer.releases.policy import ReleasePolicy
@@ -31,7 +31,7 @@ def asks_for_deepspeed(args: BaseArguments) -> bool:
 
 def set_up_deepspeed(args: BaseArguments) -> Any:
     """Set up DeepSpeed's configuration for models created before the Trainer; None without DeepSpeed."""
-    return load("deepspeed", "settings").set_up_deepspeed(args) if asks_for_deepspeed(args) else None
+    return load("deepspeed", "settings").set_up_config(args) if asks_for_deepspeed(args) else None
 
 
 class ResolvedArguments:
@@ -61,7 +61,7 @@ class ResolvedArguments:
         return MappingProxyType(read_config(getattr(self.args, "lightning_config", None)))
 
     @functools.cached_property
-    def readable_config(self) -> Mapping[str, Any]:
+    def config_or_empty(self) -> Mapping[str, Any]:
         """The keyword arguments in `lightning_config`, or none if it cannot be read, which the checks report."""
         try:
             return self.lightning_config
@@ -71,13 +71,13 @@ class ResolvedArguments:
     @functools.cached_property
     def policy(self) -> ReleasePolicy:
         """The policy of the followed release of transformers."""
-        return followed.from_config(self.readable_config)
+        return followed.from_config(self.config_or_empty)
 
     @functools.cached_property
     def rank_info(self) -> RankInfo:
         """Rank and world size of this process."""
         # transformers' arguments would use several GPUs for DataParallel, so count one.
-        return find_rank_info(self.readable_config, gpus=getattr(self.args, "_count_gpus", lambda: 1))
+        return find_rank_info(self.config_or_empty, gpus=getattr(self.args, "_count_gpus", lambda: 1))
 
     def forget_rank_info(self) -> None:
         """Clear `rank_info` and the device, after the other processes have been started."""
@@ -95,7 +95,7 @@ class ResolvedArguments:
         return AcceleratorConfig.read(self.args.accelerator_config)
 
     @functools.cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> ParallelLayout:
         """How the processes share the model and the batches, by `parallelism_config` or the loaded model."""
         return read_layout(self.args.parallelism_config, self.model)
 

@@ -51,7 +51,7 @@ def non_neutral_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]
         for name, field in fields.items()
         # Compared first, since most arguments have their default.
         if (value := getattr(args, name)) != field.default
-        and not known[name].is_neutral(value, field.default)
+        and not known[name].has_no_effect(value, field.default)
         and not legacy.is_set_by_release(args, name)
     }
 
@@ -95,7 +95,7 @@ def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool =
 def check_launch(resolved: ResolvedArguments) -> list[str]:
     """Error messages for launched processes that cannot train."""
     gpus = visible_device_count(resolved.device)
-    return [*check_rank_info(resolved.rank_info, resolved.readable_config, gpus), *check_xla(resolved)]
+    return [*check_rank_info(resolved.rank_info, resolved.config_or_empty, gpus), *check_xla(resolved)]
 
 
 def process_group_backend(resolved: ResolvedArguments) -> str | None:
@@ -135,7 +135,7 @@ def make_plan(resolved: ResolvedArguments) -> LightningPlan:
         read_once=MappingProxyType(
             {name: copy.copy(getattr(args, name, None)) for name, argument in ARGUMENTS.items() if argument.read_once}
         ),
-        config=MappingProxyType({name: value for name, value in config.items() if name in FORWARDED}),
+        trainer_overrides=MappingProxyType({name: value for name, value in config.items() if name in FORWARDED}),
     )
 
 

@@ -7,8 +7,9 @@ import json
 import logging
 import math
 import os
+import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import (
     DebugOption,
     IntervalStrategy,
+    OptimizerNames,
     SaveStrategy,
     as_text,
     normalize_observe,
@@ -28,7 +30,6 @@ from hftrainer.arguments.choices import (
     token_counting_mode,
 )
 from hftrainer.arguments.old_fields import ARGUMENTS
-from hftrainer.arguments.own_checks import check_own
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.storage_url import separate_storage
 from hftrainer.errors import InvalidArgument, InvalidConfig, suggest
@@ -46,6 +47,7 @@ ALIASES = {
 
 #: Schedules that step on an evaluation metric.
 _METRIC_BASED = ("reduce_lr_on_plateau", "greedy")
+_LAYERWISE = [name.value for name in OptimizerNames if name.value.endswith("layerwise")]
 
 
 def normalize(args: BaseArguments) -> None:
@@ -165,7 +167,9 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
     is_negative = isinstance(args.warmup_steps, (int, float)) and args.warmup_steps < 0
     return [
         *(_check_run(args) if complete or is_negative else ()),
-        *check_own(args),
+        *_check_tokens_per_batch(args),
+        *_check_mixture(args),
+        *_check_divergence(args),
         *_check_loading(args),
         *_check_choices(args),
         *param_groups.check_entries(args.param_groups),
@@ -175,7 +179,7 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
         *_check_precision(args),
         *check_accelerator_config(resolved),
         *_check_deepspeed(resolved),
-        *followed.check_release(resolved.readable_config),
+        *followed.check_release(resolved.config_or_empty),
     ]
 
 
@@ -265,7 +269,7 @@ def _check_deepspeed(resolved: ResolvedArguments) -> Iterator[str]:
     """Errors in `deepspeed` that only the arguments cause."""
     try:
         if (config := resolved.deepspeed) is not None:
-            yield from load("deepspeed", "settings").check_deepspeed(resolved.args, config, resolved.readable_config)
+            yield from load("deepspeed", "settings").check_deepspeed(resolved.args, config, resolved.config_or_empty)
     except InvalidConfig as error:
         yield str(error)
 
@@ -406,3 +410,61 @@ def _check_precision(args: BaseArguments) -> Iterator[str]:
         yield "bf16=True, but this GPU does not support bfloat16: use fp16=True, or use_cpu=True."
     if args.lr_scheduler_type in _METRIC_BASED and args.eval_strategy == IntervalStrategy.NO:
         yield f"lr_scheduler_type={as_text(args.lr_scheduler_type)!r} needs evaluation metrics: set eval_strategy."
+
+
+def _check_tokens_per_batch(args: BaseArguments) -> Iterator[str]:
+    if args.tokens_per_batch is None:
+        return
+    setting = f"tokens_per_batch={args.tokens_per_batch}"
+    if args.tokens_per_batch < 1:
+        yield f"{setting}: use a positive number."
+    if args.train_sampling_strategy != "random" or getattr(args, "sortish_sampler", False):
+        yield f"{setting} chooses the batches: keep train_sampling_strategy='random', without sortish_sampler."
+    for name in ("elastic", "auto_find_batch_size"):
+        if getattr(args, name):
+            yield f"{setting} makes batches of varying sizes, but {name}=True needs a fixed size: remove one."
+    if args.torch_compile and args.flatten_batches:
+        yield (
+            f"{setting} with flatten_batches=True makes batches of varying shapes, and torch_compile compiles each: "
+            "remove one of them."
+        )
+
+
+def _check_mixture(args: BaseArguments) -> Iterator[str]:
+    weights = args.mixture_weights
+    if not (weights is None or isinstance(weights, Mapping) or callable(weights)):
+        yield f"mixture_weights={weights!r}: use a dict, source → weight, or a function of the optimizer step."
+    if callable(weights):
+        try:
+            pickle.dumps(weights)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            yield (
+                f"mixture_weights: checkpoints contain the arguments, but this function cannot be pickled ({error}). "
+                "Define it with def at the top of a module, not as a lambda or inside a function."
+            )
+    if weights is not None and args.mixture_temperature != 1:
+        yield "mixture_temperature computes the weights from the sizes, but mixture_weights sets them: choose one."
+    if not args.mixture_temperature > 0:
+        yield f"mixture_temperature={args.mixture_temperature!r}: use a number above 0."
+
+
+def _check_divergence(args: BaseArguments) -> Iterator[str]:
+    threshold = args.divergence_threshold
+    if args.on_divergence is None and (threshold is not None or args.max_rollbacks != 3):
+        yield "divergence_threshold and max_rollbacks need on_divergence: set it to 'rollback' or 'stop'."
+    if args.on_divergence is not None and as_text(args.optim) in ("lomo", "adalomo", *_LAYERWISE):
+        yield (
+            f"on_divergence={args.on_divergence!r} checks a step before it changes weights, but "
+            f"optim={as_text(args.optim)!r} changes them during the backward pass: choose another optim."
+        )
+    if isinstance(threshold, bool) or (
+        threshold is not None and not (isinstance(threshold, (int, float)) and threshold > 0)
+    ):
+        yield f"divergence_threshold={threshold!r}: use a number of standard deviations above 0, such as 10, or None."
+    if args.on_divergence == "rollback":
+        if args.auto_find_batch_size:
+            yield "on_divergence='rollback' skips batches, which auto_find_batch_size=True would change: choose one."
+        if args.ignore_data_skip:
+            yield "on_divergence='rollback' continues the epoch's data, but ignore_data_skip restarts it: choose one."
+        if args.save_only_model:
+            yield "on_divergence='rollback' needs the optimizer's state in checkpoints: set save_only_model=False."

@@ -21,21 +21,21 @@ from hftrainer.callbacks.handler import (
     HOOK_BY_EVENT,
     CallbackHandler,
     make_callback,
-    pop_matching,
+    remove_callback_like,
     warn_of_misspelt_events,
 )
 from hftrainer.callbacks.progress_bar import choose_progress_callback
 from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing.writer import CheckpointWriter
-from hftrainer.compat import peers, swap
+from hftrainer.compat import libraries, transformers_names
 from hftrainer.compat.overrides import check_lightning_methods, is_overridden, record_methods, refuse_rewritten
 from hftrainer.components.component import Component
 from hftrainer.components.object_checks import check_consistency, check_data, check_memmap, check_optimizer
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.errors import InvalidArgument, NotAFolder, UnsupportedArgument, WrongObject
-from hftrainer.evaluation.collected import make_metrics_gather
+from hftrainer.evaluation.collecting import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
-from hftrainer.model.changes import set_tf32
+from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.parallel.accelerator import EngineAccelerator
 from hftrainer.plugins import lightning_adapter
 from hftrainer.releases.followed import describe_older_release
@@ -83,7 +83,7 @@ class TrainerSetup(Component):
 
     def default_collator(self) -> Callable[[list[Any]], Any]:
         """The default collator, which pads if the processing class can."""
-        if peers.can_pad(self.trainer.processing_class):
+        if libraries.can_pad(self.trainer.processing_class):
             return DataCollatorWithPadding(self.trainer.processing_class)
         return default_data_collator
 
@@ -121,7 +121,7 @@ class TrainerSetup(Component):
     def init_callbacks(self, callbacks: list[Any], trackers: list[Any]) -> None:
         """Create the callback handler, the control and the initial state."""
         trainer = self.trainer
-        defaults = swap.current_value("transformers.trainer", "DEFAULT_CALLBACKS", DEFAULT_CALLBACKS)
+        defaults = transformers_names.current_value("transformers.trainer", "DEFAULT_CALLBACKS", DEFAULT_CALLBACKS)
         trainer.callback_handler = CallbackHandler(
             list(defaults), trainer.model, trainer.processing_class, trainer.optimizer, trainer.lr_scheduler
         )
@@ -161,7 +161,7 @@ class TrainerSetup(Component):
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback of either kind, and return it."""
         trainer_callbacks = self.trainer.callback_handler.callbacks
-        return pop_matching(
+        return remove_callback_like(
             self.components.lightning_callbacks if _is_lightning_callback(callback) else trainer_callbacks, callback
         )
 
@@ -210,7 +210,7 @@ class TrainerSetup(Component):
         if (args.log_level if args.should_log else args.log_level_replica) != "passive":
             level = args.get_process_log_level()
             # Our logger then follows transformers' level, which a script may change.
-            is_transformers_level_set = peers.set_verbosity(level)
+            is_transformers_level_set = libraries.set_verbosity(level)
             our_logger = logging.getLogger("hftrainer")
             our_logger.setLevel(logging.NOTSET if is_transformers_level_set else level)
             if not args.should_log and args.log_level_replica == ARGUMENTS["log_level_replica"].default:
@@ -228,7 +228,7 @@ class TrainerSetup(Component):
     def _apply_changeable_arguments(self) -> None:
         """Set what depends on arguments that may change between two runs."""
         args = self.trainer.args
-        self.components.past_index = legacy.value(args, "past_index")
+        self.components.past_index = legacy.old_argument(args, "past_index")
         self.components.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
 
     def apply_changed_arguments(self, args: TrainingArguments) -> None:
@@ -260,7 +260,7 @@ class TrainerSetup(Component):
             raise UnsupportedArgument("\n".join(problems))
         for message in find_unused_settings(resolved):
             logger.warning(message)
-        if (notice := describe_older_release(resolved.readable_config)) is not None:
+        if (notice := describe_older_release(resolved.config_or_empty)) is not None:
             log_once(logger, notice, logging.WARNING)
         if resolved.accelerator_config.non_blocking and not self.trainer.args.dataloader_pin_memory:
             logger.warning(

@@ -185,7 +185,7 @@ def tell(text: str) -> None:
     run_logger.info("%s", text)
 
 
-def connect() -> None:
+def follow_transformers_logging() -> None:
     """Make `_ParentLogger` the parent of our loggers, once."""
     loggers = [logging.getLogger(name) for name in _PACKAGES]
     if any(isinstance(logger.parent, _ParentLogger) for logger in loggers):

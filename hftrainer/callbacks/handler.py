@@ -16,7 +16,7 @@ from torch import nn
 
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.base.tracebacks import add_note
-from hftrainer.callbacks.flow import DefaultFlowCallback
+from hftrainer.callbacks.flow_callbacks import DefaultFlowCallback
 from hftrainer.callbacks.state import TrainerCallback, TrainerControl, TrainerState
 from hftrainer.compat.overrides import accepted_args, can_call, names_in_code
 from hftrainer.errors import NotACallback
@@ -90,7 +90,7 @@ class CallbackHandler(TrainerCallback):
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, by class or instance, and return it; None if not found."""
-        return pop_matching(self.callbacks, callback)
+        return remove_callback_like(self.callbacks, callback)
 
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback, by class or instance."""
@@ -200,7 +200,7 @@ def defining_package(cls: type) -> str:
     return cls.__module__.partition(".")[0]
 
 
-def _matches(callback: Any, target: Any) -> bool:
+def _is_like(callback: Any, target: Any) -> bool:
     if not isinstance(target, type):
         return bool(callback == target)
     # A script that names transformers' ProgressCallback means ours.
@@ -208,13 +208,13 @@ def _matches(callback: Any, target: Any) -> bool:
     return isinstance(callback, target) or (is_theirs and is_instance_by_name(callback, target.__name__))
 
 
-def pop_matching(callbacks: list[Any], callback: Any) -> Any:
+def remove_callback_like(callbacks: list[Any], callback: Any) -> Any:
     """Remove and return the first match of `callback`, or return None if not found.
 
     A match is `callback` itself or an instance of it. A class of transformers also matches ours of the same name.
     """
     for number, candidate in enumerate(callbacks):
-        if _matches(candidate, callback):
+        if _is_like(candidate, callback):
             return callbacks.pop(number)
     return None
 
@@ -238,7 +238,7 @@ def make_callback(callback: Any) -> Any:
 
 
 def _make_event_method(event: str):
-    flags = CLEARED_FLAGS.get(event, ())
+    flags = FLAGS_CLEARED_BY_EVENT.get(event, ())
 
     def call_event_method(self, args, state, control, **kwargs):
         for flag in flags:
@@ -269,7 +269,7 @@ _EVENT_BY_HOOK = {
 #: Event → the Lightning hook that it stands for in a Lightning callback.
 HOOK_BY_EVENT = {event: hook.replace("begin", "start") for hook, event in _EVENT_BY_HOOK.items()}
 #: Event → the control flags that are cleared before it is called.
-CLEARED_FLAGS = {
+FLAGS_CLEARED_BY_EVENT = {
     "on_train_begin": ("should_training_stop",),
     "on_epoch_begin": ("should_epoch_stop",),
     "on_step_begin": ("should_log", "should_evaluate", "should_save"),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO, cast
+from typing import Any
 
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import read_observe
@@ -16,7 +15,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.base.messages import format_bytes, wrap_text
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
-from hftrainer.compat import swap
+from hftrainer.compat import transformers_names
 from hftrainer.compat.overrides import has_length, is_measurement
 
 
@@ -43,7 +42,7 @@ def choose_progress_callback(args: BaseArguments, callbacks: list[Any]) -> type[
         return None
     if args.disable_tqdm:
         return PrinterCallback
-    bar = swap.current_value("transformers.trainer", "DEFAULT_PROGRESS_CALLBACK", ProgressCallback)
+    bar = transformers_names.current_value("transformers.trainer", "DEFAULT_PROGRESS_CALLBACK", ProgressCallback)
     if bar is not ProgressCallback:
         return bar
     if is_in_notebook():
@@ -60,9 +59,6 @@ class ProgressCallback(TrainerCallback):
         max_str_len: length of the longest string shown in a log line, in characters.
     """
 
-    #: Writes the script's lines above the bar.
-    _stdout: _StdoutAboveBars | None = None
-
     def __init__(self, max_str_len: int = 100) -> None:
         self.training_bar: Any = None
         self.prediction_bar: Any = None
@@ -72,9 +68,9 @@ class ProgressCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         """Open the bar at the step from which training resumes."""
         if state.is_world_process_zero:
-            self.training_bar = _make_bar(total=state.max_steps, initial=state.global_step)
-            if not self.training_bar.disable and _is_terminal(sys.stdout):
-                self._stdout = _StdoutAboveBars.install() or self._stdout
+            # A run without steps left shows no bar.
+            hidden = {"disable": True} if 0 < state.max_steps <= state.global_step else {}
+            self.training_bar = _make_bar(total=state.max_steps, initial=state.global_step, **hidden)
         self.current_step = state.global_step
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -102,7 +98,7 @@ class ProgressCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Write the log line above the bar."""
-        if self.training_bar is not None and not _is_empty(logs, args):
+        if self.training_bar is not None and not _is_empty(logs):
             values = _format_logs(logs, args, above_bar=True)
             values = {name: self._shorten(value) for name, value in values.items()}
             if "loss" in (logs or {}) and read_observe(getattr(args, "observe", False)):
@@ -123,9 +119,6 @@ class ProgressCallback(TrainerCallback):
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
-        if self._stdout is not None:
-            self._stdout.uninstall()
-            self._stdout = None
 
 
 def close_bars(callbacks: list[Any]) -> None:
@@ -135,102 +128,30 @@ def close_bars(callbacks: list[Any]) -> None:
             callback.close()
 
 
-class _StdoutAboveBars:
-    """A `sys.stdout` that writes a script's lines above the bars of a terminal."""
-
-    def __init__(self, stream: TextIO) -> None:
-        from tqdm import tqdm
-
-        self.stream = stream
-        self._tqdm = tqdm
-        self._pid = os.getpid()
-        self._partial_line = ""
-        self._is_uninstalled = False
-
-    @classmethod
-    def install(cls) -> _StdoutAboveBars | None:
-        """Replace `sys.stdout`, or return None if an instance already does, as in a nested training."""
-        stream: Any = sys.stdout
-        if isinstance(stream, cls):
-            if not stream._is_uninstalled:
-                return None
-            # A script has restored it after a training.
-            stream = stream.stream
-        instance = cls(stream)
-        sys.stdout = cast("TextIO", instance)
-        return instance
-
-    def uninstall(self) -> None:
-        """Restore `sys.stdout`. Streams of a script that still hold this object write through it."""
-        self.flush()
-        self._is_uninstalled = True
-        if cast("Any", sys.stdout) is self:
-            sys.stdout = self.stream
-
-    @property
-    def _is_passed_through(self) -> bool:
-        """Whether text is passed through, as in a loader worker, which has copies of the bars and their lock."""
-        return self._is_uninstalled or os.getpid() != self._pid
-
-    def __getattr__(self, name: str) -> Any:
-        # A copy has no attributes while it is made.
-        if name == "stream":
-            raise AttributeError(name)
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        """Write complete lines, and keep an incomplete one."""
-        if self._is_passed_through:
-            return self.stream.write(text)
-        with self._tqdm.get_lock():
-            lines, newline, self._partial_line = (self._partial_line + text).rpartition("\n")
-            self._show(lines + newline)
-        return len(text)
-
-    def flush(self) -> None:
-        """Also write an incomplete line."""
-        if not self._is_passed_through:
-            with self._tqdm.get_lock():
-                text, self._partial_line = self._partial_line, ""
-                self._show(text)
-        self.stream.flush()
-
-    def _show(self, text: str) -> None:
-        if text:
-            with self._tqdm.external_write_mode():
-                self.stream.write(text)
-                self.stream.flush()
-
-
 class PrinterCallback(TrainerCallback):
     """Prints the log lines. With `disable_tqdm`, the Trainer uses it instead of the progress bar."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Print the line, above Lightning's progress bar if it shows one."""
-        if state.is_local_process_zero and not _is_empty(logs, args):
+        if state.is_local_process_zero and not _is_empty(logs):
             from tqdm import tqdm
 
             tqdm.write(_format_line(_format_logs(logs, args), logs or {}, args, state))
 
 
-def _is_empty(logs: Mapping[str, Any] | None, args: BaseArguments) -> bool:
-    """Whether a line is the end of an observed run that had no step left."""
-    values = [(logs or {}).get(name) for name in ("train_loss", "train_steps_per_second")]
-    return values == [0, 0] and bool(read_observe(getattr(args, "observe", False)))
+def _is_empty(logs: Mapping[str, Any] | None) -> bool:
+    """Whether this is the empty summary of a run that was already complete."""
+    return [(logs or {}).get(name) for name in ("train_loss", "train_steps_per_second")] == [0, 0]
 
 
 def _format_line(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:
     """A log line as printed: `values` as text, or a human-readable line for an observed run."""
     if not read_observe(getattr(args, "observe", False)):
         return wrap_text(str(values), sys.stdout)
-    width = shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
+    width = shutil.get_terminal_size().columns if hasattr(sys.stdout, "isatty") and sys.stdout.isatty() else None
     # Keep a name and its value together.
     line = re.sub(r"(?<=\S) (?=\S)", "\xa0", format_log_line(logs, state, width))
     return wrap_text(line, sys.stdout).replace("\xa0", " ")
-
-
-def _is_terminal(stream: Any) -> bool:
-    return hasattr(stream, "isatty") and stream.isatty()
 
 
 def _rate(unit: str) -> Callable[[float], str]:
@@ -248,12 +169,13 @@ _MEASUREMENT_FORMATS: dict[str, Callable[[float], str]] = {
     "tokens_per_second": _rate("tokens/s"),
     "samples_per_second": _rate("samples/s"),
     "data_wait": "wait {:>3.0%}".format,
-    "mfu": "{:.1%} MFU".format,
-    "eval_share": "eval {:.0%}".format,
-    "save_share": "save {:.0%}".format,
-    "peak_memory_mb": lambda value: format_bytes(value * 1e6),
-    "step_seconds": "{:.3g} s/step".format,
+    "mfu": "{:>5.1%} MFU".format,
+    "peak_memory_mb": lambda value: f"{format_bytes(value * 1e6):>7}",
+    "step_seconds": "{:>7.3g} s/step".format,
     "steps_per_second": _rate("steps/s"),
+    # Last, since many lines are without them.
+    "eval_share": "eval {:>3.0%}".format,
+    "save_share": "save {:>3.0%}".format,
     "model_preparation_time": "prepare {:.2g} s".format,
 }
 
@@ -303,4 +225,4 @@ def _make_bar(**kwargs: Any) -> Any:
     from tqdm.auto import tqdm
 
     # With disable=None, tqdm shows no bar outside a terminal; a notebook can show it anyway.
-    return tqdm(dynamic_ncols=True, disable=False if is_in_notebook() else None, **kwargs)
+    return tqdm(**{"dynamic_ncols": True, "disable": False if is_in_notebook() else None} | kwargs)

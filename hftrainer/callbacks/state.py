@@ -114,8 +114,8 @@ class TrainerState:
         epoch: epochs completed, including the fraction of the current one.
         global_step: optimizer steps completed.
         max_steps: optimizer steps of the complete run.
-        logging_steps, eval_steps, save_steps: optimizer steps between two log lines, evaluations or saves; no
-            longer fractions.
+        logging_steps, eval_steps, save_steps: optimizer steps between two log lines, evaluations or saves;
+            already converted from fractions to steps.
         train_batch_size: samples in a micro-batch of one process.
         num_train_epochs: epochs that the run begins; the last may be incomplete.
         num_input_tokens_seen: input tokens over all processes, if they are counted.
@@ -237,7 +237,7 @@ def export_states(callbacks: Sequence[Any]) -> dict[str, Any]:
     return {name: group if len(group) > 1 else group[0] for name, group in states.items()}
 
 
-def is_exportable(callback: Any) -> bool:
+def has_saved_state(callback: Any) -> bool:
     """Whether the callback exports a state; true for transformers' callbacks with the same protocol."""
     return callable(getattr(callback, "state", None)) and callable(getattr(type(callback), "from_state", None))
 

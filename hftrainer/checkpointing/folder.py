@@ -52,7 +52,7 @@ _TEMPORARY_FOLDER = re.compile(
 def _is_weights_file(name: str) -> bool:
     """Whether a file holds weights, a part of them, or a list of their shards."""
     if name.endswith(_PARTS_SUFFIXES):
-        return not name.startswith(f"{names.PARTS['optimizer']}/")
+        return not name.startswith(f"{names.SHARD_FOLDERS['optimizer']}/")
     return _WEIGHTS.search(Path(name).name) is not None
 
 
@@ -201,7 +201,7 @@ class CheckpointFolder:
         return None
 
     @property
-    def why_no_checkpoint(self) -> str | None:
+    def not_a_checkpoint_reason(self) -> str | None:
         """Why the folder is not a checkpoint; None if it has a trainer state."""
         if (self.path / names.TRAINER_STATE_NAME).is_file():
             return None
@@ -221,7 +221,7 @@ class CheckpointFolder:
             CheckpointNotFound: if the folder is not a checkpoint, or lacks weights.
             DamagedCheckpoint: if a file cannot be read; the error names it.
         """
-        if (reason := self.why_no_checkpoint) is not None:
+        if (reason := self.not_a_checkpoint_reason) is not None:
             raise CheckpointNotFound(f"{self.path} is not a checkpoint: {reason}. Pass a checkpoint-xxx folder.")
         inspection = self.inspect()
         for name in list_files(self.path):
@@ -257,8 +257,9 @@ class CheckpointFolder:
 
     def discard(self) -> None:
         """Remove the partial checkpoint, and restore the one that it would have replaced."""
-        is_better = self.inspect().skip_reason and not CheckpointFolder(self._replaced_folder).inspect().skip_reason
-        if is_better or (self._replaced_folder.exists() and not self.path.exists()):
+        replaced = CheckpointFolder(self._replaced_folder)
+        should_restore = self.inspect().skip_reason and not replaced.inspect().skip_reason
+        if should_restore or (replaced.path.exists() and not self.path.exists()):
             shutil.rmtree(self.path, ignore_errors=True)
             _move_folder(self._replaced_folder, self.path)
         shutil.rmtree(self.staging, ignore_errors=True)

@@ -13,13 +13,13 @@ OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
 #: Written under FSDP: state of a sharded model → the folder with a part from each process.
-PARTS = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}
+SHARD_FOLDERS = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}
 #: Written with `checkpoint_format='dcp'`: the folder with the parts of both states.
-DCP = "dcp"
+DCP_FOLDER = "dcp"
 #: In each of these folders: the file that lists the parts, and the suffix of a part.
 LIST_OF_PARTS, PART_SUFFIX = ".metadata", ".distcp"
 #: Written under FSDP: state of a sharded model → the file with the full state.
-FULL_STATES = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"}
+FULL_STATE_FILES = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"}
 #: Not in transformers: the states of Lightning's callbacks, if any.
 LIGHTNING_CALLBACKS_NAME = "lightning_callbacks.pt"
 #: Prefix of the user's model in the state dict of the generated module, and so of Lightning's checkpoints.
@@ -51,30 +51,31 @@ def step_of(path: str) -> int | None:
     return int(match[1]) if match is not None else None
 
 
-def holds_state(files: dict[str, str], state_name: str, folder: str) -> bool:
+def has_state_files(files: dict[str, str], state_name: str, folder: str) -> bool:
     """Whether a checkpoint holds a state in a layout.
 
     Args:
-        files: the layout, `PARTS` or `FULL_STATES`.
+        files: the layout, `SHARD_FOLDERS` or `FULL_STATE_FILES`.
         state_name: 'model' or 'optimizer'.
         folder: the checkpoint.
     """
     return os.path.exists(os.path.join(folder, files[state_name]))
 
 
-#: State → the files of the other formats. If one of them exists, the folder `DCP` belongs to the script.
+#: State → the files of the other formats. If one of them exists, the folder `DCP_FOLDER` belongs to the script.
 _OTHER_FORMATS = {
     "model": (
         *(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME),
-        *(ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, FULL_STATES["model"], PARTS["model"]),
+        *(ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, FULL_STATE_FILES["model"], SHARD_FOLDERS["model"]),
     ),
-    "optimizer": (OPTIMIZER_NAME, FULL_STATES["optimizer"], PARTS["optimizer"]),
+    "optimizer": (OPTIMIZER_NAME, FULL_STATE_FILES["optimizer"], SHARD_FOLDERS["optimizer"]),
 }
 
 
 def folder_of_parts(state_name: str, folder: str) -> str | None:
     """The folder that may hold the parts of the 'model' or the 'optimizer', or None."""
     has_others = any(os.path.exists(os.path.join(folder, name)) for name in _OTHER_FORMATS[state_name])
-    if not has_others and os.path.isfile(os.path.join(folder, DCP, LIST_OF_PARTS)):
-        return os.path.join(folder, DCP)
-    return os.path.join(folder, PARTS[state_name]) if holds_state(PARTS, state_name, folder) else None
+    if not has_others and os.path.isfile(os.path.join(folder, DCP_FOLDER, LIST_OF_PARTS)):
+        return os.path.join(folder, DCP_FOLDER)
+    shards = os.path.join(folder, SHARD_FOLDERS[state_name])
+    return shards if os.path.exists(shards) else None

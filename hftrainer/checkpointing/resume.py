@@ -17,8 +17,8 @@ from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import command_name, log_once
 from hftrainer.base.safe_loading import load_torch_file, name_file_in_errors, projectors
 from hftrainer.callbacks.handler import CallbackHandler
-from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, is_exportable
-from hftrainer.checkpointing import names, regrouping
+from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, has_saved_state
+from hftrainer.checkpointing import names, optimizer_groups
 from hftrainer.checkpointing.file_checks import FRESH_OPTIMIZER, check_optimizer_state, check_state
 from hftrainer.checkpointing.folder import (
     CheckpointFolder,
@@ -27,7 +27,7 @@ from hftrainer.checkpointing.folder import (
     find_intact,
     sort_checkpoints,
 )
-from hftrainer.checkpointing.names import FULL_STATES, holds_state
+from hftrainer.checkpointing.names import FULL_STATE_FILES, has_state_files
 from hftrainer.checkpointing.saved_arguments import read_arguments
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup, UnsupportedArgument
@@ -213,18 +213,18 @@ def load_optimizer_and_scheduler(
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
     scheduler_file = os.path.join(folder, names.SCHEDULER_NAME)
-    has_parts, has_full_state = _has_optimizer_parts(folder), holds_state(FULL_STATES, "optimizer", folder)
+    has_parts, has_full_state = _has_optimizer_parts(folder), has_state_files(FULL_STATE_FILES, "optimizer", folder)
     if not ((os.path.isfile(optimizer_file) or has_parts or has_full_state) and os.path.isfile(scheduler_file)):
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return
     initial_groups = [dict(group) for group in optimizer.param_groups]
     is_regrouped = _load_optimizer(folder, model, optimizer, sharded=is_sharded or has_full_state, has_parts=has_parts)
-    if is_regrouped or regrouping.has_named_groups(optimizer):
-        has_changed = regrouping.apply_settings(initial_groups, optimizer, is_regrouped=is_regrouped)
+    if is_regrouped or optimizer_groups.has_named_groups(optimizer):
+        has_changed = optimizer_groups.apply_settings(initial_groups, optimizer, is_regrouped=is_regrouped)
         load_scheduler_or_scaler(
-            scheduler, folder, "scheduler", lambda state: regrouping.adapt_schedule_state(state, scheduler)
+            scheduler, folder, "scheduler", lambda state: optimizer_groups.adapt_schedule_state(state, scheduler)
         )
-        regrouping.follow_schedule(scheduler, optimizer, has_changed=has_changed)
+        optimizer_groups.follow_schedule(scheduler, optimizer, has_changed=has_changed)
     else:
         if is_sharded or has_full_state or has_parts:
             _check_group_count(scheduler_file, len(initial_groups))
@@ -245,13 +245,13 @@ def _load_optimizer(
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
     parts_dir = names.folder_of_parts("optimizer", folder) if has_parts else None
-    has_dcp = parts_dir is not None and os.path.basename(parts_dir) == names.DCP
+    has_dcp = parts_dir is not None and os.path.basename(parts_dir) == names.DCP_FOLDER
     if sharded or (has_parts and not has_dcp):
         # Imported late, since the module imports torch's FSDP.
         from hftrainer.checkpointing.sharded import load_optimizer
 
         def read() -> dict[str, Any]:
-            return regrouping.match_by_name(_read_optimizer(optimizer_file), model, optimizer)
+            return optimizer_groups.match_by_name(_read_optimizer(optimizer_file), model, optimizer)
 
         load_optimizer(model, optimizer, folder, read)
         return False
@@ -262,7 +262,7 @@ def _load_optimizer(
         return False
     saved_state = _read_optimizer(optimizer_file)
     with name_file_in_errors(optimizer_file):
-        state = regrouping.match_by_name(saved_state, model, optimizer)
+        state = optimizer_groups.match_by_name(saved_state, model, optimizer)
     _load_whole_optimizer(state, optimizer_file, model, optimizer)
     return state is not saved_state
 
@@ -312,7 +312,7 @@ def _check_group_count(scheduler_file: str, count: int) -> None:
 def _has_optimizer_parts(folder: str) -> bool:
     """Whether a folder of parts holds the optimizer's state. A DCP folder may lack it."""
     parts_folder = names.folder_of_parts("optimizer", folder)
-    if parts_folder is None or os.path.basename(parts_folder) != names.DCP:
+    if parts_folder is None or os.path.basename(parts_folder) != names.DCP_FOLDER:
         return parts_folder is not None
     # Imported late, since the module imports torch's FSDP.
     from hftrainer.checkpointing.sharded import holds_optimizer
@@ -390,7 +390,7 @@ def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states:
 
 def warn_about_unrestored_callbacks(callbacks: list[Any], states: dict[str, Any]) -> None:
     """Log a warning about callbacks whose saved state is not restored, such as early stopping."""
-    for name, current_state in export_states([each for each in callbacks if is_exportable(each)]).items():
+    for name, current_state in export_states([each for each in callbacks if has_saved_state(each)]).items():
         saved_state = states.get(name)
         if not (isinstance(current_state, dict) and isinstance(saved_state, dict)):
             continue
@@ -438,7 +438,7 @@ def convert_ckpt(path: str, folder: str) -> str:
         optimizer["state"] = {name.removeprefix(prefix): state for name, state in optimizer["state"].items()}
         for group in optimizer["param_groups"]:
             group["params"] = [name.removeprefix(prefix) for name in group["params"]]
-    write(FULL_STATES["optimizer"] if has_names else names.OPTIMIZER_NAME, optimizer)
+    write(FULL_STATE_FILES["optimizer"] if has_names else names.OPTIMIZER_NAME, optimizer)
     write(names.SCHEDULER_NAME, trainer_entry["scheduler"])
     write(names.rng_name(0, 1), trainer_entry["rng"])
     write(names.progress_name(0, 1), trainer_entry["progress"])

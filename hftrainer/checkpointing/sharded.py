@@ -34,10 +34,10 @@ from hftrainer.base.safe_loading import (
     weights_only,
 )
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds_state
+from hftrainer.checkpointing.names import FULL_STATE_FILES, SHARD_FOLDERS, has_state_files
 from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files
-from hftrainer.compat import peers
-from hftrainer.compat.peers import bare_name
+from hftrainer.compat import libraries
+from hftrainer.compat.libraries import bare_name
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsupportedArgument
 from hftrainer.parallel.fsdp_sharding import reshard
 from hftrainer.parallel.process_group import CollectiveCall
@@ -124,7 +124,7 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool 
     if names.folder_of_parts("model", folder) is not None:
         load_model_parts(model, folder, only_trainable=only_trainable)
         return None
-    full_file = first_file(folder, FULL_STATES["model"])
+    full_file = first_file(folder, FULL_STATE_FILES["model"])
     paths = weights_files(folder) if full_file is None else [full_file]
     if not paths:
         raise CheckpointNotFound(f"There are no weights in {folder} that a sharded model can load.")
@@ -141,7 +141,7 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool 
 def _convert_weights(model: nn.Module, folder: str) -> dict[str, torch.Tensor]:
     """The weights in a folder under a transformers model's names; empty for other models."""
     unwrapped: Any = getattr(model, "_fsdp_wrapped_module", model)
-    if not peers.is_transformers_model(unwrapped):
+    if not libraries.is_transformers_model(unwrapped):
         return {}
     # FSDP2 creates a new class: find the original one.
     original_class: Any = next(kind for kind in type(unwrapped).__mro__ if not issubclass(kind, FSDPModule))
@@ -180,7 +180,7 @@ def load_optimizer(
             group["train_mode"] = True
     if (parts_folder := names.folder_of_parts("optimizer", folder)) is not None:
         state = optimizer_state(model, optimizer, full=False)
-        if os.path.basename(parts_folder) == names.DCP:
+        if os.path.basename(parts_folder) == names.DCP_FOLDER:
             check_unread_states(state["state"], parts_folder)
             _unflatten_optimizer_state(_load_parts("optimizer", _flatten_optimizer_state(state), parts_folder), state)
         else:
@@ -188,8 +188,8 @@ def load_optimizer(
         state_dict.set_optimizer_state_dict(model, optimizer, state)
         _remove_unstored(model, optimizer, state, parts_folder)
         return
-    if holds_state(FULL_STATES, "optimizer", folder):
-        state = load_torch_file(os.path.join(folder, FULL_STATES["optimizer"])) if _is_reader() else {}
+    if has_state_files(FULL_STATE_FILES, "optimizer", folder):
+        state = load_torch_file(os.path.join(folder, FULL_STATE_FILES["optimizer"])) if _is_reader() else {}
     else:
         state = _key_by_name(read_unsharded(), model, optimizer)
     # Not strict: a parameter that was never stepped has no state.
@@ -220,7 +220,7 @@ def save_parts(states: dict[str, Any], folder: str, group: Any = None) -> None:
         OSError: the first error of any process.
     """
     for state_name, state in states.items():
-        _save_dcp({state_name: state}, os.path.join(folder, PARTS[state_name]), group)
+        _save_dcp({state_name: state}, os.path.join(folder, SHARD_FOLDERS[state_name]), group)
 
 
 def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, shards: bool = True) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, *,
         optimizer: its optimizer; None for weights only.
         shards: whether this process has only a part of both.
     """
-    only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
+    only_trainable = libraries.is_peft(getattr(model, "_fsdp_wrapped_module", model))
     states = model_state(model, full=False, only_trainable=only_trainable)
     if optimizer is not None:
         # torch's function takes a step if there is no state. FSDP1 needs it, since only some ranks may have a state.
@@ -353,7 +353,7 @@ def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, is_only_
         group: the process group that coordinates the write; None for the default one.
         is_only_writer: whether only this process writes.
     """
-    path = os.path.join(folder, names.DCP)
+    path = os.path.join(folder, names.DCP_FOLDER)
     if is_only_writer:
         with _unwrap_errors():
             # `save` accepts `no_dist` only in newer releases; torch's own tool also calls this function.

@@ -19,8 +19,8 @@ from huggingface_hub import save_torch_state_dict
 
 from hftrainer.base.safe_loading import check_file_name, name_file_in_errors, read_weights
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds_state
-from hftrainer.compat import peers
+from hftrainer.checkpointing.names import FULL_STATE_FILES, SHARD_FOLDERS, has_state_files
+from hftrainer.compat import libraries
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup
 from hftrainer.releases.followed import installed_release
 
@@ -46,7 +46,7 @@ def save_weights(model: Any, folder: str, state_dict: dict[str, Any] | None = No
         state_dict: the weights to write instead of the model's current ones.
         safe: write safetensors; otherwise `torch.save` files with the names of v4.
     """
-    if peers.is_transformers_model(model) or peers.is_peft(model):
+    if libraries.is_transformers_model(model) or libraries.is_peft(model):
         with _saving_alone(model):
             _save_pretrained(model, folder, state_dict, safe)
         return
@@ -66,7 +66,7 @@ def make_meta_copy(model: Any) -> Any:
     Raises:
         TypeError: if the model's class has its own `save_pretrained`, which may depend on this process.
     """
-    if not peers.is_transformers_model(model):
+    if not libraries.is_transformers_model(model):
         return None
     if not type(model).save_pretrained.__module__.startswith("transformers."):
         raise TypeError(f"{type(model).__name__} has its own save_pretrained")
@@ -147,15 +147,15 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    has_fsdp_files = names.folder_of_parts("model", folder) is not None or holds_state(FULL_STATES, "model", folder)
+    has_fsdp_files = bool(names.folder_of_parts("model", folder)) or has_state_files(FULL_STATE_FILES, "model", folder)
     return has_fsdp_files or has_deepspeed_parts(folder) or bool(weights_files(folder) or _adapter_folders(folder))
 
 
 def missing_shard(folder: str) -> str | None:
     """The first missing shard or part of the weights; None if none is missing."""
-    lists = [os.path.join(folder, parts, names.LIST_OF_PARTS) for parts in PARTS.values()]
-    if any(name.endswith(names.PART_SUFFIX) for name in _list_folder(os.path.join(folder, names.DCP))):
-        lists.append(os.path.join(folder, names.DCP, names.LIST_OF_PARTS))
+    lists = [os.path.join(folder, parts, names.LIST_OF_PARTS) for parts in SHARD_FOLDERS.values()]
+    if any(name.endswith(names.PART_SUFFIX) for name in _list_folder(os.path.join(folder, names.DCP_FOLDER))):
+        lists.append(os.path.join(folder, names.DCP_FOLDER, names.LIST_OF_PARTS))
     required = [*weights_files(folder), *(path for path in lists if os.path.isdir(os.path.dirname(path)))]
     return next((path for path in required if not os.path.isfile(path)), None) or missing_deepspeed_part(folder)
 
@@ -185,14 +185,15 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
         # Imported late, since the module imports torch's FSDP.
         from hftrainer.checkpointing.sharded import load_model_parts
 
-        load_model_parts(model, folder, only_trainable=peers.is_peft(model))
+        load_model_parts(model, folder, only_trainable=libraries.is_peft(model))
     elif paths := weights_files(folder):
         expected = model.state_dict(keep_vars=True).keys()
-        has_all = not peers.is_transformers_model(model) or all(expected >= read_weights(path).keys() for path in paths)
+        is_transformers_model = libraries.is_transformers_model(model)
+        has_all = not is_transformers_model or all(expected >= read_weights(path).keys() for path in paths)
         return _load_files(model, paths) if has_all else _load_converted(model, folder)
     elif adapters := _adapter_folders(folder):
         _load_adapters(model, adapters)
-    elif (full_file := first_file(folder, FULL_STATES["model"])) is not None:
+    elif (full_file := first_file(folder, FULL_STATE_FILES["model"])) is not None:
         return _load_files(model, [full_file])
     elif has_deepspeed_states(folder):
         raise CheckpointNotFound(
@@ -229,7 +230,7 @@ def weights_files(
 
 def plain_files(folder: str) -> list[str]:
     """The files with all weights, or all adapters; empty if the weights are in parts."""
-    return weights_files(folder, (names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME, *_ADAPTERS, FULL_STATES["model"]))
+    return weights_files(folder, (names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME, *_ADAPTERS, FULL_STATE_FILES["model"]))
 
 
 def list_shards(index: str) -> list[str]:
@@ -294,7 +295,7 @@ def _load_files(model: torch.nn.Module, paths: list[str]) -> LoadResult:
 
 
 def _load_adapters(model: Any, adapters: dict[str | None, str]) -> None:
-    if not peers.is_peft(model):
+    if not libraries.is_peft(model):
         raise CheckpointNotFound(
             f"{next(iter(adapters.values()))} holds only adapters, but the model is not a PEFT model: wrap it with "
             "peft.get_peft_model before resuming."

@@ -77,7 +77,7 @@ class DeferredWrite:
 
 @dataclass(eq=False)
 class CheckpointInProgress:
-    """A checkpoint from its first file until its completion callbacks are called.
+    """A checkpoint while it is being written.
 
     Attributes:
         folder: where it is written.

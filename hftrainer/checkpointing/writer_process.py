@@ -262,13 +262,13 @@ def serve_calls(descriptor: int, pipe: int) -> None:
         try:
             if (request := connection.recv()) is None:
                 return
-            connection.send(_run_calls_or_return_error(descriptor, *request))
+            connection.send(_call_or_return_error(descriptor, *request))
         # The run has ended.
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
 
 
-def _run_calls_or_return_error(descriptor: int, calls: list[bytes], folder: str) -> dict[str, Entry] | Exception:
+def _call_or_return_error(descriptor: int, calls: list[bytes], folder: str) -> dict[str, Entry] | Exception:
     """The entries of the large files, or the error (RuntimeError if not picklable)."""
     try:
         return _run_calls(descriptor, calls, folder)

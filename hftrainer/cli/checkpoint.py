@@ -38,7 +38,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     folder = options.folder
     if (reason := explain_unreadable_url(folder)) is not None:
         parser.fail(f"{folder}: {reason}.")
-    if (reason := CheckpointFolder(folder).why_no_checkpoint) is not None:
+    if (reason := CheckpointFolder(folder).not_a_checkpoint_reason) is not None:
         newest = next(checkpoints_newest_first(folder), None) if os.path.isdir(folder) else None
         hint = f"the newest checkpoint in it is {newest}" if newest else "name a checkpoint-xxx folder"
         parser.fail(f"{folder} is not a checkpoint: {reason}; {hint}.")
@@ -123,7 +123,8 @@ def _lacks(folder: str, has_position: bool) -> str | None:
     """The state that a resumed run has to start without, if any."""
     from hftrainer.checkpointing import names
 
-    optimizers = (names.OPTIMIZER_NAME, names.PARTS["optimizer"], names.DCP, names.FULL_STATES["optimizer"], "latest")
+    full_state = names.FULL_STATE_FILES["optimizer"]
+    optimizers = (names.OPTIMIZER_NAME, names.SHARD_FOLDERS["optimizer"], names.DCP_FOLDER, full_state, "latest")
     lacks = [] if has_position else ["the position in the data"]
     if not any(os.path.exists(os.path.join(folder, name)) for name in optimizers):
         lacks.append("the optimizer's state (a checkpoint-xxx holds it, an output folder does not)")
@@ -135,9 +136,9 @@ def _strategy(folder: str) -> tuple[str, str]:
     from hftrainer.checkpointing import names
     from hftrainer.checkpointing.weights import has_weights, read_tag
 
-    if os.path.isfile(os.path.join(folder, names.DCP, names.LIST_OF_PARTS)):
+    if os.path.isfile(os.path.join(folder, names.DCP_FOLDER, names.LIST_OF_PARTS)):
         return "in torch's distributed format (dcp)", "any number of processes, with DDP, FSDP or neither"
-    if names.holds_state(names.PARTS, "model", folder):
+    if names.has_state_files(names.SHARD_FOLDERS, "model", folder):
         return "a part from each process, by FSDP", "any number of processes"
     if os.path.isfile(os.path.join(folder, "latest")):
         tag = read_tag(folder)

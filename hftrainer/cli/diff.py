@@ -27,8 +27,8 @@ SUBJECTS = {
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """The point where two runs diverge: the optimizer step, the value's name, and both values.
+class ComparedValues:
+    """A value of two runs at the same optimizer step: the step, the value's name, and both values.
 
     For values that are too large to be shown, `values` is a text on their differences.
     """
@@ -48,7 +48,7 @@ class Difference:
     Attributes:
         names: the names of the runs.
         steps: optimizer steps of each run.
-        partings: subject → its first divergence.
+        partings: subject → its first values that differ.
         compared: subject → number of values that both runs recorded at the same step.
         only_in_one: name of a value that only one run logged → that run's name.
         arguments: name → both values, for arguments that differ; None if arguments are not recorded.
@@ -57,7 +57,7 @@ class Difference:
 
     names: tuple[str, str]
     steps: tuple[int, int]
-    partings: dict[str, Divergence]
+    partings: dict[str, ComparedValues]
     compared: dict[str, int]
     only_in_one: dict[str, str]
     arguments: dict[str, tuple[Any, Any]] | None
@@ -142,16 +142,16 @@ def compare(a: str, b: str) -> Difference:
         DamagedCheckpoint: for a file that cannot be read.
     """
     from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
-    from hftrainer.monitoring.journal import read_state, run_names
+    from hftrainer.monitoring.journal import read_run, run_names
     from hftrainer.reporting.metrics import logged
 
-    states = read_state(a), read_state(b)
+    states = read_run(a), read_run(b)
     # Name → optimizer step → value.
     logs: tuple[dict[str, dict[float, Any]], ...] = {}, {}
     for values, state in zip(logs, states, strict=True):
         for step, name, value in logged(state):
             values.setdefault(name, {})[step] = value
-    partings: dict[str, Divergence] = {}
+    partings: dict[str, ComparedValues] = {}
     compared = dict.fromkeys(SUBJECTS, 0)
     saved = _saved(a, b)
     for subject, part in [*_log_pairs(*logs), *_data_pairs(saved), *_weight_pairs(saved)]:
@@ -172,14 +172,14 @@ def compare(a: str, b: str) -> Difference:
     )
 
 
-def _log_pairs(a: dict[str, dict[float, Any]], b: dict[str, dict[float, Any]]) -> Iterator[tuple[str, Divergence]]:
+def _log_pairs(a: dict[str, dict[float, Any]], b: dict[str, dict[float, Any]]) -> Iterator[tuple[str, ComparedValues]]:
     for name in sorted(a.keys() & b.keys()):
         subject = next((subject for subject, entries in SUBJECTS.items() if name in entries), "metrics")
         for step in a[name].keys() & b[name].keys():
-            yield subject, Divergence(step, name, (a[name][step], b[name][step]))
+            yield subject, ComparedValues(step, name, (a[name][step], b[name][step]))
 
 
-def _data_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Divergence]]:
+def _data_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, ComparedValues]]:
     """Pairs of values that determine the sample order, from the checkpoints in `saved`."""
     from hftrainer.checkpointing.run_progress import load_progress
 
@@ -187,11 +187,11 @@ def _data_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Diverg
         one, other = (load_progress(folder, 0, 1) for folder in folders)
         if one is not None and other is not None:
             for name in sorted(one.settings.keys() & other.settings.keys() - {"max_steps"}):
-                yield "data", Divergence(step, name, (one.settings[name], other.settings[name]))
-            yield "data", Divergence(step, "random states of the data", (one.data, other.data))
+                yield "data", ComparedValues(step, name, (one.settings[name], other.settings[name]))
+            yield "data", ComparedValues(step, "random states of the data", (one.data, other.data))
 
 
-def _weight_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Divergence]]:
+def _weight_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, ComparedValues]]:
     """Pairs of tensors, from the newest checkpoints in `saved` whose weights are not in parts."""
     from hftrainer.base.safe_loading import read_weights
     from hftrainer.checkpointing.weights import plain_files
@@ -201,11 +201,11 @@ def _weight_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Dive
     for step, *files in itertools.islice((each for each in files_by_step if all(each[1:])), 1):
         one, other = (ChainMap(*map(read_weights, paths)) for paths in files)
         for name in sorted(one.keys() | other.keys()):
-            yield "weights", Divergence(step, name, (one.get(name), other.get(name)))
+            yield "weights", ComparedValues(step, name, (one.get(name), other.get(name)))
 
 
-def _shorten(parting: Divergence) -> Divergence:
-    """The divergence with a text in place of tensors."""
+def _shorten(parting: ComparedValues) -> ComparedValues:
+    """The values, with a text in place of tensors."""
     a, b = parting.values
     if isinstance(a, dict) or isinstance(b, dict):
         return replace(parting, values="differ")

@@ -66,7 +66,7 @@ _LABELS = {
 
 
 def _text(report: dict[str, Any]) -> str:
-    """The report of `examine`, as text."""
+    """The report of `make_report`, as text."""
     launchers, disks, missing = report["launchers"].items(), report["disks"].items(), report["missing"].items()
     devices = report["devices"].items()
     lines = {
@@ -101,12 +101,12 @@ def add_subcommand(commands: Any) -> None:
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
-    report = examine()
+    report = make_report()
     print(json.dumps(report, indent=2) if options.json else paint_headings(_text(report)))
     parser.exit(0 if report["ready"] else 1)
 
 
-def examine() -> dict[str, Any]:
+def make_report() -> dict[str, Any]:
     """Build the report, with torch as the heaviest import, and without allocating on a device.
 
     Returns:

@@ -31,23 +31,23 @@ def add_subcommand(commands: Any) -> None:
     )
     parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     # argparse returns unknown options apart from the words after the first value. `main` joins both.
-    parser.add_argument("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="a script with its arguments")
+    parser.add_argument("script_words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="a script with its arguments")
 
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     failure: str | None = None
-    name = (options.words or [""])[0].partition("=")[0]
+    name = (options.script_words or [""])[0].partition("=")[0]
     # An argument without its dashes, such as optim=sgd. The path of a script has a dot.
     if name.isidentifier() and not options.as_module and not os.path.exists(name):
-        options.words[0] = f"--{options.words[0]}"
-    if options.words and not options.words[0].startswith("-"):
-        args, failure = _arguments_of_script(parser, *options.words, as_module=options.as_module)
+        options.script_words[0] = f"--{options.script_words[0]}"
+    if options.script_words and not options.script_words[0].startswith("-"):
+        args, failure = _arguments_of_script(parser, *options.script_words, as_module=options.as_module)
     elif options.as_module:
         parser.error("-m needs the name of a module")
     else:
-        words = [word for word in options.words if word != "--json"]
-        options.json |= len(words) < len(options.words)
+        words = [word for word in options.script_words if word != "--json"]
+        options.json |= len(words) < len(options.script_words)
         args = _parse_arguments(parser, words)
     try:
         explanation = args.explain()
@@ -102,11 +102,11 @@ def _check_like_trainer(args: TrainingArguments) -> None:
 
     from hftrainer import integrations, optimization, trainer_optimizer
     from hftrainer.components import object_checks
-    from hftrainer.model import changes
+    from hftrainer.model import apply_arguments
 
     integrations.select_trackers(args.report_to)
     object_checks.check_memmap(args)
-    changes.compile_model(model := nn.Linear(1, 1), args)
+    apply_arguments.compile_model(model := nn.Linear(1, 1), args)
     if args.optim_args:
         trainer_optimizer.optimizer_cls_and_kwargs(args, model)
     schedule: Any = args.lr_scheduler_type, optim.SGD(model.parameters(), 1.0), 0, 1, args.lr_scheduler_kwargs

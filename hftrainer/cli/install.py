@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hftrainer.arguments import legacy
-from hftrainer.compat import swap
+from hftrainer.compat import transformers_names
 from hftrainer.compat.earlier_imports import check_earlier_imports
 from hftrainer.releases import followed
 from hftrainer.releases.policy import NEWEST
@@ -27,19 +27,19 @@ def install() -> None:
     Works before and after `import transformers`. A module that has already imported or subclassed the original
     `Trainer` keeps it, and a warning names the module. Another warning names methods that were already replaced.
     """
-    if swap.is_installed():
+    if transformers_names.is_installed():
         return
     for sentence in check_earlier_imports():
         warnings.warn(sentence, stacklevel=2)
     followed.follow(followed.installed_release())
     _set_defaults(legacy.earlier_defaults())
     legacy.follow_fields(TrainingArguments, Seq2SeqTrainingArguments)
-    swap.replace_names()
+    transformers_names.replace_names()
 
 
 def uninstall() -> None:
     """Undo `install()`."""
-    swap.restore_names()
+    transformers_names.restore_names()
     legacy.restore_fields()
     followed.follow(NEWEST)
     _set_defaults(_original_defaults)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from hftrainer.reporting.lines import Line
+    from hftrainer.reporting.curves import Curve
 
 
 def add_subcommand(commands: Any) -> None:
@@ -44,7 +44,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.base.messages import format_bytes
     from hftrainer.errors import InvalidArgument, MissingPackage
-    from hftrainer.reporting.lines import lines
+    from hftrainer.reporting.curves import read_curves
     from hftrainer.reporting.metrics import sort_pattern
     from hftrainer.reporting.plot import plot
     from hftrainer.search.plots import plot_study
@@ -63,7 +63,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         if options.study is not None:
             paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
         else:
-            by_step = lines(options.folders)
+            by_step = read_curves(options.folders)
             read = by_step if options.x in (None, "step") else None
             paths = plot(options.folders, html=options.html, out=options.out, x=options.x or "step", read=read)
     except (InvalidArgument, MissingPackage, OSError) as error:
@@ -80,14 +80,14 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     _show(paths, by_step if len(options.folders) == 1 else [])
 
 
-def _summarize_runs(folders: list[str], lines: list[Line]) -> list[dict[str, Any]]:
+def _summarize_runs(folders: list[str], curves: list[Curve]) -> list[dict[str, Any]]:
     """The values of each run by which they are compared."""
     from hftrainer.monitoring.journal import run_names
-    from hftrainer.monitoring.page import WatchedRun
+    from hftrainer.monitoring.run_page import WatchedRun
 
     pages = [WatchedRun(folder).read() for folder in folders]
-    curves = {(line.run, line.name): line for line in lines}
-    marked = {key: line.values[line.best] for key, line in curves.items() if line.best is not None}
+    named = {(curve.run, curve.name): curve for curve in curves}
+    marked = {key: curve.values[curve.best] for key, curve in named.items() if curve.best is not None}
     evaluated = [name for page in pages for name in page["metrics"] if name.startswith("eval_")]
     metrics = list(dict.fromkeys([*(name for _, name in marked), *evaluated]))[:2] or ["loss"]
     best, rates = [f"best {name}" for name in metrics], ("samples_per_second", "tokens_per_second")
@@ -98,9 +98,9 @@ def _summarize_runs(folders: list[str], lines: list[Line]) -> list[dict[str, Any
         values = (
             *(run, page["step"], page["metrics"].get("loss", {}).get("last")),
             *(marked.get((run, name), page["metrics"].get(name, {}).get("best")) for name in metrics),
-            *(curve.mean_rate if (curve := curves.get((run, rate))) else None for rate in rates),
+            *(curve.mean_rate if (curve := named.get((run, rate))) else None for rate in rates),
             page["updated"] - page["started"] if page["started"] else page["values"].get("train_runtime"),
-            *(page["goodput"], next(line.settings for line in curves.values() if line.run == run)),
+            *(page["goodput"], next(curve.settings for curve in named.values() if curve.run == run)),
         )
         runs.append(dict(zip(titles, values, strict=True)))
     return runs
@@ -119,7 +119,7 @@ def _compare(runs: list[dict[str, Any]]) -> str:
     return f"{table}\n\ngoodput: kept steps / all time" if any(row[-2] for row in rows[1:]) else table
 
 
-def _show(paths: list[str], lines: list[Line]) -> None:
+def _show(paths: list[str], curves: list[Curve]) -> None:
     """Show the files, or without a desktop the curves of one run as text."""
     from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
 
@@ -132,8 +132,8 @@ def _show(paths: list[str], lines: list[Line]) -> None:
 
         for path in pages or paths:
             webbrowser.open(Path(path).resolve().as_uri())
-    elif sys.stdout.isatty() and lines:
-        print(describe(lines))
+    elif sys.stdout.isatty() and curves:
+        print(describe(curves))
 
 
 def _has_desktop() -> bool:
@@ -143,14 +143,14 @@ def _has_desktop() -> bool:
     return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
-def describe(lines: list[Line]) -> str:
+def describe(curves: list[Curve]) -> str:
     """A text table of each curve: its steps, its first, last, lowest and highest value, and the non-finite count."""
     rows: list[tuple[str, ...]] = [("", "steps", "first", "last", "lowest", "highest", "not finite")]
-    for line in lines:
-        finite = line.finite or [math.nan]
-        values = (line.values[0], line.values[-1], min(finite), max(finite))
-        steps, gaps = f"{line.steps[0]:g} to {line.steps[-1]:g}", len(line.values) - len(line.finite)
-        rows.append((line.label, steps, *(f"{value:.4g}" for value in values), str(gaps or "")))
+    for curve in curves:
+        finite = curve.finite or [math.nan]
+        values = (curve.values[0], curve.values[-1], min(finite), max(finite))
+        steps, gaps = f"{curve.steps[0]:g} to {curve.steps[-1]:g}", len(curve.values) - len(curve.finite)
+        rows.append((curve.label, steps, *(f"{value:.4g}" for value in values), str(gaps or "")))
     return align(rows)
 
 

@@ -40,18 +40,18 @@ def add_subcommand(commands: Any) -> None:
     """Add the subcommand. It has torchrun's options, but imports their parser only if one is used."""
     text = "run an unmodified Trainer script, in one or more processes"
     parser = commands.add_parser("run", help=text, usage=_USAGE, description=_HELP, add_help=False)
-    parser.add_argument("words", nargs=argparse.REMAINDER)
+    parser.add_argument("script_words", nargs=argparse.REMAINDER)
 
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
-    if options.words[:1] in (["-h"], ["--help"]):
+    if options.script_words[:1] in (["-h"], ["--help"]):
         print(f"{parser.format_usage()}\n{_HELP}", end="")
         return
-    as_module = options.words[:1] == ["-m"]
-    script, *arguments = options.words[as_module:] or [""]
+    as_module = options.script_words[:1] == ["-m"]
+    script, *arguments = options.script_words[as_module:] or [""]
     if script.startswith("-"):
-        launch(parser, options.words)
+        launch(parser, options.script_words)
     if not script:
         parser.error("a script is missing")
     check_script(parser, script, as_module=as_module)

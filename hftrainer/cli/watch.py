@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from hftrainer.monitoring.page import WatchedRun
+    from hftrainer.monitoring.run_page import WatchedRun
 
 #: State of a run → colour of its frame and progress bar; red for other states.
 COLOURS = {"running": "cyan", "complete": "green", "stopped": "yellow", "unobserved": "blue", "waiting": "blue"}
@@ -54,7 +54,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.errors import InvalidArgument, MissingPackage
     from hftrainer.monitoring.journal import check_folder, run_names
-    from hftrainer.monitoring.page import WatchedRun
+    from hftrainer.monitoring.run_page import WatchedRun
     from hftrainer.reporting.metrics import sort_pattern
 
     if not 0 < options.every <= 86_400:
@@ -158,6 +158,7 @@ def _state(page: dict[str, Any]) -> str:
     """The state of a run as text."""
     silence = f"no sign of life for {format_duration(time.time() - page['updated'])}" if page.get("updated") else ""
     words = {
+        "waiting": "waiting for a run",
         "complete": "complete" if page.get("device") else "complete · no times without observe=True",
         "unobserved": "as of its newest checkpoint; live with observe=True",
         "running": "running on {host}",

@@ -17,7 +17,7 @@ from hftrainer.errors import InvalidSetup, UnsupportedArgument, WrongObject
 
 logger = logging.getLogger(__name__)
 
-K = TypeVar("K", bound=type)
+TrainerType = TypeVar("TrainerType", bound=type)
 
 
 def _chain(function: Any) -> Iterator[Any]:
@@ -83,7 +83,7 @@ def _count_positional_arguments(function: Callable[..., Any], is_bound: bool) ->
 _RECORDS: dict[type, dict[str, Any]] = {}
 
 
-def record_methods(recorded_class: K) -> K:
+def record_methods(recorded_class: TrainerType) -> TrainerType:
     """Class decorator that records our methods, so that later replacements count as overrides.
 
     Inherited methods come from the record of the base class, where a library may already have replaced them.

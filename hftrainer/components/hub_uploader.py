@@ -76,7 +76,7 @@ class HubUploader(Component):
             return
         is_done = trainer.push_in_progress is None or trainer.push_in_progress.is_done()
         if not is_done and not trainer.args.hub_always_push:
-            uploads.skip(commits)
+            uploads.postpone(commits)
             return
         self.components.call_callbacks("on_push_begin")
         jobs = uploads.push(commits)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.base.tracebacks import describe_type
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.overrides import has_length, is_overridden, number_of_arguments
 from hftrainer.components import mixture_batches
 from hftrainer.components.component import Component
@@ -56,7 +56,7 @@ class LoaderFactory(Component):
         # Without this, each evaluation would start new persistent workers.
         if trainer.args.dataloader_persistent_workers and name is not None:
             trainer._eval_dataloaders[name] = loader
-            progress = None if self.run.events is None else self.run.events.progress
+            progress = None if self.run.events is None else self.run.progress
             if progress is not None and name in progress.evaluation_workers and isinstance(loader, PreparedDataLoader):
                 loader.skip_worker_seed_draw()
         return loader
@@ -121,10 +121,10 @@ class LoaderFactory(Component):
         trainer = self.trainer
         if isinstance(dataset, MixtureStream):
             dataset = mixture_batches.plan_stream(self.components, dataset)
-        if isinstance(dataset, MixtureDataset) and all(map(peers.is_map_style_dataset, dataset.sources.values())):
+        if isinstance(dataset, MixtureDataset) and all(map(libraries.is_map_style_dataset, dataset.sources.values())):
             sources = dataset.sources.items()
             dataset = MixtureDataset({name: trainer._remove_unused_columns(source, name) for name, source in sources})
-        elif peers.is_map_style_dataset(dataset):
+        elif libraries.is_map_style_dataset(dataset):
             dataset = trainer._remove_unused_columns(dataset, description)
         else:
             collator = trainer._get_collator_with_removed_columns(collator, description)
@@ -142,7 +142,7 @@ class LoaderFactory(Component):
             if settings["collate_fn"] is not trainer.data_collator:
                 collator = trainer._get_collator_with_removed_columns(collator, description)
             settings["collate_fn"] = collator
-        if peers.is_rebalanced(sampler) or isinstance(sampler, (TokenBatchSampler, MixtureBatchSampler)):
+        if libraries.is_rebalanced(sampler) or isinstance(sampler, (TokenBatchSampler, MixtureBatchSampler)):
             settings["batch_sampler"] = sampler
             del settings["batch_size"]
         elif sampler is None and not has_length(dataset):
@@ -256,7 +256,7 @@ class LoaderFactory(Component):
                 "them different ones: use a dataset with a length, without dispatch_batches."
             )
         # This batch sampler yields only the batches of this rank.
-        is_sharded = peers.is_rebalanced(loader.batch_sampler)
+        is_sharded = libraries.is_rebalanced(loader.batch_sampler)
         return PreparedDataLoader(
             loader,
             trainer.args.device,
@@ -295,7 +295,8 @@ class LoaderFactory(Component):
         args, processes = self.trainer.args, self.trainer.accelerator.processes
         accumulation, ranks = args.gradient_accumulation_steps, processes.data_world_size
         argument = "train_sampling_strategy='batch_rebalance'"
-        sampler: Sampler[Any] = peers.import_from_transformers("trainer_pt_utils", "BatchRebalanceSampler", argument)(
+        sampler_class = libraries.import_from_transformers("trainer_pt_utils", "BatchRebalanceSampler", argument)
+        sampler: Sampler[Any] = sampler_class(
             lengths=self._find_lengths(dataset),
             effective_batch_size=self.run.train_batch_size * accumulation * ranks,
             dp_size=ranks,
@@ -334,7 +335,8 @@ class LoaderFactory(Component):
                 f"{argument} is for causal language models, whose loss compares each token with the next label; that "
                 f"of {type(self.components.unwrapped_model).__name__} does not: remove the argument."
             )
-        collator_class = peers.import_from_transformers("data.data_collator", "DataCollatorWithFlattening", argument)
+        name = "DataCollatorWithFlattening"
+        collator_class = libraries.import_from_transformers("data.data_collator", name, argument)
         attention = getattr(trainer.model.config, "_attn_implementation", None) or ""
         return FlatCollator(collator_class(return_flash_attn_kwargs="flash" in attention))
 
@@ -376,7 +378,7 @@ class LoaderFactory(Component):
         """
         column = self.trainer.args.length_column_name
         source = self._find_original_dataset(dataset)
-        if peers.is_map_style_dataset(source) and column in source.column_names:
+        if libraries.is_map_style_dataset(source) and column in source.column_names:
             return list(map(int, source[column]))
         if column != TrainingArguments.__dataclass_fields__["length_column_name"].default:
             logger.warning(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.mixture import (
     MixtureBatchSampler,
@@ -97,7 +97,7 @@ def check_column(column: str, dataset: Any) -> None:
         raise InvalidArgument(
             f"mixture_column={column!r} is for one dataset, but train_dataset is a dict: use only one of them."
         )
-    if not peers.is_map_style_dataset(dataset):
+    if not libraries.is_map_style_dataset(dataset):
         raise InvalidArgument(
             f"mixture_column={column!r}: train_dataset is a {type(dataset).__name__}, but only a datasets.Dataset has "
             "columns. Pass a dict {source: dataset} as train_dataset instead."
@@ -177,7 +177,7 @@ class SourceLog:
         """
         processes, policy = self.components.trainer.accelerator.processes, self.components.policy
         local_sums = torch.cat([self._losses.cpu().double()[:, None], self._counts], dim=1)
-        rows = torch.stack(processes.gather_objects([local_sums], distinct=True)).sum(dim=0).tolist()
+        rows = torch.stack(processes.gather_objects([local_sums], one_per_tp_group=True)).sum(dim=0).tolist()
         is_complete, self._is_complete = self._is_complete, True
         self._losses.zero_()
         self._counts.zero_()

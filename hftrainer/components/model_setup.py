@@ -16,10 +16,10 @@ from hftrainer import trainer_optimizer
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import tell
 from hftrainer.base.tracebacks import describe_type
-from hftrainer.checkpointing.regrouping import NAMES_WITHOUT_GROUPS
-from hftrainer.compat import peers
+from hftrainer.checkpointing.optimizer_groups import NAMES_WITHOUT_GROUPS
+from hftrainer.compat import libraries
+from hftrainer.compat.libraries import bare_name
 from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled_methods
-from hftrainer.compat.peers import bare_name
 from hftrainer.components.component import Component
 from hftrainer.data.randomness import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
@@ -107,8 +107,8 @@ class ModelSetup(Component):
 
     def align_special_tokens(self) -> None:
         """Set the processing class's special tokens in the model's configs, as the followed release does."""
-        policy = self.components.policy
-        has_tokens = peers.has_special_tokens(self.trainer.processing_class) and hasattr(self.trainer.model, "config")
+        policy, trainer = self.components.policy, self.trainer
+        has_tokens = libraries.has_special_tokens(trainer.processing_class) and hasattr(trainer.model, "config")
         if policy.aligns_special_tokens and has_tokens:
             inspection.align_special_tokens(
                 self.components.unwrapped_model,
@@ -136,7 +136,7 @@ class ModelSetup(Component):
     def move_model(self, model: nn.Module, device: Any) -> None:
         """Move the model, unless it is already on several devices."""
         if getattr(model, "hf_device_map", None) is None:
-            self.components.strategy.move(model, device)
+            self.components.strategy.move_model(model, device)
 
     def _inspect_model(self, model: nn.Module) -> dict[str, Any]:
         """The attributes of a Trainer that are derived from its model, by name."""
@@ -157,7 +157,7 @@ class ModelSetup(Component):
 
     def _needs_shifted_smoothing(self, model: nn.Module) -> bool:
         """Whether label smoothing shifts the labels of a model that transformers does not class as causal."""
-        if not self.trainer.args.label_smoothing_factor or peers.is_causal_lm(peers.unwrap_peft(model)):
+        if not self.trainer.args.label_smoothing_factor or libraries.is_causal_lm(libraries.unwrap_peft(model)):
             return False
         return inspection.smoothing_shifts_labels(model)
 
@@ -369,9 +369,9 @@ class ModelSetup(Component):
         if not self.components.strategy.shards_model:
             yield
             return
-        per_token = self.components.steps.count_flos_per_token()
+        per_token = self.components.losses.count_flos_per_token()
         yield
-        self.components.steps.flos_per_token = (self.trainer.model, per_token)
+        self.components.losses.flos_per_token = (self.trainer.model, per_token)
 
     def check_accumulation(self, steps: int) -> None:
         """Raise if the accumulation steps changed, but the strategy fixes them.
@@ -390,7 +390,7 @@ class ModelSetup(Component):
     def finds_unused_parameters(self) -> bool:
         """The default of DDP's `find_unused_parameters`."""
         model = self.trainer.model
-        if not peers.is_transformers_model(model):
+        if not libraries.is_transformers_model(model):
             return True
         # transformers v5.23 renamed the attribute.
         has_new_name = hasattr(model, "is_activation_checkpointing")

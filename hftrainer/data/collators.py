@@ -15,7 +15,7 @@ import torch
 
 from hftrainer.base.messages import log_once
 from hftrainer.base.tracebacks import add_note, describe_type
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.errors import InvalidArgument, InvalidSetup, RemovedColumn, UnknownKey, WrongObject
 from hftrainer.model.inspection import called_model
 
@@ -149,7 +149,7 @@ def draws_nothing(collate_fn: Any, known: Sequence[str] = _WITHOUT_DRAWS) -> boo
 
 def holds_samples(dataset: Any) -> bool:
     """Whether a dataset stores its samples instead of computing them on access."""
-    if peers.is_map_style_dataset(dataset):
+    if libraries.is_map_style_dataset(dataset):
         return bool(dataset.format["type"] != "custom")
     return type(dataset) in (list, tuple) and all(type(sample) is dict for sample in dataset)
 
@@ -249,7 +249,7 @@ def explain_call_error(error: TypeError, model: Any, datasets: Sequence[Any]) ->
         r"(\w+)\.forward\(\) (?:got an unexpected keyword argument '(?P<unknown>\w+)'|missing .*: '(?P<missing>\w+)')",
         str(error),
     )
-    if match is None or match[1] not in (type(model).__name__, type(peers.unwrap_peft(model)).__name__):
+    if match is None or match[1] not in (type(model).__name__, type(libraries.unwrap_peft(model)).__name__):
         return
     if match["unknown"]:
         advice = "let data_collator drop it (remove_unused_columns drops columns of the dataset only), or add it"
@@ -270,7 +270,7 @@ def explain_call_error(error: TypeError, model: Any, datasets: Sequence[Any]) ->
 
 
 def _columns_of(dataset: Any) -> Iterable[str]:
-    if peers.is_dataset_or_stream(dataset):
+    if libraries.is_dataset_or_stream(dataset):
         return dataset.column_names or ()
     if isinstance(dataset, (list, tuple)) and dataset and isinstance(dataset[0], Mapping):
         return dataset[0].keys()

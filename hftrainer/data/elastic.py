@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.data.mixture import MixtureBatchSampler
-from hftrainer.data.randomness import random_states, restore_random_states, seed_cpu
+from hftrainer.data.randomness import cpu_rng_state, restore_cpu_rng_state, seed_cpu
 from hftrainer.data.samplers import StreamWrapper, set_epoch, settings_of
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
@@ -65,12 +65,12 @@ class GlobalBatchSampler(Sampler[int]):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
-        states = random_states()
+        states = cpu_rng_state()
         seed_cpu(self.seed + self.epoch)
         try:
             order = list(self.sampler)
         finally:
-            restore_random_states(states)
+            restore_cpu_rng_state(states)
         return complete_groups(order, self.size, self.drop_last)
 
     def __len__(self) -> int:
@@ -92,13 +92,13 @@ class GlobalBatchStream(StreamWrapper):
     """
 
     def __init__(self, dataset: Any, size: int, drop_last: bool) -> None:
-        super().__init__(peers.unsplit_stream(dataset))
+        super().__init__(libraries.unsplit_stream(dataset))
         self.size, self.drop_last = size, drop_last
         self._epoch_start_stream: Any = None
 
     def load_state_dict(self, state: Any) -> None:
         """Let the next iteration begin within the epoch. Keep its first samples for an incomplete end."""
-        self._epoch_start_stream = peers.copy_stream(self.dataset)
+        self._epoch_start_stream = libraries.copy_stream(self.dataset)
         self.dataset.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:

@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hftrainer.base.safe_loading import name_file_in_errors
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.data.collators import draws_nothing, holds_samples
 from hftrainer.data.loaders import PreparedDataLoader, skip_first
-from hftrainer.data.randomness import DATA_STATE, RandomSources, WorkerBatch
+from hftrainer.data.randomness import DATA_STATE, RandomGenerators, WorkerBatch
 from hftrainer.data.samplers import SkippingBatchSampler, has_exact_length, set_epoch
 
 
@@ -34,7 +34,7 @@ class ResumePoint:
     saved_state: dict[str, Any] | None
 
 
-class ReadingLog:
+class ReadRecorder:
     """Records the batches that a loader reads in an epoch, and the random states between.
 
     The loader reads one batch ahead, so a checkpoint needs the state from before that batch, which is read again.
@@ -43,7 +43,7 @@ class ReadingLog:
 
     Args:
         loader: the loader.
-        sources: the generators that the data uses.
+        generators: the generators that the data uses.
 
     Attributes:
         wait_seconds: time that the run has waited for batches.
@@ -52,8 +52,8 @@ class ReadingLog:
         times_collator: whether the collator is timed.
     """
 
-    def __init__(self, loader: PreparedDataLoader, sources: RandomSources) -> None:
-        self.sources = sources
+    def __init__(self, loader: PreparedDataLoader, generators: RandomGenerators) -> None:
+        self.generators = generators
         self.batch_count = 0
         self.states_before_batch: dict[str, Any] | None = None
         self.stream_state: Any = None
@@ -90,8 +90,8 @@ class ReadingLog:
         # With workers, their states are recorded instead.
         if self._draws and not self._workers:
             if self.batch_count == 1:
-                self.sources.find_generators()
-            self.states_before_batch = self.sources.capture()
+                self.generators.find_generators()
+            self.states_before_batch = self.generators.capture()
             if self._stateful is not None and self.batch_count:
                 self.stream_state = self._stateful.state_dict()
         self._read_start = time.perf_counter()
@@ -182,7 +182,7 @@ def may_draw(loader: PreparedDataLoader) -> bool:
 def is_stateful(data: Any) -> bool:
     """Whether a dataset or loader can restore its exact position."""
     has_state = callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
-    return has_state and not peers.loses_shuffle_buffer(data)
+    return has_state and not libraries.loses_shuffle_buffer(data)
 
 
 class EpochReader:
@@ -194,12 +194,12 @@ class EpochReader:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self._sources = RandomSources(loader=loader)
+        self._generators = RandomGenerators(loader=loader)
         self._start_states: dict[str, Any] | None = None
         self._wait_seconds = 0.0
-        self._log: ReadingLog | None = None
+        self._log: ReadRecorder | None = None
         if isinstance(loader, PreparedDataLoader):
-            self._log = loader.log = ReadingLog(loader, self._sources)
+            self._log = loader.log = ReadRecorder(loader, self._generators)
 
     def open_epoch(self, epoch: int, resume_point: ResumePoint | None = None) -> Iterator[Any]:
         """The batches of an epoch. When resuming, only the remaining ones."""
@@ -208,8 +208,8 @@ class EpochReader:
             resume_point.restore_random_states()
         elif saved_state is not None:
             # Samplers and workers draw their seeds again.
-            self._sources.restore(saved_state["opened"])
-        self._start_states = self._sources.capture()
+            self._generators.restore(saved_state["opened"])
+        self._start_states = self._generators.capture()
         if self._log is not None:
             self._log.begin_epoch(draws=may_draw(self.loader))
         if resume_point is None:
@@ -276,12 +276,12 @@ class EpochReader:
     def restore_generators(self, saved_state: dict[str, Any]) -> None:
         """Restore the generators of samplers, datasets and collators."""
         with name_file_in_errors(DATA_STATE):
-            self._sources.restore_generators(saved_state["held"])
+            self._generators.restore_generators(saved_state["held"])
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint, in tensors and plain values."""
-        self._sources.find_generators()
-        generator_states = self._sources.generator_states()
+        self._generators.find_generators()
+        generator_states = self._generators.generator_states()
         state = {"opened": self._start_states, "held": generator_states, "loader": None, "exhausted": False}
         if self._log is not None:
             return state | {"exhausted": self.loader.position.is_last} | self._log.state_dict()

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.data import elastic, samplers
 from hftrainer.data.samplers import ShardedBatchSampler, ShardSpec
 from hftrainer.errors import InvalidArgument
@@ -144,7 +144,7 @@ def _plan_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_spec:
     if config.split_batches:
         size //= shard_spec.processes
     else:
-        dataset = peers.shard_stream(loader.dataset, shard_spec.rank, shard_spec.processes)
+        dataset = libraries.shard_stream(loader.dataset, shard_spec.rank, shard_spec.processes)
     generator = None
     if dataset is None:
         dataset = samplers.ShardedStream(loader.dataset, shard_spec, size, loader.drop_last)

@@ -27,7 +27,7 @@ from hftrainer.parallel.processes import Processes
 from hftrainer.trainer_pt_utils import find_batch_size, rebuild_container
 
 if TYPE_CHECKING:
-    from hftrainer.data.epoch_reader import ReadingLog
+    from hftrainer.data.epoch_reader import ReadRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self.is_elastic = global_batch is not None
         self.iteration = 0
         self.position = BatchPosition()
-        self.log: ReadingLog | None = None
+        self.log: ReadRecorder | None = None
         self._start = _IterationStart()
         self._has_drawn_seed = False
         self._read_indices: collections.deque[Any] = collections.deque(maxlen=0)
@@ -330,7 +330,7 @@ class PreparedDataLoader(DataLoader[Any]):
             return
         if start.restore_random is not None:
             if start.states_before_batch is not None:
-                log.sources.restore(start.states_before_batch)
+                log.generators.restore(start.states_before_batch)
             # Read again the batch that was read ahead when the checkpoint was written.
             log.begin_read()
             first = next(iterator, _NOTHING)

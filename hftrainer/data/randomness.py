@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from hftrainer.base.messages import log_once
 from hftrainer.base.safe_loading import load_torch_file, name_file_in_errors
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.data.samplers import innermost
 from hftrainer.parallel import devices
 
@@ -33,7 +33,7 @@ DATA_STATE = "the state of the data in progress.pt"
 _PARTS = ("batch_sampler", "sampler", "dataset", "collate_fn", "data_collator", "transform")
 
 
-class RandomSources:
+class RandomGenerators:
     """The generators that the data may draw from.
 
     Args:
@@ -56,7 +56,7 @@ class RandomSources:
 
     def capture(self) -> dict[str, Any]:
         """The states of the global generators and of those found in the parts."""
-        return {**random_states(), "held": self.generator_states()}
+        return {**cpu_rng_state(), "held": self.generator_states()}
 
     def generator_states(self) -> dict[str, Any]:
         """The states of the generators found in the parts, by path."""
@@ -69,7 +69,7 @@ class RandomSources:
             DamagedCheckpoint: if the states have another form.
         """
         with name_file_in_errors(DATA_STATE):
-            restore_random_states(dict(states))
+            restore_cpu_rng_state(dict(states))
             self.restore_generators(states["held"])
 
     def restore_generators(self, held: Mapping[str, Any]) -> None:
@@ -148,13 +148,13 @@ def _accelerators() -> dict[str, Any]:
     return {name: module for name, module in modules.items() if module is not None and module.is_available()}
 
 
-def random_states() -> dict[str, Any]:
+def cpu_rng_state() -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's CPU generators."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
 
 
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Restore the states that `random_states` returned."""
+def restore_cpu_rng_state(states: dict[str, Any]) -> None:
+    """Restore the states that `cpu_rng_state` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.random.set_rng_state(states["cpu"])
@@ -162,8 +162,8 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 def rng_state() -> dict[str, Any]:
     """The random states of this process, in the form that `transformers.Trainer` reads."""
-    states = {**random_states(), **{name: module.get_rng_state() for name, module in _accelerators().items()}}
-    if (xla := peers.initialized_xla_model()) is not None:
+    states = {**cpu_rng_state(), **{name: module.get_rng_state() for name, module in _accelerators().items()}}
+    if (xla := libraries.initialized_xla_model()) is not None:
         states["xla"] = xla.get_rng_state()
     if devices.torch_tpu.is_initialized():
         states["tpu"] = devices.torch_tpu.get_rng_state()
@@ -184,14 +184,14 @@ def load_rng_state(path: str) -> None:
 
 def restore_rng_state(states: dict[str, Any]) -> None:
     """Restore the states that `rng_state` returned."""
-    restore_random_states(states)
+    restore_cpu_rng_state(states)
     for name, module in _accelerators().items():
         # Distributed runs of transformers save a list with one state per device.
         if isinstance(states.get(name), list):
             module.set_rng_state_all(states[name])
         elif name in states:
             module.set_rng_state(states[name])
-    if "xla" in states and (xla := peers.initialized_xla_model()) is not None:
+    if "xla" in states and (xla := libraries.initialized_xla_model()) is not None:
         xla.set_rng_state(states["xla"])
     if "tpu" in states and devices.torch_tpu.is_initialized():
         devices.torch_tpu.set_rng_state(states["tpu"])
@@ -233,17 +233,17 @@ class StateSendingCollator:
         self.collate_fn = collate_fn
 
     @functools.cached_property
-    def sources(self) -> RandomSources:
+    def generators(self) -> RandomGenerators:
         """The generators of this worker. Used only after the worker has its dataset."""
         info: Any = get_worker_info()
-        return RandomSources(dataset=info.dataset, collate_fn=self.collate_fn)
+        return RandomGenerators(dataset=info.dataset, collate_fn=self.collate_fn)
 
     def __call__(self, samples: Any) -> WorkerBatch:
         """Collate the samples, and add the resulting random states."""
         batch, info = self.collate_fn(samples), get_worker_info()
         assert info is not None
-        self.sources.find_generators()
-        return WorkerBatch(batch, info.id, pickle.dumps(self.sources.capture()))
+        self.generators.find_generators()
+        return WorkerBatch(batch, info.id, pickle.dumps(self.generators.capture()))
 
 
 def init_worker(
@@ -253,7 +253,7 @@ def init_worker(
     if init_fn is not None:
         init_fn(worker)
     if worker in states:
-        collator.sources.restore(pickle.loads(states[worker]))
+        collator.generators.restore(pickle.loads(states[worker]))
 
 
 def seed_cpu(seed: int) -> None:

@@ -239,7 +239,7 @@ def count_lengths(dataset: Any, name: str) -> list[int]:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The batches of one process: those whose index is `rank` modulo `processes`."""
+    """The batches of one process: those whose index modulo `processes` is `rank`."""
 
     rank: int = 0
     processes: int = 1

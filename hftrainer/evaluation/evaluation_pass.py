@@ -19,7 +19,7 @@ from hftrainer.compat.overrides import can_call, has_length
 from hftrainer.data.loaders import BatchPosition, PreparedDataLoader
 from hftrainer.data.samplers import has_exact_length
 from hftrainer.errors import InvalidArgument
-from hftrainer.evaluation.collected import OutputCollector, can_skip_gathering
+from hftrainer.evaluation.collecting import OutputCollector, can_skip_gathering
 from hftrainer.evaluation.metrics import FunctionMetrics, TorchMetrics, as_metrics
 from hftrainer.trainer_pt_utils import drop_all_rows, find_batch_size
 from hftrainer.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
@@ -128,8 +128,9 @@ class EvaluationPass:
             self._collect_rows(rows, inputs, is_last, is_full=not (position.is_last or position.is_filler))
         self.components.call_callbacks("on_prediction_step")
         self.components.run.signal_listener.abort_if_signalled()
-        # After the last batch, computing the metrics may take long.
-        self.components.run.heartbeat.beat(is_slow=is_last)
+        if is_last:
+            # Computing the metrics may take long.
+            self.components.run.heartbeat.beat(is_slow=True)
         if self.seen_batches % (self.args.eval_accumulation_steps or 1) == 0:
             for collector in self._collectors.values():
                 collector.move_to_cpu()
@@ -206,7 +207,7 @@ class EvaluationPass:
     def finish(self) -> dict[str, Any]:
         """Compute the metrics over all batches, and set `output`."""
         arrays = {name: collector.arrays() for name, collector in self._collectors.items()}
-        gather = functools.partial(self.trainer.accelerator.processes.gather, distinct=True)
+        gather = functools.partial(self.trainer.accelerator.processes.gather, one_per_tp_group=True)
         metrics = dict(denumpify_detensorize(self.metrics.compute(self._make_prediction(arrays), gather)))
         self.has_metrics = bool(metrics)
         prefix = f"{self.prefix}_"

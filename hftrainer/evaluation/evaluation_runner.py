@@ -1,4 +1,4 @@
-"""One pass of a Trainer over an evaluation or test set."""
+"""Prepares the Trainer for a pass over a data set, starts Lightning's loop, and reports."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from torch.utils.data import DataLoader
 from hftrainer.arguments import legacy
 from hftrainer.base.messages import log_facts, log_once
 from hftrainer.base.tracebacks import add_note, describe_type
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.overrides import accepted_args, call_with_accepted, has_length, is_overridden
 from hftrainer.components.component import Component
 from hftrainer.errors import InvalidArgument
-from hftrainer.evaluation.collected import make_metrics_gather, select_predictions
+from hftrainer.evaluation.collecting import make_metrics_gather, select_predictions
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.parallel import devices
 from hftrainer.parallel.process_group import CollectiveCall
 from hftrainer.reporting.metrics import mean_loss
 from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
-from hftrainer.training.steps import split_losses
+from hftrainer.training.loss import split_losses
 from hftrainer.training.sums import LoggedMetrics
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class EvaluationRunner(Component):
         """Predict, and compute the metrics if there are labels; see `Trainer.predict`."""
         dataloader = self.trainer.get_test_dataloader(test_dataset)
         start_time = time.time()
-        with self.make_loop_call(dataloader, "Prediction", None, ignore_keys, prefix) as loop:
+        with self.choose_loop(dataloader, "Prediction", None, ignore_keys, prefix) as loop:
             output = self.to_loop_output(loop(), dataloader)
         metrics = self._add_speed(output, prefix, start_time)
         self.components.call_callbacks("on_predict", metrics)
@@ -139,8 +139,8 @@ class EvaluationRunner(Component):
                 f"{description} has no batches: the dataset is empty, or smaller than a batch with "
                 "dataloader_drop_last, or lightning_config limits it to 0 batches."
             )
-        could_compute = evaluation.has_metrics or evaluation.has_labels or trainer.compute_metrics is None
-        if not (evaluation.returns_predictions or could_compute):
+        metrics_were_possible = evaluation.has_metrics or evaluation.has_labels or trainer.compute_metrics is None
+        if not (evaluation.returns_predictions or metrics_were_possible):
             label_advice = f"no batch has all of the labels {trainer.label_names}: set label_names to your names"
             reason = "prediction_loss_only=True" if evaluation.loss_only else label_advice
             log_once(logger, f"compute_metrics is not called: {reason}.")
@@ -200,7 +200,7 @@ class EvaluationRunner(Component):
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yields the inputs and the keyword arguments of `Trainer.compute_loss`.
 
-        Items of other processes do not count.
+        Only this process's items divide the loss.
         """
         trainer, components = self.trainer, self.components
         averages_tokens, components.averages_tokens = components.averages_tokens, False
@@ -221,13 +221,13 @@ class EvaluationRunner(Component):
         """Outputs that the model's config excludes from predictions."""
         config = getattr(self.trainer.model, "config", None)
         excludes_cache = config is not None and self.components.policy.excludes_past_key_values
-        cache = peers.cache_output_name()
+        cache = libraries.cache_output_name()
         ignored_keys = list(getattr(config, "keys_to_ignore_at_inference", [cache] if excludes_cache else []))
         # Models for earlier releases list the cache under an old name; their outputs use the current name.
         return [*ignored_keys, cache] if set(ignored_keys) & {"past_key_values", "cache_params"} else ignored_keys
 
     @contextlib.contextmanager
-    def make_loop_call(
+    def choose_loop(
         self,
         dataloader: DataLoader[Any],
         description: str,
@@ -238,7 +238,8 @@ class EvaluationRunner(Component):
         """Yields a function that calls `evaluation_loop`, or `prediction_loop` where arguments or overrides need it."""
         trainer = self.trainer
         overrides_new, overrides_old = (is_overridden(trainer, f"{name}_loop") for name in ("evaluation", "prediction"))
-        uses_old = legacy.value(trainer.args, "use_legacy_prediction_loop") or (overrides_old and not overrides_new)
+        is_asked_for = legacy.old_argument(trainer.args, "use_legacy_prediction_loop")
+        uses_old = is_asked_for or (overrides_old and not overrides_new)
         loop: Callable[..., Any] = trainer.prediction_loop if uses_old else trainer.evaluation_loop
         engine = self.components.engine
         settings = {"prediction_loss_only": prediction_loss_only, "ignore_keys": ignore_keys}
@@ -304,7 +305,7 @@ class EvaluationRunner(Component):
         if not casts or trainer.is_in_train or trainer.deepspeed is not None:
             return contextlib.nullcontext()
         model.to(device=args.device)
-        return use_precision(model, torch.float16 if args.fp16_full_eval else torch.bfloat16)
+        return cast_weights(model, torch.float16 if args.fp16_full_eval else torch.bfloat16)
 
 
 def _copy_mean_loss(losses: Any) -> torch.Tensor:
@@ -320,7 +321,7 @@ def _unwrap_single(values: Any) -> Any:
 
 
 @contextlib.contextmanager
-def use_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Cast a model's floating-point weights for the block, and restore them exactly afterwards.
 
     transformers leaves the model in half precision, and then trains and saves it that way. The weights are kept in

@@ -14,7 +14,7 @@ import torch
 
 from hftrainer.base.messages import log_once
 from hftrainer.base.tracebacks import add_note, describe_shapes, describe_type
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.overrides import accepts, can_call
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel import devices
@@ -194,7 +194,7 @@ def as_metrics(compute_metrics: Any, *, is_batchwise: bool = False) -> FunctionM
     if isinstance(compute_metrics, type) and hasattr(compute_metrics, "compute"):
         name = compute_metrics.__name__
         raise InvalidArgument(f"compute_metrics is the class {name}: pass an object, {name}(...).")
-    if peers.is_torchmetric(compute_metrics) or isinstance(compute_metrics, Mapping):
+    if libraries.is_torchmetric(compute_metrics) or isinstance(compute_metrics, Mapping):
         return TorchMetrics(compute_metrics)
     if compute_metrics is not None and not callable(compute_metrics):
         raise InvalidArgument(

@@ -47,7 +47,7 @@ def model_files(checkpoint: str) -> list[str]:
 
 
 @dataclass(eq=False)
-class Commit:
+class PendingCommit:
     """A commit to make.
 
     Attributes:
@@ -85,7 +85,7 @@ class UploadSnapshots:
         # A process that is killed leaves its folder, which `clear_stale` then removes.
         self._root = staging_folder(Path(self.output_dir) / f"uploads-{next(_trainer_numbers)}")
 
-    def create(self, commit: Commit) -> str:
+    def create(self, commit: PendingCommit) -> str:
         """Create the folder to upload for a commit.
 
         Raises:

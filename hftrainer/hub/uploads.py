@@ -20,7 +20,7 @@ from hftrainer.checkpointing import names
 from hftrainer.errors import HubError
 from hftrainer.hub.failures import hub_reason
 from hftrainer.hub.repository import IGNORE_PATTERNS, Repository
-from hftrainer.hub.snapshots import Commit, UploadSnapshots, model_files
+from hftrainer.hub.snapshots import PendingCommit, UploadSnapshots, model_files
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,9 @@ class Uploads:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         #: Number → commit.
-        self._queued_commits: dict[int, Commit] = {}
+        self._queued_commits: dict[int, PendingCommit] = {}
         #: Path in the repository → commit.
-        self._missing_commits: dict[str, Commit] = {}
+        self._missing_commits: dict[str, PendingCommit] = {}
         #: Path in the repository → message of its last commit.
         self._uploaded_messages: dict[str, str] = {}
         self._last_thread: threading.Thread | None = None
@@ -82,7 +82,7 @@ class Uploads:
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
-    def make_commits(self, checkpoint: str, strategy: str, *, names_step: bool) -> list[Commit]:
+    def make_commits(self, checkpoint: str, strategy: str, *, names_step: bool) -> list[PendingCommit]:
         """The commits that a strategy makes for a checkpoint; empty for a deleted checkpoint.
 
         Args:
@@ -97,19 +97,19 @@ class Uploads:
             return []
         progress = f"step {state.global_step}" if names_step else f"epoch {int(state.epoch or 0)}"
         message = f"Training in progress, {progress}"
-        commits = [Commit(next(self._numbers), checkpoint, "", message)]
+        commits = [PendingCommit(next(self._numbers), checkpoint, "", message)]
         if strategy in ("checkpoint", "all_checkpoints"):
             path_in_repo = names.LAST_CHECKPOINT if strategy == "checkpoint" else os.path.basename(checkpoint)
-            commits.append(Commit(next(self._numbers), checkpoint, path_in_repo, f"{message}, checkpoint"))
+            commits.append(PendingCommit(next(self._numbers), checkpoint, path_in_repo, f"{message}, checkpoint"))
         return commits
 
-    def skip(self, commits: Sequence[Commit]) -> None:
-        """Skip commits for now. `finish` uploads the newest for each path."""
+    def postpone(self, commits: Sequence[PendingCommit]) -> None:
+        """Leave commits for later. `finish` uploads the newest for each path."""
         reason = "another upload was running; hub_always_push=True queues uploads instead"
         for commit in filter(self._create_snapshot, commits):
             self._record_missing_commit(commit, reason)
 
-    def push(self, commits: Sequence[Commit]) -> list[Future[Any]]:
+    def push(self, commits: Sequence[PendingCommit]) -> list[Future[Any]]:
         """Upload commits in the background, after those already queued."""
         jobs = []
         for commit in filter(self._create_snapshot, commits):
@@ -140,7 +140,7 @@ class Uploads:
         self._last_thread = thread
         return future
 
-    def _create_snapshot(self, commit: Commit) -> bool:
+    def _create_snapshot(self, commit: PendingCommit) -> bool:
         """Create the snapshot of a commit. After an error, log a warning and return False."""
         try:
             commit.snapshot = self._snapshots.create(commit)
@@ -153,7 +153,7 @@ class Uploads:
             logger.warning("The upload of %s cannot be prepared: %s", commit.checkpoint, error)
         return commit.snapshot is not None
 
-    def _upload(self, commit: Commit) -> Any:
+    def _upload(self, commit: PendingCommit) -> Any:
         """Make a commit, and record the result."""
         repository = self.repository
         assert commit.snapshot is not None
@@ -169,12 +169,12 @@ class Uploads:
         self._record_upload(commit)
         return commit_info
 
-    def _leave_queue(self, commit: Commit, job: Future[Any]) -> None:
+    def _leave_queue(self, commit: PendingCommit, job: Future[Any]) -> None:
         del self._queued_commits[commit.number]
         if job.cancelled():
             self._discard_snapshot(commit)
 
-    def _record_missing_commit(self, commit: Commit, problem: str) -> None:
+    def _record_missing_commit(self, commit: PendingCommit, problem: str) -> None:
         """Keep a commit for another attempt, unless we already keep a newer one for its path."""
         commit.reason = problem
         with self._lock:
@@ -189,7 +189,7 @@ class Uploads:
             for each in sorted(similar_commits, key=lambda each: each.number)[:-1]:
                 self._discard_snapshot(each)
 
-    def _record_upload(self, commit: Commit) -> None:
+    def _record_upload(self, commit: PendingCommit) -> None:
         """Record an upload. Older missing commits to the same path are no longer needed."""
         with self._lock:
             self._uploaded_messages[commit.path_in_repo] = commit.message
@@ -198,7 +198,7 @@ class Uploads:
             if missing_commit is not None and missing_commit.number <= commit.number:
                 self._discard_snapshot(self._missing_commits.pop(commit.path_in_repo))
 
-    def _discard_snapshot(self, commit: Commit) -> None:
+    def _discard_snapshot(self, commit: PendingCommit) -> None:
         if commit.snapshot is not None:
             self._snapshots.delete(commit.snapshot)
             commit.snapshot = None
@@ -223,14 +223,14 @@ class Uploads:
         """
         overrides = {"token": token, "revision": revision or None}
         target = replace(self.repository, **{name: value for name, value in overrides.items() if value is not None})
-        commit = Commit(next(self._numbers), folder, "", message)
+        commit = PendingCommit(next(self._numbers), folder, "", message)
         future = self._submit(functools.partial(self._upload_folder, target, commit, blocking=blocking))
         if not blocking:
             return future
         self._wait()
         return future.result()
 
-    def _upload_folder(self, target: Repository, commit: Commit, *, blocking: bool) -> Any:
+    def _upload_folder(self, target: Repository, commit: PendingCommit, *, blocking: bool) -> Any:
         folder = commit.checkpoint
         try:
             commit_info = target.upload(folder, commit.message, ignore_patterns=IGNORE_PATTERNS, show_progress=blocking)
@@ -331,7 +331,7 @@ class Uploads:
             logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository, report, uploaded_lines or " nothing")
         self._last_report = report
 
-    def _describe(self, commit: Commit) -> str:
+    def _describe(self, commit: PendingCommit) -> str:
         """A report on a missing commit, with the command line that uploads it."""
         beginning = f"{commit.path_in_repo or 'the model'}, {commit.message!r}: {commit.reason}."
         if not os.path.isdir(commit.checkpoint):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.errors import InvalidSetup
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def can_return_loss(model_class: type) -> bool:
 
 def called_model(model: Any) -> Any:
     """The model whose `forward` names the inputs, inside adapters and modules that forward all arguments."""
-    bare_model = peers.unwrap_peft(model)
+    bare_model = libraries.unwrap_peft(model)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     children = list(bare_model.children())
     forwards_all = all(each.kind in variadic for each in inspect.signature(bare_model.forward).parameters.values())
@@ -99,7 +99,7 @@ def check_quantization(model: Any) -> str | None:
     quantizer = getattr(model, "hf_quantizer", None)
     if hasattr(model, "_orig_mod"):
         return "The model is quantized and compiled: pass the model that torch.compile() was called with."
-    if not peers.is_peft(model) and not getattr(quantizer, "is_qat_trainable", False):
+    if not libraries.is_peft(model) and not getattr(quantizer, "is_qat_trainable", False):
         return (
             "The model's weights are quantized to integers, which cannot be trained: train adapters on top, with "
             "peft.get_peft_model(model, LoraConfig(...)), or load the model without quantization_config."
@@ -115,7 +115,7 @@ def check_quantization(model: Any) -> str | None:
 
 def shifts_labels(model: nn.Module) -> bool:
     """Whether the model's loss predicts label `i + 1` at position `i`, never the first."""
-    bare_model = peers.unwrap_peft(model)
+    bare_model = libraries.unwrap_peft(model)
     is_encoder_decoder = getattr(getattr(bare_model, "config", None), "is_encoder_decoder", False)
     if not hasattr(bare_model, "loss_type") or "transformers" not in sys.modules or is_encoder_decoder:
         return False
@@ -130,11 +130,12 @@ def smoothing_shifts_labels(model: nn.Module) -> bool:
     transformers checks only the name of the class, and smooths against the wrong labels for subclasses of causal
     models, for vision-language models, and for modules that wrap a model.
     """
-    bare_model = peers.unwrap_peft(model)
-    if not peers.is_transformers_model(bare_model):
-        models = [child for child in bare_model.children() if peers.is_transformers_model(peers.unwrap_peft(child))]
+    bare_model = libraries.unwrap_peft(model)
+    if not libraries.is_transformers_model(bare_model):
+        children = map(libraries.unwrap_peft, bare_model.children())
+        models = [child for child in children if libraries.is_transformers_model(child)]
         return len(models) == 1 and smoothing_shifts_labels(models[0])
-    is_causal = any(base.__name__ in peers.causal_lm_names() for base in type(bare_model).__mro__)
+    is_causal = any(base.__name__ in libraries.causal_lm_names() for base in type(bare_model).__mro__)
     return is_causal or shifts_labels(bare_model)
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.base.messages import log_once
 from hftrainer.errors import MissingPackage
-from hftrainer.model_card import contents
-from hftrainer.reporting.lines import lines_of
+from hftrainer.model_card import card_contents
+from hftrainer.reporting.curves import curves_of_run
 from hftrainer.reporting.metrics import write_file_atomically
 from hftrainer.reporting.plot import draw_picture
 
@@ -57,7 +57,7 @@ def draw_plot(state: TrainerState, folder: Path, *, force: bool) -> str | None:
     path = folder / PLOT_NAME
     if not force and path.exists() and time.time() - path.stat().st_mtime < _SECONDS_BETWEEN_PLOTS:
         return PLOT_NAME
-    lines = lines_of(state)
+    lines = curves_of_run(state)
     if not any(len(line.steps) > 1 for line in lines):
         return None
     try:
@@ -87,7 +87,7 @@ def add_peft_parts(card: str, model: Any) -> str:
     data.tags = [
         tag
         for tag in dict.fromkeys([*old_data.tags, *data.tags])
-        if not tag.startswith(_ADAPTER_OF) or contents.is_repo_id(tag.removeprefix(_ADAPTER_OF))
+        if not tag.startswith(_ADAPTER_OF) or card_contents.is_repo_id(tag.removeprefix(_ADAPTER_OF))
     ]
     data.base_model = old_data.base_model
     return f"{new_card}\n"

@@ -30,15 +30,27 @@ from hftrainer.parallel.processes import Processes
 _GetState = Callable[[], TrainerState]
 _GetFolder = Callable[[], str | None]
 #: Name of the folder. Uploads to the Hub skip names that begin with '_'.
-NAME = "_health"
+HEALTH_FOLDER = "_health"
 PHASES = ("starting", "training", "evaluation", "saving", "ended")
+#: Event that every rank has → whether the next sign of progress may take minutes.
+_SIGNS = {
+    "on_epoch_begin": True,  # the loader may start worker processes
+    "on_step_begin": False,
+    "on_substep_end": False,
+    "on_pre_optimizer_step": False,
+    "on_step_end": False,
+    "on_prediction_step": False,
+    "on_predict": True,
+    "on_evaluate": True,
+}
 #: Seconds between two records of a rank.
 _INTERVAL = 2.0
-#: Seconds without a sign of progress after which a rank is late, if they exceed `_FACTOR` times the longest pause.
-_QUIET = 15.0
-_FACTOR = 10
+#: Seconds without a sign of progress after which a rank is late, if they exceed `_LIMIT_PER_PAUSE` times its longest
+#: pause.
+_SHORTEST_LIMIT = 15.0
+_LIMIT_PER_PAUSE = 10
 #: The same if the usual pause is unknown, or if no signs are expected, as during a checkpoint.
-_SLOW = 300.0
+_SLOW_LIMIT = 300.0
 #: Seconds without a sign after which this rank writes its stack.
 _STACK_AFTER = 10.0
 #: Seconds for which a file system may show an old record of another node.
@@ -73,17 +85,20 @@ class Heartbeat:
         self._time, self._is_slow = now, is_slow
         self.signs += 1
 
-    def end_step(self) -> None:
-        """Record the end of an optimizer step."""
-        self.beat()
-        self.signs, self.step_time = 0, self._time
-        if self.phase == "starting":
-            self.phase = "training"
+    def record_event(self, event: str) -> None:
+        """Record an event, before its callbacks are called."""
+        if event in _SIGNS:
+            self.beat(is_slow=_SIGNS[event])
+        if event == "on_step_end":
+            self.signs, self.step_time = 0, self._time
+            if self.phase == "starting":
+                self.phase = "training"
 
     def enter_phase(self, phase: str) -> None:
         """Enter a phase."""
         self.beat()
-        self.phase, self._is_slow = phase, phase == "saving"
+        # The first batch of an evaluation may start worker processes.
+        self.phase, self._is_slow = phase, phase in ("evaluation", "saving")
 
     @contextlib.contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
@@ -104,7 +119,7 @@ class Heartbeat:
         if self.phase in ("starting", "ended"):
             return None
         longest = self._longest[self.phase]
-        return _SLOW if self._is_slow or not longest else max(_QUIET, _FACTOR * longest)
+        return _SLOW_LIMIT if self._is_slow or not longest else max(_SHORTEST_LIMIT, _LIMIT_PER_PAUSE * longest)
 
 
 class NoHeartbeat(Heartbeat):
@@ -228,10 +243,10 @@ class _Reporter:
                 record, old_record = json.loads(path.read_text()), self._records.get(path)
                 records[path] = old_record if old_record and old_record[0] == record else (record, time.monotonic())
         self._records = records
-        late = [_position(rank) for rank in self._behind() if rank["is_late"]]
+        late = [_position(rank) for rank in self._slowest_ranks() if rank["is_late"]]
         self._late_since = {each: self._late_since.get(each, time.monotonic()) for each in late}
 
-    def _behind(self) -> list[dict[str, Any]]:
+    def _slowest_ranks(self) -> list[dict[str, Any]]:
         """The ranks furthest behind."""
         ranks = list(self._ranks())
         last = min((_position(rank)[1:] for rank in ranks), default=None)
@@ -243,7 +258,7 @@ class _Reporter:
             quiet, limit = record["seconds_since_sign"] + age, record["limit"]
             if record["phase"] == "starting" != self._heartbeat.phase:
                 # Ranks finish the first step together, so a record that still says "starting" is stale.
-                quiet, limit = age, _QUIET
+                quiet, limit = age, _SHORTEST_LIMIT
             is_late = limit is not None and quiet > limit
             yield {**record, "seconds_since_sign": round(quiet, 1), "is_late": is_late, "path": path}
 
@@ -252,7 +267,7 @@ class _Reporter:
         state, phase, ranks = self._state(), self._heartbeat.phase, list(self._ranks())
         # When a slow rank continues, its record is newer than those of the ranks that waited for it, which seem behind.
         threshold = time.monotonic() - 2 * _INTERVAL
-        late = [rank for rank in self._behind() if self._late_since.get(_position(rank), math.inf) <= threshold]
+        late = [rank for rank in self._slowest_ranks() if self._late_since.get(_position(rank), math.inf) <= threshold]
         return {
             "status": "stalled" if late else phase if phase in ("starting", "ended") else "ok",
             "step": state.global_step,
@@ -382,7 +397,7 @@ def serve_health(args: Any, processes: Processes, state: _GetState, last_checkpo
     if (address := args.metrics_port) is None:
         yield NoHeartbeat()
         return
-    folder, rank = Path(args.output_dir, NAME), processes.rank
+    folder, rank = Path(args.output_dir, HEALTH_FOLDER), processes.rank
     ranks = range(processes.world_size) if rank == 0 else range(rank, rank + processes.local_world_size)
     heartbeat, error = Heartbeat(), None
     reporter = _Reporter(heartbeat, state, last_checkpoint, [folder / f"rank-{each}.json" for each in ranks])

@@ -16,6 +16,7 @@ Every line has `time` (seconds since 1970), `event` and `step` (optimizer steps 
 
 from __future__ import annotations
 
+import heapq
 import json
 import logging
 import os
@@ -31,7 +32,7 @@ from hftrainer.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
 
-NAME = "journal.jsonl"
+JOURNAL_NAME = "journal.jsonl"
 #: The activities of an interval.
 ACTIVITIES = ("steps", "data", "evaluation", "saving")
 #: Reasons of an end after which no restart is needed.
@@ -55,7 +56,7 @@ class Journal:
         line = {"time": round(time.time(), 3), "event": event, "step": step, **values}
         try:
             os.makedirs(self.folder, exist_ok=True)
-            append_line(os.path.join(self.folder, NAME), line)
+            append_line(os.path.join(self.folder, JOURNAL_NAME), line)
         except OSError as error:
             # Before the warning, which would otherwise be written to the journal.
             self.folder = None
@@ -98,7 +99,7 @@ def check_folder(folder: str) -> None:
 def read_events(folder: str) -> list[dict[str, Any]]:
     """The events in a run's folder, in order; empty without a journal. Truncated lines are skipped."""
     try:
-        with open(os.path.join(folder, NAME), "rb") as file:
+        with open(os.path.join(folder, JOURNAL_NAME), "rb") as file:
             return [event for line in file if (event := parse(line)) is not None]
     except FileNotFoundError:
         return []
@@ -162,7 +163,7 @@ def run_names(folders: list[str]) -> list[str]:
 
 
 def read_state(folder: str) -> TrainerState:
-    """The final state of the run in `folder`, or else the state of its newest checkpoint; of several runs the last one.
+    """The final state of the run in `folder`, or else of its newest checkpoint; if several runs wrote there, the last.
 
     Raises:
         InvalidArgument: if both are missing, or the file cannot be read.
@@ -174,8 +175,8 @@ def read_state(folder: str) -> TrainerState:
     if not files:
         if run := min(Path(folder).glob("*/checkpoint-*/"), default=None):
             raise InvalidArgument(f"no run has written in {folder}; did you mean {run.parent}?")
-        problem = f"neither it nor a checkpoint-xxx in it contains {names.TRAINER_STATE_NAME} or {NAME}"
-        raise InvalidArgument(f"no run has written in {folder} yet, since {problem}: pass the output_dir of a run")
+        advice = "pass the output_dir of a run that has saved or has observe=True"
+        raise InvalidArgument(f"{folder} has no logs of a run (no {JOURNAL_NAME}, no checkpoint): {advice}")
     try:
         state = TrainerState.load_from_json(str(file := files[0]))
         # A later run may have fewer steps. Of one run, as in a copy with other times, each log begins the next.
@@ -185,8 +186,23 @@ def read_state(folder: str) -> TrainerState:
         raise InvalidArgument(f"{file} cannot be read ({error}). Pass a complete checkpoint of the run.") from error
 
 
+def _merge(saved: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved log lines and those that only the journal has, by step.
+
+    Of the journal of an earlier run, which shares no line with them, those of later steps.
+    """
+
+    def step_of(line: dict[str, Any]) -> float:
+        return step if isinstance(step := line.get("step"), (int, float)) else -1
+
+    known = {(step_of(line), name) for line in saved for name in line.keys() - {"step", "epoch"}}
+    first = 0 if any(line in saved for line in new) else max(map(step_of, saved), default=-1) + 1
+    missing = (line for line in new if line["step"] >= first and not known & {(line["step"], name) for name in line})
+    return [*heapq.merge(saved, missing, key=step_of)]
+
+
 def read_run(folder: str, x: str = "step") -> TrainerState:
-    """Like `read_state`, but with newer log lines from the run's journal, and `x` as their steps, time in seconds.
+    """Like `read_state`, with the log lines that only the journal has, and `x` as their steps, time in seconds.
 
     Raises:
         InvalidArgument: if there is no run, or no journal for `x="time"`.
@@ -199,10 +215,8 @@ def read_run(folder: str, x: str = "step") -> TrainerState:
         if not events:
             raise
         state = TrainerState()
-    steps = (line.get("step") for line in state.log_history)
-    last_step = max((step for step in steps if isinstance(step, (int, float))), default=-1)
     logs = [event for event in events if event["event"] == "log"]
-    state.log_history += [{"step": each["step"], **each["logs"]} for each in logs if each["step"] > last_step]
+    state.log_history = _merge(state.log_history, [{**each["logs"], "step": each["step"]} for each in logs])
     if x == "epoch":
         state.log_history = [{**line, "step": line["epoch"]} for line in state.log_history if "epoch" in line]
     elif x == "time":

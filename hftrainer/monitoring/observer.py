@@ -22,7 +22,7 @@ from hftrainer.reporting.summary import peak_process_memory
 logger = logging.getLogger(__name__)
 
 #: Minimum of a slow step that is reported: as a multiple of the median, and in seconds.
-_SLOW, _SLOW_SECONDS = 20, 1.0
+_SLOW_FACTOR, _SLOW_SECONDS = 20, 1.0
 #: Seconds between two samples of the process's memory.
 _SAMPLE_PERIOD = 0.1
 #: Minimum and maximum number of steps of a median.
@@ -88,7 +88,7 @@ class Observer(TrainerCallback):
         self._latest_step_seconds: deque[float] = deque(maxlen=_MAX_STEPS)
         self._step_start = _step_seconds(counters)
 
-    def values(self) -> dict[str, float]:
+    def pop_values(self) -> dict[str, float]:
         """The values for a log line, for the time since the last one. A collective operation."""
         counters = self._read_counters()
         differences = {name: value - self._start_counters.get(name, 0.0) for name, value in counters.items()}
@@ -166,6 +166,11 @@ class Observer(TrainerCallback):
         self._begin_interval(self._read_counters())
         self._written_counters = self._start_counters
 
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Start counting the operations of the first micro-batch."""
+        if self.flops is not None:
+            self.flops.start()
+
     def on_step_end(self, args, state, control, **kwargs):
         """Record the time of the step, and the memory."""
         now, seconds, self._step = time.perf_counter(), self._seconds(), state.global_step
@@ -201,7 +206,7 @@ class Observer(TrainerCallback):
     def _check_step(self, seconds: float) -> None:
         if self._median_step_seconds is None or "warnings" not in self.observed_parts:
             return
-        if seconds > max(_SLOW * self._median_step_seconds, _SLOW_SECONDS):
+        if seconds > max(_SLOW_FACTOR * self._median_step_seconds, _SLOW_SECONDS):
             times = seconds / self._median_step_seconds
             logger.warning("Step %d took %.3g s, %.0f times the median.", self._step, seconds, times)
             # No second warning before the next log line.

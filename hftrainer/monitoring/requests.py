@@ -36,7 +36,12 @@ class Requests:
         since_evaluation: for a resumed run, seconds between the last evaluation and the checkpoint.
         can_evaluate: whether the run has an evaluation set.
         saves: whether the run saves checkpoints, so that 'stop' saves one.
+
+    Attributes:
+        has_stopped: whether a request has stopped the run.
     """
+
+    has_stopped = False
 
     def __init__(
         self,
@@ -98,6 +103,7 @@ class Requests:
             self._profile = self._profile or _Profile(folder, step)
         else:
             setattr(control, FLAGS[name], True)
+            self.has_stopped |= name == "stop"
             control.should_save |= name == "stop" and self._saves
         logger.warning("Request %r: %s.", name, answer)
         # On a full disk, the answer is missing.

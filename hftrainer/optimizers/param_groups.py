@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from hftrainer.arguments.param_groups import OWN_KEYS, patterns_of
-from hftrainer.compat import peers
-from hftrainer.compat.peers import bare_name
+from hftrainer.compat import libraries
+from hftrainer.compat.libraries import bare_name
 from hftrainer.errors import suggest
 
 _FLAT = "FSDP1 has flattened the parameters: set fsdp_config['use_orig_params']=True, or use FSDP2."
@@ -200,7 +200,7 @@ def describe_groups(groups: list[dict[str, Any]]) -> Iterator[str]:
     for number, group in enumerate(groups):
         names = group["param_names"]
         examples = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        count = sum(map(peers.element_count, group["params"]))
+        count = sum(map(libraries.element_count, group["params"]))
         rates = f"lr={group['lr']:g}, weight_decay={group.get('weight_decay', 0.0):g}"
         yield (
             f"Parameter group {number}, {group['name']}: {len(names)} tensors, {count:,} parameters, {rates}"

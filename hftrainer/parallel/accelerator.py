@@ -156,7 +156,7 @@ class EngineAccelerator(ProcessState):
         if self._is_trainer_model(model):
             return model
         if device_placement is not False:
-            self._strategy.move(model, self.device)
+            self._strategy.move_model(model, self.device)
         is_trainable = any(parameter.requires_grad for parameter in model.parameters())
         if evaluation_mode or not is_trainable or not self.processes.is_distributed:
             return model
@@ -210,7 +210,7 @@ class EngineAccelerator(ProcessState):
         if num_samples is not None:
             input_data = self.processes.first_rows(input_data, num_samples, objects=use_gather_object)
         if use_gather_object or self.processes.tp_size > 1:
-            rows = self.processes.gather(input_data, objects=use_gather_object, distinct=True)
+            rows = self.processes.gather(input_data, objects=use_gather_object, one_per_tp_group=True)
         else:
             rows = self.gather(input_data)
         if loader is None or loader.remainder is None:

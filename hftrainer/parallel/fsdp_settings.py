@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.errors import InvalidConfig, suggest
+from hftrainer.errors import InvalidConfig, suggest_nearest
 from hftrainer.parallel.config_files import env_flag, parse_bool, read_config
 
 #: Strategies for `fsdp` and `reshard_after_forward`, in the order of accelerate's numbers, from 1.
@@ -308,8 +308,3 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "backward_prefetch": _parse_prefetch,
     "xla_fsdp_settings": _parse_keywords,
 }
-
-
-def suggest_nearest(word: str, allowed: Collection[str]) -> str:
-    """The end of an error message about an unknown word. It suggests the nearest allowed word, or lists all."""
-    return suggest(word, allowed, f": use one of {', '.join(sorted(allowed))}.")

@@ -1,4 +1,4 @@
-"""Defines `LightningPlan`, the settings of a `lightning.Trainer`, and `Layout`, which splits its processes."""
+"""Defines `LightningPlan`, the settings of a `lightning.Trainer`, and `ParallelLayout`, which splits its processes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from hftrainer.errors import InvalidConfig
+from hftrainer.errors import InvalidConfig, suggest_nearest
 from hftrainer.parallel.config_files import env_flag
-from hftrainer.parallel.fsdp_settings import FsdpSettings, suggest_nearest
+from hftrainer.parallel.fsdp_settings import FsdpSettings
 
 if TYPE_CHECKING:
     from hftrainer.parallel.processes import Processes
@@ -30,7 +30,7 @@ _UNSUPPORTED_SIZES = {"pp_size": "pipeline", "ep_size": "expert"}
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """The `dp_replicate_size x dp_shard_size x tp_size` processes of a run; all 1 by default.
 
     Attributes:
@@ -58,7 +58,7 @@ class Layout:
         return ", ".join(f"{name}={size}" for name, size in named if size > 1) or "one process"
 
 
-def read_layout(config: Any, model: Any = None, environment: Mapping[str, str] = os.environ) -> Layout:
+def read_layout(config: Any, model: Any = None, environment: Mapping[str, str] = os.environ) -> ParallelLayout:
     """The layout of `parallelism_config`, else of the launcher, else of the loaded model.
 
     Args:
@@ -72,9 +72,9 @@ def read_layout(config: Any, model: Any = None, environment: Mapping[str, str] =
     """
     requested_layout = _parse_sizes(_read_sizes(config, environment))
     loaded = loaded_layout(model)
-    if loaded in (Layout(), requested_layout):
+    if loaded in (ParallelLayout(), requested_layout):
         return requested_layout
-    if requested_layout != Layout():
+    if requested_layout != ParallelLayout():
         raise InvalidConfig(f"parallelism_config sets {requested_layout}, but the model was loaded with {loaded}.")
     return loaded
 
@@ -96,16 +96,16 @@ def _read_sizes(config: Any, environment: Mapping[str, str]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name in _SIZES and value is not None}
 
 
-def _parse_sizes(sizes: dict[str, Any]) -> Layout:
+def _parse_sizes(sizes: dict[str, Any]) -> ParallelLayout:
     for name, value in sizes.items():
         if isinstance(value, bool) or not str(value).isdigit() or int(value) < 1:
             raise InvalidConfig(f"parallelism_config[{name!r}]={value!r}: it must be a positive number of processes.")
         if (reason := _SIZES[name]) is not None and int(value) > 1:
             raise InvalidConfig(f"parallelism_config[{name!r}] is not supported: {reason}. Use dp_shard_size or fsdp.")
-    return Layout(**{name: int(value) for name, value in sizes.items() if _SIZES[name] is None})
+    return ParallelLayout(**{name: int(value) for name, value in sizes.items() if _SIZES[name] is None})
 
 
-def loaded_layout(model: Any) -> Layout:
+def loaded_layout(model: Any) -> ParallelLayout:
     """The layout in which transformers has loaded a model.
 
     Raises:
@@ -113,19 +113,20 @@ def loaded_layout(model: Any) -> Layout:
     """
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     if config is None or not getattr(model, "_is_distributed_loading_by_transformers", False):
-        return Layout()
+        return ParallelLayout()
     for name, kind in _UNSUPPORTED_SIZES.items():
         if (getattr(config, name, None) or 1) > 1:
             raise InvalidConfig(
                 f"The model was loaded with {name}={getattr(config, name)}, but {kind} parallelism is not supported "
                 "yet: load it with tp_size and fsdp_size only."
             )
-    return Layout(*((getattr(config, name, None) or 1) for name in ("dp_replicate_size", "fsdp_size", "tp_size")))
+    sizes = ("dp_replicate_size", "fsdp_size", "tp_size")
+    return ParallelLayout(*((getattr(config, name, None) or 1) for name in sizes))
 
 
-def check_layout(layout: Layout, fsdp: FsdpSettings | None, world_size: int) -> list[str]:
+def check_layout(layout: ParallelLayout, fsdp: FsdpSettings | None, world_size: int) -> list[str]:
     """An error message for each contradiction between a layout and the other arguments."""
-    if layout == Layout():
+    if layout == ParallelLayout():
         return []
     errors = []
     if layout.total_size != world_size:
@@ -142,16 +143,16 @@ def check_layout(layout: Layout, fsdp: FsdpSettings | None, world_size: int) -> 
     return errors
 
 
-def check_model_layout(layout: Layout, model: Any) -> str | None:
+def check_model_layout(layout: ParallelLayout, model: Any) -> str | None:
     """Why a model does not match a layout, or None. Tensor parallelism is set up while a model is loaded."""
     loaded = loaded_layout(model)
-    if loaded == Layout() and layout.tp_size > 1:
+    if loaded == ParallelLayout() and layout.tp_size > 1:
         return (
             f"parallelism_config['tp_size']={layout.tp_size}: each process has the full model. Load it with "
             f"from_pretrained(..., distributed_config=DistributedConfig(tp_size={layout.tp_size}, "
             f"fsdp_size={layout.dp_shard_size})) of transformers, or shard it with fsdp."
         )
-    if loaded not in (Layout(), layout):
+    if loaded not in (ParallelLayout(), layout):
         return (
             f"model_init returned a model that was loaded with {loaded}, but the processes have the layout {layout}: "
             f"set parallelism_config to {loaded}."
@@ -184,7 +185,7 @@ class LightningPlan:
         async_checkpoint: whether checkpoints are written in the background.
         stop_on_save_error: whether training stops if a checkpoint cannot be written.
         read_once: argument → its value when the plan was made; later changes of these have no effect.
-        config: keyword arguments of `lightning.Trainer` from `lightning_config`; they override the others.
+        trainer_overrides: keyword arguments of `lightning.Trainer` from `lightning_config`; they override the others.
     """
 
     accelerator: str
@@ -198,12 +199,12 @@ class LightningPlan:
     timeout: int
     ddp: Mapping[str, Any]
     sharding: FsdpSettings | None
-    layout: Layout
+    layout: ParallelLayout
     deepspeed: Any
     async_checkpoint: bool
     stop_on_save_error: bool
     read_once: Mapping[str, Any]
-    config: Mapping[str, Any]
+    trainer_overrides: Mapping[str, Any]
 
     @property
     def mixed_precision(self) -> str:
@@ -218,7 +219,7 @@ class LightningPlan:
     @property
     def has_fractional_limit(self) -> bool:
         """Whether `lightning_config` limits an evaluation to a fraction of its batches."""
-        limits = [value for name, value in self.config.items() if name.startswith("limit_")]
+        limits = [value for name, value in self.trainer_overrides.items() if name.startswith("limit_")]
         return any(isinstance(value, float) and value < 1 for value in limits)
 
     @property
@@ -245,5 +246,5 @@ class LightningPlan:
             "accumulate_grad_batches": self.accumulate_grad_batches,
             "deterministic": self.deterministic or None,
             "default_root_dir": self.default_root_dir,
-            **self.config,
+            **self.trainer_overrides,
         }

@@ -44,7 +44,7 @@ def start_in_thread(work: Callable[[], T]) -> Future[T]:
     return job
 
 
-def wait_for_peers(connect: Callable[[], T], timeout: timedelta, message: str) -> T:
+def wait_for_ranks(connect: Callable[[], T], timeout: timedelta, message: str) -> T:
     """Connect the ranks with `connect`, and return its result.
 
     gloo has no timeout for a rank that hangs after it published its address, so `connect` runs in a thread.
@@ -77,7 +77,7 @@ def cpu_group(timeout: timedelta, is_separate: bool = False) -> Any:
         f"The ranks could not create a gloo group for CPU tensors within ddp_timeout={timeout.total_seconds():g} "
         "s. See the logs of the other ranks."
     )
-    return wait_for_peers(lambda: distributed.new_group(backend="gloo", timeout=timeout), timeout, message)
+    return wait_for_ranks(lambda: distributed.new_group(backend="gloo", timeout=timeout), timeout, message)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from hftrainer.parallel.process_group import (
     cpu_group,
     disconnect_at_exit,
     start_in_thread,
-    wait_for_peers,
+    wait_for_ranks,
 )
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class Processes(RankInfo):
                 store = PrefixStore(f"meeting {next(_group_numbers)}", store)
             distributed.init_process_group(backend_name, store=store, rank=self.rank, world_size=size, timeout=timeout)
 
-        wait_for_peers(join, timeout, message)
+        wait_for_ranks(join, timeout, message)
         disconnect_at_exit()
 
     def barrier(self) -> None:
@@ -157,7 +157,7 @@ class Processes(RankInfo):
             distributed.scatter_object_list(outcomes, items, group=cpu_group(self.timeout))
         return _unwrap_outcome(outcomes[0])
 
-    def gather(self, data: Any, pad_index: int = -100, *, objects: bool = False, distinct: bool = False) -> Any:
+    def gather(self, data: Any, pad_index: int = -100, *, objects: bool = False, one_per_tp_group: bool = False) -> Any:
         """Gather the rows of all processes, in the order of ranks.
 
         Args:
@@ -165,7 +165,7 @@ class Processes(RankInfo):
                 `rows` and `length` may differ between processes; `length` is padded on the right.
             pad_index: value with which shorter rows are padded.
             objects: treat each list as a sequence of samples of any type, and concatenate the lists.
-            distinct: use the rows of only one rank of each tensor-parallel group.
+            one_per_tp_group: use the rows of only one rank of each tensor-parallel group.
 
         Raises:
             TypeError: for values that are not tensors, unless they are in lists and `objects` is set.
@@ -174,21 +174,23 @@ class Processes(RankInfo):
             return data
 
         def gather_leaf(leaf: Any) -> Any:
+            if isinstance(leaf, list) and objects:
+                return self.gather_objects(leaf, one_per_tp_group)
             if isinstance(leaf, list):
-                return self.gather_objects(leaf, distinct) if objects else self._gather_list(leaf, pad_index, distinct)
-            return _gather_leaf(leaf, pad_index, self.tp_size if distinct else 1)
+                return self._gather_list(leaf, pad_index, one_per_tp_group)
+            return _gather_leaf(leaf, pad_index, self.tp_size if one_per_tp_group else 1)
 
         with CollectiveCall("the rows of all ranks"):
             return map_leaves(data, (list, *LEAVES), gather_leaf)
 
-    def gather_numbers(self, number: torch.Tensor, *, distinct: bool = False) -> torch.Tensor:
+    def gather_numbers(self, number: torch.Tensor, *, one_per_tp_group: bool = False) -> torch.Tensor:
         """Gather one number from each process, shape `(processes,)`, without waiting for an accelerator.
 
         Unlike `gather`, it needs neither a barrier nor the shapes on the other ranks.
 
         Args:
             number: one element, of the same type in every process.
-            distinct: use the number of only one rank of each tensor-parallel group.
+            one_per_tp_group: use the number of only one rank of each tensor-parallel group.
         """
         if not self.is_distributed:
             return number.reshape(1)
@@ -196,7 +198,7 @@ class Processes(RankInfo):
         parts = [torch.empty_like(local_number) for _ in range(self.world_size)]
         with CollectiveCall("the numbers of all ranks"):
             distributed.all_gather(parts, local_number)
-        return torch.cat(parts[:: self.tp_size if distinct else 1]).to(number.device)
+        return torch.cat(parts[:: self.tp_size if one_per_tp_group else 1]).to(number.device)
 
     def gather_for_torchmetrics(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         """The tensors of all ranks, one for each tensor-parallel group. torchmetrics calls this."""
@@ -206,7 +208,7 @@ class Processes(RankInfo):
             parts = gather_all_tensors(_move_to_backend_device(tensor), group)
         return [part.to(tensor.device) for part in parts[:: self.tp_size]]
 
-    def _gather_list(self, items: list[Any], pad_index: int, distinct: bool) -> list[Any]:
+    def _gather_list(self, items: list[Any], pad_index: int, one_per_tp_group: bool) -> list[Any]:
         """Gather a list of outputs that has the same length on every rank. A list of samples raises TypeError."""
         lengths = set(self.gather_objects([len(items)]))
         if len(lengths) > 1 or any(isinstance(item, Mapping) for item in items):
@@ -214,7 +216,7 @@ class Processes(RankInfo):
                 "Lists with one item per sample cannot be gathered as tensors: set eval_use_gather_object=True, "
                 "and eval_do_concat_batches=False to get a list of batches."
             )
-        return [self.gather(item, pad_index, distinct=distinct) for item in items]
+        return [self.gather(item, pad_index, one_per_tp_group=one_per_tp_group) for item in items]
 
     @staticmethod
     def first_rows(data: Any, count: int, *, objects: bool = False) -> Any:
@@ -223,14 +225,14 @@ class Processes(RankInfo):
             return map_leaves(data, list, lambda items: items[:count])
         return map_leaves(data, (torch.Tensor, np.ndarray), lambda rows: rows[:count] if rows.ndim else rows)
 
-    def gather_objects(self, items: Any, distinct: bool = False) -> Any:
-        """Gather sequences of picklable items from all processes into one list; `distinct` as in `gather`."""
+    def gather_objects(self, items: Any, one_per_tp_group: bool = False) -> Any:
+        """Gather sequences of picklable items from all processes into one list; `one_per_tp_group` as in `gather`."""
         if not self.is_distributed:
             return items
         parts: list[Any] = [None] * self.world_size
         with CollectiveCall("the objects of all ranks"):
             distributed.all_gather_object(parts, items)
-        return [item for part in parts[:: self.tp_size if distinct else 1] for item in part]
+        return [item for part in parts[:: self.tp_size if one_per_tp_group else 1] for item in part]
 
     def reduce(self, data: Any, reduction: str = "sum") -> Any:
         """All-reduce tensors in nested containers: 'sum', 'mean', 'max', or 'none' for no change.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.releases.policy import Release, ReleasePolicy, get_parameter_names
 
 
@@ -43,7 +43,7 @@ class PolicyUntil5_22(ReleasePolicy):
     """Differences of releases up to and including 5.22."""
 
     last_release = Release(5, 22)
-    changes = {
+    own_changes = {
         "filters_nonfinite_eval_losses": "eval_loss is nan or infinite if the loss of one batch is",
         "skips_logits": "with use_liger_kernel, an evaluation that needs only the loss computes the logits too",
     }
@@ -55,7 +55,7 @@ class PolicyUntil5_18(PolicyUntil5_22):
     """Differences of releases up to and including 5.18."""
 
     last_release = Release(5, 18)
-    changes = {
+    own_changes = {
         "averages_train_loss_over_call": "train_loss of a resumed run is the loss sum of this call divided by all "
         "steps, including those before the checkpoint",
         "num_items": "num_items_in_batch is an integer",
@@ -70,7 +70,7 @@ class PolicyUntil5_17(PolicyUntil5_18):
     """Differences of releases up to and including 5.17."""
 
     last_release = Release(5, 17)
-    changes = {
+    own_changes = {
         "aligns_only_set_tokens": "the model's configs lose special tokens that the tokenizer lacks, and lists of end "
         "tokens become one token (transformers#48708)"
     }
@@ -81,7 +81,7 @@ class PolicyUntil5_15(PolicyUntil5_17):
     """Differences of releases up to and including 5.15."""
 
     last_release = Release(5, 15)
-    changes = {
+    own_changes = {
         "evaluation_generator": "an evaluation grouped by length draws its order from torch's generator, which "
         "training uses too"
     }
@@ -94,7 +94,7 @@ class PolicyUntil5_14(PolicyUntil5_15):
     """Differences of releases up to and including 5.14."""
 
     last_release = Release(5, 14)
-    changes = {
+    own_changes = {
         "smooths_over_items": "label smoothing divides by the labels of its micro-batch, even where the loss is summed "
         "over an optimizer step (transformers#47261)"
     }
@@ -105,7 +105,7 @@ class PolicyUntil5_9(PolicyUntil5_14):
     """Differences of releases up to and including 5.9."""
 
     last_release = Release(5, 9)
-    changes = {
+    own_changes = {
         "counted_labels": "every label is counted in num_items_in_batch, including the first of a causal sequence "
         "(transformers#46204)"
     }
@@ -118,7 +118,7 @@ class PolicyUntil5_5(PolicyUntil5_9):
     """Differences of releases up to and including 5.5."""
 
     last_release = Release(5, 5)
-    changes = {"gradient_divisor": "since 5.2, accelerate divides gradients by gradient_accumulation_steps again"}
+    own_changes = {"gradient_divisor": "since 5.2, accelerate divides gradients by gradient_accumulation_steps again"}
 
     def gradient_divisor(self, args: Any) -> int:
         return int(args.gradient_accumulation_steps)
@@ -128,7 +128,7 @@ class PolicyUntil5_3(PolicyUntil5_5):
     """Differences of releases up to and including 5.3."""
 
     last_release = Release(5, 3)
-    changes = {
+    own_changes = {
         "evaluates_last_step": "with eval_strategy='steps', the last step is evaluated only if it is a multiple of "
         "eval_steps (transformers#44146)"
     }
@@ -139,7 +139,7 @@ class PolicyUntil5_2(PolicyUntil5_3):
     """Differences of releases up to and including 5.2."""
 
     last_release = Release(5, 2)
-    changes = {
+    own_changes = {
         "epoch_before_training": "state.epoch is None before training, and evaluate() does not log it",
         "loads_best_after_logging": "the best model is loaded before the last log line",
         "logs_grad_norm_without_clipping": "grad_norm is logged only when gradients are clipped",
@@ -160,7 +160,7 @@ class PolicyUntil5_1(PolicyUntil5_2):
     """Differences of releases up to and including 5.1."""
 
     last_release = Release(5, 1)
-    changes = {"resumes_with_batch_size_of_arguments": "a resumed run has the batch size of its checkpoint"}
+    own_changes = {"resumes_with_batch_size_of_arguments": "a resumed run has the batch size of its checkpoint"}
     resumes_with_batch_size_of_arguments = False
     gradient_divisor = ReleasePolicy.gradient_divisor
 
@@ -169,7 +169,7 @@ class PolicyUntil5_0(PolicyUntil5_1):
     """Differences of releases up to and including 5.0."""
 
     last_release = Release(5, 0)
-    changes = {
+    own_changes = {
         "calls_create_scheduler": "train() calls create_optimizer_and_scheduler, even if create_optimizer and "
         "create_scheduler are overridden too"
     }
@@ -180,7 +180,7 @@ class PolicyUntil4_57(PolicyUntil5_0):
     """Differences of releases up to and including 4.57."""
 
     last_release = Release(4, 57)
-    changes = {
+    own_changes = {
         "estimates_total_flos": "total_flos is the result of the model's own floating_point_ops",
         "logged_loss": "the loss is logged with four decimal places (transformers#42104)",
         "printed": "numbers in printed log lines have all digits",
@@ -200,7 +200,7 @@ class PolicyUntil4_56(PolicyUntil4_57):
     """Differences of releases up to and including 4.56."""
 
     last_release = Release(4, 56)
-    changes = {
+    own_changes = {
         "divides_eval_loss_by_items": "the loss of an evaluation batch is the model's own mean (transformers#41183)"
     }
     divides_eval_loss_by_items = False
@@ -210,7 +210,7 @@ class PolicyUntil4_55(PolicyUntil4_56):
     """Differences of releases up to and including 4.55."""
 
     last_release = Release(4, 55)
-    changes = {"aligns_special_tokens": "the model's configs keep their special tokens (transformers#38441)"}
+    own_changes = {"aligns_special_tokens": "the model's configs keep their special tokens (transformers#38441)"}
     aligns_special_tokens = False
 
 
@@ -218,7 +218,7 @@ class PolicyUntil4_54(PolicyUntil4_55):
     """Differences of releases up to and including 4.54."""
 
     last_release = Release(4, 54)
-    changes = {"loss_divisor": "a loss not divided by num_items_in_batch is divided by gradient_accumulation_steps"}
+    own_changes = {"loss_divisor": "a loss not divided by num_items_in_batch is divided by gradient_accumulation_steps"}
 
     def loss_divisor(self, micro_batches: int, args: Any) -> int:
         return int(args.gradient_accumulation_steps)
@@ -228,7 +228,7 @@ class PolicyUntil4_52(PolicyUntil4_54):
     """Differences of releases up to and including 4.52."""
 
     last_release = Release(4, 52)
-    changes = {
+    own_changes = {
         "decay_parameter_names": "weight decay excludes the layers in ALL_LAYERNORM_LAYERS, but not those that are "
         "named norm (transformers#38922)",
         "divides_uncounted_loss": "the loss of a model that accepts num_items_in_batch is never divided for "
@@ -237,14 +237,14 @@ class PolicyUntil4_52(PolicyUntil4_54):
     divides_uncounted_loss = False
 
     def decay_parameter_names(self, model: nn.Module) -> list[str]:
-        return get_parameter_names(model, peers.normalization_layers(), ["bias", "layernorm", "rmsnorm"])
+        return get_parameter_names(model, libraries.normalization_layers(), ["bias", "layernorm", "rmsnorm"])
 
 
 class PolicyUntil4_51(PolicyUntil4_52):
     """Differences of releases up to and including 4.51."""
 
     last_release = Release(4, 51)
-    changes = {
+    own_changes = {
         "logs_tokens_per_second": "train_tokens_per_second is not logged",
         "seeds_workers_by_rank": "loader workers of all ranks have the same seeds",
         "steps_of_epoch": "the steps of an epoch are rounded down, so training ends earlier when its last optimizer "
@@ -261,7 +261,7 @@ class PolicyUntil4_50(PolicyUntil4_51):
     """Differences of releases up to and including 4.50."""
 
     last_release = Release(4, 50)
-    changes = {
+    own_changes = {
         "counts_items_only_if_used": "items are counted for every model, and passed to overrides of compute_loss",
         "logs_rate_of_step": "the logged learning rate is that of the next step (transformers#36973)",
     }
@@ -273,7 +273,7 @@ class PolicyUntil4_49(PolicyUntil4_50):
     """Differences of releases up to and including 4.49."""
 
     last_release = Release(4, 49)
-    changes = {
+    own_changes = {
         "num_items": "num_items_in_batch is a Python int",
         "records_best_step": "best_global_step is not set; best_model_checkpoint is set at the evaluation, even "
         "without a save",
@@ -293,7 +293,7 @@ class PolicyUntil4_48(PolicyUntil4_49):
     """Differences of releases up to and including 4.48."""
 
     last_release = Release(4, 48)
-    changes = {
+    own_changes = {
         "decay_parameter_names": "weight decay excludes normalization layers by their class only (transformers#35927)",
         "excludes_past_key_values": "only the keys in the config's list are excluded from predictions",
         "saves_scaler": "the loss scale is not saved; a resumed run starts with the initial scale",
@@ -302,7 +302,7 @@ class PolicyUntil4_48(PolicyUntil4_49):
     saves_scaler = False
 
     def decay_parameter_names(self, model: nn.Module) -> list[str]:
-        names = get_parameter_names(model, peers.normalization_layers())
+        names = get_parameter_names(model, libraries.normalization_layers())
         return [name for name in names if "bias" not in name]
 
 

@@ -1,4 +1,4 @@
-"""The behaviour of the newest release of `transformers` where earlier releases differ (`earlier.py`)."""
+"""Everything that changed between releases of `transformers`, as the newest release does it; see `earlier.py`."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ class ReleasePolicy:
 
     Attributes:
         last_release: the last release with this behaviour.
-        changes: method or value → the different behaviour, as `explain` and COMPATIBILITY.md show it.
+        own_changes: method or value → the different behaviour, as `explain` and COMPATIBILITY.md show it.
     """
 
     last_release = NEWEST
-    changes: dict[str, str] = {}
+    own_changes: dict[str, str] = {}
 
     def __init__(self, release: Release = NEWEST) -> None:
         self.release = release
 
-    def differences(self) -> dict[str, str]:
+    def all_changes(self) -> dict[str, str]:
         """Name of a value or method → the followed release's behaviour, where the newest release differs."""
         texts: dict[str, str | None] = {}
         classes: Any = type(self).__mro__[:-2]
         # The text of an earlier release hides that of a later one.
         for policy_class in classes:
-            texts = {name: policy_class.changes.get(name) for name in vars(policy_class)} | texts
+            texts = {name: policy_class.own_changes.get(name) for name in vars(policy_class)} | texts
         return {name: text for name, text in texts.items() if text is not None}
 
     # ---- The loss and its divisor ------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hftrainer.callbacks.flow import evaluation_key
+from hftrainer.callbacks.flow_callbacks import evaluation_key
 from hftrainer.callbacks.state import TrainerState, as_json
 from hftrainer.compat.overrides import is_measurement
 from hftrainer.errors import MetricNotFound, WrongObject
@@ -64,6 +64,13 @@ def write_metrics(folder: str, split: str, metrics: Mapping[str, Any], *, combin
 def natural_key(name: str) -> str:
     """A key for sorting, by which run-2 is before run-10, and lr-0.01 before lr-0.1."""
     return re.sub(r"(?<![\d.])\d+", lambda number: number[0].zfill(20), name)
+
+
+def sort_names(names: Sequence[str]) -> list[str]:
+    """The names of curves: the loss first, others as logged, and those that differ in numbers alone by these."""
+    patterns = [re.sub(r"\d+", "", name) for name in names]
+    by_number = sorted({*names}, key=natural_key)
+    return sorted(by_number, key=lambda name: (name != "loss", patterns.index(re.sub(r"\d+", "", name))))
 
 
 def sort_pattern(folders: list[str]) -> list[str]:
@@ -121,7 +128,7 @@ def get_metric(metrics: Mapping[str, float], name: str) -> float:
     return metrics[key]
 
 
-def curves(state: TrainerState) -> Curves:
+def logged_curves(state: TrainerState) -> Curves:
     """The curves of a log: panel → label → optimizer steps and values.
 
     A non-finite number is NaN, a gap in its curve. So is a loss in a log line with a non-finite gradient norm, since
@@ -159,7 +166,7 @@ def logged(state: TrainerState, *, with_speeds: bool = False) -> Iterator[tuple[
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a log line is a number, and no bool."""
+    """Whether a value of a log line is a number but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

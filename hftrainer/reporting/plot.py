@@ -1,4 +1,4 @@
-"""`python -m hftrainer plot OUTPUT_DIR ...`: plots of one run, or of several runs for comparison."""
+"""Draws the curves of one run or of several, with matplotlib or plotly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
-from hftrainer.reporting.lines import DASHES, MANY, MARKS, X_AXES, Line, lines, lines_of
+from hftrainer.reporting.curves import DASHES, MANY, MARKS, X_AXES, Curve, curves_of_run, read_curves
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, is_finite
 
 logger = logging.getLogger(__name__)
@@ -37,25 +37,25 @@ if (!wide.matches) wide.onchange();"""
 MAX_METRICS = 12
 
 
-def _vertical_axis(lines: list[Line]) -> tuple[str, tuple[float, float]]:
+def _vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     """The scale of a panel, 'linear' or 'log', and its range.
 
     Speeds and memory begin at 0, and end at most at twice the 95th percentile of a curve. The scale is logarithmic if
     losses span two orders of magnitude, if a few gradient norms would make the others unreadable, or if the peak
     learning rates of curves differ 50-fold. It then ends at a third of the lowest running mean.
     """
-    if lines[0].name in PANELS[SHARES]:
-        return "linear", (0, 1 if lines[0].panel == SHARES else 1.05)
-    values, panel = [value for line in lines for value in line.finite], lines[0].panel
-    if PANEL_OF.get(lines[0].name) in SPEEDS or not values:
-        usual = max((np.percentile(line.finite, 95, method="lower") for line in lines if line.finite), default=0)
+    if curves[0].name in PANELS[SHARES]:
+        return "linear", (0, 1 if curves[0].panel == SHARES else 1.05)
+    values, panel = [value for curve in curves for value in curve.finite], curves[0].panel
+    if PANEL_OF.get(curves[0].name) in SPEEDS or not values:
+        usual = max((np.percentile(curve.finite, 95, method="lower") for curve in curves if curve.finite), default=0)
         high = max(values, default=0)
         return "linear", (0, 1.05 * (min(high, 2 * float(usual)) or high) or 1)
-    peak = min(max(line.finite, default=0) for line in lines)
+    peak = min(max(curve.finite, default=0) for curve in curves)
     # A warm-up from 0 and a decay to 0 go below the panel.
     lows = [
-        min(filter(is_finite, line.mean)) / 3 if line.mean and line.is_faint else min(line.finite, default=peak)
-        for line in lines
+        min(filter(is_finite, curve.mean)) / 3 if curve.mean and curve.is_faint else min(curve.finite, default=peak)
+        for curve in curves
     ]
     low = peak / 100 if panel == "learning rate" else min(lows)
     limits = {"loss": 100 * low, "gradient norm": 20 * statistics.median(values), "learning rate": 50 * peak}
@@ -72,64 +72,69 @@ def _range(values: list[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _label(lines: list[Line]) -> str:
-    """The label of a vertical axis: words, or the name of the only curve; and the highest value, if above the axis."""
-    name, panel = lines[0].name, lines[0].panel
-    high, top = max((value for line in lines for value in line.finite), default=0), _vertical_axis(lines)[1][1]
-    label = name if {line.name for line in lines} == {name} - set(PANEL_OF) else panel[0].upper() + panel[1:]
+def _label(curves: list[Curve], scale: str, top: float) -> str:
+    """The label of a vertical axis: words, or the name of the only curve; its scale; the highest value, if above it."""
+    name, panel = curves[0].name, curves[0].panel
+    high = max((value for curve in curves for value in curve.finite), default=0)
+    label = name if {curve.name for curve in curves} == {name} - set(PANEL_OF) else panel[0].upper() + panel[1:]
+    label += " (log scale)" * (scale == "log")
     return f"{label} (highest: {high:,.4g})" if high > top else label
 
 
-def _title(name: str, lines: list[Line]) -> str:
-    """What the picture shows; and below, what smooth and faint curves are, and which runs have no speeds."""
-    runs = list(dict.fromkeys(line.run for line in lines))
-    title = f"{len(runs)} training runs" if runs[0] else f"Training run {name}"
-    if any(line.mean for line in lines):
-        faint = "faint: logged values; strong: their" if lines[0].is_faint else f"curves of {MANY} values or more: the"
-        title += f"\n{faint} running mean"
-    observed = {line.run for line in lines if PANEL_OF.get(line.name) in SPEEDS}
+def _title(name: str, curves: list[Curve]) -> list[str]:
+    """The runs; and notes for below: what smooth and faint curves are, and which runs have no speeds."""
+    runs = list(dict.fromkeys(curve.run for curve in curves))
+    names = ", ".join(runs) if len(runs) < 4 else f"{len(runs)} training runs"
+    title = [names or f"Training run {name}"]
+    if any(curve.mean for curve in curves):
+        faint = "faint: logged values; strong: their" if curves[0].is_faint else f"curves of {MANY} values or more: the"
+        title.append(f"{faint} running mean")
+    observed = {curve.run for curve in curves if PANEL_OF.get(curve.name) in SPEEDS}
     if observed and (others := ", ".join(run for run in runs if run not in observed)):
-        title += "\n" + textwrap.fill(f"no speed, time and memory without observe=True: {others}", 50)
+        title += textwrap.wrap(f"{others} ran without observe=True: no speed, time or memory", 80)
     return title
 
 
-def _group_by_panel(lines: list[Line]) -> dict[str, list[Line]]:
-    return {panel: list(panel_lines) for panel, panel_lines in groupby(lines, key=lambda line: line.panel)}
+def _group_by_panel(curves: list[Curve]) -> dict[str, list[Curve]]:
+    return {panel: list(panel_curves) for panel, panel_curves in groupby(curves, key=lambda curve: curve.panel)}
 
 
-def _find_first_gap(lines: list[Line]) -> tuple[float, str] | None:
+def _find_first_gap(curves: list[Curve]) -> tuple[float, str] | None:
     """The first step with a non-finite value in a panel, and a text that names the curve."""
-    points = ((step, line.label, value) for line in lines for step, value in zip(line.steps, line.values, strict=True))
+    points = (
+        (step, curve.label, value) for curve in curves for step, value in zip(curve.steps, curve.values, strict=True)
+    )
     gap = min(((step, label) for step, label, value in points if not is_finite(value)), default=None)
-    return gap and (gap[0], f"{gap[1]} is not finite at {lines[0].x} {gap[0]:g}")
+    return gap and (gap[0], f"{gap[1]} is not finite at {curves[0].x} {gap[0]:g}")
 
 
-def draw_picture(lines: list[Line], path: str, title: str) -> None:
+def draw_picture(curves: list[Curve], path: str, title: str) -> None:
     """Write the panels as PNG, SVG or PDF; without pyplot, so that no window or notebook shows the figure."""
-    all_panels = _group_by_panel(lines)
-    metrics = [panel for panel, (line, *_) in all_panels.items() if panel == line.name and panel not in PANELS]
-    hidden = sorted(metrics, key=lambda panel: all(line.best is None for line in all_panels[panel]))[MAX_METRICS:]
-    panels = {panel: panel_lines for panel, panel_lines in all_panels.items() if panel not in hidden}
+    all_panels = _group_by_panel(curves)
+    metrics = [panel for panel, (curve, *_) in all_panels.items() if curve.name not in PANEL_OF and panel not in PANELS]
+    hidden = sorted(metrics, key=lambda panel: all(curve.best is None for curve in all_panels[panel]))[MAX_METRICS:]
+    panels = {panel: panel_curves for panel, panel_curves in all_panels.items() if panel not in hidden}
     columns = min(len(panels), 2 if len(panels) <= 6 else 3)
     rows = -(-len(panels) // columns)
-    runs = {line.run: {"color": line.colour, "marker": line.mark} for line in lines if line.run}
+    runs = {curve.run: {"color": curve.colour, "marker": curve.mark} for curve in curves if curve.run}
     width = 6 if columns < 3 else 4.5
-    labels = [textwrap.fill(_describe_run(run, lines), 60 * columns) for run in runs]
+    labels = [textwrap.fill(_describe_run(run, curves), 60 * columns) for run in runs]
     figure = import_plotting("matplotlib.figure").Figure()
     legend = 0.0
-    for number, panel_lines in enumerate(panels.values(), 1):
+    for number, panel_curves in enumerate(panels.values(), 1):
         axis = figure.add_subplot(rows, columns, number)
-        legend = max(legend, 0.18 * _draw_panel(axis, panel_lines))
-        axis.set_xlim(_range([0, *(step for line in lines for step in line.steps)]))
-    note = f"\nwithout {len(hidden)} of {len(metrics)} metrics, which are in the page of --html" if hidden else ""
-    title = _title(title, lines) + note
+        legend = max(legend, 0.18 * _draw_panel(axis, panel_curves))
+        axis.set_xlim(_range([0, *(step for curve in curves for step in curve.steps)]))
+    title, *notes = _title(title, curves)
+    notes += [f"without {len(hidden)} of {len(metrics)} metrics, which are in the page of --html"] * bool(hidden)
     # tight_layout is slow. In inches: the title, all that is above the panels, and the legend above each panel.
-    head = 0.45 + 0.2 * title.count("\n")
+    head = 0.45 + 0.17 * len(notes)
     top = head + 0.19 * sum(label.count("\n") + 1 for label in labels) + 0.15
     height = (3.6 + legend) * rows + top
     figure.set_size_inches(width * columns, height)
     edges = (1 / width / columns, 0.65 / height, 0.98, 1 - (top + legend) / height)
     figure.suptitle(title, y=1 - 0.15 / height)
+    figure.text(0.5, 1 - 0.38 / height, "\n".join(notes), ha="center", va="top", fontsize=9, color="0.4")
     figure.subplots_adjust(*edges, wspace=1.3 / width, hspace=(0.75 + legend) / 2.85)
     handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - head / height), "borderaxespad": 0}
@@ -137,47 +142,47 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _describe_run(run: str, lines: list[Line]) -> str:
+def _describe_run(run: str, curves: list[Curve]) -> str:
     """The name of a run, the arguments in which it differs, and its best value."""
-    run_lines = [line for line in lines if line.run == run]
-    best = (f"best {line.name}\xa0{line.values[line.best]:.4g}" for line in run_lines if line.best is not None)
-    return " · ".join(filter(None, (run, run_lines[0].settings, next(best, ""))))
+    run_curves = [curve for curve in curves if curve.run == run]
+    best = (f"best {curve.name}\xa0{curve.values[curve.best]:.4g}" for curve in run_curves if curve.best is not None)
+    return " · ".join(filter(None, (run, run_curves[0].settings, next(best, ""))))
 
 
-def _draw_panel(axis: Any, lines: list[Line]) -> int:
+def _draw_panel(axis: Any, curves: list[Curve]) -> int:
     """Draw the curves of a panel, and return the number of rows of the legend above it."""
-    run_style = {"color": "black"} if lines[0].run else {}
+    run_style = {"color": "black"} if curves[0].run else {}
     handles: dict[str, Any] = {}
-    is_stacked = lines[0].panel == SHARES and all(line.steps == lines[0].steps for line in lines)
+    is_stacked = curves[0].panel == SHARES and all(curve.steps == curves[0].steps for curve in curves)
     if is_stacked:
         # A value is of the time since the one before.
-        values, colours = [[0, *(line.mean or line.values)] for line in lines], [line.colour for line in lines]
-        areas = axis.stackplot([0, *lines[0].steps], values, colors=colours, step="pre")
-        handles = dict(zip((line.label for line in lines), areas, strict=True))
-    for line in lines if not is_stacked else ():
-        style = {"color": line.colour, "linestyle": list(DASHES)[line.dash], "linewidth": 1.5}
-        marks = {"marker": line.mark, "markersize": 5 if line.run else 3, "markevery": line.marked}
-        if line.mean and line.is_faint:
-            axis.plot(*line.points(line.values), color=line.colour, linewidth=0.8, alpha=0.3)
-        axis.plot(*line.points(line.mean or line.values), **marks, **style)
-        handles.setdefault(line.entry, axis.plot([], [], **style | run_style)[0])
-        if line.best is not None:
-            star = {"marker": "*", "markersize": 11, "linestyle": "", "color": line.colour, "markeredgecolor": "black"}
-            axis.plot(line.steps[line.best], line.values[line.best], zorder=3, **star)
-            handles |= {"best": axis.plot([], [], **star | run_style)[0]} if line.run else {}
-    if gap := _find_first_gap(lines):
+        values, colours = [[0, *(curve.mean or curve.values)] for curve in curves], [curve.colour for curve in curves]
+        areas = axis.stackplot([0, *curves[0].steps], values, colors=colours, step="pre")
+        handles = dict(zip((curve.label for curve in curves), areas, strict=True))
+    for curve in curves if not is_stacked else ():
+        style = {"color": curve.colour, "linestyle": list(DASHES)[curve.dash], "linewidth": 1.5}
+        marks = {"marker": curve.mark, "markersize": 5 if curve.run else 3, "markevery": curve.marked}
+        if curve.mean and curve.is_faint:
+            axis.plot(*curve.points(curve.values), color=curve.colour, linewidth=0.8, alpha=0.3)
+        axis.plot(*curve.points(curve.mean or curve.values), **marks, **style)
+        handles.setdefault(curve.legend_entry, axis.plot([], [], **style | run_style)[0])
+        if curve.best is not None:
+            star = {"marker": "*", "markersize": 9, "linestyle": "", "color": curve.colour, "markeredgecolor": "black"}
+            axis.plot(curve.steps[curve.best], curve.values[curve.best], zorder=3, **star)
+            handles |= {"best": axis.plot([], [], **star | run_style)[0]} if curve.run else {}
+    if gap := _find_first_gap(curves):
         handles[gap[1]] = axis.axvline(gap[0], color="red", linestyle=":")
-    scale, limits = _vertical_axis(lines)
-    axis.set(xlabel=X_AXES[lines[0].x], ylabel=_label(lines), yscale=scale, ylim=limits)
+    scale, limits = _vertical_axis(curves)
+    axis.set(xlabel=X_AXES[curves[0].x], ylabel=_label(curves, scale, limits[1]), yscale=scale, ylim=limits)
     axis.xaxis.set_major_formatter("{x:,.7g}")
     if is_short := scale == "log" and limits[1] < 1000 * limits[0]:
         axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     if is_short or (scale == "linear" and not 0.1 < limits[1] < 1000):
         axis.yaxis.set_major_formatter("{x:,.7g}")
-    axis.xaxis.get_major_locator().set_params(integer=lines[0].x == "step", min_n_ticks=1)
+    axis.xaxis.get_major_locator().set_params(integer=curves[0].x == "step", min_n_ticks=1)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
-    if handles.keys() == {lines[0].name}:
+    if handles.keys() == {curves[0].name}:
         return 0
     # About 70 characters are as wide as a panel, and 8 as a sample.
     columns = max(1, 70 // (8 + max(map(len, handles))))
@@ -186,35 +191,37 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
     return -(-len(handles) // columns)
 
 
-def draw_html(lines: list[Line], path: str, title: str, *, plotlyjs: bool | str = True) -> None:
+def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | str = True) -> None:
     """Write the panels as an interactive page, whose file has plotly's script or, for "cdn", fetches it."""
-    figure, title = import_plotting("plotly.graph_objects").Figure(), _title(title, lines)
-    runs = {line.run: line for line in lines if line.run}
-    for run, line in runs.items():
-        style = {"line_color": line.colour, "marker": {"symbol": MARKS[line.mark], "size": 9}, "legendgroup": run}
-        entry = {"x": [None], "y": [None], "xaxis": "x2", "yaxis": "y2", "name": _describe_run(run, lines)}
-        figure.add_scatter(mode="lines+markers", **style, **entry)
-    x_range = _range([0, *(step for line in lines for step in line.steps)])
-    x_axis = {"title": {"text": X_AXES[lines[0].x], "standoff": 2}, "range": x_range, "matches": "x2"}
-    panels = _group_by_panel(lines).values()
-    for number, panel_lines in enumerate(panels, 2):
-        x, y, legend = f"x{number}", f"y{number}", f"legend{number}"
-        figure.add_traces([trace | {"xaxis": x, "yaxis": y} for trace in _traces(panel_lines, legend)])
-        scale, limits = _vertical_axis(panel_lines)
-        y_axis: dict[str, Any] = {"title": {"text": _label(panel_lines)}, "type": scale, "range": limits, "anchor": x}
+    figure, (title, *notes) = import_plotting("plotly.graph_objects").Figure(), _title(title, curves)
+    runs = {curve.run: curve for curve in curves if curve.run}
+    for run, curve in runs.items():
+        style = {"line_color": curve.colour, "marker": {"symbol": MARKS[curve.mark], "size": 9}, "legendgroup": run}
+        entry = {"x": [None], "y": [None], "xaxis": "x2", "yaxis": "y2", "name": _describe_run(run, curves)}
+        figure.add_scatter(mode="lines+markers", legend="legend", **style, **entry)
+    x_range = _range([0, *(step for curve in curves for step in curve.steps)])
+    x_axis = {"title": {"text": X_AXES[curves[0].x], "standoff": 2}, "range": x_range, "matches": "x2"}
+    panels = _group_by_panel(curves).values()
+    for number, panel_curves in enumerate(panels, 2):
+        # The legend of the runs is above the first panel.
+        x, y, legend = f"x{number}", f"y{number}", f"legend{number}" if number > 2 or not runs else "legend"
+        figure.add_traces([trace | {"xaxis": x, "yaxis": y} for trace in _traces(panel_curves, legend)])
+        scale, limits = _vertical_axis(panel_curves)
+        y_axis: dict[str, Any] = {"title_text": _label(panel_curves, scale, limits[1]), "type": scale, "range": limits}
         if scale == "log":
             # plotly takes powers of ten. For two ticks per decade it chooses 1, 2 and 5; a format writes them in full.
             low, high = map(math.log10, limits)
             y_axis |= {"range": [low, high], "nticks": min(8, math.ceil(high - low))}
             y_axis |= {"nticks": round(2 * (high - low)), "tickformat": "~g"} if high - low < 3 else {}
-        axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis}
-        figure.update_layout(axes | {legend: {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
+        axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis | {"anchor": x}}
+        figure.update_layout(axes | {f"legend{number}": {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
     figure.update_yaxes(exponentformat="power", minexponent=4)
-    top = 70 + 20 * (len(runs) + title.count("\n"))
+    top = 70 + 20 * (len(notes) + sum(trace.legend == "legend" for trace in figure.data))
+    subtitle = "".join(f'<br><span style="font-size:12px;color:gray">{note}</span>' for note in notes)
     wide, narrow = (_place_panels(len(panels), columns, top) for columns in (2, 1))
     figure.update_layout(
         {name.replace(".", "_"): value for name, value in wide.items()},
-        title={"text": title.replace("\n", "<br>"), "font_size": 14, "y": 1, "yanchor": "top", "pad": {"t": 40}},
+        title={"text": title + subtitle, "font_size": 14, "y": 1, "yanchor": "top", "pad": {"t": 40}},
         legend={"x": 0, "y": 1, "yanchor": "bottom", "tracegroupgap": 0},
         **{"margin": {"t": top, "b": 0, "l": 70, "r": 20}, "template": "plotly_white"},
         **{"hovermode": "x unified", "hoverlabel": {"namelength": -1}},
@@ -232,43 +239,46 @@ def _place_panels(count: int, columns: int, top: int) -> dict[str, Any]:
     layout: dict[str, Any] = {"height": 310 * rows + top}
     for number in range(2, count + 2):
         # A legend is above its panel, and the label of the horizontal axis below.
-        left, high = (number - 2) % columns * (width + 0.12), 1 - ((number - 2) // columns + 0.13) / rows
-        layout |= {f"xaxis{number}.domain": [left, left + width], f"yaxis{number}.domain": [high - 0.66 / rows, high]}
+        left, high = (number - 2) % columns * (width + 0.12), 1 - ((number - 2) // columns + 0.1) / rows
+        layout |= {f"xaxis{number}.domain": [left, left + width], f"yaxis{number}.domain": [high - 0.73 / rows, high]}
         layout |= {f"legend{number}.x": left, f"legend{number}.y": high}
     return layout
 
 
-def _traces(lines: list[Line], legend: str) -> Iterator[dict[str, Any]]:
+def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
     """Plotly's curves, stars and entries of the legend of a panel."""
-    named = {line.entry: line for line in lines}
-    for line in lines:
-        style = {"color": line.colour, "dash": list(DASHES.values())[line.dash]}
-        group = line.run or line.name
-        steps, values = line.points(line.values)
-        trace = {"x": steps, "y": values, "name": line.label, "legendgroup": group, "showlegend": False, "line": style}
-        if line.panel == SHARES:
-            area = {"stackgroup": "time", "stackgaps": "interpolate", "fillcolor": line.colour, "legend": legend}
-            points = {"x": [0, *steps], "y": [0, *line.points(line.mean or line.values)[1]], "name": line.label}
+    named = {curve.legend_entry: curve for curve in curves}
+    for curve in curves:
+        style = {"color": curve.colour, "dash": list(DASHES.values())[curve.dash]}
+        group = curve.run or curve.name
+        steps, values = curve.points(curve.values)
+        trace = {"x": steps, "y": values, "name": curve.label, "legendgroup": group, "showlegend": False, "line": style}
+        if curve.panel == SHARES:
+            area = {"stackgroup": "time", "stackgaps": "interpolate", "fillcolor": curve.colour, "legend": legend}
+            points = {"x": [0, *steps], "y": [0, *curve.points(curve.mean or curve.values)[1]], "name": curve.label}
             yield trace | points | area | {"line": {"width": 0, "shape": "vh"}, "showlegend": True}
             continue
-        if line.mean:
-            yield from [trace | {"mode": "lines", "opacity": 0.3}] * line.is_faint
-            trace |= {"y": line.points(line.mean)[1], "name": f"{line.label}, running mean"}
-        marked, size = set(line.marked), 9 if line.run else 4
+        if curve.mean:
+            yield from [trace | {"mode": "lines", "opacity": 0.3}] * curve.is_faint
+            trace |= {"y": curve.points(curve.mean)[1], "name": f"{curve.label}, running mean"}
+        marked, size = set(curve.marked), 9 if curve.run else 4
         sizes = [size * (point in marked) for point in range(len(steps))]
-        marks = {"size": sizes, "symbol": MARKS[line.mark], "opacity": 1, "line_width": 0}
+        marks = {"size": sizes, "symbol": MARKS[curve.mark], "opacity": 1, "line_width": 0}
         yield trace | {"mode": "lines+markers", "marker": marks}
-        if line.best is not None:
-            point = {"x": [line.steps[line.best]], "y": [line.values[line.best]], "name": f"best {line.label}"}
-            star = {"symbol": "star", "size": 16, "color": line.colour, "line": {"color": "black", "width": 1}}
+        if curve.best is not None:
+            point = {"x": [curve.steps[curve.best]], "y": [curve.values[curve.best]], "name": f"best {curve.label}"}
+            star = {"symbol": "star", "size": 11, "color": curve.colour, "line": {"color": "black", "width": 1}}
             yield trace | point | {"mode": "markers", "marker": star}
     # Entries without points, since a curve may have two traces and, of several runs, the colour of its run.
-    for line in named.values() if named.keys() != {lines[0].name} and lines[0].panel != SHARES else ():
-        style = {"color": "black" if line.run else line.colour, "dash": list(DASHES.values())[line.dash]}
-        entry = {"x": [None], "y": [None], "name": line.entry, "mode": "lines", "line": style}
-        yield entry | {"legend": legend, "legendgroup": f"legend {line.name}" if line.run else line.name}
-    if gap := _find_first_gap(lines):
-        points = {"x": [gap[0]] * 2, "y": _vertical_axis(lines)[1], "name": gap[1]}
+    for curve in named.values() if named.keys() != {curves[0].name} and curves[0].panel != SHARES else ():
+        style = {"color": "black" if curve.run else curve.colour, "dash": list(DASHES.values())[curve.dash]}
+        entry = {"x": [None], "y": [None], "name": curve.legend_entry, "mode": "lines", "line": style}
+        yield entry | {"legend": legend, "legendgroup": f"legend {curve.name}" if curve.run else curve.name}
+    if any(curve.run and curve.best is not None for curve in curves):
+        marker = {"symbol": "star", "size": 11, "color": "black"}
+        yield {"x": [None], "y": [None], "name": "best", "mode": "markers", "marker": marker, "legend": legend}
+    if gap := _find_first_gap(curves):
+        points = {"x": [gap[0]] * 2, "y": _vertical_axis(curves)[1], "name": gap[1]}
         yield points | {"mode": "lines", "line": {"color": "red", "dash": "dot"}, "legend": legend}
 
 
@@ -287,7 +297,7 @@ def plot(
     html: bool | str = False,
     out: str | None = None,
     x: str = "step",
-    read: list[Line] | None = None,
+    read: list[Curve] | None = None,
 ) -> list[str]:
     """Draw runs, and return the paths of the new files.
 
@@ -310,13 +320,13 @@ def plot(
     picture = Path(out) if out is not None else Path(folder) / f"{name}.png"
     if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise InvalidArgument(f"--out {picture}: the file name must end in .png, .svg or .pdf.")
-    run_lines = read or lines(folders, x)
+    run_curves = read or read_curves(folders, x)
     title = Path(os.path.realpath(folders[0])).name
     picture.parent.mkdir(parents=True, exist_ok=True)
-    draw_picture(run_lines, str(picture), title)
+    draw_picture(run_curves, str(picture), title)
     page = str(picture.with_suffix(".html"))
     if html:
-        draw_html(run_lines, page, title, plotlyjs=html)
+        draw_html(run_curves, page, title, plotlyjs=html)
     return [str(picture), page] if html else [str(picture)]
 
 
@@ -334,12 +344,12 @@ class PlotCallback(TrainerCallback):
         """Draw the run's log."""
         if not state.is_world_process_zero:
             return
-        run_lines = lines_of(state)
-        if not run_lines:
+        run_curves = curves_of_run(state)
+        if not run_curves:
             logger.warning("PlotCallback: the log of the run has nothing to draw; see logging_steps.")
             return
         os.makedirs(args.output_dir, exist_ok=True)
         path = os.path.join(args.output_dir, "training.png")
-        draw_picture(run_lines, path, os.path.basename(os.path.realpath(args.output_dir)))
+        draw_picture(run_curves, path, os.path.basename(os.path.realpath(args.output_dir)))
         if is_in_notebook():
             show_in_notebook(path)

@@ -12,7 +12,7 @@ from typing import Any
 
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import format_bytes
-from hftrainer.callbacks.flow import evaluation_key
+from hftrainer.callbacks.flow_callbacks import evaluation_key
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.parallel import devices
 
@@ -47,7 +47,7 @@ def make_summary(
         seconds: activity other than training → its seconds; empty if a table shows them.
         steps: optimizer steps of this call of `train()`.
         share: the ratio of `steps` to the steps that the speeds in `metrics` count.
-        stopper: the callback that stopped the run before its end; empty if none did.
+        stopper: the callback or request that stopped the run before its end; empty if unknown.
     """
     runtime = float(metrics["train_runtime"])
     speeds = {"samples": "train_samples_per_second", "tokens": "train_tokens_per_second"}
@@ -59,7 +59,7 @@ def make_summary(
     yield f"{', '.join([*speed, f'peak memory {_memory()}'])}."
     if state.global_step < state.max_steps:
         place = f"step {state.global_step:,} of {state.max_steps:,}"
-        yield f"Stopped at {place}, by {stopper or 'a request, a signal or the script'}."
+        yield f"Stopped at {place}, by {stopper or 'a signal or the script'}."
     # An override of `evaluate` may return an array of one element.
     best: Any = state.best_metric
     if args.metric_for_best_model is not None and isinstance(best, numbers.Real) and math.isfinite(best):
@@ -91,7 +91,8 @@ def time_table(runtime: float, seconds: Mapping[str, float], share: float | None
     for name, part_seconds in parts.items():
         yield f"  {name:30}{_time(part_seconds):>12}{part_seconds / runtime:>7.1%}"
     if share is not None:
-        yield f"Goodput: {share:.1%} of the time since the first start went into steps that count."
+        rest = "the rest into start, evaluation and saving"
+        yield f"Goodput: {share:.1%} of the time since the first start went into training steps; {rest}."
 
 
 def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:

@@ -22,7 +22,7 @@ import torch
 
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.weights import save_weights
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.parallel.config_files import env_flag
 from hftrainer.plugins import load
 from hftrainer.reporting import tracking
@@ -164,7 +164,7 @@ class WandbCallback(TrackerCallback):
         config = {**tracking.peft_config(model), **tracking.model_config(model), **tracking.arguments_of(args)}
         run.config.update(config, allow_val_change=True)
         if hasattr(model, "num_parameters"):
-            run.config.update({_SIZE: peers.num_parameters(model)}, allow_val_change=True)
+            run.config.update({_SIZE: libraries.num_parameters(model)}, allow_val_change=True)
         watch_mode = os.environ.get("WANDB_WATCH", "false")
         if watch_mode in ("all", "parameters", "gradients"):
             run.watch(model, log=watch_mode, log_freq=max(100, int(state.logging_steps)))

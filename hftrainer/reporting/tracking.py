@@ -23,7 +23,7 @@ from hftrainer.plugins import load
 logger = logging.getLogger(__name__)
 
 #: Entry in the `loggers` of a `ReportingCallback`: a table of all log lines, `csv/version_N/metrics.csv`.
-TABLE = "csv"
+CSV_LOGGER = "csv"
 #: The ids of runs that must be numbers.
 _NUMERIC_IDS = ("version", "rows", "lines")
 
@@ -81,13 +81,13 @@ class ReportingCallback(TrainerCallback):
     """Writes a run to Lightning loggers on the main process, which are created at the first write.
 
     Args:
-        loggers: the script's loggers, or `TABLE`.
+        loggers: the script's loggers, or `CSV_LOGGER`.
 
     Attributes:
         name: the callback's name in `report_to`.
     """
 
-    name = TABLE
+    name = CSV_LOGGER
     #: The keys of `run_ids`.
     _ids: tuple[str, ...] = ("folder", "version", "rows")
     #: Whether an evaluation without training also writes the hyperparameters.
@@ -131,14 +131,14 @@ class ReportingCallback(TrainerCallback):
 
     def _make_loggers(self, args: Any) -> list[Any]:
         """Create the loggers."""
-        return [self._make_table(args) if each == TABLE else each for each in self._script_loggers]
+        return [self._make_table(args) if each == CSV_LOGGER else each for each in self._script_loggers]
 
     def _make_table(self, args: Any) -> Any:
         loggers = load("lightning", "loggers")
         if (earlier_run := self._take_earlier_run()) is None:
-            return loggers.CSVLogger(self._path(args), name=TABLE)
+            return loggers.CSVLogger(self._path(args), name=CSV_LOGGER)
         version, rows = (int(earlier_run.ids[name]) for name in ("version", "rows"))
-        return loggers.ResumedCSVLogger(self._path(args), name=TABLE, version=version, rows=rows)
+        return loggers.ResumedCSVLogger(self._path(args), name=CSV_LOGGER, version=version, rows=rows)
 
     def run_ids(self) -> dict[str, str]:
         """The ids in a checkpoint with which a later process can continue the open run; empty if no run is open."""
@@ -157,9 +157,9 @@ class ReportingCallback(TrainerCallback):
 
     def resume_run(self, args: Any, earlier: EarlierRun) -> None:
         """Continue an earlier run, unless a run is already open."""
-        if TABLE in self._script_loggers and self._open_loggers is None:
+        if CSV_LOGGER in self._script_loggers and self._open_loggers is None:
             folder = earlier.ids["folder"]
-            table = os.path.join(folder, TABLE, f"version_{earlier.ids['version']}")
+            table = os.path.join(folder, CSV_LOGGER, f"version_{earlier.ids['version']}")
             self._earlier_run = earlier if self._is_folder_of_run(args, folder, table) else None
 
     def _take_earlier_run(self) -> EarlierRun | None:
@@ -411,7 +411,7 @@ class CheckpointPlace:
 
     Args:
         folder: the local folder.
-        name: the location's name on every machine: the URL with `storage_url`, else the folder.
+        name: `storage_url` if set, else the folder: the same on every machine.
     """
 
     folder: str

@@ -67,7 +67,7 @@ class SearchBackend(abc.ABC):
 
     @abc.abstractmethod
     def run_id(self, trial: Any) -> str:
-        """The id of a trial, which is the xxx of its folder `run-xxx`."""
+        """The id of a trial; its folder is `run-{id}`."""
 
     @abc.abstractmethod
     def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:

@@ -168,7 +168,7 @@ def _resources(number: int, count: int) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class PackedTrainer:
+class PickledTrainer:
     """A pickled Trainer.
 
     Attributes:
@@ -202,7 +202,7 @@ class PackedTrainer:
         return components
 
 
-def pack(components: Components) -> PackedTrainer:
+def pickle_trainer(components: Components) -> PickledTrainer:
     """Pickle a Trainer without changing it.
 
     Raises:
@@ -210,7 +210,7 @@ def pack(components: Components) -> PackedTrainer:
     """
     trainer, state = components.trainer, components.trainer_state_for_copy()
     try:
-        return PackedTrainer(_pickle_with_state(components, trainer, state), os.getcwd())
+        return PickledTrainer(_pickle_with_state(components, trainer, state), os.getcwd())
     except Exception as error:
         raise InvalidArgument(
             f"{_find_unpicklable_name(components, state)} cannot be pickled for the processes of the search ({error}). "

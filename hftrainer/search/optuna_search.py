@@ -16,7 +16,7 @@ from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.environment import process_identifier
 from hftrainer.search import backend, studies
-from hftrainer.search.jobs import PackedTrainer, SearchWorkers, number_of_jobs, pack
+from hftrainer.search.jobs import PickledTrainer, SearchWorkers, number_of_jobs, pickle_trainer
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class OptunaSearch(backend.SearchBackend):
         """
         self.directions = backend.read_directions(direction)
         options = {name: kwargs.pop(name) for name in _OPTIMIZE_KEYWORDS if name in kwargs}
-        _check(n_trials, options, kwargs, trainer.args.world_size > 1)
+        _check_kwargs(n_trials, options, kwargs, trainer.args.world_size > 1)
         self._jobs = number_of_jobs(options.pop("n_jobs", 1))
         broadcast_from_main: Any = trainer.accelerator.processes.broadcast_from_main
         broadcast_from_main(lambda: self._open_study(trainer, kwargs))
@@ -70,7 +70,7 @@ class OptunaSearch(backend.SearchBackend):
             number, best_run = broadcast_from_main(lambda: None)
             if number is None:
                 return best_run
-            self._train_with_main(trainer, SharedTrial(None, number, broadcast_from_main))
+            self._train_with_main(trainer, BroadcastTrial(None, number, broadcast_from_main))
 
     def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
         """The values that `hp_space` chooses."""
@@ -139,7 +139,7 @@ class OptunaSearch(backend.SearchBackend):
         if worker_count > 1:
             # Free the model, so that it is not pickled.
             self.components.runner.release_trial()
-            with self._workers.run_workers(worker_count, partial(train_in_worker, pack(self.components))):
+            with self._workers.run_workers(worker_count, partial(train_in_worker, pickle_trainer(self.components))):
                 self.optimize(trainer)
         # This also retries the trials of killed workers.
         if not self._is_stopped():
@@ -192,7 +192,7 @@ class OptunaSearch(backend.SearchBackend):
         if is_distributed:
             broadcast_from_main = trainer.accelerator.processes.broadcast_from_main
             broadcast_from_main(lambda: (trial.number, None))
-            shared_trial = SharedTrial(trial, trial.number, broadcast_from_main)
+            shared_trial = BroadcastTrial(trial, trial.number, broadcast_from_main)
         try:
             objective = self.train_and_evaluate(trainer, shared_trial)
         except optuna.TrialPruned as pruned:
@@ -226,7 +226,7 @@ class OptunaSearch(backend.SearchBackend):
             self.study.tell(trial, state=TrialState.FAIL)
         studies.enqueue_retry(self.study, trial.number)
 
-    def _train_with_main(self, trainer: Trainer, trial: SharedTrial) -> None:
+    def _train_with_main(self, trainer: Trainer, trial: BroadcastTrial) -> None:
         import optuna
 
         try:
@@ -254,7 +254,7 @@ class OptunaSearch(backend.SearchBackend):
         return [BestRun(str(best.number), best.values, best.params) for best in self.study.best_trials]
 
 
-def train_in_worker(packed_trainer: PackedTrainer) -> None:
+def train_in_worker(packed_trainer: PickledTrainer) -> None:
     """Train trials of a pickled Trainer's study. Called in a worker of `n_jobs`."""
     components = packed_trainer.unpack()
     assert isinstance(components.search, OptunaSearch)
@@ -263,7 +263,7 @@ def train_in_worker(packed_trainer: PackedTrainer) -> None:
     components.search.optimize(components.trainer)
 
 
-def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any], is_distributed: bool) -> None:
+def _check_kwargs(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any], is_distributed: bool) -> None:
     """Check the keyword arguments before the study is created."""
     import optuna
 
@@ -289,7 +289,7 @@ def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any],
         )
 
 
-class SharedTrial:
+class BroadcastTrial:
     """An Optuna trial in several processes: the main process calls its methods and broadcasts the results.
 
     All processes must call the same methods in the same order. Reading `number` and `params` needs no communication.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument
-from hftrainer.reporting.lines import COLOURS
+from hftrainer.reporting.curves import COLOURS
 from hftrainer.reporting.plot import import_plotting
 from hftrainer.search.studies import open_journal
 

@@ -85,7 +85,7 @@ class WandbSearch(SearchBackend):
         self.directions = read_directions(direction)
         check_keywords("W&B", unknown, list(inspect.signature(self.run).parameters)[3:-1], {})
         self.metric = metric
-        self._check(trainer)
+        self._check_arguments(trainer)
         owner: dict[str, Any] = {"project": project, "entity": entity}
         options: dict[str, Any] = {"count": n_trials, "max_consecutive_failed_runs": max_consecutive_failed_runs}
         if sweep_id is None:
@@ -108,7 +108,7 @@ class WandbSearch(SearchBackend):
 
             wandb.log({OBJECTIVE: objective, "train/global_step": step})
 
-    def _check(self, trainer: Trainer) -> None:
+    def _check_arguments(self, trainer: Trainer) -> None:
         if len(self.directions) > 1:
             raise UnsupportedArgument(f"direction={self.directions}: a sweep has one objective; use backend='optuna'.")
         if trainer.args.world_size > 1:

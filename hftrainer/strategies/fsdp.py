@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from hftrainer.checkpointing import names, resume, sharded
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.parallel import fsdp_sharding as sharding
 from hftrainer.parallel.fsdp_settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan
@@ -31,7 +31,7 @@ class FsdpStrategy(Strategy):
 
     argument = "fsdp"
     flags: tuple[str, ...] = ("is_fsdp_enabled",)
-    card = "FSDP"
+    card_name = "FSDP"
     shards_model = True
     needs_single_process_group = True
 
@@ -39,7 +39,7 @@ class FsdpStrategy(Strategy):
         super().__init__(plan)
         self.plugin = None if plan.sharding is None else FsdpPlugin(plan.sharding)
         if self.plugin is None:
-            self.argument, self.card, self.flags = "tensor parallelism", "", ()
+            self.argument, self.card_name, self.flags = "tensor parallelism", "", ()
         self._prepared_model: nn.Module | None = None
 
     @property
@@ -99,7 +99,7 @@ class FsdpStrategy(Strategy):
         """A context in which backward passes do not reduce gradients."""
         return None if self._prepared_model is None else sharding.without_sync(self._prepared_model)
 
-    def release(self) -> None:
+    def release_model(self) -> None:
         """Release the sharded model."""
         self._prepared_model = None
 
@@ -112,14 +112,14 @@ class FsdpStrategy(Strategy):
 
     saves_only_parts = writes_parts
 
-    def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
+    def gather_states(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather the weights and, unless `optimizer` is None, the optimizer's state."""
         sharded.broadcast_buffers(model)
         if self.plan.saves_dcp:
             self._gathered_states = sharded.states_for_dcp(model, None if optimizer is None else optimizer())
             return
         is_full = not self.writes_parts
-        only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
+        only_trainable = libraries.is_peft(getattr(model, "_fsdp_wrapped_module", model))
         self._gathered_states = {"model": sharded.model_state(model, full=is_full, only_trainable=only_trainable)}
         if optimizer is not None:
             self._gathered_states["optimizer"] = sharded.optimizer_state(model, optimizer(), full=is_full)
@@ -130,11 +130,11 @@ class FsdpStrategy(Strategy):
         # Copy the mapping, since transformers empties the one that it writes.
         return dict(gathered) if gathered is not None else sharded.model_state(model, full=True)
 
-    def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
+    def state_files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """Yields the file name and the contents of each full state that was gathered."""
         for kind, state in self._gathered_states.items():
             if not (self.writes_parts or (kind == "model" and self.plugin is None)):
-                yield names.FULL_STATES[kind], state
+                yield names.FULL_STATE_FILES[kind], state
 
     def _write_parts(self, folder: str, write: CallWrite) -> None:
         save = sharded.save_dcp if self.plan.saves_dcp else sharded.save_parts

@@ -50,7 +50,7 @@ class Strategy(ABC):
     Attributes:
         argument: the argument that selects the strategy, for error messages.
         flags: the Trainer attributes that are True with this strategy, as in transformers.
-        card: name of the strategy on a model card; empty for no entry.
+        card_name: name of the strategy on a model card; empty for no entry.
         shards_model: whether each process has only a part of the model or of the optimizer's state.
         writes_parts: whether each process writes its own part of a checkpoint.
         saves_only_parts: whether checkpoints hold the model only in these parts, so that no other weights are saved.
@@ -64,7 +64,7 @@ class Strategy(ABC):
 
     argument = ""
     flags: tuple[str, ...] = ()
-    card = ""
+    card_name = ""
     shards_model = False
     writes_parts = False
     saves_only_parts = False
@@ -129,7 +129,7 @@ class Strategy(ABC):
 
     # ---- The model ---------------------------------------------------------------------------------------------
 
-    def move(self, model: nn.Module, device: torch.device) -> None:
+    def move_model(self, model: nn.Module, device: torch.device) -> None:
         """Move a model to the device."""
         model.to(device)
 
@@ -190,7 +190,7 @@ class Strategy(ABC):
         """Make the model's own methods, such as `generate`, callable in the block."""
         return contextlib.nullcontext()
 
-    def cast(self, batch: Any, model: nn.Module) -> Any:
+    def cast_batch(self, batch: Any, model: nn.Module) -> Any:
         """The batch in the floating-point type that the model needs."""
         dtype = TRUE_TYPES.get(self.plan.precision)
         return batch if dtype is None else cast_floating(batch, dtype)
@@ -199,7 +199,7 @@ class Strategy(ABC):
         """The names of the parameters with weight decay. None if they can be found in the sharded model."""
         return None
 
-    def release(self) -> None:
+    def release_model(self) -> None:
         """Release the prepared model."""
 
     # ---- Optimizer steps ---------------------------------------------------------------------------------------
@@ -221,19 +221,19 @@ class Strategy(ABC):
         """Run the operations that the device has recorded. Only XLA records operations."""
 
     def to_cpu(self, state: Any) -> Any:
-        """The state in a form that any process can load. On XLA, a copy in CPU memory."""
+        """The state; on XLA a CPU copy, so that any process can load it."""
         return state
 
     # ---- Saving ------------------------------------------------------------------------------------------------
 
-    def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
+    def gather_states(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather the weights for the next checkpoint and, unless `optimizer` is None, the optimizer's state."""
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any] | None:
         """The full weights to write. An empty dict if only parts are saved, None for the model's state dict."""
         return None
 
-    def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
+    def state_files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """Yields name and contents of each file from one process, except the weights of `save_model()`.
 
         Args:
@@ -306,11 +306,11 @@ class ReplicasStrategy(Strategy):
         """Whether checkpoints hold the model only in DCP format, here with a single part."""
         return self.plan.saves_dcp
 
-    def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
+    def gather_states(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Keep model and optimizer, since only the process that writes needs their states."""
         self._gathered_states = {"model": model, "optimizer": optimizer}
 
-    def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
+    def state_files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """Yields the file name and the state of the optimizer."""
         if optimizer is not None and not self.plan.saves_dcp:
             yield names.OPTIMIZER_NAME, optimizer().state_dict()

@@ -15,18 +15,22 @@ from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import SaveStrategy
+from hftrainer.base.safe_loading import as_bytes
 from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.state import TrainerState, drop_from_json, export_states
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import final_folder, rotate_checkpoints, staging_folder
 from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress, load_progress
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.overrides import accepted_args, is_overridden
 from hftrainer.components import mixture_batches
 from hftrainer.components.component import Component
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
+from hftrainer.errors import CheckpointNotWritten, RanksLost
+from hftrainer.parallel.devices import is_out_of_memory
+from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.reporting.tracking import ids_of_open_runs
 from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training_args import without_tokens
@@ -83,7 +87,7 @@ class CheckpointSaver(Component):
             if callback_state:
                 components.checkpoint_writer.save(callback_state, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
         # The sharded formats cannot load adapters alone.
-        elif components.strategy.shards_model and peers.is_peft(components.unwrapped_model):
+        elif components.strategy.shards_model and libraries.is_peft(components.unwrapped_model):
             self.save_state_files(None, folder)
         trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         self.write_state(folder)
@@ -172,21 +176,21 @@ class CheckpointSaver(Component):
 
     def save_state_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
         """Write the optimizer's state, unless it is None, and the other state files of one process."""
-        for name, state in self.components.strategy.files(optimizer):
+        for name, state in self.components.strategy.state_files(optimizer):
             self.components.checkpoint_writer.save(state, os.path.join(output_dir, name))
 
     def save_progress(self, output_dir: str) -> None:
         """Write the progress that `trainer_state.json` does not hold."""
         # A checkpoint within a step resumes from the step count alone.
-        if self.run.events is not None and self.run.events.is_between_steps:
+        if self.run.events is not None and self.run.events.micro_batches.is_between_steps:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
             torch.save(vars(self.make_progress(self.run.events)), os.path.join(output_dir, name))
 
     def load_weights(self, model: nn.Module, folder: str, *, is_best: bool = False) -> None:
         """Load a checkpoint's weights into the model, sharded or not; with `is_best`, at the end of a run."""
         load = self.components.strategy.load_best_model if is_best else self.components.strategy.load_weights
-        has_adapters = peers.is_peft(self.components.unwrapped_model)
-        incompatible_keys = load(peers.unwrap_compiled(model), folder, only_trainable=has_adapters)
+        has_adapters = libraries.is_peft(self.components.unwrapped_model)
+        incompatible_keys = load(libraries.unwrap_compiled(model), folder, only_trainable=has_adapters)
         if incompatible_keys is not None:
             self.trainer._issue_warnings_after_load(incompatible_keys)
 
@@ -234,11 +238,11 @@ class CheckpointSaver(Component):
         window = events.micro_batches.window
         return RunProgress(
             settings=self.position_settings(events.schedule),
-            epoch=events.epoch if window.size else None,
-            position=window.index + 1 if window.size else events.position,
+            epoch=events.micro_batches.epoch if window.size else None,
+            position=window.index + 1 if window.size else events.micro_batches.first_position,
             epoch_ended=events.epoch_ended,
             epoch_left=events.epoch_ended and self.trainer.control.should_epoch_stop,
-            owes_evaluation=events.owes_evaluation,
+            owes_evaluation=events.has_unfinished_evaluation,
             loss=self.run.loss_since_log.cpu().clone(),
             last_logged=self.run.last_logged,
             metrics=self.run.logged_metrics.state_dict(),
@@ -254,13 +258,55 @@ class CheckpointSaver(Component):
             ),
         )
 
+    def resume_state(self, events: TrainingEvents) -> torch.Tensor:
+        """The Trainer's entry in a Lightning checkpoint, packed so that any program can load the file."""
+        trainer = self.trainer
+        trainer.store_flos()
+        trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
+        state, scaler = dataclasses.asdict(trainer.state), trainer.accelerator.scaler
+        # Lightning's callbacks may save before `end_step` counts the step.
+        if events.has_uncounted_step:
+            state |= {"global_step": state["global_step"] + 1, "epoch": events.epoch_after_step()}
+        return as_bytes(
+            {
+                "trainer_state": state,
+                "scheduler": trainer.lr_scheduler.state_dict(),
+                "scaler": None if scaler is None else scaler.state_dict(),
+                "rng": rng_state(),
+                "progress": vars(self.make_progress(events)),
+            }
+        )
+
+    def save_after_error(self, events: TrainingEvents, error: Exception) -> None:
+        """Save a checkpoint before an error ends the run, unless an optimizer step is incomplete.
+
+        Distributed runs save no checkpoint: other ranks may be at a different step, and exit with this rank.
+        """
+        is_distributed = events.control_sync.is_distributed
+        if is_distributed and is_communication_error(error) and not isinstance(error, RanksLost):
+            logger.error(lost_ranks_message("gradients or weights of all ranks"))
+        should_restart = self.trainer.args.auto_find_batch_size and is_out_of_memory(error)
+        if isinstance(error, CheckpointNotWritten) or should_restart or is_distributed or events.is_stepping:
+            return
+        has_new_step = self.trainer.state.global_step > self.run.initial_step
+        if not has_new_step or events.trial is not None or not self.should_save_on_interrupt():
+            return
+        try:
+            self.save_if_needed(events.trial)
+            if not events.micro_batches.is_between_steps:
+                logger.warning(
+                    "The error occurred within a step: a run resumed from here draws different random numbers."
+                )
+        except Exception:
+            logger.exception("Could not save a checkpoint after the error that ends the run.")
+
     # ---- Implementations of the Trainer's methods --------------------------------------------------------------
 
     @contextlib.contextmanager
     def weights_to_save(self, folder: str, *, internal: bool) -> Iterator[dict[str, Any] | None]:
         """Yields the keyword arguments for `Trainer._save`; None if this process writes no model."""
         strategy = self.components.strategy
-        model = peers.unwrap_compiled(self.trainer.model)
+        model = libraries.unwrap_compiled(self.trainer.model)
         if internal and strategy.saves_only_parts:
             # transformers then writes only the parts; with 'dcp' we also write the model's other files.
             yield {"state_dict": {}} if strategy.plan.saves_dcp and self.trainer.args.should_save else None
@@ -287,19 +333,19 @@ class CheckpointSaver(Component):
         os.makedirs(folder, exist_ok=True)
         model = self.components.unwrapped_model
         logger.info("Saving the model to %s.", final_folder(folder))
-        safe = bool(legacy.value(self.trainer.args, "save_safetensors"))
+        safe = bool(legacy.old_argument(self.trainer.args, "save_safetensors"))
         write = functools.partial(save_weights, model, folder, safe=safe)
         # torch writes files from CPU memory.
         needs_copy = self.trainer.args.device.type == "xla"
         if weights == {}:
             save_configs(model, folder)
-        elif peers.is_peft(model):
+        elif libraries.is_peft(model):
             # Adapters are small, so this process does not write them in the background.
             write(self.components.strategy.to_cpu(model.state_dict()) if needs_copy else weights)
         else:
             if (self.components.checkpoint_writer.defers_writes or needs_copy) and weights is None:
                 # Pass the weights, so that the writer copies them before training changes the model.
-                weights = peers.unwrap_compiled(self.trainer.model).state_dict()
+                weights = libraries.unwrap_compiled(self.trainer.model).state_dict()
             self.components.checkpoint_writer.call_or_defer(
                 write,
                 weights,
@@ -378,7 +424,8 @@ class CheckpointSaver(Component):
         # Staging folders are named after their writer. If each node has a writer, use that of the nearest lower rank.
         staging_path = str(staging_folder(path)) if trainer.args.should_save else None
         folders = processes.gather_objects([staging_path])
-        strategy.gather(trainer.model, None if trainer.args.save_only_model else self.components.require_optimizer)
+        make_optimizer = None if trainer.args.save_only_model else self.components.require_optimizer
+        strategy.gather_states(trainer.model, make_optimizer)
         try:
             if trainer.args.should_save:
                 with writer.checkpoint(path, on_complete=on_written, on_failure=on_failure) as folder:

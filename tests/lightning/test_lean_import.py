@@ -105,7 +105,7 @@ thread.join()
     + WHOLE,
     "a metric is known without the package": """
 from torchmetrics.metric import Metric
-from hftrainer.compat.peers import is_torchmetric
+from hftrainer.compat.libraries import is_torchmetric
 
 class Own(Metric):
     def update(self): ...

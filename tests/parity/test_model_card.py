@@ -9,7 +9,7 @@ import torch
 from huggingface_hub import metadata_load
 
 from hftrainer import TrainingSummary
-from hftrainer.model_card import contents
+from hftrainer.model_card import card_contents
 from tests.support.parity import LIBRARIES, accuracy, build, comparable
 from tests.support.tiny import make_bert, make_peft, text_data
 
@@ -110,9 +110,9 @@ def test_their_summary_reads_our_trainer(pair):
 def test_tasks():
     from transformers.modelcard import TASK_TAG_TO_NAME_MAPPING
 
-    assert {task: contents.task_name(task) for task in TASK_TAG_TO_NAME_MAPPING} == TASK_TAG_TO_NAME_MAPPING
-    assert contents.task_of(make_bert()) == "text-classification"
-    assert contents.task_of(make_peft()) == "text-generation"
+    assert {task: card_contents.task_name(task) for task in TASK_TAG_TO_NAME_MAPPING} == TASK_TAG_TO_NAME_MAPPING
+    assert card_contents.task_of(make_bert()) == "text-classification"
+    assert card_contents.task_of(make_peft()) == "text-generation"
 
 
 def test_peft(tmp_path_factory):

@@ -172,7 +172,7 @@ def test_liger_kernel(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("release", "skips"), [("5.22", [False, False]), ("5.23", [True, False])])
 def test_liger_kernel_in_evaluations(tmp_path, monkeypatch, release, skips):
     """The loss alone is computed without the logits, since v5.23."""
-    monkeypatch.setattr("hftrainer.model.changes.apply_liger_kernel", lambda model, config: None)
+    monkeypatch.setattr("hftrainer.model.apply_arguments.apply_liger_kernel", lambda model, config: None)
     more = {"use_liger_kernel": True, "lightning_config": {"behaviour": release}}
     trainer, _ = build("hftrainer", "llama", tmp_path, **more)
     got, forward = [], trainer.model.forward

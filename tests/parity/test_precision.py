@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from hftrainer.model.changes import set_tf32
+from hftrainer.model.apply_arguments import set_tf32
 from tests.support.parity import alike, assert_same_weights, build, compare, record, train, with_own_step
 from tests.support.tiny import plain_data
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hftrainer import HfArgumentParser, TrainingArguments
 from hftrainer.checkpointing.files import crc32_of_list
-from hftrainer.checkpointing.names import MANIFEST_NAME, PARTS
+from hftrainer.checkpointing.names import MANIFEST_NAME, SHARD_FOLDERS
 from hftrainer.checkpointing.sharded import load_model_parts, load_optimizer
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.hub.download import download_checkpoint
@@ -144,7 +144,7 @@ CASES = {
     "metrics": ("run", "progress.pt", partial(change_part, "metrics"), resume),
     "workers": ("workers", "progress.pt", partial(change_part, "workers"), partial(resume, **WORKERS)),
 }
-for _kind, _folder in PARTS.items():
+for _kind, _folder in SHARD_FOLDERS.items():
     CASES[f"list of parts of the {_kind}"] = ("parts", f"{_folder}/.metadata", change_list, load(_kind))
     CASES[f"bytes of that of the {_kind}"] = ("parts", f"{_folder}/.metadata", scramble, load(_kind))
     CASES[f"bytes of the {_kind}'s parts"] = ("parts", f"{_folder}/__0_0.distcp", scramble, load(_kind))

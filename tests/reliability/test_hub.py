@@ -23,7 +23,7 @@ from hftrainer.errors import CheckpointNotFound, HubError, InvalidArgument
 from hftrainer.hub import failures, repository, snapshots
 from hftrainer.parallel import process_group
 from hftrainer.parallel.processes import _wait_for_job as has_ended
-from hftrainer.search.jobs import pack
+from hftrainer.search.jobs import pickle_trainer
 from tests.support.checkpoints import At, OnSave
 from tests.support.hub_runs import READS, STEPS, TOKEN, environment, hub as hub, make_uploading
 from tests.support.hub_server import Commit, Repo, cut, fail
@@ -244,7 +244,7 @@ def test_a_search(hub, tmp_path):
 def test_a_trainer_on_its_way_to_another_process(hub, tmp_path):
     """The copy has no uploads of the original, and opens the repository itself."""
     trainer = make_uploading(tmp_path / "run", max_steps=2)
-    unpacked = pack(trainer._hftrainer).unpack().trainer
+    unpacked = pickle_trainer(trainer._hftrainer).unpack().trainer
     assert None is not trainer._hftrainer.uploads is not unpacked._hftrainer.uploads
     unpacked.train()
     assert messages(hub) == steps(2)
@@ -335,7 +335,7 @@ def test_snapshots(tmp_path, links, monkeypatch):
     (tmp_path / f"_tmp_{gone}.999999999.1_uploads-0" / "0").mkdir(parents=True)  # of a process that was killed
     made = snapshots.UploadSnapshots(str(tmp_path), SimpleNamespace(save_pretrained=save_pretrained))
     with open(tmp_path / "log.txt", "a") as log:
-        snapshot = Path(made.create(snapshots.Commit(0, str(tmp_path / "checkpoint-1"), "", "message")))
+        snapshot = Path(made.create(snapshots.PendingCommit(0, str(tmp_path / "checkpoint-1"), "", "message")))
         log.write("after")
     assert (tmp_path / "checkpoint-1" / "config.json").read_text() == "before"
     shutil.rmtree(tmp_path / "checkpoint-1")

@@ -10,8 +10,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"(?<!<!-- shown only -->\n)^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-#: Kinds of blocks that are not run: differences, pictures of files. Code below `<!-- shown only -->` is not run either: it
-#: needs what a test has not, such as a library.
+#: Kinds of blocks that are not run: differences, pictures of files. Nor is code below `<!-- shown only -->`, which
+#: needs what a test lacks, such as a library.
 SHOWN = {"diff", "text"}
 #: Commands that make an environment; `make test-install` and CI run them.
 NOT_HERE = ("cd hftrainer", "python -m venv", ". .venv", "pip install", "make ")

@@ -123,7 +123,7 @@ SILENT = {
         lambda: {"lr_scheduler_type": "constant", "warmup_steps": 5},
         "warmup_steps=5 has no effect: lr_scheduler_type='constant'.*'constant_with_warmup' has",
     ),
-    "a long warm-up": (lambda: {"warmup_steps": 50}, r"warmup_steps=50, but the run has only \d steps"),
+    "a long warm-up": (lambda: {"warmup_steps": 50}, r"warmup_steps=50, but the run has only \d steps: the learning"),
     "betas of SGD": (lambda: {"optim": "sgd", "adam_beta1": 0.3}, "adam_beta1=0.3 has no effect: optim='sgd'"),
     "the rate of another optimizer": (
         lambda: {**of_own(sgd), "learning_rate": 0.3, "weight_decay": 0.1},

@@ -15,7 +15,7 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage
 
-from hftrainer_lightning.private_api.trainer import has_listeners
+from hftrainer_lightning.private_api.trainer import needs_lightning_hooks
 
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
@@ -39,16 +39,16 @@ class _FastEvaluationLoop(_EvaluationLoop):
     """Skips hook dispatch without listeners. Lightning reads its state 40 times per batch."""
 
     def _on_before_fetch(self) -> None:
-        if has_listeners(self.trainer):
+        if needs_lightning_hooks(self.trainer):
             super()._on_before_fetch()
 
     def _on_after_fetch(self) -> None:
-        if has_listeners(self.trainer):
+        if needs_lightning_hooks(self.trainer):
             super()._on_after_fetch()
 
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         trainer = self.trainer
-        if has_listeners(trainer):
+        if needs_lightning_hooks(trainer):
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
         progress = self.batch_progress

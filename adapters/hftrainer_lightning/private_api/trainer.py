@@ -140,7 +140,7 @@ class NoProfiler(PassThroughProfiler):
 _NULL_CONTEXT = contextlib.nullcontext()
 
 
-def has_listeners(trainer: pl.Trainer) -> bool:
+def needs_lightning_hooks(trainer: pl.Trainer) -> bool:
     """Whether a callback or a profiler needs the hooks of Lightning's loops. `training.py` begins with what differs."""
     return bool(trainer.callbacks) or not isinstance(trainer.profiler, NoProfiler)  # type: ignore[attr-defined]
 
@@ -166,7 +166,7 @@ def call_gradient_hooks(precision: Precision, model: Any, optimizer: Any) -> Non
 
     Plugins with their own optimizer step call this. Lightning's do so between closure and step, under a private name.
     """
-    if has_listeners(model.trainer):
+    if needs_lightning_hooks(model.trainer):
         precision._after_closure(model, optimizer)
     elif model.automatic_optimization:
         model.configure_gradient_clipping(optimizer)

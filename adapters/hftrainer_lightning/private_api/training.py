@@ -1,11 +1,11 @@
 """Lightning's training loops: their counters, and per-batch work that the Trainer skips.
 
-A micro-batch goes one of two ways, which `has_listeners` chooses: the methods below, if there are neither Lightning
-callbacks nor a profiler, else those of Lightning, which also call the hooks of these. Both do the same to the model, in
-the same order. They differ in when `TrainerModule.optimizer_step` begins, which is called for the last micro-batch of a
-window: Lightning passes forward and backward to it as a closure.
+A micro-batch goes one of two ways, which `needs_lightning_hooks` chooses: the methods below, if there are neither
+Lightning callbacks nor a profiler, else those of Lightning, which also call the hooks of these. Both do the same to the
+model, in the same order. They differ in when `TrainerModule.optimizer_step` begins, which is called for the last
+micro-batch of a window: Lightning passes forward and backward to it as a closure.
 
-what happens          without listeners                     with listeners
+what happens          without these                         with these
 
 on_train_batch_start  _WindowedEpochLoop.advance            _TrainingEpochLoop.advance
                                                             TrainerModule.optimizer_step begins
@@ -38,7 +38,7 @@ from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import RunningStage
 
-from hftrainer_lightning.private_api.trainer import has_listeners
+from hftrainer_lightning.private_api.trainer import needs_lightning_hooks
 
 if TYPE_CHECKING:
     from hftrainer.training.run_batches import RunBatches
@@ -80,7 +80,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     def advance(self, data_fetcher: Any) -> None:
         """Run a micro-batch. Without listeners, call only the module's own hooks."""
         trainer: Any = self.trainer
-        if self.restarting or has_listeners(trainer):
+        if self.restarting or needs_lightning_hooks(trainer):
             super().advance(data_fetcher)
             return
         batch, _, _ = next(data_fetcher)
@@ -143,7 +143,7 @@ class _FastOptimization(_AutomaticOptimization):
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """Run the forward and backward passes and, at the end of the window, the optimizer step."""
         trainer: Any = self.trainer
-        if has_listeners(trainer):
+        if needs_lightning_hooks(trainer):
             return super().run(optimizer, batch_idx, kwargs)
         strategy, progress = trainer.strategy, self.optim_progress.optimizer.step
         is_accumulating = trainer.fit_loop._should_accumulate()

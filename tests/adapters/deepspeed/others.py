@@ -69,8 +69,8 @@ def in_parts(folder):
     trainer.train()
     trainer.save_model(str(folder / "final"))
     torch.distributed.barrier()
-    run = trainer._hftrainer.strategy.run
-    gathered = run.gather_full_weights(trainer.model)
+    holder = trainer._hftrainer.strategy.holder
+    gathered = holder.gather_full_weights(trainer.model)
     found = {name: sorted(os.listdir(folder / name)) for name in ("final", "checkpoint-2")}
     if RANK == 0:
         command = [sys.executable, "zero_to_fp32.py", ".", "joined"]

@@ -19,7 +19,7 @@ from hftrainer.callbacks.notebook import NotebookProgressCallback
 from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.checkpointing import names
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, UnknownArgument, UnsupportedArgument
-from hftrainer.search.jobs import pack
+from hftrainer.search.jobs import pickle_trainer
 from hftrainer_ray import search as ray_search
 from hftrainer_ray.search import RaySearch
 from tests.adapters.ray import searches
@@ -239,7 +239,7 @@ def test_packed(tmp_path):
     trainer.train()
     trainer.add_callback(Holding(trainer))
     trainer.add_callback(NotebookProgressCallback)
-    there = pack(trainer._hftrainer).unpack().trainer
+    there = pickle_trainer(trainer._hftrainer).unpack().trainer
     *_, holding, progress = there.callback_handler.callbacks
     assert there is not trainer and holding.trainer is there and isinstance(progress, ProgressCallback)
     engine = there._hftrainer.engine

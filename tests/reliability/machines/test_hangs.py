@@ -73,7 +73,7 @@ def test_a_rank_that_hangs_while_ranks_connect(tmp_path):
 def test_a_meeting_that_does_not_end(monkeypatch):
     monkeypatch.setattr(process_group, "_GRACE", 0.1)
     with pytest.raises(RanksLost, match="have not met"):
-        process_group.wait_for_peers(threading.Event().wait, timedelta(seconds=0.1), "The ranks have not met.")
+        process_group.wait_for_ranks(threading.Event().wait, timedelta(seconds=0.1), "The ranks have not met.")
     with pytest.raises(ZeroDivisionError):
-        process_group.wait_for_peers(lambda: 1 / 0, timedelta(seconds=10), "The ranks have not met.")
-    assert process_group.wait_for_peers(lambda: 1, timedelta(seconds=10), "The ranks have not met.") == 1
+        process_group.wait_for_ranks(lambda: 1 / 0, timedelta(seconds=10), "The ranks have not met.")
+    assert process_group.wait_for_ranks(lambda: 1, timedelta(seconds=10), "The ranks have not met.") == 1

@@ -64,11 +64,11 @@ def test_a_part_is_removed(tmp_path):
 def test_a_part_that_was_truncated(tmp_path):
     """Whether its checkpoint is found or named."""
     folder = write(tmp_path / "run", ZERO_3)
-    (folder / names.DCP).mkdir()
+    (folder / names.DCP_FOLDER).mkdir()
     for name in ("__0_0.distcp", names.LIST_OF_PARTS):
-        (folder / names.DCP / name).write_bytes(b"0")
+        (folder / names.DCP_FOLDER / name).write_bytes(b"0")
     write_manifest(folder)
-    (folder / names.DCP / "__0_0.distcp").write_bytes(b"")
+    (folder / names.DCP_FOLDER / "__0_0.distcp").write_bytes(b"")
     reason = f"{folder}/dcp/__0_0.distcp has changed size since it was written"
     assert (CheckpointFolder(folder).inspect().skip_reason, CheckpointFolder(folder).inspect().fault) == (
         reason,

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from hftrainer.checkpointing import sharded
-from hftrainer.checkpointing.names import DCP, PARTS
+from hftrainer.checkpointing.names import DCP_FOLDER, SHARD_FOLDERS
 from hftrainer.checkpointing.sharded import check_unread_states, load_model_parts, save_dcp
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, UnsupportedArgument
 from tests.support.checkpoints import Mischief
@@ -27,7 +27,7 @@ def load_optimizer(folder, **more):
 
 
 def change_list(folder, change):
-    path = folder / PARTS["model"] / ".metadata"
+    path = folder / SHARD_FOLDERS["model"] / ".metadata"
     parts = pickle.loads(path.read_bytes())
     replaced = change(parts)
     path.write_bytes(pickle.dumps(parts if replaced is None else replaced))
@@ -72,7 +72,7 @@ def test_a_folder_of_both_states(tmp_path):
     model, optimizer = stepped()
     for folder, given in (("both", optimizer), ("weights", None)):
         sharded.save_dcp(sharded.states_for_dcp(model, given), str(tmp_path / folder), is_only_writer=True)
-        assert sharded.holds_optimizer(str(tmp_path / folder / DCP)) == (given is not None)
+        assert sharded.holds_optimizer(str(tmp_path / folder / DCP_FOLDER)) == (given is not None)
     assert load_optimizer(tmp_path / "both").state_dict()["state"][0]["step"] == 1
     optimizer.param_groups[0]["note"] = Mischief(tmp_path / "trace")
     sharded.save_dcp(sharded.states_for_dcp(model, optimizer), str(tmp_path / "harm"), is_only_writer=True)
@@ -128,7 +128,7 @@ def test_a_list_that_does_not_fit(tmp_path, name):
 @pytest.mark.parametrize("length", [None, 0, 100])
 def test_a_cut_file(tmp_path, name, length):
     write(tmp_path)
-    path = tmp_path / PARTS["model"] / name
+    path = tmp_path / SHARD_FOLDERS["model"] / name
     path.unlink() if length is None else path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(DamagedCheckpoint, match="pytorch_model_fsdp_0"):
         load_model_parts(make_plain(), str(tmp_path))
@@ -137,7 +137,7 @@ def test_a_cut_file(tmp_path, name, length):
 def test_torch_itself_reads_the_same_list(tmp_path):
     """Nothing that torch writes is missing among the classes."""
     write(tmp_path)
-    assert FileSystemReader(tmp_path / PARTS["model"]).read_metadata().state_dict_metadata.keys() == {
+    assert FileSystemReader(tmp_path / SHARD_FOLDERS["model"]).read_metadata().state_dict_metadata.keys() == {
         f"model.{name}" for name in make_plain().state_dict()
     }
 

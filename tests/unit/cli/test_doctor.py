@@ -84,7 +84,7 @@ def test_a_folder_that_is_not_installed(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "requires", absent)
     assert any(
-        "not installed with pip, so its requirements are not" in problem for problem in doctor.examine()["problems"]
+        "not installed with pip, so its requirements are not" in problem for problem in doctor.make_report()["problems"]
     )
 
 
@@ -129,10 +129,10 @@ def test_gpus_that_torch_does_not_see(monkeypatch):
     monkeypatch.setattr("torch.utils.collect_env.get_gpu_info", lambda run: "NVIDIA H100, 81559 MiB")
     monkeypatch.setattr(devices, "detect_device_type", lambda: "cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert any("is built without CUDA: install another" in problem for problem in doctor.examine()["problems"])
+    assert any("is built without CUDA: install another" in problem for problem in doctor.make_report()["problems"])
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert any("CUDA_VISIBLE_DEVICES hides them: unset it" in problem for problem in doctor.examine()["problems"])
+    assert any("CUDA_VISIBLE_DEVICES hides them: unset it" in problem for problem in doctor.make_report()["problems"])
 
 
 def test_a_small_disk_and_a_wrong_launcher(monkeypatch):
@@ -140,6 +140,6 @@ def test_a_small_disk_and_a_wrong_launcher(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(64 << 20, 0, 64 << 20))
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "many")
     monkeypatch.setenv("SLURM_PROCID", "0")
-    problems = " ".join(doctor.examine()["problems"])
+    problems = " ".join(doctor.make_report()["problems"])
     assert "folder has 67.1 MB free" in problems and "save_total_limit" in problems
     assert "SLURM_STEP_NUM_TASKS='many'" in problems

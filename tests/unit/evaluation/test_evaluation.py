@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from hftrainer import PredictionOutput, TorchMetrics, Trainer, TrainerCallback
 from hftrainer.data.samplers import LengthGroupedSampler, ShardedBatchSampler, ShardSpec, batches_of_rank
 from hftrainer.errors import InvalidArgument
-from hftrainer.evaluation.collected import GrowingArray
+from hftrainer.evaluation.collecting import GrowingArray
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from tests.support import tiny
 from tests.support.tiny import detection_data, make_detector, make_plain, pad, plain_data
@@ -182,7 +182,7 @@ def test_memory_mapped_predictions(make_trainer, tmp_path):
 MEASURES = """
 import sys, numpy as np, torch
 from pathlib import Path
-from hftrainer.evaluation.collected import OutputCollector
+from hftrainer.evaluation.collecting import OutputCollector
 
 def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hftrainer.evaluation.evaluation_runner import use_precision
+from hftrainer.evaluation.evaluation_runner import cast_weights
 from tests.support.parity import assert_same_weights, build
 from tests.support.tiny import make_bert, make_plain, text_data, without_dropout
 
@@ -44,7 +44,7 @@ def test_tied_and_mixed_weights():
     model = make_bert("BertForMaskedLM")
     model.bert.pooler = make_plain().to(torch.bfloat16)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with use_precision(model, torch.bfloat16):
+    with cast_weights(model, torch.bfloat16):
         assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
     assert_same_weights(model.state_dict(), before)
     assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight

@@ -19,8 +19,8 @@ from huggingface_hub import HfApi, constants, metadata_load
 from hftrainer import TrainerCallback, TrainingArguments, TrainingSummary
 from hftrainer.cli import install
 from hftrainer.errors import InvalidArgument
-from hftrainer.model_card import card_files, contents
-from hftrainer.model_card.contents import evaluation_rows, final_results, markdown_table
+from hftrainer.model_card import card_contents, card_files
+from hftrainer.model_card.card_contents import evaluation_rows, final_results, markdown_table
 from tests.support.parity import EVERY_STEP, accuracy, build
 from tests.support.releases import pinned, release_of
 from tests.support.tiny import make_plain, plain_data
@@ -185,10 +185,10 @@ def test_datasets():
         return Dataset(Dataset.from_dict({"x": [1]}).data, DatasetInfo(builder_name=builder, config_name="c"), split)
 
     several = {"a": named("glue"), "b": named("imdb"), "c": named("glue", "test"), "d": [1]}
-    assert contents.datasets_of(named("glue", "train")) == [("glue", "c", "train")]
-    assert contents.datasets_of(several) == [("glue", "c", None), ("imdb", "c", None)]
+    assert card_contents.datasets_of(named("glue", "train")) == [("glue", "c", "train")]
+    assert card_contents.datasets_of(several) == [("glue", "c", None), ("imdb", "c", None)]
     for nameless in (*map(named, ("csv", "generator", "imagefolder", None)), None):
-        assert contents.datasets_of(nameless) == []
+        assert card_contents.datasets_of(nameless) == []
 
 
 def refuse():
@@ -205,7 +205,7 @@ def test_licence_of_the_base_model(tmp_path, monkeypatch, answer, expected):
     asked = queue.SimpleQueue()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(HfApi, "model_info", lambda self, name, **_: asked.put(name) or answer())
-    monkeypatch.setattr(contents, "license_of", functools.cache(contents.license_of.__wrapped__))
+    monkeypatch.setattr(card_contents, "license_of", functools.cache(card_contents.license_of.__wrapped__))
     trainer = make_trainer(tmp_path, "bert")
     trainer.model.config._name_or_path = "org/base"
     assert [make_card(trainer)[0].get("license") for _ in range(2)] == [expected] * 2
@@ -241,7 +241,7 @@ def test_several_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(type(trainer.accelerator.processes), "data_world_size", 2)  # two of them share a model
     expected = {"num_devices": 4, "total_train_batch_size": 4 * 2 * 3, "total_eval_batch_size": 8 * 2}
     for card, name in (("", "multi-CPU"), ("FSDP", "multi-CPU (FSDP)")):
-        monkeypatch.setattr(trainer._hftrainer.strategy, "card", card)
+        monkeypatch.setattr(trainer._hftrainer.strategy, "card_name", card)
         found = TrainingSummary.from_trainer(trainer).hyperparameters
         assert {**expected, "distributed_type": name}.items() <= found.items()
 

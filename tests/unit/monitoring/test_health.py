@@ -37,7 +37,7 @@ class Clock:
 @pytest.fixture
 def port(monkeypatch):
     """A free port, and seconds that are right for steps of some milliseconds."""
-    for name, seconds in {"_INTERVAL": 0.02, "_QUIET": 0.5, "_STACK_AFTER": 0.1, "time": Clock}.items():
+    for name, seconds in {"_INTERVAL": 0.02, "_SHORTEST_LIMIT": 0.5, "_STACK_AFTER": 0.1, "time": Clock}.items():
         monkeypatch.setattr(health, name, seconds)
     return free_port()
 
@@ -308,7 +308,7 @@ def test_a_record_that_grows_old(tmp_path, monkeypatch, record, age, late):
     now = start = 100.0
     monkeypatch.setattr(health, "time", types.SimpleNamespace(monotonic=lambda: now))
     progress = health.Heartbeat()
-    progress.end_step()
+    progress.record_event("on_step_end")
     usual = {"host": socket.gethostname(), "pid": 1, "thread": 1, "phase": "training", "signs": 3, "limit": 15}
     records = [
         {**usual, "rank": 0, "step": 5, "seconds_since_sign": 0, "signs": 4},
@@ -330,5 +330,5 @@ def test_a_record_that_grows_old(tmp_path, monkeypatch, record, age, late):
 
 
 def test_uploads_leave_the_records_out():
-    names = [f"{health.NAME}/rank-0.json", "config.json"]
+    names = [f"{health.HEALTH_FOLDER}/rank-0.json", "config.json"]
     assert list(filter_repo_objects(names, ignore_patterns=list(IGNORE_PATTERNS))) == ["config.json"]

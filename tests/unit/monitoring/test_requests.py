@@ -78,7 +78,7 @@ def test_evaluate_without_data(asked):
 def test_stop(asked, tmp_path, caplog, strategy, saved):
     trainer, _ = asked("stop", save_strategy=strategy)
     assert trainer.state.global_step == 3 and checkpoints(tmp_path) == saved
-    assert "Stopped at step 3 of 20, by a request, a signal or the script." in caplog.messages
+    assert "Stopped at step 3 of 20, by `ask stop`." in caplog.messages
     assert not saved or caplog.messages[-1].endswith("trainer.train(resume_from_checkpoint=True) resumes from it.")
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.__main__ import main
-from hftrainer.monitoring.journal import NAME, Journal, read_events, remove_undone_steps
-from hftrainer.monitoring.page import SILENCE, WatchedRun
+from hftrainer.monitoring.journal import JOURNAL_NAME, Journal, read_events, remove_undone_steps
+from hftrainer.monitoring.run_page import SILENCE, WatchedRun
 from tests.support.tiny import make_plain, plain_data
 
 SECONDS = {"steps": 6.0, "data": 2.0, "evaluation": 1.0, "saving": 1.0}
@@ -45,7 +45,7 @@ def evaluate(journal, step, **metrics):
 
 def set_back(folder, seconds):
     """Make the journal older."""
-    path = folder / NAME
+    path = folder / JOURNAL_NAME
     events = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(each | {"time": each["time"] - seconds}) + "\n" for each in events))
 
@@ -126,7 +126,7 @@ def test_a_restart_undoes_steps(tmp_path):
     train(journal, 10, 20, 30, loss=3.0)
     journal.write("checkpoint", 20, folder="checkpoint-20")
     journal.write("checkpoint", 30, folder="checkpoint-30")
-    with open(tmp_path / NAME, "a") as file:
+    with open(tmp_path / JOURNAL_NAME, "a") as file:
         file.write('{"time": 1, "event": "log", "step": 40, "logs": {"lo')  # and then it was killed
     for step in (20, 30):
         (tmp_path / f"checkpoint-{step}").mkdir()
@@ -185,7 +185,7 @@ def test_a_resume_of_the_run_before_last(tmp_path, is_overwritten):
 
 def test_goodput(tmp_path):
     train(begin(tmp_path), 10, 20)
-    path = tmp_path / NAME
+    path = tmp_path / JOURNAL_NAME
     events = [json.loads(line) for line in path.read_text().splitlines()]
     for event, at in zip(events, (0, 10, 10, 20, 20), strict=True):
         event["time"] = 1e9 + at
@@ -194,7 +194,7 @@ def test_goodput(tmp_path):
 
 
 def test_only_what_was_appended_is_read(tmp_path):
-    journal, path = begin(tmp_path), tmp_path / NAME
+    journal, path = begin(tmp_path), tmp_path / JOURNAL_NAME
     train(journal, 10)
     run = WatchedRun(str(tmp_path))
     run.read()
@@ -216,9 +216,9 @@ def test_a_new_file_is_read_from_its_beginning(tmp_path, replace):
     run.read()
     if replace:  # by one that is longer
         train(begin(tmp_path / "new"), *range(1, 9))
-        os.replace(tmp_path / "new" / NAME, tmp_path / NAME)
+        os.replace(tmp_path / "new" / JOURNAL_NAME, tmp_path / JOURNAL_NAME)
     else:
-        (tmp_path / NAME).write_text("")
+        (tmp_path / JOURNAL_NAME).write_text("")
         train(begin(tmp_path), *range(1, 2))
     assert run.read()["curves"]["loss"]["steps"] == list(range(1, 9 if replace else 2))
 
@@ -257,7 +257,7 @@ def test_a_run_without_a_journal(tmp_path, capsys, monkeypatch):
     )
     Trainer(make_plain(), args, train_dataset=plain_data()).train()
     capsys.readouterr()
-    (tmp_path / NAME).unlink(missing_ok=True)
+    (tmp_path / JOURNAL_NAME).unlink(missing_ok=True)
     page = show(capsys, monkeypatch, tmp_path)
     assert "complete · no times without observe=True" in page and "step 4 of 4" in page
     assert "checkpoint-4 0 s ago, checkpoint-2" in page and "loss" in page and "seconds" not in page

@@ -13,7 +13,7 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.support import find_unused_settings
 from hftrainer.errors import UnsupportedArgument
-from hftrainer.model.changes import compile_model
+from hftrainer.model.apply_arguments import compile_model
 from hftrainer.parallel.environment import LAUNCHERS, first_host, tasks_per_node
 from tests.support.checks import assert_refused, plan_of, problems
 from tests.support.tiny import make_plain

@@ -7,7 +7,7 @@ import pytest
 
 from hftrainer import TrainingArguments
 from hftrainer.errors import InvalidConfig
-from hftrainer.parallel.plan import Layout, check_model_layout, read_layout
+from hftrainer.parallel.plan import ParallelLayout, check_model_layout, read_layout
 from tests.support.tiny import make_plain
 
 
@@ -19,10 +19,10 @@ def loaded(**sizes):
 
 def test_models_that_do_not_fit():
     assert "Load it with from_pretrained(..., distributed_config=DistributedConfig(tp_size=2, fsdp_size=1))" in str(
-        check_model_layout(Layout(tp_size=2), make_plain())
+        check_model_layout(ParallelLayout(tp_size=2), make_plain())
     )
-    assert "set parallelism_config to tp_size=2" in str(check_model_layout(Layout(), loaded(tp_size=2)))
-    assert check_model_layout(Layout(tp_size=2), loaded(tp_size=2)) is None
+    assert "set parallelism_config to tp_size=2" in str(check_model_layout(ParallelLayout(), loaded(tp_size=2)))
+    assert check_model_layout(ParallelLayout(tp_size=2), loaded(tp_size=2)) is None
     with pytest.raises(InvalidConfig, match="sets dp_shard_size=2, but the model was loaded with tp_size=2"):
         read_layout({"dp_shard_size": 2}, loaded(tp_size=2))
     with pytest.raises(InvalidConfig, match="pipeline parallelism is not supported yet"):
@@ -32,12 +32,12 @@ def test_models_that_do_not_fit():
 def test_accelerates_own_config_and_the_launchers_environment():
     from accelerate import ParallelismConfig
 
-    wanted = Layout(dp_replicate_size=2, dp_shard_size=3)
+    wanted = ParallelLayout(dp_replicate_size=2, dp_shard_size=3)
     assert read_layout(ParallelismConfig(dp_replicate_size=2, dp_shard_size=3)) == wanted
     environment = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}
-    assert read_layout(None, environment=environment) == Layout()
+    assert read_layout(None, environment=environment) == ParallelLayout()
     assert read_layout(None, environment={**environment, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}) == wanted
-    assert read_layout({}, environment=environment) == Layout()
+    assert read_layout({}, environment=environment) == ParallelLayout()
     args = TrainingArguments("unused", parallelism_config=ParallelismConfig(dp_shard_size=2))
     assert json.loads(args.to_json_string())["parallelism_config"]["dp_shard_size"] == 2
     with pytest.raises(InvalidConfig, match="use a dict of sizes"):

@@ -18,11 +18,11 @@ from tests.support.arguments import make_trainer
 @pytest.mark.parametrize("kind", POLICIES[:-1])
 def test_a_class_describes_what_it_changes(kind):
     reset = {"gradient_divisor"} if str(kind.last_release) == "5.1" else set()
-    others = {"__doc__", "__module__", "last_release", "changes", "defaults"}
-    assert kind.changes.keys() | reset == vars(kind).keys() - others
+    others = {"__doc__", "__module__", "last_release", "own_changes", "defaults"}
+    assert kind.own_changes.keys() | reset == vars(kind).keys() - others
     assert kind.last_release in RELEASES
     assert kind.last_release < kind.__base__.last_release
-    for name in kind.changes:
+    for name in kind.own_changes:
         assert vars(kind)[name] != getattr(kind.__base__, name)
 
 
@@ -36,11 +36,11 @@ def test_the_policy_of_a_release(release, kind):
 
 
 def test_differences_are_those_of_the_release():
-    assert not ReleasePolicy().differences()
-    assert [name for name in followed.from_text("5.15").differences() if "num_items" in name] == ["num_items"]
-    integer, python_int = (followed.from_text(release).differences()["num_items"] for release in ("4.50", "4.49"))
+    assert not ReleasePolicy().all_changes()
+    assert [name for name in followed.from_text("5.15").all_changes() if "num_items" in name] == ["num_items"]
+    integer, python_int = (followed.from_text(release).all_changes()["num_items"] for release in ("4.50", "4.49"))
     assert (integer, python_int) == ("num_items_in_batch is an integer", "num_items_in_batch is a Python int")
-    between = [release for release in RELEASES if "gradient_divisor" in followed.make_policy(release).differences()]
+    between = [release for release in RELEASES if "gradient_divisor" in followed.make_policy(release).all_changes()]
     assert list(map(str, between)) == ["5.2", "5.3", "5.4", "5.5"]
 
 
@@ -122,7 +122,7 @@ def test_explain_prints_what_is_in_force():
     assert "logs_rate_of_step" not in str(explained)
     shown = json.loads(explained.to_json())["behaviour"]
     assert shown["release"] == "4.57"
-    assert shown["differences"].keys() == followed.from_text("4.57").differences().keys()
+    assert shown["differences"].keys() == followed.from_text("4.57").all_changes().keys()
 
 
 def test_explain_names_the_installed_release(monkeypatch):

@@ -12,7 +12,7 @@ from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.base.messages import command_name
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.monitoring import requests
-from hftrainer.monitoring.journal import NAME
+from hftrainer.monitoring.journal import JOURNAL_NAME
 from hftrainer.reporting import summary
 from tests.support.checkpoints import At
 from tests.support.parity import accuracy
@@ -86,7 +86,7 @@ def test_who_stops_a_run_that_early_stopping_had_stopped(tmp_path, said, monkeyp
         said_before = len(said())
         (tmp_path / requests.FOLDER).mkdir(exist_ok=True)
         train(tmp_path, str(tmp_path / "checkpoint-2"), callbacks=[callback, ask], **settings)
-        assert "Stopped at step 3 of 40, by a request, a signal or the script." in said()[said_before:]
+        assert "Stopped at step 3 of 40, by `ask stop`." in said()[said_before:]
 
 
 def test_only_checkpoints_that_are_left(tmp_path, said):
@@ -126,13 +126,14 @@ def test_resumed_and_complete(tmp_path, said):
     assert line.startswith(f"{tmp_path}/checkpoint-6 is complete (step 6 of 6): nothing to train. Increase max_steps")
 
 
-def test_a_complete_run_that_is_resumed_keeps_its_record(tmp_path, said, caplog, capsys):
-    settings = {**SAVED, "logging_steps": 1, "observe": True}
+@pytest.mark.parametrize("observe", [True, False])
+def test_a_complete_run_that_is_resumed_keeps_its_record(tmp_path, said, caplog, capsys, observe):
+    settings = {**SAVED, "logging_steps": 1, "observe": observe}
     train(tmp_path, **settings)
-    journal, before = (tmp_path / NAME).read_bytes(), len(caplog.records)
+    journal, before = (tmp_path / JOURNAL_NAME).read_bytes() if observe else b"", len(caplog.records)
     capsys.readouterr()
     trainer = train(tmp_path, True, learning_rate=1.0, **settings)
-    assert (tmp_path / NAME).read_bytes() == journal
+    assert not observe or (tmp_path / JOURNAL_NAME).read_bytes() == journal
     assert trainer.state.log_history[-1]["train_loss"] == 0  # as in transformers
     assert len(caplog.records) == before + 1 and not capsys.readouterr().out
 
@@ -140,7 +141,7 @@ def test_a_complete_run_that_is_resumed_keeps_its_record(tmp_path, said, caplog,
 def test_the_time_of_an_observed_run_is_split_once(tmp_path, said):
     train(tmp_path, observe=True, **SAVED)
     assert re.match(r"Trained 4 steps in [\d.e-]+ s\.", said()[1])
-    assert any("of the time since the first start went into steps that count." in line for line in said())
+    assert any("of the time since the first start went into training steps;" in line for line in said())
 
 
 @pytest.mark.parametrize(

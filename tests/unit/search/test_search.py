@@ -330,7 +330,7 @@ def test_what_follows_from_arguments_is_built_anew(tmp_path):
     (first, batch, plan), (second, default_batch, second_plan), (third, *_) = found
     assert (batch, plan.accumulate_grad_batches, first["label_smoothing_factor"]) == (3, 2, 0.1)
     assert (default_batch, second_plan.accumulate_grad_batches, second["label_smoothing_factor"]) == (8, 1, 0.0)
-    assert second_plan.config["limit_val_batches"] == 1 and second_plan.precision == "bf16-mixed"
+    assert second_plan.trainer_overrides["limit_val_batches"] == 1 and second_plan.precision == "bf16-mixed"
     assert "lightning_config" not in third and third["bf16"] is False
     assert third["activation_checkpointing_kwargs"] == {"use_reentrant": False}
     assert trainer.args.eval_strategy == "steps" and trainer.args.activation_checkpointing_kwargs is None

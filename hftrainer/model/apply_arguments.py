@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.errors import InvalidArgument, MissingMethod, MissingPackage, suggest, unless_absent
 from hftrainer.hf_argparser import string_to_bool
 from hftrainer.training_args import TrainingArguments
@@ -66,7 +66,7 @@ def add_noise_to_embeddings(model: Any, alpha: float) -> Any:
     Returns:
         A handle; its `remove()` removes the noise.
     """
-    bare_model = peers.unwrap_peft(model)
+    bare_model = libraries.unwrap_peft(model)
     if not hasattr(bare_model, "get_input_embeddings"):
         raise MissingMethod(
             f"neftune_noise_alpha={alpha} adds noise to the model's input embeddings, but {type(bare_model).__name__} "
@@ -154,8 +154,8 @@ def apply_liger_kernel(model: Any, config: dict[str, Any] | None) -> None:
         raise MissingPackage(
             f"use_liger_kernel=True needs liger-kernel ({error}): pip install liger-kernel, on a machine with a GPU."
         ) from unless_absent(error)
-    bare_model = peers.unwrap_peft(model)
-    if not peers.is_transformers_model(bare_model):
+    bare_model = libraries.unwrap_peft(model)
+    if not libraries.is_transformers_model(bare_model):
         name = type(bare_model).__name__
         logger.warning("use_liger_kernel: %s is not a transformers model and is not changed.", name)
         return

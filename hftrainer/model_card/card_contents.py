@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import ParallelMode, as_text
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_measurement
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _batch_sizes(components: Components) -> dict[str, Any]:
     # `as_text` also reads the enum of transformers.
     if as_text(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:
         kinds = {"xla": "TPU", "tpu": "TPU", "cpu": "multi-CPU"}
-        strategy = f" ({components.strategy.card})" if components.strategy.card else ""
+        strategy = f" ({components.strategy.card_name})" if components.strategy.card_name else ""
         sizes["distributed_type"] = kinds.get(args.device.type, "multi-GPU") + strategy
     if args.world_size > 1:
         sizes["num_devices"] = args.world_size
@@ -198,7 +198,7 @@ def _schedule(components: Components) -> dict[str, Any]:
         schedule["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
     if args.warmup_steps:
         schedule["lr_scheduler_warmup_steps"] = args.warmup_steps
-    elif legacy.keeps_ratio("warmup_ratio") and args.warmup_ratio:
+    elif legacy.is_v4_warmup_ratio("warmup_ratio") and args.warmup_ratio:
         schedule["lr_scheduler_warmup_ratio"] = args.warmup_ratio
     return {**schedule, **length}
 
@@ -226,7 +226,7 @@ def task_name(task: str) -> str:
 def task_of(model: Any) -> str | None:
     """The task of a transformers model (also inside an adapter), from its class; None if unknown."""
     tasks = _tasks_by_class() if "transformers" in sys.modules else {}
-    return tasks.get(type(peers.unwrap_peft(model)).__name__.removeprefix("FSDP"))
+    return tasks.get(type(libraries.unwrap_peft(model)).__name__.removeprefix("FSDP"))
 
 
 @functools.lru_cache(maxsize=1)
@@ -279,7 +279,7 @@ def datasets_of(dataset: Any) -> list[DatasetSource]:
     """The named datasets among one dataset or a dict of datasets, without duplicates."""
     sources: dict[str, DatasetSource] = {}
     for each in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
-        name = each.builder_name if peers.is_dataset_or_stream(each) else None
+        name = each.builder_name if libraries.is_dataset_or_stream(each) else None
         # A generic reader of the `datasets` library, such as 'csv', does not name a dataset.
         if name is not None and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is None:
             split = None if each.split is None else str(each.split)

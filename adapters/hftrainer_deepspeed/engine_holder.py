@@ -18,7 +18,7 @@ from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.processes import Processes
 
 
-class DeepSpeedRun:
+class EngineHolder:
     """DeepSpeed's engine for one model. Each training run creates a new engine.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import describe_differences, read_arguments_of_run
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import read_run, run_names
-from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, curves, is_finite, natural_key
+from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, is_finite, logged_curves, sort_names
 
 #: Entries of log lines → their names in legends and tables, if not the same.
 WORDS = PANEL_OF | dict(zip(PANELS[SHARES], ("waiting for data", "evaluation", "saving", "training"), strict=True))
@@ -32,13 +33,13 @@ MARKS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": 
 DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 #: Number of points from which a noisy curve is drawn faintly, under its running mean; and number of parts of a long
 #: curve of which only the lowest and the highest point are drawn.
-MANY, PARTS = 100, 1000
+MANY, MAX_PARTS = 100, 1000
 #: Number of runs from which only the running means are drawn.
 MANY_RUNS = 4
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """One curve of one run.
 
     Attributes:
@@ -75,22 +76,22 @@ class Line:
 
         In a plot of several runs about ten points, in a plot of one run all of up to 29 points.
         """
-        count = len(self.drawn)
+        count = len(self.drawn_indices)
         every = max(1, count // 10)
         # Shift the markers, so that those of coinciding runs do not overlap.
         start = list(MARKS).index(self.mark) * every // len(MARKS)
         return list(range(start, count, every)) if self.run else list(range(count if count < 30 else 0))
 
     @cached_property
-    def drawn(self) -> list[int]:
+    def drawn_indices(self) -> list[int]:
         """The indices of the points that are drawn: all, or the lowest and highest of each part of a long curve."""
-        indices, size = range(len(self.values)), max(1, len(self.values) // PARTS)
+        indices, size = range(len(self.values)), max(1, len(self.values) // MAX_PARTS)
         parts = (indices[start : start + size] for start in indices[::size])
         return sorted({extreme(part, key=self.values.__getitem__) for part in parts for extreme in (min, max)})
 
     def points(self, values: list[float]) -> tuple[list[float], list[float]]:
         """The steps and values of the points that are drawn."""
-        return [self.steps[index] for index in self.drawn], [values[index] for index in self.drawn]
+        return [self.steps[index] for index in self.drawn_indices], [values[index] for index in self.drawn_indices]
 
     @cached_property
     def mean(self) -> list[float] | None:
@@ -109,7 +110,7 @@ class Line:
         return f"{self.run}: " * bool(self.run) + WORDS.get(self.name, self.name)
 
     @property
-    def entry(self) -> str:
+    def legend_entry(self) -> str:
         """The name, in a plot of one run with the best value."""
         return self.name if self.run or self.best is None else f"{self.name} (best: {self.values[self.best]:.4g})"
 
@@ -126,7 +127,7 @@ class Line:
         return [value for value in values if is_finite(value)]
 
 
-def lines(folders: list[str], x: str = "step") -> list[Line]:
+def read_curves(folders: list[str], x: str = "step") -> list[Curve]:
     """The curves of runs.
 
     One run has a colour per curve; several runs have a colour and a marker per run, and a dash per curve.
@@ -137,56 +138,61 @@ def lines(folders: list[str], x: str = "step") -> list[Line]:
     runs = run_names(folders) if len(folders) > 1 else [""]
     states = [read_run(folder, x) for folder in folders]
     for folder, state in zip(folders, states, strict=True):
-        if not any(curves(state).values()):
+        if not any(logged_curves(state).values()):
             raise InvalidArgument(f"{folder}: the log has nothing to draw: set logging_steps.")
     arguments = [read_arguments_of_run(folder, skip_unreadable=True) for folder in folders]
-    plain_lines: list[Line] = []
+    plain_curves: list[Curve] = []
     for state, run, known, settings in zip(states, runs, arguments, describe_differences(arguments, runs), strict=True):
-        plain_lines += (replace(line, run=run, settings=settings, x=x) for line in _plain_lines(state, known))
+        plain_curves += (replace(curve, run=run, settings=settings, x=x) for curve in _plain_curves(state, known))
     if x == "time":
-        last = max(step for line in plain_lines for step in line.steps)
+        last = max(step for curve in plain_curves for step in curve.steps)
         unit, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))
-        plain_lines = [replace(line, steps=[step / size for step in line.steps], x=unit) for line in plain_lines]
-    return _with_styles(plain_lines)
+        plain_curves = [replace(curve, steps=[step / size for step in curve.steps], x=unit) for curve in plain_curves]
+    return _with_styles(plain_curves)
 
 
-def lines_of(state: TrainerState) -> list[Line]:
+def curves_of_run(state: TrainerState) -> list[Curve]:
     """The curves of one run."""
-    return _with_styles(_plain_lines(state, {}))
+    return _with_styles(_plain_curves(state, {}))
 
 
-def _plain_lines(state: TrainerState, arguments: dict[str, Any]) -> Iterator[Line]:
-    for panel, panel_curves in curves(state).items():
+def _plain_curves(state: TrainerState, arguments: dict[str, Any]) -> Iterator[Curve]:
+    for panel, panel_curves in logged_curves(state).items():
         for name, (steps, values) in panel_curves.items():
-            yield Line(panel, name, steps, values, _best(state, arguments, name, values))
+            yield Curve(panel, name, steps, values, _best_index(state, arguments, name, values))
 
 
-def _with_styles(plain_lines: Iterable[Line]) -> list[Line]:
+def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     """The curves with their colours and dashes, in the order of the panels, without shares that are always 0.
 
-    Each metric has a panel. Of several runs' shares of time only that of training is shown.
+    Each metric has a panel, with its curves of all datasets. Of several runs' shares of time only that of training is
+    shown. Panels that lack a run are last.
     """
-    lines, styled_lines = list(plain_lines), []
-    titles = {line.name: line.name for line in lines if line.panel == "metrics"}
-    if any(line.run for line in lines):
-        lines = [line for line in lines if line.panel != SHARES or line.name == "step_share"]
+    curves, styled_curves = list(plain_curves), []
+    # Several evaluation sets have their names in losses, as `eval_val_loss`, and in metrics.
+    datasets = "|".join(re.escape(curve.name[5:-5]) for curve in curves if re.fullmatch("eval_.+_loss", curve.name))
+    metrics = [curve.name for curve in curves if curve.panel == "metrics"]
+    titles = {name: re.sub(f"^eval_({datasets})_", "", name) for name in metrics}
+    if any(curve.run for curve in curves):
+        curves = [curve for curve in curves if curve.panel != SHARES or curve.name == "step_share"]
         titles["step_share"] = "share of time spent training"
-    entries = {line.name for line in lines if line.panel != SHARES or any(line.values)}
-    shown = sorted(entries, key=lambda name: (name != "loss", natural_key(name)))
-    runs = list(dict.fromkeys(line.run for line in lines))
-    lines = [line for line in lines if line.name in shown]
-    lines.sort(key=lambda line: (list(PANELS).index(line.panel), shown.index(line.name)))
-    lines = [replace(line, panel=titles.get(line.name, line.panel)) for line in lines]
-    for line in lines:
-        names = list(dict.fromkeys(other.name for other in lines if other.panel == line.panel))
-        run, dash, is_faint = runs.index(line.run), names.index(line.name), len(runs) < MANY_RUNS
-        colour, mark = COLOURS[(run if line.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
-        colour = "#d9d9d9" if line.panel == SHARES and line.name == "step_share" else colour
-        styled_lines.append(replace(line, colour=colour, dash=dash % len(DASHES), mark=mark, is_faint=is_faint))
-    return styled_lines
+    shown = sort_names([curve.name for curve in curves if curve.panel != SHARES or any(curve.values)])
+    runs = list(dict.fromkeys(curve.run for curve in curves))
+    curves = [curve for curve in curves if curve.name in shown]
+    curves.sort(key=lambda curve: (list(PANELS).index(curve.panel), shown.index(curve.name)))
+    curves = [replace(curve, panel=titles.get(curve.name, curve.panel)) for curve in curves]
+    panels = {curve.panel: {other.run for other in curves if other.panel == curve.panel} for curve in curves}
+    curves.sort(key=lambda curve: (len(panels[curve.panel]) < len(runs), list(panels).index(curve.panel)))
+    for curve in curves:
+        names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
+        run, dash, is_faint = runs.index(curve.run), names.index(curve.name), len(runs) < MANY_RUNS
+        colour, mark = COLOURS[(run if curve.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
+        colour = "#d9d9d9" if curve.panel == SHARES and curve.name == "step_share" else colour
+        styled_curves.append(replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, is_faint=is_faint))
+    return styled_curves
 
 
-def _best(state: TrainerState, arguments: dict[str, Any], name: str, values: list[float]) -> int | None:
+def _best_index(state: TrainerState, arguments: dict[str, Any], name: str, values: list[float]) -> int | None:
     """The index of the best value of `metric_for_best_model`, or without it of each evaluation loss; else None."""
     finite = [value for value in values if is_finite(value)]
     if name in PANEL_OF or not finite:

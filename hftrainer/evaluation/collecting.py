@@ -46,7 +46,7 @@ def make_full_gather(accelerator: Any, args: TrainingArguments) -> Gather:
     gather: Gather = accelerator.gather
     if accelerator.processes.tp_size == 1 and not args.eval_use_gather_object:
         return gather
-    return functools.partial(accelerator.processes.gather, objects=args.eval_use_gather_object, distinct=True)
+    return functools.partial(accelerator.processes.gather, objects=args.eval_use_gather_object, one_per_tp_group=True)
 
 
 def can_skip_gathering(trainer: Trainer) -> bool:

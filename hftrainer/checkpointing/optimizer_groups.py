@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrainer.compat.peers import bare_name
+from hftrainer.compat.libraries import bare_name
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import token_counting_mode
 from hftrainer.base.messages import log_once
 from hftrainer.base.tracebacks import describe_type, note_batch
-from hftrainer.compat import peers
+from hftrainer.compat import libraries
 from hftrainer.compat.overrides import accepted_args, accepts, call_with_accepted, ignores_other_keywords, is_overridden
 from hftrainer.components.component import Component
 from hftrainer.data.collators import count_tokens
@@ -87,7 +87,7 @@ def _accepts_items(function: Callable[..., Any]) -> bool:
     return is_parameter or (accepts(function, "num_items_in_batch") and not ignores_other_keywords(function))
 
 
-class TrainingSteps(Component):
+class LossComputer(Component):
     """Prepares micro-batches, computes their losses, and counts their tokens and operations.
 
     Attributes:
@@ -117,7 +117,7 @@ class TrainingSteps(Component):
         """The data on the device. For a container, `Trainer._prepare_input` prepares each item."""
         if not isinstance(data, torch.Tensor) and isinstance(data, (dict, list, tuple, Mapping)):
             return rebuild_container(data, self.trainer._prepare_input)
-        return self.components.strategy.cast(to_device(data, self.trainer.accelerator.device), self.trainer.model)
+        return self.components.strategy.cast_batch(to_device(data, self.trainer.accelerator.device), self.trainer.model)
 
     # ---- The loss ----------------------------------------------------------------------------------------------
 
@@ -134,7 +134,15 @@ class TrainingSteps(Component):
             self._check_first_batch(model, inputs, num_items_in_batch)
             # A batch without labels cannot show whether the model divides its loss.
             self.run.has_checked_model = num_items_in_batch is not None or not trainer.args.elastic
-        loss = self._compute_loss(model, inputs, num_items_in_batch)
+        kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
+        try:
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(model, inputs, **kwargs)
+        except Exception as error:
+            step = trainer.state.global_step + 1
+            note_batch(error, f"training step {step}", inputs, getattr(trainer.model, "config", None))
+            raise
+        # A rank that hangs in the forward pass is behind those that wait for it in backward.
         self.run.heartbeat.beat()
         interval = trainer.args.torch_empty_cache_steps
         if interval is not None and trainer.state.global_step % interval == 0:
@@ -142,18 +150,6 @@ class TrainingSteps(Component):
         loss, other_losses = split_losses(loss)
         loss = check_loss(loss, self._loss_remedy)
         return self._divide_losses(loss, other_losses, num_items_in_batch)
-
-    def _compute_loss(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Any:
-        """Call `Trainer.compute_loss`, and add the batch's shapes to an error."""
-        trainer = self.trainer
-        kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
-        try:
-            with trainer.compute_loss_context_manager():
-                return trainer.compute_loss(model, inputs, **kwargs)
-        except Exception as error:
-            step = trainer.state.global_step + 1
-            note_batch(error, f"training step {step}", inputs, getattr(trainer.model, "config", None))
-            raise
 
     def _divide_losses(self, loss: torch.Tensor, other_losses: Mapping[str, Any], items: Any) -> torch.Tensor:
         """Divide the loss for accumulation, unless the items have divided it, and log the other losses."""
@@ -203,7 +199,7 @@ class TrainingSteps(Component):
 
     def _require_separate_samples(self, model: nn.Module) -> None:
         """Raise UnsupportedArgument if a sample's logits depend on other samples in its row."""
-        model, collator = peers.unwrap_compiled(model), self.components.loaders.flat_collator()
+        model, collator = libraries.unwrap_compiled(model), self.components.loaders.flat_collator()
         name = type(self.components.unwrapped_model).__name__
         vocabulary = len(self.components.unwrapped_model.get_input_embeddings().weight)
         first, second, other = ([token % vocabulary for token in range(begin, begin + 4)] for begin in (1, 5, 9))
@@ -290,7 +286,7 @@ class TrainingSteps(Component):
 
     def track_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument requests it."""
-        if legacy.value(self.trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
+        if legacy.old_argument(self.trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
             self.run.tokens += inputs["input_ids"].numel() * self.trainer.accelerator.processes.data_world_size
         mode = token_counting_mode(self.trainer.args.include_num_input_tokens_seen)
         if mode == "no":
@@ -326,14 +322,15 @@ class TrainingSteps(Component):
         """Floating-point operations of forward and backward per token, counted once for each model."""
         model: Any = self.trainer.model
         if self.flos_per_token is None or self.flos_per_token[0] is not model:
-            parameters = peers.num_parameters(model, exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
+            has_count = hasattr(model, "num_parameters")
+            parameters = libraries.num_parameters(model, exclude_embeddings=True) if has_count else 0
             self.flos_per_token = (model, 6 * parameters)
         return self.flos_per_token[1]
 
     def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
         """The sum of a count over all ranks with distinct batches."""
         count = count.to(self.trainer.args.device)
-        total: torch.Tensor = self.trainer.accelerator.processes.gather_numbers(count, distinct=True).sum()
+        total: torch.Tensor = self.trainer.accelerator.processes.gather_numbers(count, one_per_tp_group=True).sum()
         return total
 
     def store_flos(self) -> None:

@@ -15,7 +15,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.folder import sort_checkpoints
 from hftrainer.monitoring import journal
 from hftrainer.parallel.environment import has_ended
-from hftrainer.reporting.metrics import curves, natural_key
+from hftrainer.reporting.metrics import logged_curves, sort_names
 
 Event = dict[str, Any]
 
@@ -91,7 +91,7 @@ class JournalSummary:
 
     def _add_log(self, event: Event) -> None:
         line = {"step": event["step"], **event["logs"]}
-        panels = curves(TrainerState(log_history=[line]))
+        panels = logged_curves(TrainerState(log_history=[line]))
         for name, (steps, values) in (panels["loss"] | panels["metrics"]).items():
             curve = self.curves.setdefault(name, ([], []))
             curve[0].extend(steps)
@@ -156,7 +156,7 @@ class WatchedRun:
     def _update(self) -> None:
         """Read new events, or all events after the file was replaced or truncated."""
         try:
-            with open(os.path.join(self.folder, journal.NAME), "rb") as file:
+            with open(os.path.join(self.folder, journal.JOURNAL_NAME), "rb") as file:
                 status = os.fstat(file.fileno())
                 if self._source != status.st_ino or status.st_size < self._offset:
                     self._start()
@@ -204,8 +204,7 @@ class WatchedRun:
         state, begin, (steps, seconds) = run.state(now), run.begin or {}, run.pace
         is_running = state in ("running", "silent")
         last = run.last_event or {"time": None, "step": 0}
-        names = [name for name, (curve_steps, _) in run.curves.items() if curve_steps]
-        names.sort(key=lambda name: (name != "loss", natural_key(name)))
+        names = sort_names([name for name, (curve_steps, _) in run.curves.items() if curve_steps])
         # Rotation removes checkpoints.
         files = os.listdir(self.folder)
         checkpoints = [event for path, event in run.checkpoints.items() if os.path.basename(path) in files]

@@ -59,7 +59,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_patience = early_stopping_patience
         self.early_stopping_threshold = early_stopping_threshold
         self.early_stopping_patience_counter = 0
-        self.awaits_other_sets = False
+        self.in_multi_set_evaluation = False
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Check that training will report the metric.
@@ -92,7 +92,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             self.check_metric_value(args, state, control, value)
             if self.early_stopping_patience_counter >= self.early_stopping_patience:
                 control.should_training_stop = True
-        elif not self.awaits_other_sets:
+        elif not self.in_multi_set_evaluation:
             logger.warning(
                 "early stopping required metric_for_best_model: %s is not among the metrics %s, so early "
                 "stopping is skipped.",
