@@ -24,10 +24,8 @@ _follow_transformers_logging()
 
 def __getattr__(name: str) -> Any:
     if name.startswith(("Auto", "DataCollator")) and name not in _EXPORTS:
-        raise ImportError(
-            f"hftrainer has no {name}: models, tokenizers and collators come from transformers. Write: "
-            f"from transformers import {name}"
-        )
+        where = f"models, tokenizers and collators come from transformers. Write: from transformers import {name}"
+        raise ImportError(f"hftrainer has no {name}: {where}")
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_EXPORTS[name]), name)

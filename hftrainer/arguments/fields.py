@@ -40,23 +40,18 @@ class CurrentArguments:
         neutral_value="trainer_output",
     )
     overwrite_output_dir: bool = arg(
-        False,
-        "Whether your script should overwrite the folder.",
-        "4.0",
-        "inert: a switch for your script",
-        until="4.57",
+        False, "Whether your script overwrites the folder.", "4.0", "inert: a switch for your script", until="4.57"
     )
     do_train: bool = arg(
-        *(False, "Whether your script should train.", "4.1", "inert: a switch for your script"), subject=SCRIPT_SUBJECT
+        *(False, "Whether your script trains.", "4.1", "inert: a switch for your script"), subject=SCRIPT_SUBJECT
     )
     do_eval: bool = arg(
-        *(False, "Whether your script should evaluate.", "4.1"),
+        *(False, "Whether your script evaluates.", "4.1"),
         "inert: a switch for your script, which eval_strategy sets too",
         subject=SCRIPT_SUBJECT,
     )
     do_predict: bool = arg(
-        *(False, "Whether your script should predict.", "4.1", "inert: a switch for your script"),
-        subject=SCRIPT_SUBJECT,
+        *(False, "Whether your script predicts.", "4.1", "inert: a switch for your script"), subject=SCRIPT_SUBJECT
     )
     eval_strategy: IntervalStrategy | str = arg(
         "no", "When to evaluate: 'no', 'steps' or 'epoch'.", "4.48", choices=IntervalStrategy, subject=_EVALUATION
@@ -153,8 +148,8 @@ class CurrentArguments:
     )
     gradient_checkpointing: bool | None = arg(
         None,
-        "Recompute activations to save memory; None means False. The same as `activation_checkpointing`, its name since "
-        "v5.23; either works.",
+        "Recompute activations to save memory; None means False. The same as `activation_checkpointing`, its name "
+        "since v5.23; either works.",
         "4.15",
         const=True,
         neutral_value=False,
@@ -248,8 +243,8 @@ class CurrentArguments:
     include_num_input_tokens_seen: str | bool = arg("no", "Count input tokens: 'no', 'all' or 'non_padding'.", "4.40")
     report_to: None | str | list[str] = arg(
         "none",
-        "Trackers to write to, a name or a list: 'none', 'all' that are installed, 'azure_ml', 'clearml', 'codecarbon', "
-        "'comet_ml', 'csv', 'dagshub', 'dvclive', 'flyte', 'kubeflow', 'mlflow', 'swanlab', 'tensorboard', 'trackio', "
+        "Trackers to write to, a name or a list: 'none', 'all' (installed ones), 'azure_ml', 'clearml', 'codecarbon', "
+        "'comet_ml', 'csv', 'dagshub', 'dvclive', 'flyte', 'kubeflow', 'mlflow', 'swanlab', 'tensorboard', 'trackio' or "
         "'wandb'.",
         "4.15",
         read_once=True,
