@@ -210,7 +210,9 @@ class Trainer(EarlierMethods):
             components.model_setup.set_model(model if model is not None else self.call_model_init())
             components.setup.init_attributes()
             if not isinstance(callbacks, (list, tuple, type(None))):
-                raise TypeError(f"callbacks={callbacks!r}: pass a list of callbacks.")
+                name = getattr(callbacks, "__name__", type(callbacks).__name__)
+                example = f"{name}()" if hasattr(callbacks, "on_train_end") else "..."
+                raise TypeError(f"callbacks is one {name}, not a list: write callbacks=[{example}].")
             trackers = integrations.callback_classes(reports)
             components.setup.init_callbacks([*trackers, *(callbacks or [])], further_loggers)
             components.setup.end_init()

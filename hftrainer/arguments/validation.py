@@ -22,6 +22,7 @@ from hftrainer.arguments.choices import (
     IntervalStrategy,
     SaveStrategy,
     as_text,
+    describe_invalid,
     normalize_observe,
     read_address,
     read_observe,
@@ -31,7 +32,7 @@ from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.own_checks import check_own
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.storage_url import separate_storage
-from hftrainer.errors import InvalidArgument, InvalidConfig, suggest
+from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer.parallel.config_files import describe_text, parse_bool
 from hftrainer.plugins import load
 from hftrainer.releases import followed
@@ -60,7 +61,7 @@ def normalize(args: BaseArguments) -> None:
     json_fields = dict.fromkeys([*BaseArguments._VALID_DICT_FIELDS, *args._VALID_DICT_FIELDS])
     errors = [*_parse_enums(args), *(error for name in json_fields if (error := _parse_json(args, name)))]
     if errors:
-        raise InvalidArgument("\n".join([*errors, *check_ranges(args)]))
+        raise InvalidArgument("\n".join([*errors, *check_ranges(args), *_check_intervals(args)]))
     args.param_groups = param_groups.read_entries(args.param_groups)
     _normalize_output_dir(args)
     if args.disable_tqdm is None:
@@ -161,6 +162,9 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
         complete: whether they are final; if not, scripts and libraries may still set what a run needs.
     """
     args = resolved.args
+    # The other checks compare numbers.
+    if words := list(check_types(args, only_words=True)):
+        return words
     # transformers refuses a negative number too.
     is_negative = isinstance(args.warmup_steps, (int, float)) and args.warmup_steps < 0
     return [
@@ -184,8 +188,8 @@ def _parse_enums(args: BaseArguments) -> Iterator[str]:
         if isinstance(argument.choices, type):
             try:
                 setattr(args, name, argument.choices(getattr(args, name)))
-            except InvalidArgument as error:
-                yield f"{name}: {error}"
+            except InvalidArgument:
+                yield f"{name}: {describe_invalid(getattr(args, name), argument.choices, name)}"
 
 
 def _parse_json(args: BaseArguments, name: str) -> str | None:
@@ -292,14 +296,20 @@ def check_ranges(args: BaseArguments) -> Iterator[str]:
 _TYPES = {name: str(field.type).removesuffix(" | None") for name, field in BaseArguments.__dataclass_fields__.items()}
 
 
-def check_types(args: BaseArguments) -> Iterator[str]:
-    """An error message for each number or boolean that is text, and each integer that is a float."""
+def check_types(args: BaseArguments, *, only_words: bool = False) -> Iterator[str]:
+    """An error message for each number or boolean that is text, and each integer that is a float.
+
+    With `only_words`, only for text instead of a number that a script cannot convert later.
+    """
     for name, kind in _TYPES.items():
         value = getattr(args, name, None)
+        is_number = kind in ("int", "float")
+        if only_words and not (is_number and isinstance(value, str) and describe_text(value) is None):
+            continue
         is_unused = name == "per_device_eval_batch_size" and args.eval_strategy == IntervalStrategy.NO
         # For these, transformers fails with a float that has no fraction too.
         is_strict = name == "max_steps" or (ARGUMENTS[name].minimum is not None and not is_unused)
-        if isinstance(value, str) and kind in ("int", "float"):
+        if isinstance(value, str) and is_number:
             yield f"{name}={value!r} {describe_text(value) or 'is text: use a number'}."
         elif isinstance(value, str) and value and kind == "bool" and not parse_bool(value):
             yield f"{name}={value!r} is text, which counts as true: write True or False, without quotes."
@@ -336,8 +346,7 @@ def _check_choices(args: BaseArguments) -> Iterator[str]:
         # If the default is None, other objects are accepted, such as a multiprocessing context.
         if argument.default is None and not isinstance(value, str):
             continue
-        choices = [*map(as_text, argument.choices)]
-        yield f"{name}: {value!r} is not valid{suggest(value, choices, '.')} Choose one of {', '.join(choices)}."
+        yield f"{name}: {describe_invalid(value, argument.choices, name)}"
     if unknown_options := [option for option in args.debug or () if option not in list(DebugOption)]:
         allowed = " and ".join(option.value for option in DebugOption)
         yield f"debug: unknown {sorted(map(str, unknown_options))}: use {allowed}."
@@ -361,7 +370,7 @@ def _check_intervals(args: BaseArguments) -> Iterator[str]:
     for kind in ("logging", "eval", "save"):
         if getattr(args, f"{kind}_strategy") != "steps":
             continue
-        steps = getattr(args, f"{kind}_steps")
+        steps = args.eval_steps or args.logging_steps if kind == "eval" else getattr(args, f"{kind}_steps")
         if not isinstance(steps, (int, float)) or not steps >= 0 or (steps == 0 and kind != "save"):
             yield f"{kind}_steps={steps!r}: {kind}_strategy='steps' needs a number above 0."
         elif steps > 1 and steps % 1:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hftrainer.base.tracebacks import add_note
+from hftrainer.errors import InvalidSetup
 from hftrainer.parallel.config_files import env_flag
 
 logger = logging.getLogger(__name__)
@@ -37,10 +38,6 @@ HINTS = {
     "MPS framework doesn't support float64": (
         "Apple's GPU has no float64: use float32 in the dataset or the data_collator (numpy's default is float64). "
         "Or train on the CPU: use_cpu=True."
-    ),
-    "does not require grad and does not have a grad_fn": (
-        "The loss depends on no trainable weight. If all parameters are frozen, call model.requires_grad_(True) or add "
-        "adapters; otherwise compute the loss from the model's outputs, without detach() or no_grad()."
     ),
 }
 
@@ -143,10 +140,15 @@ def _module_in_use() -> Any:
 
 @contextlib.contextmanager
 def error_hints() -> Iterator[None]:
-    """Add advice to errors about operations that the device does not support."""
+    """Add advice to errors about operations that the device does not support, and to one about frozen weights."""
     try:
         yield
     except Exception as error:
+        if "does not require grad and does not have a grad_fn" in str(error):
+            raise InvalidSetup(
+                "The loss depends on no trainable weight. If all parameters are frozen, call model.requires_grad_(True)"
+                " or add adapters; otherwise compute the loss from the model's outputs, without detach() or no_grad()."
+            ) from error
         for text, hint in HINTS.items():
             if text in str(error):
                 add_note(error, hint)
