@@ -31,4 +31,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({name for name in globals() if name.startswith("_")} | _EXPORTS.keys())
+    return __all__

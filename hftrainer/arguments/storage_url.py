@@ -22,8 +22,7 @@ def separate_storage(args: BaseArguments) -> None:
         InvalidArgument: for two URLs, or one that `check_url` refuses.
     """
     output_dir = str(args.output_dir)
-    start = re.match(r"(?:[a-z][a-z0-9]+:/|(s3a?|gc?s|az|abfss?|adl|hf|hdfs|oss)//)[^/]", output_dir)
-    if start is not None and not (start[1] and os.path.isdir(start[1])):
+    if re.match(r"([a-z][a-z0-9]+:/|(s3a?|gc?s|az|abfss?|adl|hf|hdfs|oss)//)[^/]", output_dir):
         url = re.sub(":?/+", "://", output_dir, count=1)
         raise InvalidArgument(
             f"output_dir={output_dir!r} looks like a URL without '://': use {url!r}, or './{output_dir}' for a folder."

@@ -162,12 +162,13 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
         complete: whether they are final; if not, scripts and libraries may still set what a run needs.
     """
     args = resolved.args
-    # The other checks compare numbers.
-    if words := list(check_types(args, only_words=True)):
-        return words
+    values = {name: getattr(args, name, None) for name, kind in _TYPES.items() if kind in ("int", "float")}
+    # A script may still convert text such as '1e-5'.
+    words = [name for name, value in values.items() if isinstance(value, str) and describe_text(value) is None]
     # transformers refuses a negative number too.
     is_negative = isinstance(args.warmup_steps, (int, float)) and args.warmup_steps < 0
-    return [
+    # The other checks compare numbers.
+    return [f"{name}={values[name]!r} is text: use a number." for name in words] or [
         *(_check_run(args) if complete or is_negative else ()),
         *check_own(args),
         *_check_loading(args),
@@ -296,21 +297,15 @@ def check_ranges(args: BaseArguments) -> Iterator[str]:
 _TYPES = {name: str(field.type).removesuffix(" | None") for name, field in BaseArguments.__dataclass_fields__.items()}
 
 
-def check_types(args: BaseArguments, *, only_words: bool = False) -> Iterator[str]:
-    """An error message for each number or boolean that is text, and each integer that is a float.
-
-    With `only_words`, only for text instead of a number that a script cannot convert later.
-    """
+def check_types(args: BaseArguments) -> Iterator[str]:
+    """An error message for each number or boolean that is text, and each integer that is a float."""
     for name, kind in _TYPES.items():
         value = getattr(args, name, None)
-        is_number = kind in ("int", "float")
-        if only_words and not (is_number and isinstance(value, str) and describe_text(value) is None):
-            continue
         is_unused = name == "per_device_eval_batch_size" and args.eval_strategy == IntervalStrategy.NO
         # For these, transformers fails with a float that has no fraction too.
         is_strict = name == "max_steps" or (ARGUMENTS[name].minimum is not None and not is_unused)
-        if isinstance(value, str) and is_number:
-            yield f"{name}={value!r} {describe_text(value) or 'is text: use a number'}."
+        if kind in ("int", "float") and (reason := describe_text(value)):
+            yield f"{name}={value!r} {reason}."
         elif isinstance(value, str) and value and kind == "bool" and not parse_bool(value):
             yield f"{name}={value!r} is text, which counts as true: write True or False, without quotes."
         elif isinstance(value, float) and kind == "int" and (value % 1 or (value > 0 and is_strict)):

@@ -52,9 +52,11 @@ def test_wrong_command_lines_name_the_help(words, capsys):
         ("plot -o x out", "unknown option -o; did you mean '--out'?"),
         ("ask out save --timeout abc", "--timeout: 'abc' is not a number"),
         ("diff absent missing", "absent and missing do not exist: pass the output_dir of two runs"),
-        ("ask out sav", "'sav' is not allowed; did you mean 'save'?"),
+        ("ask out sav", "'sav' is not allowed: use one of save, evaluate, stop, profile; did you mean 'save'?"),
+        ("plot --x tim out", "'tim' is not allowed: use one of step, epoch, time; did you mean 'time'?"),
+        ("plot out --output x.png", "--output is for --study; name the file with --out x.png"),
         ("ask save", "REQUEST\nusage: python -m hftrainer ask [-h]"),
-        ("diff a", "[--json] RUN RUN\nexample: python -m hftrainer diff out-1 out-2\nsee python"),
+        ("diff a", "pass two runs\nusage: python -m hftrainer diff [-h] [--json] RUN RUN\nexample: python -m hftrainer diff out-1 out-2\nsee python"),
         ("plot", "pass the output folders of runs, or --study for a search\nexample: python -m hftrainer plot out\n"),
         ("watch --every 0 out", "--every 0: use a number of seconds above 0, and at most 86400\nexample: python"),
         ("completion ksh", "'ksh' is not allowed: use one of bash, zsh, fish"),
@@ -241,11 +243,11 @@ def test_paths_that_hold_no_run(tmp_path, capsys, words, name, reason):
     assert path in error
 
 
-def test_checkpoint_names_the_newest_in_a_folder(tmp_path, capsys):
+def test_checkpoint_names_those_in_a_folder(tmp_path, capsys):
     for step in (5, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
     with pytest.raises(SystemExit) as ended:
         main(["checkpoint", str(tmp_path)])
     assert ended.value.code == 2
-    assert f"the newest checkpoint in it is {tmp_path / 'checkpoint-10'}" in capsys.readouterr().err
+    assert f"newest first: {tmp_path / 'checkpoint-10'}, {tmp_path / 'checkpoint-5'}." in capsys.readouterr().err
