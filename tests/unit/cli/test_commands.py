@@ -1,6 +1,7 @@
 """What all subcommands of `python -m hftrainer` have in common."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -56,7 +57,10 @@ def test_wrong_command_lines_name_the_help(words, capsys):
         ("plot --x tim out", "'tim' is not allowed: use one of step, epoch, time; did you mean 'time'?"),
         ("plot out --output x.png", "--output is for --study; name the file with --out x.png"),
         ("ask save", "REQUEST\nusage: python -m hftrainer ask [-h]"),
-        ("diff a", "pass two runs\nusage: python -m hftrainer diff [-h] [--json] RUN RUN\nexample: python -m hftrainer diff out-1 out-2\nsee python"),
+        (
+            "diff a",
+            "two runs\nusage: python -m hftrainer diff [-h] [--json] RUN RUN\nexample: python -m hftrainer diff",
+        ),
         ("plot", "pass the output folders of runs, or --study for a search\nexample: python -m hftrainer plot out\n"),
         ("watch --every 0 out", "--every 0: use a number of seconds above 0, and at most 86400\nexample: python"),
         ("completion ksh", "'ksh' is not allowed: use one of bash, zsh, fish"),
@@ -208,6 +212,15 @@ def test_a_module_that_is_missing(tmp_path, processes, module, error):
     done = subprocess.run(words, cwd=tmp_path, env=processes.environment(), capture_output=True, text=True)
     assert done.returncode == (1 if module == "imports" else 2) and error in done.stderr
     assert ("Traceback" in done.stderr) is (module == "imports")
+
+
+@pytest.mark.parametrize("words", [["completion", "bash"], ["plot", "--help"]])
+def test_output_that_no_process_reads(words, processes):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "hftrainer", *words]
+    done = subprocess.run(command, env=processes.environment(), stdout=writer, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize(("typed", "prog"), [("/bin/hftrainer", "hftrainer"), ("x/__main__.py", "python -m hftrainer")])

@@ -57,8 +57,8 @@ def test_a_metric_that_does_not_fit(make_args):
     metrics = {"of 3": MulticlassAccuracy(3), "accuracy": MulticlassAccuracy(4)}
     with pytest.raises(ValueError, match="preds") as caught:
         Trainer(make_plain(), make_args(), eval_dataset=plain_data(8), compute_metrics=metrics).evaluate()
-    note = "accuracy (MulticlassAccuracy) got (float32 (8, 3), int64 (8,)). Select other tensors with TorchMetrics(metrics, adapter=...)."
-    assert note in caught.value.__notes__[0]
+    note = "got (float32 (8, 3), int64 (8,)). Select other tensors with TorchMetrics(metrics, adapter=...)."
+    assert caught.value.__notes__[0] == f"accuracy (MulticlassAccuracy) {note}"
 
 
 def test_a_metric_that_is_an_array(make_args, caplog):
