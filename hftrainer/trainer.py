@@ -143,7 +143,7 @@ class Trainer(EarlierMethods):
     _trial = RunAttribute("trial")
     _created_lr_scheduler = RunAttribute("has_created_scheduler")
     _tr_loss = RunAttribute("loss_since_log")
-    _total_loss_scalar = RunAttribute("total_loss")
+    _total_loss_scalar = RunAttribute("loss_up_to_log")
     _globalstep_last_logged = RunAttribute("last_logged")
     _initial_global_step = RunAttribute("initial_step")
     _initial_num_input_tokens_seen = RunAttribute("initial_tokens")
@@ -377,15 +377,15 @@ class Trainer(EarlierMethods):
 
         With `average_tokens_across_devices`, the sum over all ranks, except in evaluations.
         """
-        return self._hftrainer.steps.num_items(batch_samples, device)
+        return self._hftrainer.losses.num_items(batch_samples, device)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device."""
-        return self._hftrainer.steps.prepare_inputs(inputs)
+        return self._hftrainer.losses.prepare_inputs(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
         """Move the data to the device, including the tensors in containers."""
-        return self._hftrainer.steps.prepare_input(data)
+        return self._hftrainer.losses.prepare_input(data)
 
     # ---- Optimizer and scheduler -------------------------------------------------------------------------------
 
@@ -479,7 +479,7 @@ class Trainer(EarlierMethods):
                 return self.train(resume.convert_ckpt(str(resume_from_checkpoint), target), trial, ignore_keys_for_eval)
         self._memory_tracker.start()
         with HideEngineFrames():
-            folder = self._hftrainer.runner.begin(resume_from_checkpoint, trial)
+            folder = self._hftrainer.runner.prepare(resume_from_checkpoint, trial)
             return self._hftrainer.runner.train(folder, trial, ignore_keys_for_eval)
 
     @overridable_property
@@ -496,7 +496,7 @@ class Trainer(EarlierMethods):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         args = self.args if args is None else args
-        return self._hftrainer.runner.attempt(args, batch_size, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        return self._hftrainer.runner.run_attempt(args, batch_size, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int | None = None
@@ -605,7 +605,7 @@ class Trainer(EarlierMethods):
         """
         context, inputs = self._prepare_context_parallel_inputs(model, inputs)
         with context():
-            loss = self._hftrainer.steps.loss(model, inputs, num_items_in_batch)
+            loss = self._hftrainer.losses.loss(model, inputs, num_items_in_batch)
             is_fused = self.args.optim in ("lomo", "adalomo")
             self.accelerator.backward(loss, **({"learning_rate": self._get_learning_rate()} if is_fused else {}))
         return loss.detach()
@@ -648,7 +648,7 @@ class Trainer(EarlierMethods):
         Returns:
             The loss, or `(loss, outputs)`.
         """
-        loss, outputs = self._hftrainer.steps.compute_loss_and_outputs(model, inputs, num_items_in_batch)
+        loss, outputs = self._hftrainer.losses.compute_loss_and_outputs(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
@@ -690,15 +690,15 @@ class Trainer(EarlierMethods):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Forward and backward FLOPs of a batch: 6 per token and parameter; 0 if unknown."""
-        return self._hftrainer.steps.floating_point_ops(inputs)
+        return self._hftrainer.losses.floating_point_ops(inputs)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument enables it."""
-        self._hftrainer.steps.track_tokens(inputs)
+        self._hftrainer.losses.track_tokens(inputs)
 
     def store_flos(self) -> None:
         """Add the operations counted since the last call to `state.total_flos`."""
-        self._hftrainer.steps.store_flos()
+        self._hftrainer.losses.store_flos()
 
     def _maybe_log_save_evaluate(
         self,
@@ -1142,7 +1142,7 @@ class Trainer(EarlierMethods):
         # Until v5.2, it is None before training.
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
-        logs |= self._hftrainer.steps.token_metrics(start_time)
+        logs |= self._hftrainer.losses.token_metrics(start_time)
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._hftrainer.call_callbacks("on_log", logs)
         self._hftrainer.engine.show_values(logs)

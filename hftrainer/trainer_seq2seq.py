@@ -14,7 +14,7 @@ from hftrainer.errors import InvalidArgument, WrongObject
 from hftrainer.evaluation.collected import make_full_gather
 from hftrainer.trainer import Trainer
 from hftrainer.trainer_utils import PredictionOutput
-from hftrainer.training.steps import extract_loss
+from hftrainer.training.loss import extract_loss
 
 
 @record_methods

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -266,7 +267,7 @@ def name_refused_sections(
     """Name the sections in errors of DeepSpeed's constructors. Yields a wrapped `make_scheduler`.
 
     Raises:
-        InvalidConfig: for errors of DeepSpeed; errors of `make_scheduler` are unchanged.
+        InvalidConfig: for errors of DeepSpeed, unless it compiles then; errors of `make_scheduler` are unchanged.
     """
     script_errors: list[Exception] = []
 
@@ -280,7 +281,9 @@ def name_refused_sections(
     try:
         yield make
     except (TypeError, AttributeError, KeyError, AssertionError, ValueError) as error:
-        if error in script_errors:
+        frames = traceback.extract_tb(error.__traceback__)
+        # The config did not cause what happens when DeepSpeed compiles its operations.
+        if error in script_errors or any("op_builder" in frame.filename for frame in frames):
             raise
         sections = {name: config[name] for name in ("optimizer", "scheduler", "zero_optimization") if name in config}
         raise InvalidConfig(

@@ -120,13 +120,14 @@ class LightningEngine:
         loggers = trainer.loggers
         self.module = module = TrainerModule(model)
         module.attach(events, optimizer, scheduler, resumed_state, automatic_optimization=automatic_optimization)
-        install_window_accumulation(trainer, events.micro_batches)
-        if events.first_epoch or events.position:
+        batches = events.micro_batches
+        install_window_accumulation(trainer, batches)
+        if batches.first_epoch or batches.first_position:
             restore_progress(
                 trainer,
-                epoch=events.first_epoch,
-                batch=events.position,
-                batches_per_epoch=len(events.micro_batches),
+                epoch=batches.first_epoch,
+                batch=batches.first_position,
+                batches_per_epoch=len(batches),
                 global_step=events.trainer.state.global_step,
             )
         self.is_fitting = True
@@ -135,9 +136,9 @@ class LightningEngine:
         try:
             with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
-                trainer.fit(module, train_dataloaders=events.micro_batches, val_dataloaders=[])
+                trainer.fit(module, train_dataloaders=batches, val_dataloaders=[])
         except Exception as error:
-            events.save_after_error(error)
+            events.components.saver.save_after_error(events, error)
             raise
         finally:
             self.is_fitting = False

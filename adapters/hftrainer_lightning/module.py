@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ class TrainerModule(WithoutBatchTransfer):
     The events of a run, in order, with the hook that calls each:
 
     load_optimizer         on_fit_start
-    begin                  on_train_start
+    begin_training         on_train_start
     begin_epoch            on_train_epoch_start
     call_run_epoch           (none: Lightning's epoch, with all calls below, runs within it)
     begin_micro_batch      on_train_batch_start
@@ -72,7 +73,7 @@ class TrainerModule(WithoutBatchTransfer):
     ) -> None:
         """Attach the training run for `fit`, and the state that its callbacks resume from."""
         self.events = events
-        self.resume_state = events.resume_state
+        self.resume_state = functools.partial(events.components.saver.resume_state, events)
         self._resumed_state = resumed_state
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -191,7 +192,7 @@ class TrainerModule(WithoutBatchTransfer):
         """Begin the run. Lightning does not announce an epoch that resumes in the middle, so announce it."""
         if self._resumed_state is not None and not self._resumed_state.get("epoch_ended", True):
             callbacks.run_missed_epoch_end(self.trainer, self)
-        self.events.begin()
+        self.events.begin_training()
         if self.trainer.fit_loop.restarted_mid_epoch:
             callbacks.run_missed_epoch_start(self.trainer, self)
             self.events.begin_epoch(self.current_epoch)

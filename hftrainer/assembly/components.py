@@ -25,7 +25,7 @@ from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.tracking import LogFolder, TrackerCallback, reporting_callbacks
 from hftrainer.strategies.strategy import Strategy
-from hftrainer.training import control_actions, runner, saver, steps
+from hftrainer.training import control_actions, loss, runner, saver
 from hftrainer.training.run import Run
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Components:
         setup: builds everything that depends on the arguments.
         model_setup: sets up the model, its optimizer and its schedule.
         loaders: makes data loaders.
-        steps: prepares micro-batches, computes their losses, and counts their tokens.
+        losses: prepares micro-batches, computes their losses, and counts their tokens.
         saver: writes checkpoints and restores from them.
         control_actions: logs, saves and evaluates when due.
         evaluation: runs a pass over an evaluation or test set.
@@ -94,7 +94,7 @@ class Components:
         self.setup = setup.TrainerSetup(self)
         self.model_setup = model_setup.ModelSetup(self)
         self.loaders = loader_factory.LoaderFactory(self)
-        self.steps = steps.TrainingSteps(self)
+        self.losses = loss.LossComputer(self)
         self.saver = saver.CheckpointSaver(self)
         self.control_actions = control_actions.ControlActions(self)
         self.evaluation = EvaluationRunner(self)
@@ -131,6 +131,7 @@ class Components:
 
     def call_callbacks(self, event: str, *payload: Any, **kwargs: Any) -> None:
         """Call an event of all callbacks through the handler, and keep the control that they return."""
+        self.run.heartbeat.record_event(event)
         handle = getattr(self.trainer.callback_handler, event)
         self.trainer.control = handle(self.trainer.args, self.trainer.state, self.trainer.control, *payload, **kwargs)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO, cast
+from typing import Any
 
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import read_observe
@@ -60,9 +59,6 @@ class ProgressCallback(TrainerCallback):
         max_str_len: length of the longest string shown in a log line, in characters.
     """
 
-    #: Writes the script's lines above the bar.
-    _stdout: _StdoutAboveBars | None = None
-
     def __init__(self, max_str_len: int = 100) -> None:
         self.training_bar: Any = None
         self.prediction_bar: Any = None
@@ -73,8 +69,6 @@ class ProgressCallback(TrainerCallback):
         """Open the bar at the step from which training resumes."""
         if state.is_world_process_zero:
             self.training_bar = _make_bar(total=state.max_steps, initial=state.global_step)
-            if not self.training_bar.disable and _is_terminal(sys.stdout):
-                self._stdout = _StdoutAboveBars.install() or self._stdout
         self.current_step = state.global_step
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -123,9 +117,6 @@ class ProgressCallback(TrainerCallback):
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
-        if self._stdout is not None:
-            self._stdout.uninstall()
-            self._stdout = None
 
 
 def close_bars(callbacks: list[Any]) -> None:
@@ -133,73 +124,6 @@ def close_bars(callbacks: list[Any]) -> None:
     for callback in callbacks:
         if isinstance(callback, ProgressCallback):
             callback.close()
-
-
-class _StdoutAboveBars:
-    """A `sys.stdout` that writes a script's lines above the bars of a terminal."""
-
-    def __init__(self, stream: TextIO) -> None:
-        from tqdm import tqdm
-
-        self.stream = stream
-        self._tqdm = tqdm
-        self._pid = os.getpid()
-        self._partial_line = ""
-        self._is_uninstalled = False
-
-    @classmethod
-    def install(cls) -> _StdoutAboveBars | None:
-        """Replace `sys.stdout`, or return None if an instance already does, as in a nested training."""
-        stream: Any = sys.stdout
-        if isinstance(stream, cls):
-            if not stream._is_uninstalled:
-                return None
-            # A script has restored it after a training.
-            stream = stream.stream
-        instance = cls(stream)
-        sys.stdout = cast("TextIO", instance)
-        return instance
-
-    def uninstall(self) -> None:
-        """Restore `sys.stdout`. Streams of a script that still hold this object write through it."""
-        self.flush()
-        self._is_uninstalled = True
-        if cast("Any", sys.stdout) is self:
-            sys.stdout = self.stream
-
-    @property
-    def _is_passed_through(self) -> bool:
-        """Whether text is passed through, as in a loader worker, which has copies of the bars and their lock."""
-        return self._is_uninstalled or os.getpid() != self._pid
-
-    def __getattr__(self, name: str) -> Any:
-        # A copy has no attributes while it is made.
-        if name == "stream":
-            raise AttributeError(name)
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        """Write complete lines, and keep an incomplete one."""
-        if self._is_passed_through:
-            return self.stream.write(text)
-        with self._tqdm.get_lock():
-            lines, newline, self._partial_line = (self._partial_line + text).rpartition("\n")
-            self._show(lines + newline)
-        return len(text)
-
-    def flush(self) -> None:
-        """Also write an incomplete line."""
-        if not self._is_passed_through:
-            with self._tqdm.get_lock():
-                text, self._partial_line = self._partial_line, ""
-                self._show(text)
-        self.stream.flush()
-
-    def _show(self, text: str) -> None:
-        if text:
-            with self._tqdm.external_write_mode():
-                self.stream.write(text)
-                self.stream.flush()
 
 
 class PrinterCallback(TrainerCallback):
@@ -223,14 +147,10 @@ def _format_line(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArgu
     """A log line as printed: `values` as text, or a human-readable line for an observed run."""
     if not read_observe(getattr(args, "observe", False)):
         return wrap_text(str(values), sys.stdout)
-    width = shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
+    width = shutil.get_terminal_size().columns if hasattr(sys.stdout, "isatty") and sys.stdout.isatty() else None
     # Keep a name and its value together.
     line = re.sub(r"(?<=\S) (?=\S)", "\xa0", format_log_line(logs, state, width))
     return wrap_text(line, sys.stdout).replace("\xa0", " ")
-
-
-def _is_terminal(stream: Any) -> bool:
-    return hasattr(stream, "isatty") and stream.isatty()
 
 
 def _rate(unit: str) -> Callable[[float], str]:

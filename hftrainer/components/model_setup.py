@@ -372,9 +372,9 @@ class ModelSetup(Component):
         if not self.components.strategy.shards_model:
             yield
             return
-        per_token = self.components.steps.count_flos_per_token()
+        per_token = self.components.losses.count_flos_per_token()
         yield
-        self.components.steps.flos_per_token = (self.trainer.model, per_token)
+        self.components.losses.flos_per_token = (self.trainer.model, per_token)
 
     def check_accumulation(self, steps: int) -> None:
         """Raise if the accumulation steps changed, but the strategy fixes them.

@@ -128,8 +128,9 @@ class EvaluationPass:
             self._collect_rows(rows, inputs, is_last, is_full=not (position.is_last or position.is_filler))
         self.components.call_callbacks("on_prediction_step")
         self.components.run.signal_listener.abort_if_signalled()
-        # After the last batch, computing the metrics may take long.
-        self.components.run.heartbeat.beat(is_slow=is_last)
+        if is_last:
+            # Computing the metrics may take long.
+            self.components.run.heartbeat.beat(is_slow=True)
         if self.seen_batches % (self.args.eval_accumulation_steps or 1) == 0:
             for collector in self._collectors.values():
                 collector.move_to_cpu()

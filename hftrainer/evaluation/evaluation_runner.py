@@ -29,7 +29,7 @@ from hftrainer.parallel.process_group import CollectiveCall
 from hftrainer.reporting.metrics import mean_loss
 from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
-from hftrainer.training.steps import split_losses
+from hftrainer.training.loss import split_losses
 from hftrainer.training.sums import LoggedMetrics
 
 logger = logging.getLogger(__name__)

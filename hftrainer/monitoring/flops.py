@@ -19,12 +19,11 @@ class _CountingMode(TorchDispatchMode):
     """
 
     total = 0
-    is_backward = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         # In backward, only activation checkpointing enables gradients, to recompute a part of forward.
-        is_repeated = self.is_backward and torch.is_grad_enabled()
+        is_repeated = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
         if not is_repeated and (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=result)
         return result
@@ -50,16 +49,11 @@ class FlopCounter:
         self._mode: _CountingMode | None = None
         self._contexts = contextlib.ExitStack()
 
-    def begin(self) -> None:
-        """Start counting, at the first micro-batch."""
+    def start(self) -> None:
+        """Start counting, before the first micro-batch."""
         if self.counted_operations is None and self._mode is None:
             self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
             self._mode = self._contexts.enter_context(_CountingMode())
-
-    def begin_backward(self) -> None:
-        """Record that the backward pass follows."""
-        if self._mode is not None:
-            self._mode.is_backward = True
 
     def end(self) -> None:
         """Finish the count, after the backward pass."""

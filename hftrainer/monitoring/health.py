@@ -32,6 +32,17 @@ _GetFolder = Callable[[], str | None]
 #: Name of the folder. Uploads to the Hub skip names that begin with '_'.
 NAME = "_health"
 PHASES = ("starting", "training", "evaluation", "saving", "ended")
+#: Event that every rank has → whether the next sign of progress may take minutes.
+_SIGNS = {
+    "on_epoch_begin": True,  # the loader may start worker processes
+    "on_step_begin": False,
+    "on_substep_end": False,
+    "on_pre_optimizer_step": False,
+    "on_step_end": False,
+    "on_prediction_step": False,
+    "on_predict": True,
+    "on_evaluate": True,
+}
 #: Seconds between two records of a rank.
 _INTERVAL = 2.0
 #: Seconds without a sign of progress after which a rank is late, if they exceed `_FACTOR` times the longest pause.
@@ -73,17 +84,20 @@ class Heartbeat:
         self._time, self._is_slow = now, is_slow
         self.signs += 1
 
-    def end_step(self) -> None:
-        """Record the end of an optimizer step."""
-        self.beat()
-        self.signs, self.step_time = 0, self._time
-        if self.phase == "starting":
-            self.phase = "training"
+    def record_event(self, event: str) -> None:
+        """Record an event, before its callbacks are called."""
+        if event in _SIGNS:
+            self.beat(is_slow=_SIGNS[event])
+        if event == "on_step_end":
+            self.signs, self.step_time = 0, self._time
+            if self.phase == "starting":
+                self.phase = "training"
 
     def enter_phase(self, phase: str) -> None:
         """Enter a phase."""
         self.beat()
-        self.phase, self._is_slow = phase, phase == "saving"
+        # The first batch of an evaluation may start worker processes.
+        self.phase, self._is_slow = phase, phase in ("evaluation", "saving")
 
     @contextlib.contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:

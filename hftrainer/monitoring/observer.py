@@ -166,6 +166,11 @@ class Observer(TrainerCallback):
         self._begin_interval(self._read_counters())
         self._written_counters = self._start_counters
 
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Start counting the operations of the first micro-batch."""
+        if self.flops is not None:
+            self.flops.start()
+
     def on_step_end(self, args, state, control, **kwargs):
         """Record the time of the step, and the memory."""
         now, seconds, self._step = time.perf_counter(), self._seconds(), state.global_step

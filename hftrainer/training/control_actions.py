@@ -80,18 +80,18 @@ class ControlActions(Component):
         run = self.run
         steps = self.trainer.state.global_step - run.last_logged
         loss = self.trainer.accelerator.gather(tr_loss).mean() if self.trainer.args.world_size > 1 else tr_loss
-        loss_sum, metrics = run.logged_metrics.pop(loss, steps)
+        interval_loss, metrics = run.logged_metrics.pop(loss, steps)
         # As in transformers, NaN stays NaN, which `zero_()` would reset.
         tr_loss -= tr_loss
         self.components.strategy.run_recorded_operations()
-        logs: dict[str, float] = {"loss": self.components.policy.logged_loss(loss_sum / steps)}
+        logs: dict[str, float] = {"loss": self.components.policy.logged_loss(interval_loss / steps)}
         if grad_norm is not None:
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
         logs["learning_rate"] = learning_rate if learning_rate is not None else self.trainer._get_learning_rate()
         logs |= metrics
         if run.events is not None:
             logs |= run.events.monitors.log_values(steps)
-        run.total_loss += loss_sum
+        run.loss_up_to_log += interval_loss
         run.last_logged = self.trainer.state.global_step
         self.trainer.store_flos()
         call_with_accepted(self.trainer.log, logs, start_time=start_time)
@@ -101,7 +101,7 @@ class ControlActions(Component):
         trainer = self.trainer
         events = self.run.events
         if events is not None:
-            events.owes_evaluation = True
+            events.has_unfinished_evaluation = True
         try:
             with self.components.engine.evaluation_group() as lightning_metrics:
                 if isinstance(trainer.eval_dataset, Mapping):
@@ -117,7 +117,7 @@ class ControlActions(Component):
                 f"per_device_eval_batch_size={trainer.args.per_device_eval_batch_size}."
             ) from error
         if events is not None:
-            events.owes_evaluation = False
+            events.has_unfinished_evaluation = False
         if trainer.args.metric_for_best_model is not None or needs_metric(trainer.lr_scheduler):
             # Metrics may differ between ranks, if they are random or computed from a part of the data.
             rank_metrics = metrics

@@ -34,7 +34,7 @@ from hftrainer.monitoring import journal
 if TYPE_CHECKING:
     from hftrainer.assembly.components import Components
     from hftrainer.trainer import Trainer
-    from hftrainer.training.events import TrainingEvents
+    from hftrainer.training.run_batches import RunBatches
 
 logger = logging.getLogger(__name__)
 
@@ -87,43 +87,39 @@ class Diverged(Exception):
 
 
 class DivergenceWatch(Component):
-    """Checks the steps of a run for divergence, and tells which windows to skip.
+    """Checks the steps of a run for divergence.
 
     Args:
         components: the parts of the Trainer.
-        events: the events of the run.
+        batches: the micro-batches of the run.
     """
 
-    def __init__(self, components: Components, events: TrainingEvents) -> None:
+    def __init__(self, components: Components, batches: RunBatches) -> None:
         super().__init__(components)
-        self.events = events
+        self.batches = batches
         self.is_enabled = self.run.skipped_samples is not None
-        losses = [] if events.progress is None else events.progress.recent_losses
+        losses = [] if self.run.progress is None else self.run.progress.recent_losses
         self.recent_losses: collections.deque[float] = collections.deque(losses, maxlen=_MAX_LOSSES)
         self._loss: torch.Tensor | None = None
         self._spans: list[Span] = []
-        if self.is_enabled and isinstance(events.micro_batches.reader.loader, PreparedDataLoader):
-            events.micro_batches.reader.loader.keep_indices()
-
-    def should_skip(self, start: int) -> bool:
-        """Whether to skip the window that was just read, from micro-batch `start` of the epoch."""
-        if self.run.skipped_samples is None or (self.events.epoch, start) not in self.run.skipped_samples.windows:
-            return False
-        # A skipped window belongs to no step.
-        self.events.is_between_steps = True
-        return True
+        if self.is_enabled and isinstance(batches.reader.loader, PreparedDataLoader):
+            batches.reader.loader.keep_indices()
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch to the loss of the step."""
         if not self.is_enabled:
             return
         self._loss = loss if self._loss is None else self._loss + loss
-        batches = self.events.micro_batches
-        if (span := Span(self.events.epoch, batches.window_start, batches.window.size)) not in self._spans:
+        batches = self.batches
+        if (span := Span(batches.epoch, batches.window_start, batches.window.size)) not in self._spans:
             self._spans.append(span)
 
-    def check_step(self, model: torch.nn.Module) -> None:
+    def check_step(self, model: torch.nn.Module, norm: Any) -> None:
         """Check the step before the optimizer makes it.
+
+        Args:
+            model: the model.
+            norm: the gradient norm; None if it is not known.
 
         Raises:
             Diverged: on all ranks, if the step diverges on any of them.
@@ -133,7 +129,6 @@ class DivergenceWatch(Component):
         assert self._loss is not None
         # The scaler skips steps with infinite gradients.
         has_scaler = self.trainer.accelerator.scaler is not None
-        norm = self.events.grad_norm
         if norm is None and not has_scaler:
             norm = self.trainer._get_grad_norm(model)
         norm = torch.as_tensor(0.0 if norm is None else norm).to(self._loss.device)
@@ -163,7 +158,7 @@ class DivergenceWatch(Component):
 
     def _step_samples(self) -> list[Any] | None:
         """The indices of the step's samples on this rank, by micro-batch; None if unknown."""
-        loader = self.events.micro_batches.reader.loader
+        loader = self.batches.reader.loader
         micro_batches = sum(span.micro_batches for span in self._spans)
         if not isinstance(loader, PreparedDataLoader) or len(self._spans) != 1:
             return None

@@ -6,7 +6,6 @@ The order of events, log lines and random draws is that of `transformers.Trainer
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import time
@@ -15,22 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.base.safe_loading import as_bytes
-from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing.resume import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
+from hftrainer.components.component import Component
 from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
-from hftrainer.data.randomness import rng_state
-from hftrainer.errors import CheckpointNotWritten, DamagedCheckpoint, InvalidSetup, RanksLost, UnsupportedArgument
+from hftrainer.errors import DamagedCheckpoint, InvalidSetup, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import add_missing_groups, keep_argument_settings, needs_metric
-from hftrainer.parallel.devices import is_out_of_memory
-from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import RunMonitors
 from hftrainer.training.run_batches import RunBatches
 from hftrainer.training.stopping import ControlSync
-from hftrainer.training.sums import LossSum, StepDetails
+from hftrainer.training.sums import LossAccumulator, StepEndValues
 
 if TYPE_CHECKING:
     from hftrainer.assembly.components import Components
@@ -38,8 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class TrainingEvents:
+class TrainingEvents(Component):
     """Handles all events of one call of `train()`.
 
     Args:
@@ -51,50 +45,50 @@ class TrainingEvents:
         resume_folder: the checkpoint that the run resumes from, if any.
         first_epoch: finished epochs.
         position: finished micro-batches of the next epoch.
+
+    Attributes:
+        epoch_ended: whether `on_epoch_end` has been called for the current epoch.
+        is_stepping: True during an optimizer step, which may have changed the weights.
+        has_uncounted_step: True after a step of the optimizer that `global_step` does not count yet.
+        evaluation_metrics: metrics of the last evaluation, which determined the best model.
+        has_unfinished_evaluation: True if an evaluation has begun but is not complete.
+        syncs_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
     """
 
-    components: Components
-    schedule: TrainingSchedule
-    train_dataloader: dataclasses.InitVar[Any]
-    trial: Any
-    ignore_keys: list[str] | None
-    resume_folder: str | None
-    first_epoch: int
-    position: int
+    def __init__(
+        self,
+        components: Components,
+        schedule: TrainingSchedule,
+        train_dataloader: Any,
+        trial: Any,
+        ignore_keys: list[str] | None,
+        resume_folder: str | None,
+        first_epoch: int,
+        position: int,
+    ) -> None:
+        super().__init__(components)
+        self.schedule, self.trial, self.ignore_keys, self.resume_folder = schedule, trial, ignore_keys, resume_folder
+        self.start_time = time.time()
+        self.backward_divisor = self.trainer.accelerator.gradient_accumulation_steps
+        self.syncs_each_batch = components.resolved.accelerator_config.sync_each_batch
 
-    def __post_init__(self, train_dataloader: Any) -> None:
-        self.trainer = trainer = self.components.trainer
-        self.run = self.components.run
-        self.saver = self.components.saver
-        self.epoch = self.first_epoch
-        #: Our progress data in the checkpoint; None for a new run or a checkpoint of transformers.
-        self.progress = self.run.progress
-        self.micro_batches = RunBatches(self.components, self, train_dataloader)
-        self.epoch_ended = False
+        self.control_sync = ControlSync(components, functools.partial(components.saver.save_if_needed, trial))
+        self.micro_batches = RunBatches(
+            components, self.control_sync, schedule, train_dataloader, resume_folder, first_epoch, position
+        )
+        self.loss_accumulator = LossAccumulator(self.trainer, self.run)
+        self.divergence = DivergenceWatch(components, self.micro_batches)
+        self.step_end_values = StepEndValues(self.trainer.callback_handler.callbacks)
+        self.monitors = RunMonitors(components, self.micro_batches, trial, is_finished=self.is_finished)
+
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
-        self.start_time = time.time()
-        self.loss_sum, self.divergence = LossSum(trainer, self.run), DivergenceWatch(self.components, self)
-        self.control_sync = ControlSync(self.components, functools.partial(self.saver.save_if_needed, self.trial))
-        self.step_details = StepDetails(trainer.callback_handler.callbacks)
-        self.monitors = RunMonitors(self.components, self, train_dataloader)
-        #: True during an optimizer step, which may have changed the weights.
-        self._is_stepping = False
-        #: True after a step of the optimizer that `global_step` does not count yet.
-        self._has_uncounted_step = False
+        self.evaluation_metrics: dict[str, float] | None = None
+        self.epoch_ended = self.is_stepping = self.has_uncounted_step = self.has_unfinished_evaluation = False
         #: Loss and batch of the current micro-batch.
         self._micro_batch: tuple[torch.Tensor, Any] | None = None
         #: Runs Lightning's epoch, until `Trainer._run_epoch` has called it.
         self._lightning_epoch: Callable[[], None] | None = None
-        #: Metrics of the last evaluation, which determined the best model.
-        self.evaluation_metrics: dict[str, float] | None = None
-        #: True if an evaluation has begun but is not complete.
-        self.owes_evaluation = False
-        #: True if no data is read and no random number drawn for the next step.
-        self.is_between_steps = True
-        self.backward_divisor = trainer.accelerator.gradient_accumulation_steps
-        #: Whether ranks average gradients after each micro-batch, rather than once a step.
-        self.syncs_each_batch = self.components.resolved.accelerator_config.sync_each_batch
 
     # ---- Training and epochs -----------------------------------------------------------------------------------
 
@@ -116,9 +110,9 @@ class TrainingEvents:
     def is_finished(self) -> bool:
         """Whether the checkpoint already contains the run's last step."""
         is_complete = self.resume_folder is not None and self.trainer.state.global_step >= self.schedule.max_steps
-        return is_complete or self.first_epoch >= self.schedule.num_train_epochs
+        return is_complete or self.micro_batches.first_epoch >= self.schedule.num_train_epochs
 
-    def begin(self) -> None:
+    def begin_training(self) -> None:
         """Call `on_train_begin`, evaluate with `eval_on_start`, and complete an interrupted evaluation or epoch."""
         self.trainer.model_wrapped.zero_grad()
         self.components.strategy.run_recorded_operations()
@@ -128,24 +122,24 @@ class TrainingEvents:
                 self.trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
             self.control_sync.sync_control_flags()
             self.control_sync.stop_if_signalled()
-        if self.progress is not None and self.progress.owes_evaluation:
+        if self.run.progress is not None and self.run.progress.owes_evaluation:
             self.trainer.control.should_evaluate = True
             self.control_sync.sync_control_flags()
             self._log_save_evaluate()
             self.control_sync.stop_if_signalled()
-        self._end_epoch_of_checkpoint()
+        self._finish_saved_epoch()
 
-    def _end_epoch_of_checkpoint(self) -> None:
+    def _finish_saved_epoch(self) -> None:
         """End the checkpoint's epoch, if it was saved after the epoch's last step but before `on_epoch_end`."""
-        progress = self.progress
+        progress, batches = self.run.progress, self.micro_batches
         if progress is None or progress.epoch_ended or progress.epoch is None:
             return
-        if progress.epoch >= self.first_epoch and self.trainer.state.global_step < self.schedule.max_steps:
+        if progress.epoch >= batches.first_epoch and self.trainer.state.global_step < self.schedule.max_steps:
             return
-        self.epoch = progress.epoch
+        batches.epoch = progress.epoch
         self.grad_norm = progress.grad_norm
         self.learning_rate = progress.learning_rate
-        self.micro_batches.restore_rng_before_reading()
+        batches.restore_rng_before_reading()
         self._close_epoch()
 
     def call_run_epoch(self, lightning_epoch: Callable[[], None]) -> None:
@@ -186,7 +180,7 @@ class TrainingEvents:
     def _epoch_arguments(self) -> dict[str, Any]:
         return {
             "model": self.trainer.model_wrapped,
-            "epoch": self.epoch,
+            "epoch": self.micro_batches.epoch,
             "train_dataloader": self.micro_batches.reader.loader,
             "steps_in_epoch": self.schedule.steps_in_epoch,
             "num_update_steps_per_epoch": self.schedule.num_update_steps_per_epoch,
@@ -194,30 +188,27 @@ class TrainingEvents:
             "ignore_keys_for_eval": self.ignore_keys,
             "start_time": self.start_time,
             "resume_from_checkpoint": self.resume_folder,
-            "epochs_trained": self.first_epoch,
-            "steps_trained_in_current_epoch": self.position,
+            "epochs_trained": self.micro_batches.first_epoch,
+            "steps_trained_in_current_epoch": self.micro_batches.first_position,
         }
 
     def begin_epoch(self, epoch: int) -> None:
         """Call `on_epoch_begin`, before the data iterator is created."""
-        self.epoch = epoch
+        self.micro_batches.epoch, self.micro_batches.window = epoch, AccumulationWindow()
         self.epoch_ended = False
-        # The loader may start worker processes.
-        self.run.heartbeat.beat(is_slow=True)
         self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
-        self.micro_batches.window = AccumulationWindow()
         add_missing_groups(self.trainer.lr_scheduler, self.components.require_optimizer())
         self.run.past = None
         self.components.call_callbacks("on_epoch_begin")
 
     def end_epoch(self) -> None:
         """Call `on_epoch_end`, then log, evaluate and save as requested."""
-        if not self.micro_batches.window.size and not (self.micro_batches.resumes_epoch and self.position):
+        batches = self.micro_batches
+        if not batches.window.size and not (batches.resumes_epoch and batches.first_position):
             logger.warning(
                 "The training data yielded no batch in epoch %d: stopping training at step %d!",
-                self.epoch,
-                self.trainer.state.global_step,
+                *(batches.epoch, self.trainer.state.global_step),
             )
             self.trainer.control.should_training_stop = True
         self._close_epoch()
@@ -236,15 +227,13 @@ class TrainingEvents:
         """Call `on_step_begin` at the first micro-batch of an optimizer step."""
         window = self.micro_batches.window
         self.trainer.accelerator.sync_gradients = window.is_last
-        self.monitors.begin_micro_batch()
         if window.is_first:
             self.components.call_callbacks("on_step_begin")
 
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """The loss of a micro-batch, of which Lightning then runs backward."""
-        loss = self.components.steps.loss(model, inputs, self.micro_batches.window.num_items)
+        loss = self.components.losses.loss(model, inputs, self.micro_batches.window.num_items)
         self._micro_batch = loss, inputs
-        self.monitors.begin_backward()
         return loss
 
     def call_training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
@@ -273,8 +262,8 @@ class TrainingEvents:
         (loss, inputs), self._micro_batch = self._micro_batch, None
         loss = loss.detach()
         self.divergence.add_loss(loss)
-        self.monitors.end_micro_batch(self.loss_sum.add_loss(loss), inputs)
-        self.step_details.add_micro_batch(loss, inputs)
+        self.monitors.end_micro_batch(self.loss_accumulator.add_loss(loss), inputs)
+        self.step_end_values.add_micro_batch(loss, inputs)
         self.run.flos += float(self.trainer.floating_point_ops(inputs))
         # Reads the arguments at each step, since a callback may have changed them.
         self.trainer._track_num_input_tokens(inputs)
@@ -288,13 +277,13 @@ class TrainingEvents:
 
     def before_optimizer_step(self, model: torch.nn.Module) -> None:
         """Clip the gradients, and call `on_pre_optimizer_step`."""
-        self._is_stepping = True
+        self.is_stepping = True
         # Until v4.57, max_grad_norm may be None.
         should_clip = self.trainer.args.max_grad_norm is not None and self.trainer.args.max_grad_norm > 0
         norm = self.trainer._clip_grad_norm(model) if should_clip else None
         needs_norm = norm is not None or self.components.policy.logs_grad_norm_without_clipping
         self.grad_norm = self.trainer._get_grad_norm(model, grad_norm=norm) if needs_norm else None
-        self.divergence.check_step(model)
+        self.divergence.check_step(model, self.grad_norm)
         self.components.call_callbacks("on_pre_optimizer_step")
 
     def after_optimizer_step(self, is_skipped: bool, *, is_schedule_replaced: bool) -> None:
@@ -307,7 +296,7 @@ class TrainingEvents:
         """
         trainer = self.trainer
         trainer.accelerator.optimizer_step_was_skipped = is_skipped
-        self._has_uncounted_step = True
+        self.has_uncounted_step = True
         self.components.call_callbacks("on_optimizer_step")
         if is_schedule_replaced:
             self.learning_rate = float(trainer.get_learning_rates()[0])
@@ -325,77 +314,32 @@ class TrainingEvents:
         clear_gradients(model)
         self.components.strategy.run_recorded_operations()
         state.global_step += 1
-        self.run.heartbeat.end_step()
-        state.epoch = self._epoch_after_step()
-        self._is_stepping = self._has_uncounted_step = False
-        self.is_between_steps = True
-        self.components.call_callbacks("on_step_end", **self.step_details.pop())
-        self.monitors.grant_requests()
+        state.epoch = self.epoch_after_step()
+        self.is_stepping = self.has_uncounted_step = False
+        self.micro_batches.is_between_steps = True
+        self.components.call_callbacks("on_step_end", **self.step_end_values.pop())
+        self.monitors.poll_requests()
         self.control_sync.end_step()
         self._log_save_evaluate()
         self.components.checkpoint_writer.poll()
         self.control_sync.stop_if_signalled()
 
-    def _epoch_after_step(self) -> float:
-        return self.epoch + self.micro_batches.state_dict()["position"] / self.schedule.steps_in_epoch
-
-    def resume_state(self) -> torch.Tensor:
-        """The Trainer's entry in a Lightning checkpoint, packed so that any program can load the file."""
-        self.trainer.store_flos()
-        self.trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
-        state, scaler = dataclasses.asdict(self.trainer.state), self.trainer.accelerator.scaler
-        # Lightning's callbacks may save before `end_step` counts the step.
-        if self._has_uncounted_step:
-            state |= {"global_step": state["global_step"] + 1, "epoch": self._epoch_after_step()}
-        return as_bytes(
-            {
-                "trainer_state": state,
-                "scheduler": self.trainer.lr_scheduler.state_dict(),
-                "scaler": None if scaler is None else scaler.state_dict(),
-                "rng": rng_state(),
-                "progress": vars(self.saver.make_progress(self)),
-            }
-        )
-
-    def save_after_error(self, error: Exception) -> None:
-        """Save a checkpoint before an error ends the run, unless an optimizer step is incomplete.
-
-        Distributed runs save no checkpoint: other ranks may be at a different step, and exit with this rank.
-        """
-        if self.control_sync.is_distributed and is_communication_error(error) and not isinstance(error, RanksLost):
-            logger.error(lost_ranks_message("gradients or weights of all ranks"))
-        should_restart = self.trainer.args.auto_find_batch_size and is_out_of_memory(error)
-        if (
-            isinstance(error, CheckpointNotWritten)
-            or should_restart
-            or self.control_sync.is_distributed
-            or self._is_stepping
-        ):
-            return
-        has_new_step = self.trainer.state.global_step > self.run.initial_step
-        if not has_new_step or self.trial is not None or not self.saver.should_save_on_interrupt():
-            return
-        try:
-            self.saver.save_if_needed(self.trial)
-            if not self.is_between_steps:
-                logger.warning(
-                    "The error occurred within a step: a run resumed from here draws different random numbers."
-                )
-        except Exception:
-            logger.exception("Could not save a checkpoint after the error that ends the run.")
+    def epoch_after_step(self) -> float:
+        """The fraction of epochs that is done once the current step is counted."""
+        return self.micro_batches.epoch + self.micro_batches.state_dict()["position"] / self.schedule.steps_in_epoch
 
     def _log_save_evaluate(self) -> None:
         """Log, evaluate and save as requested. Overrides are called after every step."""
         control = self.trainer.control
         is_due = control.should_log or control.should_evaluate or control.should_save
         if is_due or overrides.is_overridden(self.trainer, "_maybe_log_save_evaluate"):
-            self.loss_sum.check_before_log()
+            self.loss_accumulator.check_before_log()
             arguments = {
                 "tr_loss": self.run.loss_since_log,
                 "grad_norm": self.grad_norm,
                 "model": self.trainer.model_wrapped,
                 "trial": self.trial,
-                "epoch": self.epoch,
+                "epoch": self.micro_batches.epoch,
                 "ignore_keys_for_eval": self.ignore_keys,
                 "start_time": self.start_time,
                 "learning_rate": self.learning_rate,

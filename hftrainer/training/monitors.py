@@ -21,7 +21,7 @@ from hftrainer.trainer_pt_utils import find_batch_size
 
 if TYPE_CHECKING:
     from hftrainer.assembly.components import Components
-    from hftrainer.training.events import TrainingEvents
+    from hftrainer.training.run_batches import RunBatches
 
 
 class RunMonitors(Component):
@@ -29,8 +29,9 @@ class RunMonitors(Component):
 
     Args:
         components: the parts of the Trainer.
-        events: the events of the run.
-        loader: the loader of its training data.
+        batches: the micro-batches of the run.
+        trial: the hyperparameter trial, if any.
+        is_finished: whether the checkpoint already contains the run's last step.
 
     Attributes:
         sources: sums for each source of a mixture; None for other data.
@@ -38,37 +39,25 @@ class RunMonitors(Component):
         requests: the requests to the run; None except on the main process.
     """
 
-    def __init__(self, components: Components, events: TrainingEvents, loader: Any) -> None:
+    def __init__(self, components: Components, batches: RunBatches, trial: Any, *, is_finished: bool) -> None:
         super().__init__(components)
-        self.events = events
-        self.sources = make_source_log(components, loader)
-        self.observer = _make_observer(components, events)
-        self.requests = _make_requests(components, events)
-        self._flops = None if self.observer is None else self.observer.flops
-
-    def begin_micro_batch(self) -> None:
-        """Note that the data of a micro-batch has been read."""
-        self.run.heartbeat.beat()
-        if self._flops is not None:
-            self._flops.begin()
-
-    def begin_backward(self) -> None:
-        """Note that the loss has been computed, without `training_step`."""
-        if self._flops is not None:
-            self._flops.begin_backward()
+        self.batches = batches
+        self.sources = make_source_log(components, batches.reader.loader)
+        folder = run_folder(self.trainer, trial)
+        self.observer = _make_observer(components, batches, folder, is_finished=is_finished)
+        self.requests = _make_requests(components, folder)
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
-        """Count a micro-batch after its backward pass. `loss` is the result of `LossSum.add_loss`."""
-        self.run.heartbeat.beat()
+        """Count a micro-batch after its backward pass. `loss` is the result of `LossAccumulator.add_loss`."""
         if self.sources is None and self.observer is None:
             return
         samples, tokens = count_batch(self.trainer, inputs)
         if self.sources is not None:
-            self.sources.add(self.events.epoch, self.events.micro_batches.window.index, loss, samples, tokens)
+            self.sources.add(self.batches.epoch, self.batches.window.index, loss, samples, tokens)
         if self.observer is not None:
             self.observer.end_micro_batch(samples, tokens)
 
-    def grant_requests(self) -> None:
+    def poll_requests(self) -> None:
         """Set the control flags that requests ask for."""
         if self.requests is not None:
             self.requests.poll(self.trainer.control, self.trainer.state.global_step)
@@ -96,29 +85,28 @@ class RunMonitors(Component):
             self.trainer.remove_callback(self.observer)
 
 
-def _make_observer(components: Components, events: TrainingEvents) -> Observer | None:
+def _make_observer(components: Components, batches: RunBatches, folder: str, *, is_finished: bool) -> Observer | None:
     """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
     trainer, args, plan = components.trainer, components.trainer.args, components.engine.plan
-    folder = run_folder(trainer, events.trial)
     # All later runs in a folder write to its journal, so that it says which is the last.
     has_earlier = os.path.isfile(os.path.join(folder, NAME))
     observations = read_observe(args.observe) | ({"journal"} if has_earlier else set())
     if not observations:
         return None
-    events.micro_batches.reader.time_collator()
+    batches.reader.time_collator()
     peak = peak_flops(args.device, plan.precision) if "mfu" in observations else None
     # The resume of a run that has already ended would spoil its record.
-    last_event = (read_events(folder) or [{}])[-1] if events.is_finished else {}
+    last_event = (read_events(folder) or [{}])[-1] if is_finished else {}
     is_recorded = last_event.get("reason") in COMPLETE
     has_journal = "journal" in observations and trainer.is_world_process_zero() and not is_recorded
     observer = Observer(
         observations,
         lambda: components.run.seconds,
-        events.micro_batches.reader.waits,
-        lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
+        batches.reader.waits,
+        lambda count: int(components.losses.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
         Journal(folder if has_journal else None),
-        {"world_size": args.world_size, "device": str(args.device), "resumed_from": events.resume_folder},
+        {"world_size": args.world_size, "device": str(args.device), "resumed_from": batches.resume_folder},
     )
     trainer.add_callback(observer)
     return observer
@@ -139,16 +127,16 @@ def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:
     return find_batch_size(inputs) or 0, 0
 
 
-def _make_requests(components: Components, events: TrainingEvents) -> Requests | None:
+def _make_requests(components: Components, folder: str) -> Requests | None:
     """The requests to a run; None except on the main process."""
-    trainer, args = components.trainer, components.trainer.args
+    trainer, args, progress = components.trainer, components.trainer.args, components.run.progress
     if not trainer.is_world_process_zero():
         return None
     return Requests(
-        run_folder(trainer, events.trial),
+        folder,
         args.save_minutes,
         args.eval_minutes,
-        0.0 if events.progress is None else events.progress.since_evaluation,
+        0.0 if progress is None else progress.since_evaluation,
         can_evaluate=trainer.eval_dataset is not None,
         saves=args.save_strategy != SaveStrategy.NO,
     )

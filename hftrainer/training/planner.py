@@ -225,6 +225,6 @@ class TrialSteps(Component):
         run = self.components.run
         run.accumulation_steps = 1
         items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
-        loss = self.components.steps.loss(model, inputs, items)
+        loss = self.components.losses.loss(model, inputs, items)
         run.logged_metrics = LoggedMetrics()
         return loss

@@ -39,7 +39,7 @@ class Run:
         progress: our progress data in the checkpoint that the run resumes from, or None.
         resumed_from: the checkpoint that the run resumes from, if any.
         loss_since_log: the sum of the losses since the last log line, `()`, on the device; set when training begins.
-        total_loss: the sum of the losses up to the last log line.
+        loss_up_to_log: the sum of the losses up to the last log line.
         last_logged: optimizer step of the last log line.
         initial_step: optimizer steps at the start of the run.
         initial_tokens: input tokens seen at the start of the run.
@@ -67,7 +67,7 @@ class Run:
     progress: RunProgress | None = None
     resumed_from: str | None = None
     loss_since_log: torch.Tensor = field(init=False)
-    total_loss: float = 0.0
+    loss_up_to_log: float = 0.0
     last_logged: int = 0
     initial_step: int = 0
     initial_tokens: int = 0
@@ -110,7 +110,7 @@ class Run:
 
     def set_start_values(self, state: TrainerState) -> None:
         """Set the counters to their values at the start of the run."""
-        self.total_loss, self.tokens, self.seconds = 0.0, 0, {}
+        self.loss_up_to_log, self.tokens, self.seconds = 0.0, 0, {}
         self.last_saved_step = self.initial_step = self.last_logged = state.global_step
         self.initial_tokens = state.num_input_tokens_seen
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.compat import overrides
 from hftrainer.components.component import Component
-from hftrainer.data.accumulation import AccumulationWindow
+from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
 from hftrainer.data.epoch_reader import EpochReader, ResumePoint
 
 if TYPE_CHECKING:
     from hftrainer.assembly.components import Components
-    from hftrainer.training.events import TrainingEvents
+    from hftrainer.training.stopping import ControlSync
 
 
 class RunBatches(Component):
@@ -24,21 +24,39 @@ class RunBatches(Component):
 
     Args:
         components: the parts of the Trainer.
-        events: the events of the run.
+        control_sync: knows when all ranks have agreed to stop.
+        schedule: the lengths of the run.
         train_dataloader: the loader of the training data.
+        resume_folder: the checkpoint that the run resumes from, if any.
+        first_epoch: finished epochs.
+        first_position: finished micro-batches of the next epoch.
 
     Attributes:
+        epoch: the current epoch, counted from 0.
         position: index of the first micro-batch of the next iteration.
         window_start: index of the first micro-batch of the current window.
+        is_between_steps: True if no data is read and no random number drawn for the next step.
     """
 
-    def __init__(self, components: Components, events: TrainingEvents, train_dataloader: Any) -> None:
+    def __init__(
+        self,
+        components: Components,
+        control_sync: ControlSync,
+        schedule: TrainingSchedule,
+        train_dataloader: Any,
+        resume_folder: str | None,
+        first_epoch: int,
+        first_position: int,
+    ) -> None:
         super().__init__(components)
-        self.events, self.schedule, self.position = events, events.schedule, events.position
+        self.control_sync, self.schedule, self.resume_folder = control_sync, schedule, resume_folder
+        self.first_epoch, self.first_position = first_epoch, first_position
+        self.epoch, self.position = first_epoch, first_position
         self.window_start = 0
         self.window = AccumulationWindow()
+        self.is_between_steps = True
         self.reader = EpochReader(train_dataloader)
-        self._data_state = None if events.progress is None else events.progress.data
+        self._data_state = None if self.run.progress is None else self.run.progress.data
         self._has_restored_rng = False
 
     def __len__(self) -> int:
@@ -53,7 +71,7 @@ class RunBatches(Component):
         size = self._accumulation_steps()
         remainder = total % size or size
         # The epoch keeps its planned number of windows if a callback changes the accumulation.
-        planned_size = self.components.engine.accumulation_steps_of(self.events.epoch)
+        planned_size = self.components.engine.accumulation_steps_of(self.epoch)
         first_update, last_update = index // size, math.ceil(total / planned_size) - 1
         for update in range(first_update, last_update + 1):
             num_batches = remainder if update == last_update else self._accumulation_steps()
@@ -62,7 +80,9 @@ class RunBatches(Component):
                 self._restore_rng_after_reading()
             if not samples:
                 return
-            if self.events.divergence.should_skip(index):
+            if self._is_skipped(index):
+                # It belongs to no step.
+                self.is_between_steps = True
                 index += len(samples)
                 self.window = AccumulationWindow(len(samples), num_items, is_first=False, is_last=True, index=index - 1)
                 continue
@@ -81,6 +101,11 @@ class RunBatches(Component):
                 if self._is_interrupted():
                     return
 
+    def _is_skipped(self, start: int) -> bool:
+        """Whether the run skips the window from micro-batch `start`, after a divergence."""
+        skipped_samples = self.run.skipped_samples
+        return skipped_samples is not None and (self.epoch, start) in skipped_samples.windows
+
     # Lightning resumes within an epoch only if the loader has these two methods.
 
     def state_dict(self) -> dict[str, int]:
@@ -95,12 +120,12 @@ class RunBatches(Component):
         """A callback's value, or else the argument's current value."""
         argument = self.trainer.args.gradient_accumulation_steps
         self.components.model_setup.check_accumulation(argument)
-        steps: int = self.components.engine.accumulation_steps_of(self.events.epoch, argument)
+        steps: int = self.components.engine.accumulation_steps_of(self.epoch, argument)
         return steps
 
     def _get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
         """What `Trainer.get_batch_samples` returns."""
-        self.events.is_between_steps = False
+        self.is_between_steps = False
         read, device = self.trainer.get_batch_samples, self.run.loss_since_log.device
         samples, num_items = overrides.call_with_accepted(read, iterator, num_batches, device=device)
         self.run.accumulation_steps = len(samples)
@@ -109,25 +134,25 @@ class RunBatches(Component):
     def _is_interrupted(self) -> bool:
         """Whether a control flag that all ranks know ends the epoch or the training."""
         control = self.trainer.control
-        return self.events.control_sync.can_stop and (control.should_epoch_stop or control.should_training_stop)
+        return self.control_sync.can_stop and (control.should_epoch_stop or control.should_training_stop)
 
     # ---- Resume ------------------------------------------------------------------------------------------------
 
     @property
     def resumes_epoch(self) -> bool:
         """Whether the current epoch is the one in which the run resumes."""
-        return self.events.resume_folder is not None and self.events.epoch == self.events.first_epoch
+        return self.resume_folder is not None and self.epoch == self.first_epoch
 
     def _open_epoch(self) -> Iterator[Any]:
         """The batches of the epoch; in the one in which the run resumes, the remaining ones."""
         if not self.resumes_epoch:
-            return self.reader.open_epoch(self.events.epoch)
-        point = ResumePoint(self.events.position, self._restore_rng_once, self._data_state)
-        return self.reader.open_epoch(self.events.epoch, point)
+            return self.reader.open_epoch(self.epoch)
+        point = ResumePoint(self.first_position, self._restore_rng_once, self._data_state)
+        return self.reader.open_epoch(self.epoch, point)
 
     def _restore_rng_after_reading(self) -> None:
         """After the first window, restore the random states of a checkpoint without reading state."""
-        if self.resumes_epoch and self.events.position and self._data_state is None:
+        if self.resumes_epoch and self.first_position and self._data_state is None:
             self._restore_rng_states()
 
     def _restore_rng_once(self) -> None:
@@ -140,6 +165,6 @@ class RunBatches(Component):
         self._has_restored_rng = True
 
     def _restore_rng_states(self) -> None:
-        self.trainer._load_rng_state(self.events.resume_folder)
+        self.trainer._load_rng_state(self.resume_folder)
         if self._data_state is not None:
             self.reader.restore_generators(self._data_state)

@@ -72,7 +72,7 @@ class TrainingRunner(Component):
         if errors:
             raise UnsupportedArgument("\n".join(errors))
 
-    def begin(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
+    def prepare(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
         """Make the model, apply the arguments of this `train()`, and return the checkpoint to resume from."""
         model_setup = self.components.model_setup
         resume.warn_about_unused_argument(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
@@ -248,7 +248,7 @@ class TrainingRunner(Component):
         hint = summary.make_resume_hint(run.checkpoints_written, is_complete=False)
         return (text if run.signal_listener.is_forced else "") + (hint or f"No checkpoint was saved{since}.")
 
-    def attempt(
+    def run_attempt(
         self, args: TrainingArguments, batch_size: int | None, folder: str | None, trial: Any, ignore_keys: Any
     ) -> TrainOutput:
         """Implements `Trainer._inner_training_loop`: plan, prepare, run Lightning's loop, and finish."""
@@ -262,15 +262,15 @@ class TrainingRunner(Component):
         trainer.callback_handler.stopped_by = ""
         if folder is None:
             self.planner.set_found_batch_size()
-        events, model = self._make_events(args, folder, trial, ignore_keys)
+        events, model = self._prepare_attempt(args, folder, trial, ignore_keys)
         self._announce_run(trial, events)
         self.run.set_start_values(trainer.state)
-        if events.progress is not None:
-            events.loss_sum.restore(events.progress)
+        if self.run.progress is not None:
+            events.loss_accumulator.restore(self.run.progress)
         if events.is_finished:
             self._resume_finished_run(events, folder)
         else:
-            recorder = events.step_details.record_outputs(trainer.model)
+            recorder = events.step_end_values.record_outputs(trainer.model)
             with _add_step_note(events), recorder, devices.error_hints():
                 self.components.engine.fit(
                     events,
@@ -284,7 +284,7 @@ class TrainingRunner(Component):
         self.run.heartbeat.enter_phase("ended")
         return trainer._finalize_training(trial, events.schedule.num_train_samples, events.start_time)
 
-    def _make_events(
+    def _prepare_attempt(
         self, args: TrainingArguments, folder: str | None, trial: Any, ignore_keys: list[str] | None
     ) -> tuple[TrainingEvents, Any]:
         """Plan the run and prepare its data, state, model and optimizer.
@@ -339,7 +339,7 @@ class TrainingRunner(Component):
         """Load and upload the checkpoint of a finished run, without training."""
         trainer = self.trainer
         events.load_optimizer()
-        events.begin()
+        events.begin_training()
         # The run may have ended before its last upload.
         if trainer.args.push_to_hub and folder is not None:
             trainer._push_from_checkpoint(folder)
@@ -415,14 +415,14 @@ class TrainingRunner(Component):
         run = self.run
         state = self.trainer.state
         steps = state.global_step - (run.initial_step if self.components.policy.averages_train_loss_over_call else 0)
-        run.total_loss += run.loss_since_log.item()
+        run.loss_up_to_log += run.loss_since_log.item()
         samples = num_train_samples * steps / max(state.max_steps, 1)
         tokens = run.tokens if legacy.value(self.trainer.args, "include_tokens_per_second") else None
         metrics = speed_metrics("train", start_time, num_samples=samples, num_steps=steps, num_tokens=tokens)
         logger.info("Training is complete.")
         self.trainer.store_flos()
         metrics["total_flos"] = state.total_flos
-        metrics["train_loss"] = run.total_loss / max(steps, 0.001)
+        metrics["train_loss"] = run.loss_up_to_log / max(steps, 0.001)
         self.trainer._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 
@@ -439,7 +439,7 @@ class TrainingRunner(Component):
         # The next trial sets these again.
         self.trainer.model = self.trainer.model_wrapped = handler.model = None  # type: ignore[assignment]
         handler.train_dataloader = None
-        components.steps.flos_per_token = None
+        components.losses.flos_per_token = None
         if self.trainer.args.torch_compile:
             # Free the code compiled for this model.
             torch.compiler.reset()
@@ -455,6 +455,8 @@ def _add_step_note(events: TrainingEvents) -> Iterator[None]:
     except Exception as error:
         if not getattr(error, "__notes__", ()):
             done = events.trainer.state.global_step
-            between = f"after training step {done}" if done else "before training step 1"
-            add_note(error, f"This happened {between if events.is_between_steps else f'in training step {done + 1}'}.")
+            place = f"after training step {done}" if done else "before training step 1"
+            if not events.micro_batches.is_between_steps:
+                place = f"in training step {done + 1}"
+            add_note(error, f"This happened {place}.")
         raise

@@ -15,6 +15,7 @@ from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import SaveStrategy
+from hftrainer.base.safe_loading import as_bytes
 from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.state import TrainerState, drop_from_json, export_states
 from hftrainer.checkpointing import names, resume
@@ -27,6 +28,9 @@ from hftrainer.components import mixture_batches
 from hftrainer.components.component import Component
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
+from hftrainer.errors import CheckpointNotWritten, RanksLost
+from hftrainer.parallel.devices import is_out_of_memory
+from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.reporting.tracking import ids_of_open_runs
 from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training_args import without_tokens
@@ -178,7 +182,7 @@ class CheckpointSaver(Component):
     def save_progress(self, output_dir: str) -> None:
         """Write the progress that `trainer_state.json` does not hold."""
         # A checkpoint within a step resumes from the step count alone.
-        if self.run.events is not None and self.run.events.is_between_steps:
+        if self.run.events is not None and self.run.events.micro_batches.is_between_steps:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
             torch.save(vars(self.make_progress(self.run.events)), os.path.join(output_dir, name))
 
@@ -234,11 +238,11 @@ class CheckpointSaver(Component):
         window = events.micro_batches.window
         return RunProgress(
             settings=self.position_settings(events.schedule),
-            epoch=events.epoch if window.size else None,
-            position=window.index + 1 if window.size else events.position,
+            epoch=events.micro_batches.epoch if window.size else None,
+            position=window.index + 1 if window.size else events.micro_batches.first_position,
             epoch_ended=events.epoch_ended,
             epoch_left=events.epoch_ended and self.trainer.control.should_epoch_stop,
-            owes_evaluation=events.owes_evaluation,
+            owes_evaluation=events.has_unfinished_evaluation,
             loss=self.run.loss_since_log.cpu().clone(),
             last_logged=self.run.last_logged,
             metrics=self.run.logged_metrics.state_dict(),
@@ -253,6 +257,48 @@ class CheckpointSaver(Component):
                 self.trainer.callback_handler.callbacks, self.components.storage_sync.checkpoint_place(events.trial)
             ),
         )
+
+    def resume_state(self, events: TrainingEvents) -> torch.Tensor:
+        """The Trainer's entry in a Lightning checkpoint, packed so that any program can load the file."""
+        trainer = self.trainer
+        trainer.store_flos()
+        trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
+        state, scaler = dataclasses.asdict(trainer.state), trainer.accelerator.scaler
+        # Lightning's callbacks may save before `end_step` counts the step.
+        if events.has_uncounted_step:
+            state |= {"global_step": state["global_step"] + 1, "epoch": events.epoch_after_step()}
+        return as_bytes(
+            {
+                "trainer_state": state,
+                "scheduler": trainer.lr_scheduler.state_dict(),
+                "scaler": None if scaler is None else scaler.state_dict(),
+                "rng": rng_state(),
+                "progress": vars(self.make_progress(events)),
+            }
+        )
+
+    def save_after_error(self, events: TrainingEvents, error: Exception) -> None:
+        """Save a checkpoint before an error ends the run, unless an optimizer step is incomplete.
+
+        Distributed runs save no checkpoint: other ranks may be at a different step, and exit with this rank.
+        """
+        is_distributed = events.control_sync.is_distributed
+        if is_distributed and is_communication_error(error) and not isinstance(error, RanksLost):
+            logger.error(lost_ranks_message("gradients or weights of all ranks"))
+        should_restart = self.trainer.args.auto_find_batch_size and is_out_of_memory(error)
+        if isinstance(error, CheckpointNotWritten) or should_restart or is_distributed or events.is_stepping:
+            return
+        has_new_step = self.trainer.state.global_step > self.run.initial_step
+        if not has_new_step or events.trial is not None or not self.should_save_on_interrupt():
+            return
+        try:
+            self.save_if_needed(events.trial)
+            if not events.micro_batches.is_between_steps:
+                logger.warning(
+                    "The error occurred within a step: a run resumed from here draws different random numbers."
+                )
+        except Exception:
+            logger.exception("Could not save a checkpoint after the error that ends the run.")
 
     # ---- Implementations of the Trainer's methods --------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class LoggedMetrics:
         return numbers[0], means | last_values
 
 
-class LossSum:
+class LossAccumulator:
     """Sums the losses on the device. Reads single losses only on the CPU, where reading does not block.
 
     Args:
@@ -154,12 +154,12 @@ class LossSum:
         """Restore the sums for the next log line. The final mean loss covers only the steps of this call."""
         run = self.run
         run.loss_since_log = progress.loss.to(run.loss_since_log.device)
-        run.total_loss = -float(self.trainer.accelerator.processes.reduce(run.loss_since_log, "mean"))
+        run.loss_up_to_log = -float(self.trainer.accelerator.processes.reduce(run.loss_since_log, "mean"))
         run.last_logged = progress.last_logged
         run.logged_metrics.load_state_dict(progress.metrics, run.loss_since_log.device)
 
 
-class StepDetails:
+class StepEndValues:
     """Keeps a step's loss, inputs and outputs for callbacks whose `on_step_end` has these parameters.
 
     Args:

@@ -89,7 +89,7 @@ def test_first_number_is_the_loss(tmp_path, caplog):
     """Of a model that returns a number for each row; the evaluation has no labels and no loss."""
     ours = compare(tmp_path, (NumberEach, lambda: [{"x": float(number)} for number in range(38)]), **EVALUATED)
     assert ours.logs[0]["loss"] != 0
-    (said,) = {line.message for line in caplog.records if line.name == "hftrainer.training.steps"}
+    (said,) = {line.message for line in caplog.records if line.name == "hftrainer.training.loss"}
     assert "its first number is used as the loss" in said
 
 

@@ -71,6 +71,18 @@ def test_errors_of_the_script_are_its_own(tmp_path):
         make_trainer(tmp_path, {"optimizer": ADAM}, Own).train()
 
 
+def test_errors_of_the_compiler_are_not_those_of_the_config(tmp_path, monkeypatch):
+    """As on an H100 with DeepSpeed 0.19 and torch 2.11: of the list of architectures, "10.0a" is no number."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    source = "def initialize(**kwargs):\n    int('0a')"
+    exec(compile(source, OpBuilder.__module__.replace(".", "/"), "exec"), (names := {}))
+    monkeypatch.setattr("deepspeed.initialize", names["initialize"])
+    with pytest.raises(ValueError, match="invalid literal for int") as found:
+        make_trainer(tmp_path, {"optimizer": ADAM}).train()
+    assert not isinstance(found.value, InvalidConfig)
+
+
 def test_ignored_keys_are_named(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     make_trainer(tmp_path, {"gradient_cliping": 1.0})

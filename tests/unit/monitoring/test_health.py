@@ -308,7 +308,7 @@ def test_a_record_that_grows_old(tmp_path, monkeypatch, record, age, late):
     now = start = 100.0
     monkeypatch.setattr(health, "time", types.SimpleNamespace(monotonic=lambda: now))
     progress = health.Heartbeat()
-    progress.end_step()
+    progress.record_event("on_step_end")
     usual = {"host": socket.gethostname(), "pid": 1, "thread": 1, "phase": "training", "signs": 3, "limit": 15}
     records = [
         {**usual, "rank": 0, "step": 5, "seconds_since_sign": 0, "signs": 4},

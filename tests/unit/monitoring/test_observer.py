@@ -94,14 +94,20 @@ def test_a_later_run_in_the_folder_of_an_observed_one(tmp_path):
     assert [event["event"] for event in read_events(str(tmp_path))].count("begin") == 2
 
 
+class OwnStep(Trainer):
+    def training_step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, OwnStep])
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_operations_by_torchs_counter_and_the_same_training(tmp_path, monkeypatch, name, recomputes):
+def test_operations_by_torchs_counter_and_the_same_training(tmp_path, monkeypatch, name, recomputes, trainer_class):
     """The result does not change by a bit; the operations of the first micro-batch are those counted apart from it."""
     make_model, data = MODELS[name]
     if recomputes and name == "convolution":
         pytest.skip("it has no activation checkpointing")
-    checkpointed = {"activation_checkpointing": recomputes}
+    checkpointed = {"activation_checkpointing": recomputes, "trainer": {"trainer_class": trainer_class}}
     plain = train(tmp_path / "plain", make_model, data, **checkpointed)
     made = []
     monkeypatch.setattr(monitors, "peak_flops", lambda *_: 1e9)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hftrainer.training.sums import LossSum
+from hftrainer.training.sums import LossAccumulator
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -14,7 +14,7 @@ def test_losses_are_summed_in_float32(monkeypatch, dtype, is_on_cpu):
     """As transformers does, also losses of float64; a loss that is not finite counts as the mean so far."""
     args = SimpleNamespace(device=torch.device("cpu"), logging_nan_inf_filter=True, on_divergence="stop")
     state, run = SimpleNamespace(global_step=1), SimpleNamespace(last_logged=0)
-    losses = LossSum(SimpleNamespace(args=args, state=state), run)
+    losses = LossAccumulator(SimpleNamespace(args=args, state=state), run)
     monkeypatch.setattr(losses, "_is_on_cpu", is_on_cpu)
     expected = torch.tensor(0.0)
     for loss in (1 / 3, 2 / 3, float("nan"), 0.1):

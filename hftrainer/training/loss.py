@@ -87,7 +87,7 @@ def _accepts_items(function: Callable[..., Any]) -> bool:
     return is_parameter or (accepts(function, "num_items_in_batch") and not ignores_other_keywords(function))
 
 
-class TrainingSteps(Component):
+class LossComputer(Component):
     """Prepares micro-batches, computes their losses, and counts their tokens and operations.
 
     Attributes:
@@ -134,7 +134,15 @@ class TrainingSteps(Component):
             self._check_first_batch(model, inputs, num_items_in_batch)
             # A batch without labels cannot show whether the model divides its loss.
             self.run.has_checked_model = num_items_in_batch is not None or not trainer.args.elastic
-        loss = self._compute_loss(model, inputs, num_items_in_batch)
+        kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
+        try:
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(model, inputs, **kwargs)
+        except Exception as error:
+            step = trainer.state.global_step + 1
+            note_batch(error, f"training step {step}", inputs, getattr(trainer.model, "config", None))
+            raise
+        # A rank that hangs in the forward pass is behind those that wait for it in backward.
         self.run.heartbeat.beat()
         interval = trainer.args.torch_empty_cache_steps
         if interval is not None and trainer.state.global_step % interval == 0:
@@ -142,18 +150,6 @@ class TrainingSteps(Component):
         loss, other_losses = split_losses(loss)
         loss = check_loss(loss, self._loss_remedy)
         return self._divide_losses(loss, other_losses, num_items_in_batch)
-
-    def _compute_loss(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Any:
-        """Call `Trainer.compute_loss`, and add the batch's shapes to an error."""
-        trainer = self.trainer
-        kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
-        try:
-            with trainer.compute_loss_context_manager():
-                return trainer.compute_loss(model, inputs, **kwargs)
-        except Exception as error:
-            step = trainer.state.global_step + 1
-            note_batch(error, f"training step {step}", inputs, getattr(trainer.model, "config", None))
-            raise
 
     def _divide_losses(self, loss: torch.Tensor, other_losses: Mapping[str, Any], items: Any) -> torch.Tensor:
         """Divide the loss for accumulation, unless the items have divided it, and log the other losses."""

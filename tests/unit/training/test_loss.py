@@ -10,12 +10,12 @@ from torch import nn
 
 from hftrainer.releases import followed
 from hftrainer.trainer_pt_utils import LabelSmoother
+from hftrainer.training.loss import LossComputer, split_losses
 from hftrainer.training.run import Run
-from hftrainer.training.steps import TrainingSteps, split_losses
 
 
-def make_steps(release="5.20", *, averages_tokens=False, world_size=1, **attributes):
-    """Steps of a Trainer that has only the attributes which they read."""
+def make_losses(release="5.20", *, averages_tokens=False, world_size=1, **attributes):
+    """A computer of losses for a Trainer that has only the attributes which it reads."""
     ranks = SimpleNamespace(data_world_size=world_size, gather_numbers=lambda each, distinct: each.repeat(world_size))
     defaults = {
         **dict.fromkeys(("optimizer", "compute_loss_func", "loss_is_scaled_for_ga", "label_smoother")),
@@ -29,7 +29,7 @@ def make_steps(release="5.20", *, averages_tokens=False, world_size=1, **attribu
     }
     trainer, run = SimpleNamespace(**{**defaults, **attributes}), Run(accumulation_steps=4, has_checked_model=True)
     parts = {"policy": followed.from_text(release), "averages_tokens": averages_tokens, "past_index": -1}
-    return TrainingSteps(SimpleNamespace(trainer=trainer, run=run, **parts))
+    return LossComputer(SimpleNamespace(trainer=trainer, run=run, **parts))
 
 
 class Returns(nn.Module):
@@ -63,26 +63,26 @@ DIVISORS = {
 @pytest.mark.parametrize("case", DIVISORS)
 def test_divisor_of_the_loss(case):
     attributes, counted, uncounted = DIVISORS[case]
-    steps = make_steps(**attributes)
+    losses = make_losses(**attributes)
     for items, divisor in ((torch.tensor(10.0), counted), (None, uncounted)):
-        assert steps.loss(LOSS, {}, items).item() == 12 / divisor
+        assert losses.loss(LOSS, {}, items).item() == 12 / divisor
 
 
 def test_losses_in_parts():
     """The loss for backward is 'loss', or else the sum. The parts are logged, divided as the loss."""
     assert split_losses(5) == (5, {})
     assert split_losses({"a": 1, "b": 2}) == (3, {"a": 1, "b": 2})
-    steps, parts = make_steps(), {"a": torch.tensor(12.0), "b": torch.tensor(36.0), "none": None}
-    assert steps.loss(Returns({**parts, "loss": torch.tensor(48.0)}), {}, None).item() == 48 / 4
-    assert steps.run.logged_metrics.pop(torch.tensor(0.0), 1)[1] == {"a": 12 / 4, "b": 36 / 4}
+    losses, parts = make_losses(), {"a": torch.tensor(12.0), "b": torch.tensor(36.0), "none": None}
+    assert losses.loss(Returns({**parts, "loss": torch.tensor(48.0)}), {}, None).item() == 48 / 4
+    assert losses.run.logged_metrics.pop(torch.tensor(0.0), 1)[1] == {"a": 12 / 4, "b": 36 / 4}
 
 
 @pytest.mark.parametrize(("release", "divisor"), [("5.20", 8), ("5.14", 3)])
 def test_label_smoothing(release, divisor):
     """The sum over the labels that count, by the items of the step; until v5.14 by those of the micro-batch."""
     logits, labels = torch.tensor([[[2.0, 1.0, 0.0]] * 4]), torch.tensor([[0, 1, 2, -100]])
-    steps = make_steps(release, label_smoother=LabelSmoother(0.3), model_accepts_loss_kwargs=True)
-    loss, _ = steps.compute_loss_and_outputs(Returns({"loss": None, "logits": logits}), {"labels": labels}, 8)
+    losses = make_losses(release, label_smoother=LabelSmoother(0.3), model_accepts_loss_kwargs=True)
+    loss, _ = losses.compute_loss_and_outputs(Returns({"loss": None, "logits": logits}), {"labels": labels}, 8)
     entropy = nn.functional.cross_entropy(logits[0], labels[0], reduction="sum", label_smoothing=0.3)
     torch.testing.assert_close(loss, entropy / divisor)
 
@@ -91,7 +91,7 @@ LABELS = [{"labels": torch.tensor([[1, -100, 3]])}, {"labels": torch.tensor([[1,
 
 
 def count(release="5.20", batches=LABELS, **settings):
-    return make_steps(release, **{"model_accepts_loss_kwargs": True, **settings}).num_items(
+    return make_losses(release, **{"model_accepts_loss_kwargs": True, **settings}).num_items(
         batches, torch.device("cpu")
     )
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hftrainer import Trainer, TrainerCallback
-from hftrainer.training.sums import StepDetails
+from hftrainer.training.sums import StepEndValues
 from tests.support.parity import build, train
 from tests.support.tiny import Plain
 
@@ -56,8 +56,8 @@ def test_details_of_a_step(tmp_path, kind, accumulation):
 
 def test_only_what_a_callback_asks_for(tmp_path, monkeypatch):
     nothing, some = AsksNothing(), AsksForLoss()
-    assert StepDetails([nothing]).requested_names == set()
-    assert StepDetails([nothing, some]).requested_names == {"loss"}
+    assert StepEndValues([nothing]).requested_names == set()
+    assert StepEndValues([nothing, some]).requested_names == {"loss"}
     trainer, _ = build("hftrainer", "plain", tmp_path, max_steps=2)
     trainer.add_callback(nothing)
     monkeypatch.setattr(Plain, "register_forward_hook", lambda *_: pytest.fail("outputs are recorded"))
