@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from hftrainer.base.tracebacks import add_note
-from hftrainer.errors import InvalidSetup
 from hftrainer.parallel.config_files import env_flag
 
 logger = logging.getLogger(__name__)
@@ -140,15 +139,10 @@ def _module_in_use() -> Any:
 
 @contextlib.contextmanager
 def error_hints() -> Iterator[None]:
-    """Add advice to errors about operations that the device does not support, and to one about frozen weights."""
+    """Add advice to errors about operations that the device does not support."""
     try:
         yield
     except Exception as error:
-        if "does not require grad and does not have a grad_fn" in str(error):
-            raise InvalidSetup(
-                "The loss depends on no trainable weight. If all parameters are frozen, call model.requires_grad_(True)"
-                " or add adapters; otherwise compute the loss from the model's outputs, without detach() or no_grad()."
-            ) from error
         for text, hint in HINTS.items():
             if text in str(error):
                 add_note(error, hint)
