@@ -125,10 +125,13 @@ class RunBatches(Component):
 
     def _get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
         """What `Trainer.get_batch_samples` returns."""
-        self.is_between_steps = False
+        was_between_steps, self.is_between_steps = self.is_between_steps, False
         read, device = self.trainer.get_batch_samples, self.run.loss_since_log.device
         samples, num_items = overrides.call_with_accepted(read, iterator, num_batches, device=device)
         self.run.accumulation_steps = len(samples)
+        if not samples:
+            # A stream without a length has ended.
+            self.is_between_steps = was_between_steps
         return samples, num_items
 
     def _is_interrupted(self) -> bool:

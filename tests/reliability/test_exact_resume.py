@@ -143,6 +143,11 @@ SETTINGS = {
     "stream": {"steps": [1, 5, 6], "make_data": AugmentedStream, "max_steps": 7},
     "accumulated stream": {"make_data": AugmentedStream, "max_steps": 5, **THREE},
     "stream, workers": {"steps": [1, 6], "make_data": AugmentedStream, "max_steps": 7, **WORKERS},
+    "stream, by epoch": {"steps": [6, 12], "make_data": AugmentedStream, "max_steps": 14, "save_strategy": "epoch"},
+    "accumulated stream, by epoch": {
+        **{"steps": [2, 4], "make_data": AugmentedStream, "max_steps": 5, "save_strategy": "epoch", **THREE},
+        **{"eval_strategy": "epoch", "logging_strategy": "epoch"},
+    },
     "grouped by length": {
         **{"steps": [2, 6], "make_data": grouped, "trainer": {"eval_dataset": grouped(9)}},
         **{"train_sampling_strategy": "group_by_length", **EVALUATED},
