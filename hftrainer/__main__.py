@@ -57,21 +57,25 @@ def main(words: Sequence[str] | None = None) -> None:
         allowed = [name for name in names if name.startswith("-") is is_option]
         hint = suggest(words[0].lower(), [*names, "--json"], f": use {', '.join(allowed)}", cutoff=0.65)
         parser.error(f"{problem}{hint}")
-    options, remaining = parser.parse_known_args(words)
-    if options.command in ("run", "explain"):
-        # This parser does not know the script's options: argparse returns those before the first value separately.
-        options.script_words = remaining + options.script_words
-    elif remaining:
-        options.parser.refuse(remaining[0])
     try:
-        options.execute(options.parser, options)
+        options, remaining = parser.parse_known_args(words)
+        if options.command in ("run", "explain"):
+            # This parser does not know the script's options: argparse returns those before the first value separately.
+            options.script_words = remaining + options.script_words
+        elif remaining:
+            options.parser.refuse(remaining[0])
+        try:
+            options.execute(options.parser, options)
+        finally:
+            if options.command != "run":
+                sys.stdout.flush()
     # The process that reads the output, such as `head`, has ended.
     except BrokenPipeError:
-        if options.command == "run":
+        if words[0] == "run":
             raise
         # Python flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        sys.exit(141)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.support import refuse_unknown
 from hftrainer.arguments.validation import add_missing_fields
 from hftrainer.assembly.components import Components
-from hftrainer.base.tracebacks import HideEngineFrames
+from hftrainer.base.tracebacks import HideEngineFrames, describe_type
 from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
@@ -210,7 +210,7 @@ class Trainer(EarlierMethods):
             components.model_setup.set_model(model if model is not None else self.call_model_init())
             components.setup.init_attributes()
             if not isinstance(callbacks, (list, tuple, type(None))):
-                raise TypeError(f"callbacks={callbacks!r}: pass a list of callbacks.")
+                raise TypeError(f"callbacks is {describe_type(callbacks)}, not a list: write callbacks=[...].")
             trackers = integrations.callback_classes(reports)
             components.setup.init_callbacks([*trackers, *(callbacks or [])], further_loggers)
             components.setup.end_init()

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from hftrainer.errors import InvalidSetup
 from hftrainer_lightning import callbacks
 from hftrainer_lightning.precision import PlainPrecision
 from hftrainer_lightning.private_api.evaluation import can_be_logged
@@ -172,6 +173,11 @@ class TrainerModule(WithoutBatchTransfer):
             learning_rate: learning rate of that optimizer step; by default the scheduler's.
             kwargs: keyword arguments of `loss.backward`.
         """
+        if not loss.requires_grad:
+            raise InvalidSetup(
+                "The loss depends on no trainable weight. If all parameters are frozen, call model.requires_grad_(True)"
+                " or add adapters; otherwise compute the loss from the model's outputs, without detach() or no_grad()."
+            )
         loss = loss / self.events.backward_divisor if self.events.backward_divisor > 1 else loss
         fused_backward = getattr(self._optimizer, "fused_backward", None)
         if fused_backward is None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import Any
 
-from hftrainer.base.messages import LEVELS
+from hftrainer.base.messages import LEVELS, command_name
 from hftrainer.errors import InvalidArgument, suggest
 
 #: Names of log levels → Python's numbers; 'passive' does not change the level.
@@ -21,15 +22,21 @@ class ExplicitEnum(str, enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> ExplicitEnum:
-        allowed = [str(member.value) for member in cls]
-        hint = suggest(value, allowed)
-        names = f"list({cls.__module__}.{cls.__name__})" if hint and len(allowed) > 12 else ", ".join(allowed)
-        raise InvalidArgument(f"{value!r} is not valid{hint or '.'} Choose one of {names}.")
+        raise InvalidArgument(describe_invalid(value, cls))
 
 
 def as_text(choice: Any) -> str:
     """A member of an enumeration, ours or transformers', or any other value, as a plain string."""
     return str(getattr(choice, "value", choice))
+
+
+def describe_invalid(value: object, choices: Iterable[Any], argument: str = "") -> str:
+    """An error message about a value that is not among the choices, or only similar to one, of an argument."""
+    allowed = [*map(as_text, choices)]
+    hint, remedy = suggest(value, allowed), f"Choose one of {', '.join(allowed)}"
+    if hint and argument and len(allowed) > 12:
+        remedy = f"{command_name()} explain {argument} lists all {len(allowed)}"
+    return f"{value!r} is not valid{hint or '.'} {remedy}."
 
 
 #: The measurements that `observe` selects.

@@ -139,7 +139,8 @@ def arg(
     argument = Argument(default, help, since, kind, detail, **settings)
     if argument.until is not None:
         help = f"{help.removesuffix('.')} (v{since}-v{argument.until})."
-    elif since != OURS:
+    # Only v4.0 is older than v4.1.
+    elif since not in (OURS, "4.1") or argument.past_defaults:
         past_defaults = f"; default {argument.past_defaults_text}" if argument.past_defaults else ""
         help = f"{help} Since v{since}{past_defaults}."
     metadata: dict[str, Any] = {"help": help}

@@ -136,10 +136,7 @@ class CurrentArguments:
         None, "Allow TF32 matrix products; None allows them in compiled models.", "4.15", read_once=True
     )
     activation_checkpointing: bool | None = arg(
-        None,
-        "Recompute activations to save memory; None means False. The same as `gradient_checkpointing`, its older name; "
-        "either works.",
-        "5.23",
+        *(None, "Recompute activations to save memory; older name: `gradient_checkpointing`; either works.", "5.23"),
         const=True,
         neutral_value=False,
     )
@@ -147,10 +144,7 @@ class CurrentArguments:
         None, "Keyword arguments of `activation_checkpointing`, as a dict or a JSON object.", "5.23", json=True
     )
     gradient_checkpointing: bool | None = arg(
-        None,
-        "Recompute activations to save memory; None means False. The same as `activation_checkpointing`, its name "
-        "since v5.23; either works.",
-        "4.15",
+        *(None, "Recompute activations to save memory; since v5.23 also named `activation_checkpointing`.", "4.15"),
         const=True,
         neutral_value=False,
     )
@@ -243,9 +237,8 @@ class CurrentArguments:
     include_num_input_tokens_seen: str | bool = arg("no", "Count input tokens: 'no', 'all' or 'non_padding'.", "4.40")
     report_to: None | str | list[str] = arg(
         "none",
-        "Trackers to write to, a name or a list: 'none', 'all' (installed ones), 'azure_ml', 'clearml', 'codecarbon', "
-        "'comet_ml', 'csv', 'dagshub', 'dvclive', 'flyte', 'kubeflow', 'mlflow', 'swanlab', 'tensorboard', 'trackio' or "
-        "'wandb'.",
+        "Trackers to write to, a name or a list: 'none', 'all', 'azure_ml', 'clearml', 'codecarbon', 'comet_ml', "
+        "'csv', 'dagshub', 'dvclive', 'flyte', 'kubeflow', 'mlflow', 'swanlab', 'tensorboard', 'trackio', 'wandb'.",
         "4.15",
         read_once=True,
         past_defaults={"4.57": "all"},
@@ -393,9 +386,7 @@ class CurrentArguments:
 
     # With None as the second member, both argument parsers use `str`; `arg` sets `nargs`.
     debug: str | None | list[str] = arg(
-        "",
-        "Debugging aids, separated by spaces: 'underflow_overflow', and on TPUs 'tpu_metrics_debug'.",
-        "4.1",
+        *("", "Debugging aids, separated by spaces: 'underflow_overflow', on TPUs 'tpu_metrics_debug'.", "4.1"),
         const=True,
         accepts_several=True,
     )

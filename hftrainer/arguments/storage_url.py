@@ -22,9 +22,10 @@ def separate_storage(args: BaseArguments) -> None:
         InvalidArgument: for two URLs, or one that `check_url` refuses.
     """
     output_dir = str(args.output_dir)
-    if re.match(r"[a-z][a-z0-9]+:/[^/]", output_dir):
+    if re.match(r"([a-z][a-z0-9]+:/|(s3a?|gc?s|az|abfss?|adl|hf|hdfs|oss)//)[^/]", output_dir):
+        url = re.sub(":?/+", "://", output_dir, count=1)
         raise InvalidArgument(
-            f"output_dir={output_dir!r} is a URL with one slash: use {output_dir.replace(':/', '://', 1)!r}."
+            f"output_dir={output_dir!r} looks like a URL without '://': use {url!r}, or './{output_dir}' for a folder."
         )
     if args.storage_url is not None:
         check_url("storage_url", args.storage_url)

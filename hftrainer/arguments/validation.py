@@ -24,6 +24,7 @@ from hftrainer.arguments.choices import (
     OptimizerNames,
     SaveStrategy,
     as_text,
+    describe_invalid,
     normalize_observe,
     read_address,
     read_observe,
@@ -32,7 +33,7 @@ from hftrainer.arguments.choices import (
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.storage_url import separate_storage
-from hftrainer.errors import InvalidArgument, InvalidConfig, suggest
+from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer.parallel.config_files import describe_text, parse_bool
 from hftrainer.plugins import load
 from hftrainer.releases import followed
@@ -62,7 +63,7 @@ def normalize(args: BaseArguments) -> None:
     json_fields = dict.fromkeys([*BaseArguments._VALID_DICT_FIELDS, *args._VALID_DICT_FIELDS])
     errors = [*_parse_enums(args), *(error for name in json_fields if (error := _parse_json(args, name)))]
     if errors:
-        raise InvalidArgument("\n".join([*errors, *check_ranges(args)]))
+        raise InvalidArgument("\n".join([*errors, *check_ranges(args), *_check_intervals(args)]))
     args.param_groups = param_groups.read_entries(args.param_groups)
     _normalize_output_dir(args)
     if args.disable_tqdm is None:
@@ -163,9 +164,13 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
         complete: whether they are final; if not, scripts and libraries may still set what a run needs.
     """
     args = resolved.args
+    values = {name: getattr(args, name, None) for name, kind in _TYPES.items() if kind in ("int", "float")}
+    # A script may still convert text such as '1e-5'.
+    words = [name for name, value in values.items() if isinstance(value, str) and describe_text(value) is None]
     # transformers refuses a negative number too.
     is_negative = isinstance(args.warmup_steps, (int, float)) and args.warmup_steps < 0
-    return [
+    # The other checks compare numbers.
+    return [f"{name}={values[name]!r} is text: use a number." for name in words] or [
         *(_check_run(args) if complete or is_negative else ()),
         *_check_tokens_per_batch(args),
         *_check_mixture(args),
@@ -188,8 +193,8 @@ def _parse_enums(args: BaseArguments) -> Iterator[str]:
         if isinstance(argument.choices, type):
             try:
                 setattr(args, name, argument.choices(getattr(args, name)))
-            except InvalidArgument as error:
-                yield f"{name}: {error}"
+            except InvalidArgument:
+                yield f"{name}: {describe_invalid(getattr(args, name), argument.choices, name)}"
 
 
 def _parse_json(args: BaseArguments, name: str) -> str | None:
@@ -303,8 +308,8 @@ def check_types(args: BaseArguments) -> Iterator[str]:
         is_unused = name == "per_device_eval_batch_size" and args.eval_strategy == IntervalStrategy.NO
         # For these, transformers fails with a float that has no fraction too.
         is_strict = name == "max_steps" or (ARGUMENTS[name].minimum is not None and not is_unused)
-        if isinstance(value, str) and kind in ("int", "float"):
-            yield f"{name}={value!r} {describe_text(value) or 'is text: use a number'}."
+        if kind in ("int", "float") and (reason := describe_text(value)):
+            yield f"{name}={value!r} {reason}."
         elif isinstance(value, str) and value and kind == "bool" and not parse_bool(value):
             yield f"{name}={value!r} is text, which counts as true: write True or False, without quotes."
         elif isinstance(value, float) and kind == "int" and (value % 1 or (value > 0 and is_strict)):
@@ -340,8 +345,7 @@ def _check_choices(args: BaseArguments) -> Iterator[str]:
         # If the default is None, other objects are accepted, such as a multiprocessing context.
         if argument.default is None and not isinstance(value, str):
             continue
-        choices = [*map(as_text, argument.choices)]
-        yield f"{name}: {value!r} is not valid{suggest(value, choices, '.')} Choose one of {', '.join(choices)}."
+        yield f"{name}: {describe_invalid(value, argument.choices, name)}"
     if unknown_options := [option for option in args.debug or () if option not in list(DebugOption)]:
         allowed = " and ".join(option.value for option in DebugOption)
         yield f"debug: unknown {sorted(map(str, unknown_options))}: use {allowed}."
@@ -365,7 +369,7 @@ def _check_intervals(args: BaseArguments) -> Iterator[str]:
     for kind in ("logging", "eval", "save"):
         if getattr(args, f"{kind}_strategy") != "steps":
             continue
-        steps = getattr(args, f"{kind}_steps")
+        steps = args.eval_steps or args.logging_steps if kind == "eval" else getattr(args, f"{kind}_steps")
         if not isinstance(steps, (int, float)) or not steps >= 0 or (steps == 0 and kind != "save"):
             yield f"{kind}_steps={steps!r}: {kind}_strategy='steps' needs a number above 0."
         elif steps > 1 and steps % 1:

@@ -66,7 +66,7 @@ class CallbackHandler(TrainerCallback):
                 "it from lightning.pytorch."
             )
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
-            description = f"{reprlib.repr(callback)} ({type(callback).__name__})"
+            description = f"{getattr(callback, '__name__', reprlib.repr(callback))} ({type(callback).__name__})"
             raise NotACallback(
                 f"callbacks: {description} handles no event, such as on_step_end: pass a TrainerCallback or a "
                 "Lightning callback."

@@ -39,8 +39,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     if (reason := explain_unreadable_url(folder)) is not None:
         parser.fail(f"{folder}: {reason}.")
     if (reason := CheckpointFolder(folder).not_a_checkpoint_reason) is not None:
-        newest = next(checkpoints_newest_first(folder), None) if os.path.isdir(folder) else None
-        hint = f"the newest checkpoint in it is {newest}" if newest else "name a checkpoint-xxx folder"
+        found = ", ".join(map(str, checkpoints_newest_first(folder))) if os.path.isdir(folder) else ""
+        hint = f"the checkpoints in it, newest first: {found}" if found else "name a checkpoint-xxx folder"
         parser.fail(f"{folder} is not a checkpoint: {reason}; {hint}.")
     try:
         if options.accept:

@@ -47,6 +47,8 @@ LAUNCHERS = {
 }
 #: Libraries whose versions matter, in addition to those of pyproject.toml.
 _LIBRARIES = ("datasets", "peft", "trl", "tokenizers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton", *FILE_SYSTEMS)
+#: Packages of trackers that `report_to` accepts, in addition to those of pyproject.toml.
+_TRACKERS = "azureml-core clearml codecarbon dagshub dvclive flytekit mlflow-skinny swanlab tensorboardX trackio"
 #: Folder → minimum of free bytes, and advice for less. In Docker /dev/shm has 64 MB.
 _MIN_FREE_SPACE = {
     "folder": (5 << 30, "checkpoints may not fit; set output_dir on another disk, or save_total_limit"),
@@ -185,10 +187,8 @@ def _versions() -> dict[str, str | None]:
     names = ["torch", "lightning", "transformers", "accelerate"]
     versions: dict[str, str | None] = {"python": platform.python_version(), "hftrainer": __version__}
     versions |= {name: _version(name) for name in names}
-    others = {
-        *_LIBRARIES,
-        *(requirement.name for requirement in _requirements() if _extra(requirement) in ("", *EXTRAS)),
-    }
+    required = (requirement.name for requirement in _requirements() if _extra(requirement) in ("", *EXTRAS))
+    others = {*_LIBRARIES, *_TRACKERS.split(), *required}
     versions |= {name: version for name in sorted(others - versions.keys()) if (version := _version(name))}
     return versions
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hftrainer.cli.parser import Parser, paint_headings
@@ -20,14 +21,14 @@ _USAGE = "%(prog)s [--json] [any training arguments …]\n       %(prog)s [--jso
 _DESCRIPTION = (
     "Show how training arguments are handled; for a script, those that it creates. The script runs until it creates a "
     "Trainer, so nothing is trained, and the libraries of Hugging Face are offline. If it ends earlier, the arguments "
-    "that it created last are shown. The name of an argument alone shows its help. --json prints JSON for programs."
+    "that it created last are shown. The name of an argument alone shows its help, --help-all all. --json prints JSON."
 )
 
 
 def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
-        "explain", help="show how training arguments, or those of a script, are used", usage=_USAGE, add_help=False
+        "explain", help="show how training arguments, or a script's, are used", usage=_USAGE, description=_DESCRIPTION
     )
     parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     # argparse returns unknown options apart from the words after the first value. `main` joins both.
@@ -76,6 +77,7 @@ def _parse_arguments(parser: Parser, words: list[str]) -> TrainingArguments:
         allow_abbrev=False,
         exit_on_error=False,
     )
+    arguments_parser.add_argument("--help-all", action="help", help="show this help message and exit")
     action = arguments_parser._option_string_actions.get(words[0]) if len(words) == 1 else None
     # An option alone asks for its help, unless it is a switch.
     if isinstance(action, argparse._StoreAction) and action.nargs != "?" and not Parser.writes_json:
@@ -85,9 +87,11 @@ def _parse_arguments(parser: Parser, words: list[str]) -> TrainingArguments:
         parser.exit()
     try:
         args: TrainingArguments
-        args, unknown = arguments_parser.parse_args_into_dataclasses(words, True, look_for_args_file=False)
+        with warnings.catch_warnings(record=True) as notes:
+            args, unknown = arguments_parser.parse_args_into_dataclasses(words, True, look_for_args_file=False)
     except (ValueError, argparse.ArgumentError) as error:
         parser.error(str(error))
+    print(*(f"note: {note.message}\n" for note in notes), sep="", end="", file=sys.stderr)
     if unknown:
         names = ["json", *(field.name for field in dataclasses.fields(args))]
         hint = suggest(unknown[0].strip("-").partition("=")[0], names).replace("mean '", "mean '--")

@@ -63,18 +63,19 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file: Any = None) -> None:
         """Print the help."""
-        print(paint_headings(self.format_help()), end="", file=file)
+        print(paint_headings(self.format_help()), end="", file=file, flush=True)
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 after an error in the command line."""
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             allowed = re.findall(r"[\w-]+", choice[2])
-            # Of up to three values all are named.
-            hint = suggest(choice[1], allowed if len(allowed) > 3 else (), f": use one of {', '.join(allowed)}")
-            message = f"{message[: choice.start()]}{choice[1]!r} is not allowed{hint}"
+            hint = suggest(choice[1], allowed)
+            names = f": use one of {', '.join(allowed)}" if not hint or len(allowed) <= 12 else ""
+            message = f"{message[: choice.start()]}{choice[1]!r} is not allowed{names}{hint}"
         message = re.sub(r"^argument (\S+): invalid (?:int|float) value: (.*)", r"\1: \2 is not a number", message)
         message = re.sub(r"^argument (\S+): ignored explicit argument .*", r"\1 takes no value", message)
         usage = self.format_usage().rstrip() if "required" in message or "missing" in message else ""
+        message = re.sub(r"^the following arguments are required: RUN$", "pass two runs", message)
         hints = (usage, (self.epilog or "") % {"prog": self.prog}, f"see {self.prog} --help")
         self.fail(message, hints="".join(f"\n{hint}" for hint in hints if hint))
 

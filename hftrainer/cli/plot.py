@@ -56,7 +56,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     unsuitable = ("--out", "--x") if options.study is not None else ("--study-name", "--output")
     for option in unsuitable:
         if getattr(options, option.strip("-").replace("-", "_")) is not None:
-            parser.error(f"{option} is for {'runs' if options.study is not None else '--study'}")
+            hint = f"; name the file with --out {options.output}" if option == "--output" else ""
+            parser.error(f"{option} is for {'runs' if options.study is not None else '--study'}{hint}")
     # A folder that was given twice is one run.
     options.folders = sort_pattern(list({os.path.realpath(folder): folder for folder in options.folders}.values()))
     try:

@@ -52,6 +52,9 @@ def check_pair(optimizers: Any) -> tuple[Any, Any]:
             f"optimizers accepts objects, not {others[0]!r}: pass optimizer_cls_and_kwargs=(class, kwargs), or set "
             "optim and lr_scheduler_type, and the Trainer creates them."
         )
+    if not hasattr(optimizers[0], "param_groups") and hasattr(optimizers[1], "param_groups"):
+        names = ", ".join(type(value).__name__ for value in optimizers)
+        raise InvalidSetup(f"optimizers is ({names}): pass (optimizer, scheduler), in this order.")
     return optimizers[0], optimizers[1]
 
 

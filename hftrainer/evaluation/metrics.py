@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 import reprlib
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -149,9 +150,11 @@ class TorchMetrics:
         except Exception as error:
             text = describe_shapes(arguments if isinstance(arguments, Mapping) else tuple(arguments))
             adjective = "smaller" if devices.is_out_of_memory(error) else "other"
-            add_note(
-                error, f"The metrics got {text}. Select {adjective} tensors with TorchMetrics(metrics, adapter=...)."
-            )
+            called = [id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+            metrics = self.collection.items(keep_base=True, copy_state=False)
+            names = [f"{name} ({type(metric).__name__})" for name, metric in metrics if id(metric) in called]
+            advice = f"Select {adjective} tensors with TorchMetrics(metrics, adapter=...)."
+            add_note(error, f"{', '.join(names) or 'The metrics'} got {text}. {advice}")
             raise
 
     def compute(self, prediction: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:

@@ -38,10 +38,6 @@ HINTS = {
         "Apple's GPU has no float64: use float32 in the dataset or the data_collator (numpy's default is float64). "
         "Or train on the CPU: use_cpu=True."
     ),
-    "does not require grad and does not have a grad_fn": (
-        "The loss depends on no trainable weight. If all parameters are frozen, call model.requires_grad_(True) or add "
-        "adapters; otherwise compute the loss from the model's outputs, without detach() or no_grad()."
-    ),
 }
 
 

@@ -54,8 +54,8 @@ def extract_loss(outputs: Any, inputs: Mapping[str, Any]) -> Any:
     else:
         returned = describe_type(outputs)
     raise InvalidArgument(
-        f"The model returned no loss, {returned}, from the inputs {', '.join(map(str, inputs))}. Check that the model "
-        f"gets the labels; {REMEDY}"
+        f"The model returned no loss, {returned}, from the inputs {', '.join(map(str, inputs))}: "
+        f"{'' if 'labels' in inputs else 'check that the model gets the labels; '}{REMEDY}"
     )
 
 

@@ -450,7 +450,7 @@ def test_the_hub_offline_is_refused_without_a_request(tmp_path, monkeypatch):
 def test_a_url_of_two_kinds():
     with pytest.raises(InvalidArgument, match="set only one"):
         TrainingArguments("s3://a/b", storage_url="s3://c/d")
-    with pytest.raises(InvalidArgument, match="is a URL with one slash: use 's3://a/b'"):
+    with pytest.raises(InvalidArgument, match="like a URL without '://': use 's3://a/b'"):
         TrainingArguments("s3:/a/b")
     args = TrainingArguments("s3://a/b", report_to="none")
     again = TrainingArguments(**{"output_dir": args.output_dir, "storage_url": args.storage_url, "report_to": "none"})

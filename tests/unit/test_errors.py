@@ -36,7 +36,8 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
             {"tokenizer": object(), "processing_class": object()},
             "tokenizer is the old name of processing_class",
         ),
-        (TypeError, {"callbacks": TrainerCallback()}, "callbacks=.*: pass a list"),
+        (TypeError, {"callbacks": TrainerCallback()}, "callbacks is a TrainerCallback, not a list: write callbacks="),
+        (TypeError, {"callbacks": [lambda: None]}, r"callbacks: <lambda> \(function\) handles no event"),
         *(
             (TypeError, {"callbacks": [wrong]}, rf"\({type(wrong).__name__}\) handles no event, such as on_ste")
             for wrong in (object(), 3, "callback", {}, None, dict, print)
@@ -51,6 +52,7 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
         (UnknownArgument, {"train_data": []}, "Trainer has no argument 'train_data'; did you mean 'train_dataset'"),
         (UnknownArgument, {"metrics": {}}, "no argument 'metrics'; did you mean 'compute_metrics'"),
         (InvalidArgument, {"optimizers": (None,)}, "optimizers is a tuple of 1, but must be a pair"),
+        (InvalidArgument, {"optimizers": OPTIMIZERS[::-1]}, r"is \(NoneType, SGD\): pass \(optimizer, scheduler\)"),
         (InvalidArgument, {"optimizers": 3}, "optimizers is an int, but must be a pair"),
         (InvalidArgument, {"optimizers": ("sgd", None)}, "not 'sgd': .* set optim and lr_scheduler_type"),
         (WrongObject, {"args": 3}, r"args is of type int: pass TrainingArguments\('folder'"),

@@ -36,7 +36,7 @@ def test_one_attribute_beside_the_documented_ones(tmp_path, kind):
     assert unknown == {"_hftrainer", "fit"} | DOCUMENTED
     assert trainer.lightning_trainer.global_step == trainer.state.global_step == 4
     assert trainer.lightning_module.model is trainer.model
-    assert trainer.loggers == []
+    assert trainer.loggers == [] and dir(hftrainer) == hftrainer.__all__
     assert "Lightning loggers" in hftrainer.Trainer.loggers.__doc__
 
 

@@ -13,7 +13,7 @@ import hftrainer
 from hftrainer.base import tracebacks
 from hftrainer.base.tracebacks import note_batch
 from hftrainer.cli import run
-from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage
 from hftrainer.reporting import plot
 from tests.support.tiny import Plain, language_data, make_bert, make_llama, make_plain, plain_data, text_data
 
@@ -130,7 +130,7 @@ def test_only_the_main_process_shows_ctrl_c(monkeypatch, capsys, names):
 
 def test_weights_that_are_frozen(tmp_path):
     error = fail_to_train(tmp_path, {"model": make_plain().requires_grad_(False)})
-    assert "model.requires_grad_(True)" in error.__notes__[0]
+    assert isinstance(error, InvalidSetup) and "model.requires_grad_(True)" in str(error)
 
 
 @pytest.mark.parametrize("given", [{"data_collator": fail}, {"train_dataset": Data(plain_data())}])

@@ -1,6 +1,7 @@
 """What all subcommands of `python -m hftrainer` have in common."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -53,9 +54,14 @@ def test_wrong_command_lines_name_the_help(words, capsys):
         ("plot -o x out", "unknown option -o; did you mean '--out'?"),
         ("ask out save --timeout abc", "--timeout: 'abc' is not a number"),
         ("diff absent missing", "absent and missing do not exist: pass the output_dir of two runs"),
-        ("ask out sav", "'sav' is not allowed; did you mean 'save'?"),
+        ("ask out sav", "'sav' is not allowed: use one of save, evaluate, stop, profile; did you mean 'save'?"),
+        ("plot --x tim out", "'tim' is not allowed: use one of step, epoch, time; did you mean 'time'?"),
+        ("plot out --output x.png", "--output is for --study; name the file with --out x.png"),
         ("ask save", "REQUEST\nusage: python -m hftrainer ask [-h]"),
-        ("diff a", "[--json] RUN RUN\nexample: python -m hftrainer diff out-1 out-2\nsee python"),
+        (
+            "diff a",
+            "two runs\nusage: python -m hftrainer diff [-h] [--json] RUN RUN\nexample: python -m hftrainer diff",
+        ),
         ("plot", "pass the output folders of runs, or --study for a search\nexample: python -m hftrainer plot out\n"),
         ("watch --every 0 out", "--every 0: use a number of seconds above 0, and at most 86400\nexample: python"),
         ("completion ksh", "'ksh' is not allowed: use one of bash, zsh, fish"),
@@ -209,6 +215,15 @@ def test_a_module_that_is_missing(tmp_path, processes, module, error):
     assert ("Traceback" in done.stderr) is (module == "imports")
 
 
+@pytest.mark.parametrize("words", [["completion", "bash"], ["plot", "--help"]])
+def test_output_that_no_process_reads(words, processes):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "hftrainer", *words]
+    done = subprocess.run(command, env=processes.environment(), stdout=writer, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize(("typed", "prog"), [("/bin/hftrainer", "hftrainer"), ("x/__main__.py", "python -m hftrainer")])
 def test_the_name_that_was_typed(monkeypatch, typed, prog):
     monkeypatch.setattr(sys, "argv", [typed])
@@ -242,11 +257,11 @@ def test_paths_that_hold_no_run(tmp_path, capsys, words, name, reason):
     assert path in error
 
 
-def test_checkpoint_names_the_newest_in_a_folder(tmp_path, capsys):
+def test_checkpoint_names_those_in_a_folder(tmp_path, capsys):
     for step in (5, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
     with pytest.raises(SystemExit) as ended:
         main(["checkpoint", str(tmp_path)])
     assert ended.value.code == 2
-    assert f"the newest checkpoint in it is {tmp_path / 'checkpoint-10'}" in capsys.readouterr().err
+    assert f"newest first: {tmp_path / 'checkpoint-10'}, {tmp_path / 'checkpoint-5'}." in capsys.readouterr().err

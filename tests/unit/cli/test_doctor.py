@@ -13,6 +13,7 @@ import torch
 from hftrainer.__main__ import main
 from hftrainer.cli import doctor
 from hftrainer.cli.doctor import PRINTABLE, environment
+from hftrainer.integrations import INTEGRATIONS
 from hftrainer.parallel import devices
 from hftrainer.releases.policy import NEWEST
 from tests.support.processes import ROOT
@@ -48,10 +49,13 @@ def run(capsys, *words):
 
 
 def test_a_machine_that_is_ready(installed, capsys):
+    trackers = {tracker.install.split()[0] for tracker in INTEGRATIONS.values() if tracker.install}
+    installed.update(dict.fromkeys(trackers, "1.0"))
     status, text = run(capsys, "--json")
     found = json.loads(text)
     assert status == 0 and found["ready"] and found["missing"] == {}
     assert found["versions"]["torch"] == "2.13.0" and found["versions"]["transformers"] is None
+    assert trackers - found["versions"].keys() == {"comet-ml", "mlflow", "tensorboard", "wandb"}  # extras of ours
     assert found["devices"]["used"] == devices.detect_device_type()
     assert found["launchers"].keys() == doctor.LAUNCHERS.keys()
     assert found["disks"]["folder"]["path"] == os.getcwd()

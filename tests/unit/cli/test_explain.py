@@ -32,10 +32,10 @@ def explain_script(processes, tmp_path):
     return lambda *words: processes.run("-m", "hftrainer", "explain", *words, cwd=tmp_path, fresh=True)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("default::FutureWarning")
 def test_command_line(tmp_path, explain):
     done = explain("--gradient_accumulation_steps", "4", "--do_train", "--learning_rate", "3e-4", "--no_cuda")
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "note: Old names of training arguments: no_cuda is now use_cpu\n")
     text = done.stdout
     assert "  gradient_accumulation_steps=4: accumulate_grad_batches" in text
     assert "  do_train=True: a switch for your script" in text
@@ -105,6 +105,7 @@ def test_wrong_arguments(words, message, explain):
 def test_help_of_one_argument(explain):
     assert explain("learning_rate").stdout.startswith("--learning_rate ") and "galore" in explain("optim").stdout
     assert explain("optim", "--json").returncode == 2
+    assert explain("--help").stdout.count("\n") < 24 and explain("--help-all").stdout.count("\n") > 500
 
 
 #: The other two have their default in the table.

@@ -54,11 +54,11 @@ def test_predictions_that_do_not_fit(make_args):
 
 
 def test_a_metric_that_does_not_fit(make_args):
-    metrics = {"accuracy": MulticlassAccuracy(4)}
+    metrics = {"of 3": MulticlassAccuracy(3), "accuracy": MulticlassAccuracy(4)}
     with pytest.raises(ValueError, match="preds") as caught:
         Trainer(make_plain(), make_args(), eval_dataset=plain_data(8), compute_metrics=metrics).evaluate()
     note = "got (float32 (8, 3), int64 (8,)). Select other tensors with TorchMetrics(metrics, adapter=...)."
-    assert note in caught.value.__notes__[0]
+    assert caught.value.__notes__[0] == f"accuracy (MulticlassAccuracy) {note}"
 
 
 def test_a_metric_that_is_an_array(make_args, caplog):

@@ -82,7 +82,7 @@ METRICS = {
         *(
             ({"model": Returns(make_output)}, message)
             for make_output, message in [
-                (lambda logits: {"logits": logits}, "returned no loss, only logits, from the inputs x, labels"),
+                (lambda logits: {"logits": logits}, "loss, only logits, from the inputs x, labels: let the model"),
                 (lambda logits: {}, "returned no loss, only an empty dict, from the inputs x, labels"),
                 (lambda logits: logits, "returned no loss, a Tensor"),
                 (lambda logits: (logits,), r"one number, but is a tensor of shape \(8, 3\): return loss\.mean"),
