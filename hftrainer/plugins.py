@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from hftrainer_lightning.engine import LightningEngine as LightningEngine
 
 
-class Plugin(NamedTuple):
+class Adapter(NamedTuple):
     """An adapter.
 
     Attributes:
         package: the adapter's package.
         extra: the extra of hftrainer that installs the adapter's dependencies; empty without dependencies.
-        shares: a function: whether the adapter's strategy distributes the model over processes, for a plan.
+        provides_strategy: returns whether a plan uses this adapter's strategy.
     """
 
     package: str
     extra: str = ""
-    shares: Callable[[Any], bool] = lambda plan: False
+    provides_strategy: Callable[[Any], bool] = lambda plan: False
 
 
-PLUGINS = {
-    "lightning": Plugin("hftrainer_lightning"),
-    "deepspeed": Plugin("hftrainer_deepspeed", "deepspeed", lambda plan: plan.deepspeed is not None),
-    "xla": Plugin("hftrainer_xla", "tpu", lambda plan: plan.accelerator == "xla"),
-    "tensorflow": Plugin("hftrainer_tensorflow", "tf"),
-    "ray": Plugin("hftrainer_ray", "ray"),
+ADAPTERS = {
+    "lightning": Adapter("hftrainer_lightning"),
+    "deepspeed": Adapter("hftrainer_deepspeed", "deepspeed", lambda plan: plan.deepspeed is not None),
+    "xla": Adapter("hftrainer_xla", "tpu", lambda plan: plan.accelerator == "xla"),
+    "tensorflow": Adapter("hftrainer_tensorflow", "tf"),
+    "ray": Adapter("hftrainer_ray", "ray"),
 }
 
 
@@ -42,14 +42,14 @@ def load(name: str, module: str = "") -> Any:
     Raises:
         MissingPackage: if a dependency is not installed.
     """
-    plugin = PLUGINS[name]
+    adapter = ADAPTERS[name]
     try:
-        return import_module(f"{plugin.package}.{module}".rstrip("."))
+        return import_module(f"{adapter.package}.{module}".rstrip("."))
     except ImportError as error:
-        if not plugin.extra:
+        if not adapter.extra:
             raise
         raise MissingPackage(
-            f"{name} cannot be used ({error}): pip install 'hftrainer[{plugin.extra}]'."
+            f"{name} cannot be used ({error}): pip install 'hftrainer[{adapter.extra}]'."
         ) from unless_absent(error)
 
 

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-# Threads that share an operation of a tiny model wait for one another. It holds for the processes of tests too.
+# One thread: tiny models run slower with several. Processes that tests start inherit this.
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import torch  # it reads them when it is imported
@@ -20,7 +20,7 @@ from tests.support.releases import TRANSFORMERS, installed, pinned
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Trackers report on themselves unless they are told not to; no test is to reach for a network.
+# Disable the telemetry of trackers: tests must not use the network.
 os.environ["COMET_ERROR_TRACKING_ENABLE"] = os.environ["WANDB_ERROR_REPORTING"] = "false"
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # it would write down every run of MLflow, and wait for its threads
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def _what_is_imported_stays():
+def _freeze_imported_objects():
     """accelerate collects garbage whenever it frees memory: looking through all that was imported is most of a run."""
     if any(gc.get_count()[1:]):  # many objects are new
         gc.collect()
@@ -73,7 +73,7 @@ STAYS = """
 
 
 @pytest.fixture(autouse=True)
-def _environment_stays():
+def _restore_environment():
     """Arguments write variables: their precision, where a launcher would, and how to be deterministic."""
     before = {name: value for name, value in os.environ.items() if name.startswith(tuple(STAYS))}
     yield

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from hftrainer.parallel.plan import LightningPlan
-from hftrainer.plugins import PLUGINS, load
+from hftrainer.plugins import ADAPTERS, load
 from hftrainer.strategies.strategy import ReplicasStrategy, Strategy
 
 
 def make_strategy(plan: LightningPlan) -> Strategy:
     """The strategy that a plan asks for."""
-    for name, plugin in PLUGINS.items():
-        if plugin.shares(plan):
+    for name, adapter in ADAPTERS.items():
+        if adapter.provides_strategy(plan):
             strategy: Strategy = load(name, "strategy").make_strategy(plan)
             return strategy
     if plan.spreads_model:

@@ -173,7 +173,10 @@ class ControlSync(Component):
         self._has_stop_flag = False
 
     def end_step(self) -> None:
-        """Synchronize after an optimizer step; does nothing in one process."""
+        """Synchronize after an optimizer step; does nothing in one process.
+
+        A rank with requests waits for the result. The others read it one step later.
+        """
         if not self.is_distributed:
             return
         requests = self._collect_requests()
