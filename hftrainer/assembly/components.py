@@ -29,6 +29,8 @@ from hftrainer.training import control_actions, loss, runner, saver
 from hftrainer.training.run import Run
 
 if TYPE_CHECKING:
+    from hftrainer.hub.uploads import Uploads
+    from hftrainer.plugins import LightningEngine
     from hftrainer.trainer import Trainer
 
 #: Attributes that a copy in another process must create again.
@@ -78,12 +80,12 @@ class Components:
     run: Run = field(default_factory=Run)
     policy: ReleasePolicy = field(init=False)
     resolved: ResolvedArguments = field(init=False)
-    engine: Any = field(init=False)
+    engine: LightningEngine = field(init=False)
     strategy: Strategy = field(init=False)
     checkpoint_writer: CheckpointWriter = field(init=False)
     averages_tokens: bool = field(init=False)
     past_index: int = field(init=False)
-    uploads: Any = None
+    uploads: Uploads | None = None
     search: Any = None
     hp_study: Any = None
     arguments_before_search: dict[str, Any] | None = None

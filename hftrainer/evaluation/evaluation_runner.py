@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -100,6 +100,7 @@ class EvaluationRunner(Component):
         is_prediction = description == "Prediction"
         step = functools.partial(call_with_accepted, trainer.prediction_step, model)
         evaluation = EvaluationPass(self.components, dataloader, step, prefix, is_prediction, loss_only, ignore_keys)
+        stage: Literal["predict", "test", "validate"]
         stage = "predict" if is_prediction else "test" if prefix.startswith("test") else "validate"
         # An evaluation must not change training's values.
         training_values = getattr(run, "past", None), run.logged_metrics
