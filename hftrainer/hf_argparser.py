@@ -45,7 +45,8 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._format_action_invocation(copied)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_default = "default '" in (action.help or "") or action.const is False
+        help = action.help or ""
+        has_default = action.const is False or ("default '" in help and "' until v" not in help)
         text = action.help if has_default else super()._get_help_string(action)
         return f"{text} One of {', '.join(map(str, action.choices or ()))}." if self._is_long(action) else text
 

@@ -55,7 +55,7 @@ def check_url(argument: str, url: str) -> None:
     if os.path.isabs(url):
         raise InvalidArgument(f"{argument}={url!r} is a path, but must be a URL: 'file://{url}', or use output_dir.")
     if scheme not in {*known_implementations, *registry} - {"http", "https"}:
-        problem = "has no scheme that can be written"
+        problem = f"has the scheme {scheme!r}, which is unknown or read-only" if scheme else "has no scheme"
     elif re.match({"s3": "[^/]", "gs": "[^/]", "hf": "[^/]+/[^/]"}.get(scheme, "/*[^/]"), path) is None:
         problem = "names no bucket, repository or folder"
     else:

@@ -40,7 +40,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     failure: str | None = None
     name = (options.script_words or [""])[0].partition("=")[0]
     # An argument without its dashes, such as optim=sgd. The path of a script has a dot.
-    if name.isidentifier() and not options.as_module and not os.path.exists(name):
+    if is_name := name.isidentifier() and not options.as_module and not os.path.exists(name):
         options.script_words[0] = f"--{options.script_words[0]}"
     if options.script_words and not options.script_words[0].startswith("-"):
         args, failure = _arguments_of_script(parser, *options.script_words, as_module=options.as_module)
@@ -49,7 +49,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     else:
         words = [word for word in options.script_words if word != "--json"]
         options.json |= len(words) < len(options.script_words)
-        args = _parse_arguments(parser, words)
+        args = _parse_arguments(parser, words, is_name=is_name)
     try:
         explanation = args.explain()
         _check_like_trainer(args)
@@ -62,7 +62,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     parser.exit(1 if explanation.refused or explanation.errors else 0)
 
 
-def _parse_arguments(parser: Parser, words: list[str]) -> TrainingArguments:
+def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> TrainingArguments:
     from hftrainer.hf_argparser import HfArgumentParser
     from hftrainer.training_args import TrainingArguments
 
@@ -79,8 +79,9 @@ def _parse_arguments(parser: Parser, words: list[str]) -> TrainingArguments:
     )
     arguments_parser.add_argument("--help-all", action="help", help="show this help message and exit")
     action = arguments_parser._option_string_actions.get(words[0]) if len(words) == 1 else None
-    # An option alone asks for its help, unless it is a switch.
-    if isinstance(action, argparse._StoreAction) and action.nargs != "?" and not Parser.writes_json:
+    # A name alone asks for its help, and so does an option without its value.
+    needs_value = isinstance(action, argparse._StoreAction) and action.nargs != "?"
+    if action is not None and (is_name or needs_value) and not Parser.writes_json:
         formatter = arguments_parser._get_formatter()
         formatter.add_argument(action)
         print(formatter.format_help(), end="")

@@ -88,7 +88,9 @@ def check_lightning_module(model: Any, *, calls_forward: bool) -> None:
     listed = "".join(f"\n- {name}: {replacement}" for name, replacement in replacements.items())
     sentence = f"{kind.__name__} is a LightningModule, but a Trainer calls only its forward, with the keys of a batch. "
     if "forward" not in overrides:
-        raise InvalidSetup(f"{sentence}It defines no forward: pass the module inside it. Replacements:{listed}")
+        raise InvalidSetup(
+            f"{sentence}It defines no forward: add one, or pass the module inside it. Replacements:{listed}"
+        )
     logger.warning("%sReplacements:%s", sentence, listed)
 
 

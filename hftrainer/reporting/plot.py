@@ -161,6 +161,8 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
         handles = dict(zip((curve.label for curve in curves), areas, strict=True))
     for curve in curves if not is_stacked else ():
         style = {"color": curve.colour, "linestyle": list(DASHES)[curve.dash], "linewidth": 1.5}
+        # A share is of the time since the value before.
+        style["drawstyle"] = "steps-pre" if curve.name in PANELS[SHARES] else "default"
         marks = {"marker": curve.mark, "markersize": 5 if curve.run else 3, "markevery": curve.marked}
         if curve.mean and curve.is_faint:
             axis.plot(*curve.points(curve.values), color=curve.colour, linewidth=0.8, alpha=0.3)
@@ -250,6 +252,7 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
     named = {curve.legend_entry: curve for curve in curves}
     for curve in curves:
         style = {"color": curve.colour, "dash": list(DASHES.values())[curve.dash]}
+        style |= {"shape": "vh"} if curve.name in PANELS[SHARES] else {}
         group = curve.run or curve.name
         steps, values = curve.points(curve.values)
         trace = {"x": steps, "y": values, "name": curve.label, "legendgroup": group, "showlegend": False, "line": style}

@@ -91,7 +91,7 @@ def time_table(runtime: float, seconds: Mapping[str, float], share: float | None
     for name, part_seconds in parts.items():
         yield f"  {name:30}{_time(part_seconds):>12}{part_seconds / runtime:>7.1%}"
     if share is not None:
-        rest = "the rest into start, evaluation and saving"
+        rest = "the rest into start, evaluation, saving and pauses between runs"
         yield f"Goodput: {share:.1%} of the time since the first start went into training steps; {rest}."
 
 

@@ -103,7 +103,11 @@ def test_wrong_arguments(words, message, explain):
 
 
 def test_help_of_one_argument(explain):
-    assert explain("learning_rate").stdout.startswith("--learning_rate ") and "galore" in explain("optim").stdout
+    assert explain("learning_rate").stdout.startswith("--learning_rate ") and explain("bf16").stdout.startswith(
+        "--bf16 "
+    )
+    text = " ".join(explain("optim").stdout.split())
+    assert "galore" in text and "'adamw_torch' until v4.53. (default: adamw_torch_fused)" in text
     assert explain("optim", "--json").returncode == 2
     assert explain("--help").stdout.count("\n") < 24 and explain("--help-all").stdout.count("\n") > 500
 

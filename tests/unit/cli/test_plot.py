@@ -311,6 +311,8 @@ def test_of_several_runs_the_share_of_training_is_shown(tmp_path):
     log = [{"step": 1, "loss": 1.0, "data_wait": 0.2, "eval_share": 0.0, "save_share": 0.1}]
     runs = [write_log(tmp_path / name, log) for name in "ab"]
     assert list(dict.fromkeys(line.panel for line in read_curves(runs))) == ["loss", "share of time spent training"]
+    # A share is of an interval.
+    assert '"shape":"vh"' in Path(plot(runs, html=True)[1]).read_text()
     # Areas of different steps cannot be stacked.
     plot([write_log(tmp_path / "uneven", [*log, {"step": 2, "data_wait": 0.1}])], html=True)
 
