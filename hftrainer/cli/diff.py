@@ -114,8 +114,8 @@ def add_subcommand(commands: Any) -> None:
         help="show the first step at which two runs differ, and which values differ",
         epilog="example: %(prog)s out-1 out-2",
         description="Compare the logs, weights and arguments of two runs exactly. Exits with 0 if they are equal, "
-        "1 if they differ or one is longer, 2 if they cannot be compared. Data is compared by its records: the position "
-        "in the epoch, the token count, and, in checkpoints of the same step, what determines the order of samples.",
+        "1 if they differ or one is longer, 2 if they cannot be compared. Data is compared by its records: the "
+        "position in the epoch, the token count, and, in checkpoints of one step, what sets the order of samples.",
     )
     parser.add_argument("runs", metavar="RUN", nargs=2, help="output_dir of a run, or a checkpoint")
 

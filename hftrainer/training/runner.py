@@ -401,6 +401,8 @@ class TrainingRunner(Component):
         reason = stopper or ("`ask stop`" if requests is not None and requests.has_stopped else "")
         split = seconds if observer is None else {}
         lines = [*summary.make_summary(state, self.trainer.args, metrics, split, steps, share, reason)]
+        if events.loss_accumulator.has_warned:
+            lines.append("The loss was not finite in some steps: logged means leave those out.")
         if observer is not None:
             lines += summary.time_table(float(metrics["train_runtime"]), seconds, observer.goodput())
         is_complete = state.global_step >= state.max_steps or bool(stopper)

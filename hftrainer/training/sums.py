@@ -84,6 +84,9 @@ class LossAccumulator:
     Args:
         trainer: the Trainer.
         run: its run, which holds the sum.
+
+    Attributes:
+        has_warned: whether a warning has said that losses are not finite.
     """
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
@@ -94,7 +97,7 @@ class LossAccumulator:
         self._is_on_cpu = device.type == "cpu"
         #: Whether a loss since the last log line was not finite; kept on the device.
         self._has_non_finite = torch.zeros((), dtype=torch.bool, device=device)
-        self._has_warned = False
+        self.has_warned = False
 
     def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Add a micro-batch's loss.
@@ -140,7 +143,7 @@ class LossAccumulator:
 
     def _warn_of_non_finite_loss(self, problem: str, step: int) -> None:
         """Warn once that the logged mean hides such losses, unless `on_divergence` reports them."""
-        if not self._has_warned and self.trainer.args.on_divergence is None:
+        if not self.has_warned and self.trainer.args.on_divergence is None:
             logger.warning(
                 "The loss %s at optimizer step %d; logging_nan_inf_filter leaves it out of the logged mean. "
                 "Find its origin with debug='underflow_overflow'; a lower learning_rate, a smaller "
@@ -148,7 +151,7 @@ class LossAccumulator:
                 problem,
                 step,
             )
-            self._has_warned = True
+            self.has_warned = True
 
     def restore(self, progress: RunProgress) -> None:
         """Restore the sums for the next log line. The final mean loss covers only the steps of this call."""
