@@ -78,10 +78,9 @@ def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> Trai
         exit_on_error=False,
     )
     arguments_parser.add_argument("--help-all", action="help", help="show this help message and exit")
-    action = arguments_parser._option_string_actions.get(words[0]) if len(words) == 1 else None
+    action = None if Parser.writes_json or len(words) != 1 else arguments_parser._option_string_actions.get(words[0])
     # A name alone asks for its help, and so does an option without its value.
-    needs_value = isinstance(action, argparse._StoreAction) and action.nargs != "?"
-    if action is not None and (is_name or needs_value) and not Parser.writes_json:
+    if action is not None and (is_name or (isinstance(action, argparse._StoreAction) and action.nargs != "?")):
         formatter = arguments_parser._get_formatter()
         formatter.add_argument(action)
         print(formatter.format_help(), end="")

@@ -180,7 +180,9 @@ def read_state(folder: str) -> TrainerState:
     try:
         state = TrainerState.load_from_json(str(file := files[0]))
         # A later run may have fewer steps. Of one run, as in a copy with other times, each log begins the next.
-        last = TrainerState.load_from_json(str(file := max(files, key=os.path.getmtime)))
+        if (file := max(files, key=os.path.getmtime)) == files[0]:
+            return state
+        last = TrainerState.load_from_json(str(file))
         return last if last.log_history != state.log_history[: len(last.log_history)] else state
     except ValueError as error:
         raise InvalidArgument(f"{file} cannot be read ({error}). Pass a complete checkpoint of the run.") from error
@@ -196,7 +198,8 @@ def _merge(saved: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[
         return step if isinstance(step := line.get("step"), (int, float)) else -1
 
     known = {(step_of(line), name) for line in saved for name in line.keys() - {"step", "epoch"}}
-    first = 0 if any(line in saved for line in new) else max(map(step_of, saved), default=-1) + 1
+    texts, new_texts = ({json.dumps(line, sort_keys=True) for line in lines} for lines in (saved, new))
+    first = 0 if texts & new_texts else max(map(step_of, saved), default=-1) + 1
     missing = (line for line in new if line["step"] >= first and not known & {(line["step"], name) for name in line})
     return [*heapq.merge(saved, missing, key=step_of)]
 
