@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from hftrainer.arguments.choices import HPSearchBackend
-from hftrainer.assembly.components import Components
+from hftrainer.assembly.trainer_parts import TrainerParts
 from hftrainer.callbacks.state import hyperparameters
 from hftrainer.compat.overrides import can_call, refuse_uncalled_methods
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
@@ -27,9 +27,7 @@ ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] =
 }
 
 
-def make_backend(
-    backend: str | HPSearchBackend | None, components: Components
-) -> tuple[HPSearchBackend, SearchBackend]:
+def make_backend(backend: str | HPSearchBackend | None, parts: TrainerParts) -> tuple[HPSearchBackend, SearchBackend]:
     """The name of the search backend, and a new instance.
 
     Raises:
@@ -45,11 +43,11 @@ def make_backend(
         raise MissingPackage(
             f"backend={name.value!r} needs a package that is not installed: pip install {backend_class.install}"
         )
-    return name, backend_class(components)
+    return name, backend_class(parts)
 
 
 def search(
-    components: Components,
+    parts: TrainerParts,
     hp_space: Any,
     compute_objective: Any,
     n_trials: int | None,
@@ -59,8 +57,8 @@ def search(
     **kwargs: Any,
 ) -> BestRun | list[BestRun]:
     """Implements `Trainer.hyperparameter_search`. Restores the training arguments after the search."""
-    trainer = components.trainer
-    name, search_backend = make_backend(backend, components)
+    trainer = parts.trainer
+    name, search_backend = make_backend(backend, parts)
     if trainer.model_init is None:
         raise InvalidSetup(
             "hyperparameter_search trains a new model in each trial: pass Trainer a model_init, which creates "
@@ -75,32 +73,32 @@ def search(
     trainer.hp_space = hp_space if hp_space is not None else search_backend.default_hp_space
     trainer.compute_objective = compute_objective if compute_objective is not None else default_compute_objective
     trainer.hp_name = hp_name
-    trainer.hp_search_backend, components.search = name, search_backend
-    components.arguments_before_search = dict(vars(trainer.args))
+    trainer.hp_search_backend, parts.search = name, search_backend
+    parts.arguments_before_search = dict(vars(trainer.args))
     try:
         return search_backend.run(trainer, n_trials, direction, **kwargs)
     finally:
-        trainer.hp_search_backend = components.search = None
-        _restore_arguments(components)
-        components.arguments_before_search = None
-        components.needs_rebuild = True
+        trainer.hp_search_backend = parts.search = None
+        _restore_arguments(parts)
+        parts.arguments_before_search = None
+        parts.needs_rebuild = True
 
 
-def set_trial_arguments(components: Components, trial: Any) -> None:
+def set_trial_arguments(parts: TrainerParts, trial: Any) -> None:
     """Set the trial's arguments, and reset all others to their values before the search."""
-    trainer = components.trainer
+    trainer = parts.trainer
     # `train(trial=...)` outside a search.
-    if components.search is None:
+    if parts.search is None:
         params = hyperparameters(trial)
     else:
-        params = components.search.hyperparameters(trainer, trial)
-        _restore_arguments(components)
+        params = parts.search.hyperparameters(trainer, trial)
+        _restore_arguments(parts)
     set_arguments(trainer.args, params, allow_model_arguments=model_takes_trial(trainer.model_init))
     logger.info("Trial: %s", dict(params))
 
 
-def _restore_arguments(components: Components) -> None:
-    arguments = components.arguments_before_search
+def _restore_arguments(parts: TrainerParts) -> None:
+    arguments = parts.arguments_before_search
     assert arguments is not None
-    vars(components.trainer.args).clear()
-    vars(components.trainer.args).update(arguments)
+    vars(parts.trainer.args).clear()
+    vars(parts.trainer.args).update(arguments)

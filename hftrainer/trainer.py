@@ -1,4 +1,4 @@
-"""`Trainer`: the documented API. Each method makes one decision or calls a component."""
+"""`Trainer`: the documented API. Each method makes one decision or calls a part."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ from hftrainer import hyperparameter_search, integrations, trainer_optimizer
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.support import refuse_unknown
 from hftrainer.arguments.validation import add_missing_fields
-from hftrainer.assembly.components import Components
+from hftrainer.assembly.trainer_parts import TrainerParts
 from hftrainer.base.tracebacks import HideEngineFrames, describe_type
 from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.compat.overrides import make_scheduler, overridable_property, record_methods
-from hftrainer.components.model_setup import check_pair
-from hftrainer.components.object_checks import check_objects, one_processing_class
 from hftrainer.data import collators, mixture
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.collators import number_of_tokens
@@ -37,6 +35,8 @@ from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.model.inspection import parameters
 from hftrainer.modelcard import create_model_card
+from hftrainer.parts.model_setup import check_pair
+from hftrainer.parts.object_checks import check_objects, one_processing_class
 from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
@@ -108,7 +108,7 @@ class Trainer(EarlierMethods):
     loss_is_scaled_for_ga: bool | None = None
     # Seconds; an evaluation without training sets it.
     model_preparation_time: float
-    # The components set these attributes, mostly during construction.
+    # The parts set these attributes, mostly during construction.
     model: nn.Module
     model_wrapped: nn.Module
     gather_function: Callable[[Any], Any]
@@ -173,17 +173,17 @@ class Trainer(EarlierMethods):
         refuse_unknown("Trainer", Trainer.__init__, unknown)
         with HideEngineFrames():
             check_objects(args, model, processing_class)
-            self._hftrainer = components = Components(self, optimizers)
+            self._hftrainer = parts = TrainerParts(self, optimizers)
             if args is None:
                 args = TrainingArguments("tmp_trainer")
                 logger.info("No args passed to Trainer: output_dir is %s.", args.output_dir)
             add_missing_fields(args, TrainingArguments)
             self.args = args
-            components.setup.resolve_arguments()
-            components.policy = components.resolved.policy
+            parts.setup.resolve_arguments()
+            parts.policy = parts.resolved.policy
             self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
             self._memory_tracker.start()
-            components.setup.set_log_level()
+            parts.setup.set_log_level()
             set_tf32(self.args)
             self.train_dataset = mixture.as_mixture(train_dataset)
             self.eval_dataset = eval_dataset
@@ -194,7 +194,7 @@ class Trainer(EarlierMethods):
             self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
             self.optimizer, self.lr_scheduler = check_pair(optimizers)
             self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-            self.data_collator = data_collator if data_collator is not None else components.setup.default_collator()
+            self.data_collator = data_collator if data_collator is not None else parts.setup.default_collator()
             if (model is None) == (model_init is None):
                 problem = "neither" if model is None else "both"
                 raise InvalidSetup(f"Trainer needs either a model or a model_init, but got {problem}.")
@@ -206,14 +206,14 @@ class Trainer(EarlierMethods):
             self.model = model  # type: ignore[assignment]
             self.create_accelerator_and_postprocess()
             # Building the engine imports libraries that draw random numbers.
-            components.model_setup.seed_generators()
-            components.model_setup.set_model(model if model is not None else self.call_model_init())
-            components.setup.init_attributes()
+            parts.model_setup.seed_generators()
+            parts.model_setup.set_model(model if model is not None else self.call_model_init())
+            parts.setup.init_attributes()
             if not isinstance(callbacks, (list, tuple, type(None))):
                 raise TypeError(f"callbacks is {describe_type(callbacks)}, not a list: write callbacks=[...].")
             trackers = integrations.callback_classes(reports)
-            components.setup.init_callbacks([*trackers, *(callbacks or [])], further_loggers)
-            components.setup.end_init()
+            parts.setup.init_callbacks([*trackers, *(callbacks or [])], further_loggers)
+            parts.setup.end_init()
             self._memory_tracker.stop_and_update_metrics()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -238,9 +238,9 @@ class Trainer(EarlierMethods):
         self._hftrainer.model_setup.move_model(model, device)
 
     @functools.cached_property
-    def _hftrainer(self) -> Components:
-        """The internal components; created here if a subclass calls methods before `super().__init__()`."""
-        return Components(self)
+    def _hftrainer(self) -> TrainerParts:
+        """The internal parts; created here if a subclass calls methods before `super().__init__()`."""
+        return TrainerParts(self)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from `model_init`, which receives the trial if it accepts an argument."""
@@ -1116,7 +1116,7 @@ class Trainer(EarlierMethods):
             self._finish_current_push()
 
     def _hp_search_setup(self, trial: Any) -> None:
-        """Set the arguments of a trial, and rebuild the components that depend on them."""
+        """Set the arguments of a trial, and rebuild the parts that depend on them."""
         self._trial = trial
         if trial is not None:
             hyperparameter_search.set_trial_arguments(self._hftrainer, trial)

@@ -29,7 +29,7 @@ class EnginePrecision(PlainPrecision):
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass, and at the end of the accumulation window the optimizer step."""
-        self._holder.backward(tensor, is_last=model.events.micro_batches.window.is_last, **kwargs)
+        self._holder.backward(tensor, is_last=model.events.batches.window.is_last, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Run the forward and backward passes, in which the engine steps."""

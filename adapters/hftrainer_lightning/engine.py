@@ -120,7 +120,7 @@ class LightningEngine:
         loggers = trainer.loggers
         self.module = module = TrainerModule(model)
         module.attach(events, optimizer, scheduler, resumed_state, automatic_optimization=automatic_optimization)
-        batches = events.micro_batches
+        batches = events.batches
         install_window_accumulation(trainer, batches)
         if batches.first_epoch or batches.first_position:
             restore_progress(
@@ -138,7 +138,7 @@ class LightningEngine:
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
                 trainer.fit(module, train_dataloaders=batches, val_dataloaders=[])
         except Exception as error:
-            events.components.saver.save_after_error(events, error)
+            events.parts.saver.save_after_error(events, error)
             raise
         finally:
             self.is_fitting = False

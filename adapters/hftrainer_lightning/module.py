@@ -74,7 +74,7 @@ class TrainerModule(WithoutBatchTransfer):
     ) -> None:
         """Attach the training run for `fit`, and the state that its callbacks resume from."""
         self.events = events
-        self.resume_state = functools.partial(events.components.saver.resume_state, events)
+        self.resume_state = functools.partial(events.parts.saver.resume_state, events)
         self._resumed_state = resumed_state
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -211,7 +211,7 @@ class TrainerModule(WithoutBatchTransfer):
         """Begin a micro-batch. Optimization may switch between automatic and manual at each optimizer step."""
         events = self.events
         events.begin_micro_batch()
-        window = events.micro_batches.window
+        window = events.batches.window
         if window.is_first and self.automatic_optimization is events.needs_manual_optimization:
             switch_optimization(self.trainer, self)
 
@@ -222,7 +222,7 @@ class TrainerModule(WithoutBatchTransfer):
             return events.loss(self.model, batch)
         loss = events.call_training_step(self.model, batch)
         events.end_micro_batch()
-        if events.micro_batches.window.is_last:
+        if events.batches.window.is_last:
             assert self._optimizer is not None
             self._precision.unscale_gradients(self._optimizer)
             events.before_optimizer_step(self.model)
@@ -244,7 +244,7 @@ class TrainerModule(WithoutBatchTransfer):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a micro-batch, and the optimizer step if it was its last."""
         events = self.events
-        if events.micro_batches.window.is_last:
+        if events.batches.window.is_last:
             events.end_step(self.model)
         else:
             events.end_substep()

@@ -75,13 +75,13 @@ class RaySearch(SearchBackend):
         check_names(trainer.args, space, allow_model_arguments=model_takes_trial(trainer.model_init))
         self._check_arguments(trainer.args, n_trials, kwargs)
         # This frees device memory for the trials.
-        self.components.runner.release_trial()
+        self.parts.runner.release_trial()
         trainer.callback_handler.eval_dataloader = None
         options, stopper = self._options(trainer.args, kwargs), _stop_on_user_error()
         options["callbacks"] = [*(options.get("callbacks") or ()), stopper]
         try:
             analysis = tune.run(
-                tune.with_parameters(train_trial, packed_trainer=pickle_trainer(self.components)),
+                tune.with_parameters(train_trial, packed_trainer=pickle_trainer(self.parts)),
                 config=dict(space),
                 num_samples=-1 if n_trials is None else n_trials,
                 **options,
@@ -169,7 +169,7 @@ class RaySearch(SearchBackend):
                 self.train_and_evaluate(trainer, trial, checkpoint=path)
             self.send_pending_report(trainer)
         finally:
-            self.components.runner.release_trial()
+            self.parts.runner.release_trial()
 
     def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Store the report. Ray gets it after the checkpoint of this step, if one is due."""
@@ -197,23 +197,23 @@ class RaySearch(SearchBackend):
                 tune.report(metrics, checkpoint=checkpoint)
             except SystemExit:
                 # Ray raises this when it ends a trial, but may kill the process at the end of the search.
-                self.components.call_callbacks("on_train_end")
+                self.parts.call_callbacks("on_train_end")
                 raise
 
     def _find_checkpoint(self, trainer: Trainer, step: int) -> Path | None:
         """The checkpoint of a step, if a trial can resume from it."""
-        if self.components.run.last_saved_step != step or trainer.args.save_only_model:
+        if self.parts.run.last_saved_step != step or trainer.args.save_only_model:
             return None
-        self.components.saver.wait_for_save()
-        folder = Path(trainer._get_output_dir(self.components.run.trial), f"{PREFIX_CHECKPOINT_DIR}-{step}").absolute()
-        return folder if folder.is_dir() and not self.components.checkpoint_writer.has_failed else None
+        self.parts.saver.wait_for_save()
+        folder = Path(trainer._get_output_dir(self.parts.run.trial), f"{PREFIX_CHECKPOINT_DIR}-{step}").absolute()
+        return folder if folder.is_dir() and not self.parts.checkpoint_writer.has_failed else None
 
 
 def train_trial(config: dict[str, Any], packed_trainer: PickledTrainer) -> None:
     """Train a trial. Ray calls this in the trial's process."""
-    components = packed_trainer.unpack()
-    assert isinstance(components.search, RaySearch)
-    components.search.train(components.trainer, config)
+    parts = packed_trainer.unpack()
+    assert isinstance(parts.search, RaySearch)
+    parts.search.train(parts.trainer, config)
 
 
 def _objective_scope(args: Any) -> str:

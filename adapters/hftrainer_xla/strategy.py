@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 #: Kind of state → suffix of a part's file name.
 FILES = {"model": "pytorch_model.bin", "optimizer": "optimizer.pt"}
-#: Components that torch_xla's wrappers add to parameter names.
+#: TrainerParts that torch_xla's wrappers add to parameter names.
 _WRAPPER_PARTS = re.compile(r"(_fsdp_shard|_fsdp_wrapped_module|_fpw_module)\.")
 _DOT = "_FSDP_SHARD_SEPARATOR_"
 

@@ -15,7 +15,7 @@ from typing import Any
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import check_launch_variables, find_unknown_variables
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.arguments.checks import check_device, check_fsdp, check_xla
+from hftrainer.arguments.device_checks import check_device, check_fsdp, check_xla
 from hftrainer.arguments.field import Argument, arguments_of
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
@@ -271,7 +271,9 @@ def check_keywords(config: Mapping[str, Any]) -> list[str]:
 _NEED_NEW_TRAINER = ("lightning_config", "deepspeed")
 
 
-def apply_argument_changes(engine: Any, args: BaseArguments, policy: ReleasePolicy, *, has_custom_loader: bool) -> None:
+def apply_changed_arguments(
+    engine: Any, args: BaseArguments, policy: ReleasePolicy, *, has_custom_loader: bool
+) -> None:
     """Apply changed arguments to the next run, where transformers would apply them.
 
     Most arguments are read when they are needed. Those that the engine stores are passed to it. Those that are read

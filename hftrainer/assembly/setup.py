@@ -13,7 +13,7 @@ from hftrainer.arguments.accelerate import copy_accelerator_settings
 from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
-from hftrainer.arguments.support import apply_argument_changes, check_supported, find_unused_settings, make_plan
+from hftrainer.arguments.support import apply_changed_arguments, check_supported, find_unused_settings, make_plan
 from hftrainer.arguments.validation import check_accelerator_config, check_types, check_values, set_accumulation_steps
 from hftrainer.base.messages import log_once
 from hftrainer.callbacks.handler import (
@@ -29,14 +29,14 @@ from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import libraries, transformers_names
 from hftrainer.compat.overrides import check_lightning_methods, is_overridden, record_methods, refuse_rewritten
-from hftrainer.components.component import Component
-from hftrainer.components.object_checks import check_consistency, check_data, check_memmap, check_optimizer
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.errors import InvalidArgument, NotAFolder, UnsupportedArgument, WrongObject
 from hftrainer.evaluation.collecting import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.parallel.accelerator import EngineAccelerator
+from hftrainer.parts.object_checks import check_consistency, check_data, check_memmap, check_optimizer
+from hftrainer.parts.part import Part
 from hftrainer.plugins import lightning_adapter
 from hftrainer.releases.followed import describe_older_release
 from hftrainer.reporting.tracking import ReportingCallback
@@ -52,32 +52,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TrainerSetup(Component):
+class TrainerSetup(Part):
     """Builds everything that depends on the arguments, for a new Trainer, each trial and each run.
 
     Args:
-        components: the parts of the Trainer; this class sets those that depend on the arguments.
+        parts: the parts of the Trainer; this class sets those that depend on the arguments.
     """
 
     def rebuild_from_arguments(self) -> None:
         """Rebuild everything that depends on the arguments, for a trial or after a search."""
         trainer = self.trainer
-        self.components.needs_rebuild = False
+        self.parts.needs_rebuild = False
         self.resolve_arguments()
         trainer._validate_args()
         if isinstance(trainer.args, TrainingArguments):
             trainer.args.hf_deepspeed_config = set_up_deepspeed(trainer.args)
         set_tf32(trainer.args)
-        self.apply_arguments()
+        self.read_arguments()
         trainer.create_accelerator_and_postprocess()
         # Until v5.2, a trial makes its model afterwards.
         if trainer.model is not None:
-            self.components.model_setup.set_model(trainer.model)
+            self.parts.model_setup.set_model(trainer.model)
 
     def resolve_arguments(self) -> None:
         """Resolve the arguments, for a new Trainer or a new trial."""
         args = self.trainer.args
-        resolved = self.components.resolved = ResolvedArguments(args)
+        resolved = self.parts.resolved = ResolvedArguments(args)
         if isinstance(args, TrainingArguments):
             args._resolved = resolved
 
@@ -94,14 +94,14 @@ class TrainerSetup(Component):
         trainer.is_in_train = False
         trainer.hp_name = trainer.hp_search_backend = trainer.objective = trainer._mixed_mesh_grads = None
         trainer.hub_model_id = trainer.push_in_progress = None
-        self.apply_arguments()
+        self.read_arguments()
 
     def end_init(self) -> None:
         """Open the repository, create the output folder, and call `on_init_end`."""
         args = self.trainer.args
         if args.push_to_hub:
             self.trainer.accelerator.processes.broadcast_from_main(self.trainer.init_hf_repo)
-        self.components.storage_sync.open_mirror()
+        self.parts.storage_sync.open_mirror()
         if args.should_save:
             try:
                 os.makedirs(str(args.output_dir), exist_ok=True)
@@ -113,9 +113,9 @@ class TrainerSetup(Component):
             except OSError as error:
                 text = f"output_dir={args.output_dir!r} cannot be created: {error.strerror}"
                 raise type(error)(error.errno, text) from None
-        self.components.call_callbacks("on_init_end")
+        self.parts.call_callbacks("on_init_end")
         config: Any = getattr(self.trainer.model, "config", None)
-        if config is not None and (self.components.policy.sets_use_cache or args.use_cache):
+        if config is not None and (self.parts.policy.sets_use_cache or args.use_cache):
             config.use_cache = args.use_cache
 
     def init_callbacks(self, callbacks: list[Any], trackers: list[Any]) -> None:
@@ -133,16 +133,16 @@ class TrainerSetup(Component):
             trainer.add_callback(progress)
         trainer.control = TrainerControl()
         trainer.state = TrainerState(
-            epoch=self.components.policy.epoch_before_training,
+            epoch=self.parts.policy.epoch_before_training,
             is_local_process_zero=trainer.is_local_process_zero(),
             is_world_process_zero=trainer.is_world_process_zero(),
-            stateful_callbacks=self.components.stateful_callbacks(),
+            stateful_callbacks=self.parts.stateful_callbacks(),
         )
 
     def add_callback(self, callback: Any) -> None:
         """Add a Trainer or Lightning callback. A Lightning progress bar replaces the Trainer's."""
         handler = self.trainer.callback_handler
-        lightning_callbacks = self.components.lightning_callbacks
+        lightning_callbacks = self.parts.lightning_callbacks
         if _is_lightning_callback(callback):
             lightning_callbacks.append(make_callback(callback))
             warn_of_misspelt_events(type(lightning_callbacks[-1]), lightning_adapter().HOOKS, HOOK_BY_EVENT)
@@ -151,7 +151,7 @@ class TrainerSetup(Component):
             new_callback = handler.callbacks[-1]
             if isinstance(new_callback, ReportingCallback):
                 run_folder = functools.partial(_run_dir, self.trainer, self.run)
-                new_callback.attach(self.trainer.save_model, run_folder, self.components.log_folder)
+                new_callback.attach(self.trainer.save_model, run_folder, self.parts.log_folder)
         if lightning_adapter().has_progress_bar(lightning_callbacks) and handler.remove_progress_bars():
             logger.warning(
                 "Lightning's progress bar replaces the Trainer's. The log lines are in "
@@ -162,7 +162,7 @@ class TrainerSetup(Component):
         """Remove a callback of either kind, and return it."""
         trainer_callbacks = self.trainer.callback_handler.callbacks
         return remove_callback_like(
-            self.components.lightning_callbacks if _is_lightning_callback(callback) else trainer_callbacks, callback
+            self.parts.lightning_callbacks if _is_lightning_callback(callback) else trainer_callbacks, callback
         )
 
     def build_engine(self) -> None:
@@ -172,32 +172,32 @@ class TrainerSetup(Component):
             UnsupportedArgument: for unsupported arguments; one error lists them all.
         """
         trainer = self.trainer
-        components = self.components
+        parts = self.parts
         refuse_rewritten(trainer)
         self._check_supported_arguments()
-        components.strategy = strategy = self._connect_processes()
+        parts.strategy = strategy = self._connect_processes()
         plan = strategy.plan
-        components.checkpoint_writer = CheckpointWriter(
+        parts.checkpoint_writer = CheckpointWriter(
             is_async=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error, to_cpu=strategy.to_cpu
         )
-        components.engine = lightning_adapter().LightningEngine(
+        parts.engine = lightning_adapter().LightningEngine(
             strategy,
-            components.lightning_callbacks,
-            get_loggers=components.open_loggers,
-            log_values=lambda values: components.run.logged_metrics.set(values),
+            parts.lightning_callbacks,
+            get_loggers=parts.open_loggers,
+            log_values=lambda values: parts.run.logged_metrics.set(values),
         )
         record_methods(EngineAccelerator)
         trainer.accelerator = EngineAccelerator(
-            components.engine,
+            parts.engine,
             strategy.device,
-            components.loaders.prepare_loader,
+            parts.loaders.prepare_loader,
             is_trainer_model=lambda model: model is trainer.model or model is trainer.model_wrapped,
-            config=vars(components.resolved.accelerator_config),
-            num_steps=components.policy.gradient_divisor(trainer.args),
+            config=vars(parts.resolved.accelerator_config),
+            num_steps=parts.policy.gradient_divisor(trainer.args),
         )
-        copy_accelerator_settings(self.components.resolved, trainer.accelerator)
+        copy_accelerator_settings(self.parts.resolved, trainer.accelerator)
         trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)
-        strategy.check_optimizers(*components.script_optimizers)
+        strategy.check_optimizers(*parts.script_optimizers)
         for name in FLAGS:
             setattr(trainer, name, name in strategy.flags)
         trainer.deepspeed = None
@@ -217,44 +217,44 @@ class TrainerSetup(Component):
                 # The main process logs the messages that all processes would log.
                 our_logger.setLevel(logging.ERROR)
 
-    def apply_arguments(self) -> None:
-        """Set everything that depends on the arguments; called again for each trial."""
+    def read_arguments(self) -> None:
+        """Take the values that the parts read from the arguments; again for each trial."""
         self.run.accumulation_steps = self.trainer.args.gradient_accumulation_steps
         self.run.train_batch_size = self.trainer.args.train_batch_size
         self.trainer.neftune_noise_alpha = self.trainer.args.neftune_noise_alpha
         self.trainer._eval_dataloaders = {}
-        self._apply_changeable_arguments()
+        self._read_changeable_arguments()
 
-    def _apply_changeable_arguments(self) -> None:
+    def _read_changeable_arguments(self) -> None:
         """Set what depends on arguments that may change between two runs."""
         args = self.trainer.args
-        self.components.past_index = legacy.old_argument(args, "past_index")
-        self.components.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
+        self.parts.past_index = legacy.old_argument(args, "past_index")
+        self.parts.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
 
-    def apply_changed_arguments(self, args: TrainingArguments) -> None:
+    def update_engine(self, args: TrainingArguments) -> None:
         """Apply the values of `args`, which may be a different object from the Trainer's arguments."""
-        components, is_custom = self.components, is_overridden(self.trainer, "get_train_dataloader")
-        apply_argument_changes(components.engine, args, components.policy, has_custom_loader=is_custom)
+        parts, is_custom = self.parts, is_overridden(self.trainer, "get_train_dataloader")
+        apply_changed_arguments(parts.engine, args, parts.policy, has_custom_loader=is_custom)
 
-    def apply_changes(self) -> None:
-        """Apply the arguments that the script changed after it created the Trainer."""
+    def read_changed_arguments(self) -> None:
+        """Take over the arguments that the script changed after it created the Trainer."""
         trainer = self.trainer
         refuse_rewritten(trainer)
-        if not self.components.policy.reads_batch_size_once:
+        if not self.parts.policy.reads_batch_size_once:
             self.run.train_batch_size = trainer.args.train_batch_size
-        self.apply_changed_arguments(trainer.args)
+        self.update_engine(trainer.args)
         # Another Trainer may have replaced accelerate's state.
-        copy_accelerator_settings(self.components.resolved, trainer.accelerator)
-        self._apply_changeable_arguments()
+        copy_accelerator_settings(self.parts.resolved, trainer.accelerator)
+        self._read_changeable_arguments()
         # The script may have set push_to_hub after it created the Trainer.
         if trainer.args.push_to_hub:
             trainer.accelerator.processes.broadcast_from_main(
-                lambda: trainer.init_hf_repo() if self.components.uploads is None else None
+                lambda: trainer.init_hf_repo() if self.parts.uploads is None else None
             )
 
     def _check_supported_arguments(self) -> None:
         """Raise for unsupported arguments, and warn about those that have no effect."""
-        resolved = self.components.resolved
+        resolved = self.parts.resolved
         resolved.model = self.trainer.model
         if problems := check_supported(resolved, has_custom_optimizer=self.trainer.optimizer is not None):
             raise UnsupportedArgument("\n".join(problems))
@@ -271,7 +271,7 @@ class TrainerSetup(Component):
     def _connect_processes(self) -> Strategy:
         """Start the other processes unless a launcher did, join the process group, and select the strategy."""
         args = self.trainer.args
-        resolved = self.components.resolved
+        resolved = self.parts.resolved
         lightning_adapter().start_other_processes(resolved.rank_info, args.ddp_timeout)
         if not resolved.rank_info.started:
             resolved.forget_rank_info()
@@ -289,7 +289,7 @@ class TrainerSetup(Component):
     def validate_args(self) -> None:
         """Raise for invalid arguments. The script may have changed them after their construction."""
         args = self.trainer.args
-        resolved = self.components.resolved
+        resolved = self.parts.resolved
         # DeepSpeed's configuration needs the accumulation steps.
         set_accumulation_steps(resolved)
         is_ours = isinstance(args, TrainingArguments)

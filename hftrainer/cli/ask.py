@@ -31,8 +31,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.errors import InvalidArgument
     from hftrainer.monitoring.journal import check_folder
-    from hftrainer.monitoring.requests import send_request
     from hftrainer.monitoring.run_page import WatchedRun
+    from hftrainer.monitoring.run_requests import send_request
 
     folder, timeout = options.folder, 60.0 if options.timeout is None else options.timeout
     if not 0 <= timeout <= 86_400:

@@ -25,7 +25,7 @@ from hftrainer.trainer_pt_utils import drop_all_rows, find_batch_size
 from hftrainer.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 if TYPE_CHECKING:
-    from hftrainer.assembly.components import Components
+    from hftrainer.assembly.trainer_parts import TrainerParts
 
 
 @dataclass(eq=False, repr=False)
@@ -33,7 +33,7 @@ class EvaluationPass:
     """A pass over an evaluation or test set. One of Lightning's loops runs it batch by batch.
 
     Args:
-        components: the parts of the Trainer.
+        parts: the parts of the Trainer.
         dataloader: the batches.
         predict: `Trainer.prediction_step` of the model: inputs → `(loss, logits, labels)`, each possibly None.
         prefix: prefix of each metric's name, before an underscore.
@@ -49,7 +49,7 @@ class EvaluationPass:
         has_metrics: whether there are metrics besides the loss.
     """
 
-    components: Components
+    parts: TrainerParts
     dataloader: Any
     predict: Callable[..., tuple[Any, Any, Any]]
     prefix: str
@@ -58,7 +58,7 @@ class EvaluationPass:
     ignore_keys: list[str] | None
 
     def __post_init__(self) -> None:
-        self.trainer = trainer = self.components.trainer
+        self.trainer = trainer = self.parts.trainer
         self.args = args = trainer.args
         self.metrics = as_metrics(trainer.compute_metrics, is_batchwise=args.batch_eval_metrics)
         processes = trainer.accelerator.processes
@@ -126,11 +126,11 @@ class EvaluationPass:
                 raise
             rows = self._make_rows(*outputs, inputs, position)
             self._collect_rows(rows, inputs, is_last, is_full=not (position.is_last or position.is_filler))
-        self.components.call_callbacks("on_prediction_step")
-        self.components.run.signal_listener.abort_if_signalled()
+        self.parts.call_callbacks("on_prediction_step")
+        self.parts.run.signal_listener.abort_if_signalled()
         if is_last:
             # Computing the metrics may take long.
-            self.components.run.heartbeat.beat(is_slow=True)
+            self.parts.run.heartbeat.beat(is_slow=True)
         if self.seen_batches % (self.args.eval_accumulation_steps or 1) == 0:
             for collector in self._collectors.values():
                 collector.move_to_cpu()
@@ -173,7 +173,7 @@ class EvaluationPass:
             rows = drop_all_rows(rows, lists_of_samples=self.args.eval_use_gather_object)
         else:
             self.seen_samples += find_batch_size(inputs) or 0
-        self.components.strategy.run_recorded_operations()
+        self.parts.strategy.run_recorded_operations()
         return rows
 
     def _main_input(self, inputs: Any) -> Any:
@@ -224,7 +224,7 @@ class EvaluationPass:
 
     def _mean_loss(self, losses: np.ndarray) -> float:
         is_finite = np.isfinite(losses)
-        drops_nonfinite = self.args.logging_nan_inf_filter and self.components.policy.filters_nonfinite_eval_losses
+        drops_nonfinite = self.args.logging_nan_inf_filter and self.parts.policy.filters_nonfinite_eval_losses
         if drops_nonfinite and is_finite.any():
             losses = losses[is_finite]
         return float(losses.mean())

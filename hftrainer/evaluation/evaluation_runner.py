@@ -20,12 +20,12 @@ from hftrainer.base.messages import log_facts, log_once
 from hftrainer.base.tracebacks import add_note, describe_type
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import accepted_args, call_with_accepted, has_length, is_overridden
-from hftrainer.components.component import Component
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collecting import make_metrics_gather, select_predictions
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.parallel import devices
 from hftrainer.parallel.process_group import CollectiveCall
+from hftrainer.parts.part import Part
 from hftrainer.reporting.metrics import mean_loss
 from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
@@ -40,11 +40,11 @@ _MEMORY_HINT = (
 )
 
 
-class EvaluationRunner(Component):
+class EvaluationRunner(Part):
     """Prepares a Trainer and a pass over a dataset for one of Lightning's loops.
 
     Args:
-        components: the parts of the Trainer.
+        parts: the parts of the Trainer.
     """
 
     #: Whether the last pass has measured the time to prepare the model.
@@ -62,7 +62,7 @@ class EvaluationRunner(Component):
             uses_names: whether to pass the names of the sets, since they are the Trainer's own.
         """
         metrics: dict[str, float] = {}
-        with self.components.engine.evaluation_group() as group_metrics:
+        with self.parts.engine.evaluation_group() as group_metrics:
             for name, dataset in datasets.items():
                 metrics |= self.trainer.evaluate(
                     name if uses_names else dataset, ignore_keys=ignore_keys, metric_key_prefix=f"{prefix}_{name}"
@@ -77,7 +77,7 @@ class EvaluationRunner(Component):
         with self.choose_loop(dataloader, "Prediction", None, ignore_keys, prefix) as loop:
             output = self.to_loop_output(loop(), dataloader)
         metrics = self._add_speed(output, prefix, start_time)
-        self.components.call_callbacks("on_predict", metrics)
+        self.parts.call_callbacks("on_predict", metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
     def evaluation_loop(
@@ -91,7 +91,7 @@ class EvaluationRunner(Component):
         """Run one of Lightning's loops over a loader; see `Trainer.evaluation_loop`."""
         trainer, run = self.trainer, self.run
         if not trainer.is_in_train:
-            self.components.setup.apply_changed_arguments(trainer.args)
+            self.parts.setup.update_engine(trainer.args)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         examples: Any = trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
         batch_size = getattr(dataloader, "batch_size", None) or trainer.args.eval_batch_size
@@ -99,7 +99,7 @@ class EvaluationRunner(Component):
         model = self._prepare_model(dataloader)
         is_prediction = description == "Prediction"
         step = functools.partial(call_with_accepted, trainer.prediction_step, model)
-        evaluation = EvaluationPass(self.components, dataloader, step, prefix, is_prediction, loss_only, ignore_keys)
+        evaluation = EvaluationPass(self.parts, dataloader, step, prefix, is_prediction, loss_only, ignore_keys)
         stage: Literal["predict", "test", "validate"]
         stage = "predict" if is_prediction else "test" if prefix.startswith("test") else "validate"
         # An evaluation must not change training's values.
@@ -114,7 +114,7 @@ class EvaluationRunner(Component):
                 collective_call,
                 precision,
             ):
-                self.components.engine.evaluate(evaluation, trainer.model, stage)
+                self.parts.engine.evaluate(evaluation, trainer.model, stage)
         except Exception as error:
             if devices.is_out_of_memory(error) and not loss_only and trainer.compute_metrics is not None:
                 add_note(error, _MEMORY_HINT)
@@ -124,7 +124,7 @@ class EvaluationRunner(Component):
             trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)
             run.past, run.logged_metrics = training_values
             # Lightning keeps logged numbers on the device.
-            self.components.strategy.run_recorded_operations()
+            self.parts.strategy.run_recorded_operations()
         return self._make_output(evaluation, description)
 
     def _make_output(self, evaluation: EvaluationPass, description: str) -> EvalLoopOutput:
@@ -172,8 +172,8 @@ class EvaluationRunner(Component):
                 with trainer.compute_loss_context_manager():
                     outputs = model(**inputs)
                 logits = select_predictions(outputs, ignore_keys, has_loss=False)
-                if self.components.past_index >= 0:
-                    self.run.past = outputs[self.components.past_index - 1]
+                if self.parts.past_index >= 0:
+                    self.run.past = outputs[self.parts.past_index - 1]
         if loss_only:
             return loss, None, None
         return loss, nested_detach(_unwrap_single(logits)), labels
@@ -203,25 +203,25 @@ class EvaluationRunner(Component):
 
         Only this process's items divide the loss.
         """
-        trainer, components = self.trainer, self.components
-        averages_tokens, components.averages_tokens = components.averages_tokens, False
+        trainer, parts = self.trainer, self.parts
+        averages_tokens, parts.averages_tokens = parts.averages_tokens, False
         try:
-            divides_by_items = components.policy.divides_eval_loss_by_items
+            divides_by_items = parts.policy.divides_eval_loss_by_items
             num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if divides_by_items else None
             context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)
-            if loss_only and trainer.args.use_liger_kernel and components.policy.skips_logits:
+            if loss_only and trainer.args.use_liger_kernel and parts.policy.skips_logits:
                 # Liger's fused loss then keeps no logits.
                 inputs = {**inputs, "skip_logits": True}
             keywords = {"return_outputs": True, "num_items_in_batch": num_items}
             with trainer.compute_loss_context_manager(), context():
                 yield inputs, accepted_args(trainer.compute_loss, keywords)
         finally:
-            components.averages_tokens = averages_tokens
+            parts.averages_tokens = averages_tokens
 
     def _ignored_keys(self) -> list[str]:
         """Outputs that the model's config excludes from predictions."""
         config = getattr(self.trainer.model, "config", None)
-        excludes_cache = config is not None and self.components.policy.excludes_past_key_values
+        excludes_cache = config is not None and self.parts.policy.excludes_past_key_values
         cache = libraries.cache_output_name()
         ignored_keys = list(getattr(config, "keys_to_ignore_at_inference", [cache] if excludes_cache else []))
         # Models for earlier releases list the cache under an old name; their outputs use the current name.
@@ -242,7 +242,7 @@ class EvaluationRunner(Component):
         is_asked_for = legacy.old_argument(trainer.args, "use_legacy_prediction_loop")
         uses_old = is_asked_for or (overrides_old and not overrides_new)
         loop: Callable[..., Any] = trainer.prediction_loop if uses_old else trainer.evaluation_loop
-        engine = self.components.engine
+        engine = self.parts.engine
         settings = {"prediction_loss_only": prediction_loss_only, "ignore_keys": ignore_keys}
         keywords = accepted_args(loop, {**settings, "metric_key_prefix": metric_key_prefix})
         with engine.autocast_forward(trainer.model) if overrides_new or overrides_old else contextlib.nullcontext():
@@ -265,8 +265,8 @@ class EvaluationRunner(Component):
         """
         metrics = self._add_speed(output, prefix, start_time)
         self.trainer.log(metrics)
-        self.components.print_xla_metrics()
-        self.components.call_callbacks("on_evaluate", metrics)
+        self.parts.print_xla_metrics()
+        self.parts.call_callbacks("on_evaluate", metrics)
         return metrics
 
     def _add_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
@@ -285,8 +285,8 @@ class EvaluationRunner(Component):
         Returns:
             The prepared model.
         """
-        trainer, components = self.trainer, self.components
-        components.model_setup.prepare_for_evaluation()
+        trainer, parts = self.trainer, self.parts
+        parts.model_setup.prepare_for_evaluation()
         model = trainer._wrap_model(trainer.model, training=False)
         if not trainer.accelerator._models and model is trainer.model:
             model = trainer.accelerator.prepare_model(model, evaluation_mode=True)

@@ -16,7 +16,7 @@ from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_measurement
 
 if TYPE_CHECKING:
-    from hftrainer.assembly.components import Components
+    from hftrainer.assembly.trainer_parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 
@@ -129,33 +129,33 @@ def _title(name: str) -> str:
 # ---- Hyperparameters: those that influence the result ----------------------------------------------------------------
 
 
-def hyperparameters(components: Components) -> dict[str, Any]:
+def hyperparameters(parts: TrainerParts) -> dict[str, Any]:
     """The hyperparameters as name → value, with the names of arguments if possible."""
-    args = components.trainer.args
+    args = parts.trainer.args
     precision = "fp16" if args.fp16 else "bf16" if args.bf16 else None
     return {
         "learning_rate": args.learning_rate,
-        **_batch_sizes(components),
+        **_batch_sizes(parts),
         "seed": args.seed,
-        "optimizer": _format_optimizer(components),
+        "optimizer": _format_optimizer(parts),
         **({"weight_decay": args.weight_decay} if args.weight_decay else {}),
-        **_schedule(components),
+        **_schedule(parts),
         **({"mixed_precision_training": f"Native AMP ({precision})"} if precision else {}),
         **({"label_smoothing_factor": args.label_smoothing_factor} if args.label_smoothing_factor else {}),
     }
 
 
-def _batch_sizes(components: Components) -> dict[str, Any]:
+def _batch_sizes(parts: TrainerParts) -> dict[str, Any]:
     """Batch sizes (samples or tokens) per process and in total, and the kind of parallelism."""
-    trainer, args = components.trainer, components.trainer.args
+    trainer, args = parts.trainer, parts.trainer.args
     processes = trainer.accelerator.processes.data_world_size
-    train_size, eval_size = args.tokens_per_batch or components.run.train_batch_size, args.eval_batch_size
+    train_size, eval_size = args.tokens_per_batch or parts.run.train_batch_size, args.eval_batch_size
     name = "train_batch_size" if args.tokens_per_batch is None else "tokens_per_batch"
     sizes: dict[str, Any] = {name: train_size, "eval_batch_size": eval_size}
     # `as_text` also reads the enum of transformers.
     if as_text(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:
         kinds = {"xla": "TPU", "tpu": "TPU", "cpu": "multi-CPU"}
-        strategy = f" ({components.strategy.card_name})" if components.strategy.card_name else ""
+        strategy = f" ({parts.strategy.card_name})" if parts.strategy.card_name else ""
         sizes["distributed_type"] = kinds.get(args.device.type, "multi-GPU") + strategy
     if args.world_size > 1:
         sizes["num_devices"] = args.world_size
@@ -168,9 +168,9 @@ def _batch_sizes(components: Components) -> dict[str, Any]:
     return sizes
 
 
-def _format_optimizer(components: Components) -> str:
-    trainer, args = components.trainer, components.trainer.args
-    script_optimizer, _ = components.script_optimizers
+def _format_optimizer(parts: TrainerParts) -> str:
+    trainer, args = parts.trainer, parts.trainer.args
+    script_optimizer, _ = parts.script_optimizers
     if script_optimizer is not None:
         return _format_settings(type(script_optimizer).__name__, script_optimizer.defaults)
     if trainer.optimizer_cls_and_kwargs is not None:
@@ -187,9 +187,9 @@ def _format_settings(name: str, settings: Mapping[str, Any]) -> str:
     return ", ".join([name, *(f"{key}={value}" for key, value in values.items())])
 
 
-def _schedule(components: Components) -> dict[str, Any]:
-    args = components.trainer.args
-    _, script_schedule = components.script_optimizers
+def _schedule(parts: TrainerParts) -> dict[str, Any]:
+    args = parts.trainer.args
+    _, script_schedule = parts.script_optimizers
     length = {"training_steps": args.max_steps} if args.max_steps != -1 else {"num_epochs": args.num_train_epochs}
     if script_schedule is not None:
         return {"lr_scheduler_type": type(script_schedule).__name__, **length}

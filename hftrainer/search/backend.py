@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnknownArgument, suggest
 
 if TYPE_CHECKING:
-    from hftrainer.assembly.components import Components
+    from hftrainer.assembly.trainer_parts import TrainerParts
     from hftrainer.trainer import Trainer
     from hftrainer.trainer_utils import BestRun
 
@@ -27,7 +27,7 @@ class SearchBackend(abc.ABC):
         name: its name in `backend`, which is also the name of the library's module.
         install: the argument of `pip install` for the library.
         directions: 'minimize' or 'maximize' for each objective.
-        components: the parts of the Trainer.
+        parts: the parts of the Trainer.
     """
 
     name: ClassVar[str]
@@ -37,8 +37,8 @@ class SearchBackend(abc.ABC):
     #: Whether `train_and_evaluate` also reports the evaluation that follows training if training has none.
     reports_last_evaluation: ClassVar[bool] = True
 
-    def __init__(self, components: Components) -> None:
-        self.components = components
+    def __init__(self, parts: TrainerParts) -> None:
+        self.parts = parts
 
     @classmethod
     def is_available(cls) -> bool:

@@ -30,7 +30,7 @@ from hftrainer.parallel import devices
 from hftrainer.releases.followed import follow
 
 if TYPE_CHECKING:
-    from hftrainer.assembly.components import Components
+    from hftrainer.assembly.trainer_parts import TrainerParts
     from hftrainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -179,41 +179,41 @@ class PickledTrainer:
     pickled: bytes
     folder: str
 
-    def unpack(self) -> Components:
+    def unpack(self) -> TrainerParts:
         """Unpickle the Trainer, and prepare it for training in this process.
 
         Changes to its working directory if that exists here.
         """
-        components: Components = pickle.loads(self.pickled)
-        trainer = components.trainer
+        parts: TrainerParts = pickle.loads(self.pickled)
+        trainer = parts.trainer
         if os.path.isdir(self.folder):
             os.chdir(self.folder)
-        for arguments in filter(None, (vars(trainer.args), components.arguments_before_search)):
+        for arguments in filter(None, (vars(trainer.args), parts.arguments_before_search)):
             arguments["output_dir"] = os.path.join(self.folder, arguments["output_dir"])
         # install() was not called in this process.
-        follow(components.policy.release)
-        components.setup.set_log_level()
-        components.setup.apply_arguments()
-        components.rebuild()
+        follow(parts.policy.release)
+        parts.setup.set_log_level()
+        parts.setup.read_arguments()
+        parts.rebuild()
         for callback in list(trainer.callback_handler.callbacks):
             if is_instance_by_name(callback, "NotebookProgressCallback"):
                 trainer.pop_callback(callback)
                 trainer.add_callback(ProgressCallback)
-        return components
+        return parts
 
 
-def pickle_trainer(components: Components) -> PickledTrainer:
+def pickle_trainer(parts: TrainerParts) -> PickledTrainer:
     """Pickle a Trainer without changing it.
 
     Raises:
         InvalidArgument: if an attribute or a callback cannot be pickled. The error names it.
     """
-    trainer, state = components.trainer, components.trainer_state_for_copy()
+    trainer, state = parts.trainer, parts.trainer_state_for_copy()
     try:
-        return PickledTrainer(_pickle_with_state(components, trainer, state), os.getcwd())
+        return PickledTrainer(_pickle_with_state(parts, trainer, state), os.getcwd())
     except Exception as error:
         raise InvalidArgument(
-            f"{_find_unpicklable_name(components, state)} cannot be pickled for the processes of the search ({error}). "
+            f"{_find_unpicklable_name(parts, state)} cannot be pickled for the processes of the search ({error}). "
             "Create it in those processes instead, for example in a callback's on_train_begin."
         ) from error
 
@@ -239,19 +239,19 @@ def _set_state(trainer: Trainer, state: dict[str, Any]) -> None:
     vars(trainer).update(state)
 
 
-def _find_unpicklable_name(components: Components, state: dict[str, Any]) -> str:
+def _find_unpicklable_name(parts: TrainerParts, state: dict[str, Any]) -> str:
     """The name of the first callback or attribute that cannot be pickled."""
-    class_name, callbacks = type(components.trainer).__name__, components.trainer.callback_handler.callbacks
-    search_attributes: dict[str, Any] = {} if components.search is None else vars(components.search)
-    parts: list[tuple[str, Any]] = [
-        *((f"The callback {type(each).__name__}", each) for each in (*callbacks, *components.lightning_callbacks)),
+    class_name, callbacks = type(parts.trainer).__name__, parts.trainer.callback_handler.callbacks
+    search_attributes: dict[str, Any] = {} if parts.search is None else vars(parts.search)
+    candidates: list[tuple[str, Any]] = [
+        *((f"The callback {type(each).__name__}", each) for each in (*callbacks, *parts.lightning_callbacks)),
         *((f"The search's {name.strip('_')}", value) for name, value in search_attributes.items()),
         *((f"{class_name}.{name}", value) for name, value in state.items()),
     ]
-    for name, value in parts:
-        if value is not components:
+    for name, value in candidates:
+        if value is not parts:
             try:
-                _pickle_with_state(value, components.trainer, {})
+                _pickle_with_state(value, parts.trainer, {})
             except Exception:
                 return name
     return class_name

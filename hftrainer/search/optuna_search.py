@@ -94,7 +94,7 @@ class OptunaSearch(backend.SearchBackend):
         if trial.should_prune():
             import optuna
 
-            self.components.call_callbacks("on_train_end")
+            self.parts.call_callbacks("on_train_end")
             raise optuna.TrialPruned(f"at step {step}")
 
     def _open_study(self, trainer: Trainer, kwargs: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class OptunaSearch(backend.SearchBackend):
                     "Use the same, or another study_name."
                 ) from None
             study.sampler.reseed_rng()
-        self.study = self.components.hp_study = study
+        self.study = self.parts.hp_study = study
 
     def _run_trials(self, trainer: Trainer, n_trials: int | None, options: dict[str, Any]) -> None:
         """Train trials until the search ends; with `n_jobs`, also in workers."""
@@ -138,8 +138,8 @@ class OptunaSearch(backend.SearchBackend):
         worker_count = self._jobs if remaining_trials is None else min(self._jobs, remaining_trials)
         if worker_count > 1:
             # Free the model, so that it is not pickled.
-            self.components.runner.release_trial()
-            with self._workers.run_workers(worker_count, partial(train_in_worker, pickle_trainer(self.components))):
+            self.parts.runner.release_trial()
+            with self._workers.run_workers(worker_count, partial(train_in_worker, pickle_trainer(self.parts))):
                 self.optimize(trainer)
         # This also retries the trials of killed workers.
         if not self._is_stopped():
@@ -208,7 +208,7 @@ class OptunaSearch(backend.SearchBackend):
                 raise
             error = backend.TrialFailed(reason)
         finally:
-            self.components.runner.release_trial()
+            self.parts.runner.release_trial()
         if error is not None:
             raise error
         values = objective if isinstance(objective, Sequence) else [objective]
@@ -233,7 +233,7 @@ class OptunaSearch(backend.SearchBackend):
             with contextlib.suppress(optuna.TrialPruned):
                 self.train_and_evaluate(trainer, trial)
         finally:
-            self.components.runner.release_trial()
+            self.parts.runner.release_trial()
 
     def _find_best_run(self) -> BestRun | list[BestRun]:
         from optuna.trial import TrialState
@@ -256,11 +256,11 @@ class OptunaSearch(backend.SearchBackend):
 
 def train_in_worker(packed_trainer: PickledTrainer) -> None:
     """Train trials of a pickled Trainer's study. Called in a worker of `n_jobs`."""
-    components = packed_trainer.unpack()
-    assert isinstance(components.search, OptunaSearch)
+    parts = packed_trainer.unpack()
+    assert isinstance(parts.search, OptunaSearch)
     # With the same seed, the sampler would repeat the suggestions of the script's process.
-    components.search.study.sampler.reseed_rng()
-    components.search.optimize(components.trainer)
+    parts.search.study.sampler.reseed_rng()
+    parts.search.optimize(parts.trainer)
 
 
 def _check_kwargs(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any], is_distributed: bool) -> None:

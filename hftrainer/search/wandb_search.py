@@ -17,7 +17,7 @@ from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 
 if TYPE_CHECKING:
-    from hftrainer.assembly.components import Components
+    from hftrainer.assembly.trainer_parts import TrainerParts
     from hftrainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ class WandbSearch(SearchBackend):
 
     metric: str
 
-    def __init__(self, components: Components) -> None:
-        super().__init__(components)
+    def __init__(self, parts: TrainerParts) -> None:
+        super().__init__(parts)
         self.best_run: BestRun | None = None
         self.failures: list[str] = []
 
@@ -145,7 +145,7 @@ class WandbSearch(SearchBackend):
             reason = f"{type(error).__name__}: {error}"
             self.failures.append(reason)
         finally:
-            self.components.runner.release_trial()
+            self.parts.runner.release_trial()
         if reason is not None:
             raise TrialFailed(reason)
         if self.metric not in dict(run.summary):

@@ -14,14 +14,14 @@ from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.callbacks.flow_callbacks import EarlyStoppingCallback, evaluation_key
 from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import call_with_accepted, has_parameter, is_overridden
-from hftrainer.components.component import Component
 from hftrainer.errors import InvalidArgument, MetricNotFound
 from hftrainer.optimization import needs_metric
 from hftrainer.parallel.devices import is_out_of_memory
+from hftrainer.parts.part import Part
 from hftrainer.reporting.metrics import get_metric, mean_loss
 
 
-class ControlActions(Component):
+class ControlActions(Part):
     """Logs, evaluates and saves as the control flags request."""
 
     def run_requested_actions(
@@ -61,7 +61,7 @@ class ControlActions(Component):
             needs_metrics = is_overridden(trainer, "_save_checkpoint") and has_parameter(save, "metrics")
             with self._phase("saving"):
                 save(model, trial, **({"metrics": metrics} if needs_metrics else {}))
-                self.components.saver.call_on_save()
+                self.parts.saver.call_on_save()
             self._sync_control_flags()
 
     def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -83,8 +83,8 @@ class ControlActions(Component):
         interval_loss, metrics = run.logged_metrics.pop(loss, steps)
         # As in transformers, NaN stays NaN, which `zero_()` would reset.
         tr_loss -= tr_loss
-        self.components.strategy.run_recorded_operations()
-        logs: dict[str, float] = {"loss": self.components.policy.logged_loss(interval_loss / steps)}
+        self.parts.strategy.run_recorded_operations()
+        logs: dict[str, float] = {"loss": self.parts.policy.logged_loss(interval_loss / steps)}
         if grad_norm is not None:
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
         logs["learning_rate"] = learning_rate if learning_rate is not None else self.trainer._get_learning_rate()
@@ -103,7 +103,7 @@ class ControlActions(Component):
         if events is not None:
             events.has_unfinished_evaluation = True
         try:
-            with self.components.engine.evaluation_group() as lightning_metrics:
+            with self.parts.engine.evaluation_group() as lightning_metrics:
                 if isinstance(trainer.eval_dataset, Mapping):
                     metrics = self._evaluate_sets(trainer.eval_dataset, ignore_keys)
                 else:
@@ -178,7 +178,7 @@ class ControlActions(Component):
         if not (value > state.best_metric if args.greater_is_better else value < state.best_metric):
             return False
         state.best_metric = value
-        if not self.components.policy.records_best_step:
+        if not self.parts.policy.records_best_step:
             folder = f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             state.best_model_checkpoint = os.path.join(self.trainer._get_output_dir(trial), folder)
         if args.save_strategy != SaveStrategy.NO:

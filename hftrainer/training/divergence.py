@@ -23,16 +23,16 @@ import torch
 
 from hftrainer.checkpointing.run_progress import STEP_SETTINGS, count_samples
 from hftrainer.compat.overrides import has_length
-from hftrainer.components.component import Component
-from hftrainer.components.storage_sync import run_folder
 from hftrainer.data.accumulation import Span, TrainingSchedule
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import seed_of_order
 from hftrainer.errors import TrainingDiverged
 from hftrainer.monitoring import journal
+from hftrainer.parts.part import Part
+from hftrainer.parts.storage_sync import run_folder
 
 if TYPE_CHECKING:
-    from hftrainer.assembly.components import Components
+    from hftrainer.assembly.trainer_parts import TrainerParts
     from hftrainer.trainer import Trainer
     from hftrainer.training.run_batches import RunBatches
 
@@ -86,16 +86,16 @@ class Diverged(Exception):
         self.finding = finding
 
 
-class DivergenceWatch(Component):
+class DivergenceWatch(Part):
     """Checks the steps of a run for divergence.
 
     Args:
-        components: the parts of the Trainer.
+        parts: the parts of the Trainer.
         batches: the micro-batches of the run.
     """
 
-    def __init__(self, components: Components, batches: RunBatches) -> None:
-        super().__init__(components)
+    def __init__(self, parts: TrainerParts, batches: RunBatches) -> None:
+        super().__init__(parts)
         self.batches = batches
         self.is_enabled = self.run.skipped_samples is not None
         losses = [] if self.run.progress is None else self.run.progress.recent_losses

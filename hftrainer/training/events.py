@@ -16,11 +16,11 @@ import torch
 
 from hftrainer.checkpointing.resume import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
-from hftrainer.components.component import Component
 from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
 from hftrainer.errors import DamagedCheckpoint, InvalidSetup, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import add_missing_groups, keep_argument_settings, needs_metric
+from hftrainer.parts.part import Part
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import RunMonitors
 from hftrainer.training.run_batches import RunBatches
@@ -28,16 +28,16 @@ from hftrainer.training.stopping import ControlSync
 from hftrainer.training.sums import LossAccumulator, StepEndValues
 
 if TYPE_CHECKING:
-    from hftrainer.assembly.components import Components
+    from hftrainer.assembly.trainer_parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 
 
-class TrainingEvents(Component):
+class TrainingEvents(Part):
     """Handles all events of one call of `train()`.
 
     Args:
-        components: the parts of the Trainer.
+        parts: the parts of the Trainer.
         schedule: the lengths of the run.
         train_dataloader: the loader of the training data.
         trial: the hyperparameter trial, if any.
@@ -57,7 +57,7 @@ class TrainingEvents(Component):
 
     def __init__(
         self,
-        components: Components,
+        parts: TrainerParts,
         schedule: TrainingSchedule,
         train_dataloader: Any,
         trial: Any,
@@ -66,20 +66,20 @@ class TrainingEvents(Component):
         first_epoch: int,
         position: int,
     ) -> None:
-        super().__init__(components)
+        super().__init__(parts)
         self.schedule, self.trial, self.ignore_keys, self.resume_folder = schedule, trial, ignore_keys, resume_folder
         self.start_time = time.time()
         self.backward_divisor = self.trainer.accelerator.gradient_accumulation_steps
-        self.syncs_each_batch = components.resolved.accelerator_config.sync_each_batch
+        self.syncs_each_batch = parts.resolved.accelerator_config.sync_each_batch
 
-        self.control_sync = ControlSync(components, functools.partial(components.saver.save_if_needed, trial))
-        self.micro_batches = RunBatches(
-            components, self.control_sync, schedule, train_dataloader, resume_folder, first_epoch, position
+        self.control_sync = ControlSync(parts, functools.partial(parts.saver.save_if_needed, trial))
+        self.batches = RunBatches(
+            parts, self.control_sync, schedule, train_dataloader, resume_folder, first_epoch, position
         )
         self.loss_accumulator = LossAccumulator(self.trainer, self.run)
-        self.divergence = DivergenceWatch(components, self.micro_batches)
+        self.divergence = DivergenceWatch(parts, self.batches)
         self.step_end_values = StepEndValues(self.trainer.callback_handler.callbacks)
-        self.monitors = RunMonitors(components, self.micro_batches, trial, is_finished=self.is_finished)
+        self.monitors = RunMonitors(parts, self.batches, trial, is_finished=self.is_finished)
 
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
@@ -94,7 +94,7 @@ class TrainingEvents(Component):
 
     def load_optimizer(self) -> None:
         """Load optimizer and scheduler state, after callbacks have added their parameter groups."""
-        optimizer, scheduler = self.components.require_optimizer(), self.trainer.lr_scheduler
+        optimizer, scheduler = self.parts.require_optimizer(), self.trainer.lr_scheduler
         initial_groups = [dict(group) for group in optimizer.param_groups]
         add_missing_groups(scheduler, optimizer)
         with contextlib.nullcontext() if self.trial is None else keep_argument_settings(optimizer, scheduler):
@@ -110,13 +110,13 @@ class TrainingEvents(Component):
     def is_finished(self) -> bool:
         """Whether the checkpoint already contains the run's last step."""
         is_complete = self.resume_folder is not None and self.trainer.state.global_step >= self.schedule.max_steps
-        return is_complete or self.micro_batches.first_epoch >= self.schedule.num_train_epochs
+        return is_complete or self.batches.first_epoch >= self.schedule.num_train_epochs
 
     def begin_training(self) -> None:
         """Call `on_train_begin`, evaluate with `eval_on_start`, and complete an interrupted evaluation or epoch."""
         self.trainer.model_wrapped.zero_grad()
-        self.components.strategy.run_recorded_operations()
-        self.components.call_callbacks("on_train_begin")
+        self.parts.strategy.run_recorded_operations()
+        self.parts.call_callbacks("on_train_begin")
         if self.trainer.args.eval_on_start:
             with self.control_sync.abort_evaluation_on_signal(), self.monitors.phase("evaluation"):
                 self.trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
@@ -131,7 +131,7 @@ class TrainingEvents(Component):
 
     def _finish_saved_epoch(self) -> None:
         """End the checkpoint's epoch, if it was saved after the epoch's last step but before `on_epoch_end`."""
-        progress, batches = self.run.progress, self.micro_batches
+        progress, batches = self.run.progress, self.batches
         if progress is None or progress.epoch_ended or progress.epoch is None:
             return
         if progress.epoch >= batches.first_epoch and self.trainer.state.global_step < self.schedule.max_steps:
@@ -180,31 +180,31 @@ class TrainingEvents(Component):
     def _epoch_arguments(self) -> dict[str, Any]:
         return {
             "model": self.trainer.model_wrapped,
-            "epoch": self.micro_batches.epoch,
-            "train_dataloader": self.micro_batches.reader.loader,
+            "epoch": self.batches.epoch,
+            "train_dataloader": self.batches.reader.loader,
             "steps_in_epoch": self.schedule.steps_in_epoch,
             "num_update_steps_per_epoch": self.schedule.num_update_steps_per_epoch,
             "trial": self.trial,
             "ignore_keys_for_eval": self.ignore_keys,
             "start_time": self.start_time,
             "resume_from_checkpoint": self.resume_folder,
-            "epochs_trained": self.micro_batches.first_epoch,
-            "steps_trained_in_current_epoch": self.micro_batches.first_position,
+            "epochs_trained": self.batches.first_epoch,
+            "steps_trained_in_current_epoch": self.batches.first_position,
         }
 
     def begin_epoch(self, epoch: int) -> None:
         """Call `on_epoch_begin`, before the data iterator is created."""
-        self.micro_batches.epoch, self.micro_batches.window = epoch, AccumulationWindow()
+        self.batches.epoch, self.batches.window = epoch, AccumulationWindow()
         self.epoch_ended = False
         self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
-        add_missing_groups(self.trainer.lr_scheduler, self.components.require_optimizer())
+        add_missing_groups(self.trainer.lr_scheduler, self.parts.require_optimizer())
         self.run.past = None
-        self.components.call_callbacks("on_epoch_begin")
+        self.parts.call_callbacks("on_epoch_begin")
 
     def end_epoch(self) -> None:
         """Call `on_epoch_end`, then log, evaluate and save as requested."""
-        batches = self.micro_batches
+        batches = self.batches
         if not batches.window.size and not (batches.resumes_epoch and batches.first_position):
             logger.warning(
                 "The training data yielded no batch in epoch %d: stopping training at step %d!",
@@ -215,8 +215,8 @@ class TrainingEvents(Component):
 
     def _close_epoch(self) -> None:
         self.epoch_ended = True
-        self.components.call_callbacks("on_epoch_end")
-        self.components.print_xla_metrics()
+        self.parts.call_callbacks("on_epoch_end")
+        self.parts.print_xla_metrics()
         self.control_sync.sync_control_flags()
         self._log_save_evaluate()
         self.control_sync.stop_if_signalled()
@@ -225,14 +225,14 @@ class TrainingEvents(Component):
 
     def begin_micro_batch(self) -> None:
         """Call `on_step_begin` at the first micro-batch of an optimizer step."""
-        window = self.micro_batches.window
+        window = self.batches.window
         self.trainer.accelerator.sync_gradients = window.is_last
         if window.is_first:
-            self.components.call_callbacks("on_step_begin")
+            self.parts.call_callbacks("on_step_begin")
 
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """The loss of a micro-batch, of which Lightning then runs backward."""
-        loss = self.components.losses.loss(model, inputs, self.micro_batches.window.num_items)
+        loss = self.parts.losses.loss(model, inputs, self.batches.window.num_items)
         self._micro_batch = loss, inputs
         return loss
 
@@ -241,7 +241,7 @@ class TrainingEvents(Component):
 
         Only the window's last micro-batch all-reduces gradients, unless `syncs_each_batch`.
         """
-        window = self.micro_batches.window
+        window = self.batches.window
         is_local = not (window.is_last or self.syncs_each_batch)
         step, items = self.trainer.training_step, window.num_items
         with self.trainer.accelerator.no_sync(model=model) if is_local else contextlib.nullcontext():
@@ -270,8 +270,8 @@ class TrainingEvents(Component):
 
     def end_substep(self) -> None:
         """Call `on_substep_end`, after a micro-batch without an optimizer step."""
-        self.components.strategy.run_recorded_operations()
-        self.components.call_callbacks("on_substep_end")
+        self.parts.strategy.run_recorded_operations()
+        self.parts.call_callbacks("on_substep_end")
 
     # ---- Optimizer steps ---------------------------------------------------------------------------------------
 
@@ -281,10 +281,10 @@ class TrainingEvents(Component):
         # Until v4.57, max_grad_norm may be None.
         should_clip = self.trainer.args.max_grad_norm is not None and self.trainer.args.max_grad_norm > 0
         norm = self.trainer._clip_grad_norm(model) if should_clip else None
-        needs_norm = norm is not None or self.components.policy.logs_grad_norm_without_clipping
+        needs_norm = norm is not None or self.parts.policy.logs_grad_norm_without_clipping
         self.grad_norm = self.trainer._get_grad_norm(model, grad_norm=norm) if needs_norm else None
         self.divergence.check_step(model, self.grad_norm)
-        self.components.call_callbacks("on_pre_optimizer_step")
+        self.parts.call_callbacks("on_pre_optimizer_step")
 
     def after_optimizer_step(self, is_skipped: bool, *, is_schedule_replaced: bool) -> None:
         """Call `on_optimizer_step`, and step the learning-rate schedule.
@@ -297,12 +297,12 @@ class TrainingEvents(Component):
         trainer = self.trainer
         trainer.accelerator.optimizer_step_was_skipped = is_skipped
         self.has_uncounted_step = True
-        self.components.call_callbacks("on_optimizer_step")
+        self.parts.call_callbacks("on_optimizer_step")
         if is_schedule_replaced:
             self.learning_rate = float(trainer.get_learning_rates()[0])
             return
         # In other releases, the log line reads the learning rate after the scheduler's step.
-        if self.components.policy.logs_rate_of_step:
+        if self.parts.policy.logs_rate_of_step:
             self.learning_rate = trainer._get_learning_rate()
         # Metric-driven schedules step after evaluations.
         if not is_skipped and not needs_metric(trainer.lr_scheduler):
@@ -312,21 +312,21 @@ class TrainingEvents(Component):
         """Count the step, call `on_step_end`, then log, evaluate, save or stop as requested."""
         state = self.trainer.state
         clear_gradients(model)
-        self.components.strategy.run_recorded_operations()
+        self.parts.strategy.run_recorded_operations()
         state.global_step += 1
         state.epoch = self.epoch_after_step()
         self.is_stepping = self.has_uncounted_step = False
-        self.micro_batches.is_between_steps = True
-        self.components.call_callbacks("on_step_end", **self.step_end_values.pop())
+        self.batches.is_between_steps = True
+        self.parts.call_callbacks("on_step_end", **self.step_end_values.pop())
         self.monitors.poll_requests()
         self.control_sync.end_step()
         self._log_save_evaluate()
-        self.components.checkpoint_writer.poll()
+        self.parts.checkpoint_writer.poll()
         self.control_sync.stop_if_signalled()
 
     def epoch_after_step(self) -> float:
         """The fraction of epochs that is done once the current step is counted."""
-        return self.micro_batches.epoch + self.micro_batches.state_dict()["position"] / self.schedule.steps_in_epoch
+        return self.batches.epoch + self.batches.state_dict()["position"] / self.schedule.steps_in_epoch
 
     def _log_save_evaluate(self) -> None:
         """Log, evaluate and save as requested. Overrides are called after every step."""
@@ -339,7 +339,7 @@ class TrainingEvents(Component):
                 "grad_norm": self.grad_norm,
                 "model": self.trainer.model_wrapped,
                 "trial": self.trial,
-                "epoch": self.micro_batches.epoch,
+                "epoch": self.batches.epoch,
                 "ignore_keys_for_eval": self.ignore_keys,
                 "start_time": self.start_time,
                 "learning_rate": self.learning_rate,
@@ -348,8 +348,8 @@ class TrainingEvents(Component):
             args, kwargs = overrides.log_save_evaluate_arguments(method, arguments)
             with self.control_sync.abort_evaluation_on_signal():
                 method(*args, **kwargs)
-        if self.components.search is not None and self.trial is not None:
-            self.components.search.send_pending_report(self.trainer)
+        if self.parts.search is not None and self.trial is not None:
+            self.parts.search.send_pending_report(self.trainer)
 
     # ---- The end -----------------------------------------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class TrainingEvents(Component):
         """Close the run's data, journal and traces. The journal records `reason`."""
         # A failed micro-batch leaves its loss and batch.
         self._micro_batch = None
-        self.micro_batches.reader.close()
+        self.batches.reader.close()
         self.monitors.close(reason)
 
     @property

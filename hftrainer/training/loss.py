@@ -17,12 +17,12 @@ from hftrainer.base.messages import log_once
 from hftrainer.base.tracebacks import describe_type, note_batch
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import accepted_args, accepts, call_with_accepted, ignores_other_keywords, is_overridden
-from hftrainer.components.component import Component
 from hftrainer.data.collators import count_tokens
 from hftrainer.data.loaders import to_device
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.model.inspection import is_training, smoothing_shifts_labels
 from hftrainer.parallel import devices
+from hftrainer.parts.part import Part
 from hftrainer.trainer_pt_utils import rebuild_container
 from hftrainer.trainer_utils import speed_metrics
 
@@ -87,7 +87,7 @@ def _accepts_items(function: Callable[..., Any]) -> bool:
     return is_parameter or (accepts(function, "num_items_in_batch") and not ignores_other_keywords(function))
 
 
-class LossComputer(Component):
+class LossComputer(Part):
     """Prepares micro-batches, computes their losses, and counts their tokens and operations.
 
     Attributes:
@@ -117,7 +117,7 @@ class LossComputer(Component):
         """The data on the device. For a container, `Trainer._prepare_input` prepares each item."""
         if not isinstance(data, torch.Tensor) and isinstance(data, (dict, list, tuple, Mapping)):
             return rebuild_container(data, self.trainer._prepare_input)
-        return self.components.strategy.cast_batch(to_device(data, self.trainer.accelerator.device), self.trainer.model)
+        return self.parts.strategy.cast_batch(to_device(data, self.trainer.accelerator.device), self.trainer.model)
 
     # ---- The loss ----------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class LossComputer(Component):
 
     def _divide_losses(self, loss: torch.Tensor, other_losses: Mapping[str, Any], items: Any) -> torch.Tensor:
         """Divide the loss for accumulation, unless the items have divided it, and log the other losses."""
-        divisor = self.components.policy.loss_divisor(self.run.accumulation_steps, self.trainer.args)
+        divisor = self.parts.policy.loss_divisor(self.run.accumulation_steps, self.trainer.args)
         if divisor > 1 and self._is_loss_scaled(items):
             divisor = 1
         for name, other_loss in other_losses.items():
@@ -199,9 +199,9 @@ class LossComputer(Component):
 
     def _require_separate_samples(self, model: nn.Module) -> None:
         """Raise UnsupportedArgument if a sample's logits depend on other samples in its row."""
-        model, collator = libraries.unwrap_compiled(model), self.components.loaders.flat_collator()
-        name = type(self.components.unwrapped_model).__name__
-        vocabulary = len(self.components.unwrapped_model.get_input_embeddings().weight)
+        model, collator = libraries.unwrap_compiled(model), self.parts.loaders.flat_collator()
+        name = type(self.parts.unwrapped_model).__name__
+        vocabulary = len(self.parts.unwrapped_model.get_input_embeddings().weight)
         first, second, other = ([token % vocabulary for token in range(begin, begin + 4)] for begin in (1, 5, 9))
         rows = []
         for pair in ((first, second), (first, other), (other, second)):
@@ -223,7 +223,7 @@ class LossComputer(Component):
         if not accepts(self.trainer.compute_loss, "num_items_in_batch"):
             # Overrides written before v4.46 do not accept the number of items.
             return False
-        is_counted = num_items_in_batch is not None or not self.components.policy.divides_uncounted_loss
+        is_counted = num_items_in_batch is not None or not self.parts.policy.divides_uncounted_loss
         return (self.trainer.model_accepts_loss_kwargs and is_counted) or self._loss_function_accepts_items
 
     @property
@@ -245,13 +245,13 @@ class LossComputer(Component):
         if trainer.model_accepts_loss_kwargs and num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         outputs = model(**inputs)
-        if self.components.past_index >= 0:
-            self.run.past = outputs[self.components.past_index]
+        if self.parts.past_index >= 0:
+            self.run.past = outputs[self.parts.past_index]
         if trainer.compute_loss_func is not None:
             loss = call_with_accepted(trainer.compute_loss_func, outputs, labels, num_items_in_batch=num_items_in_batch)
         elif trainer.label_smoother is not None and labels is not None:
             shift = smoothing_shifts_labels(trainer.accelerator.unwrap_model(model))
-            items = num_items_in_batch if self.components.policy.smooths_over_items else None
+            items = num_items_in_batch if self.parts.policy.smooths_over_items else None
             loss = trainer.label_smoother(outputs, labels, shift_labels=shift, num_items_in_batch=items)
         else:
             if trainer.label_smoother is not None:
@@ -262,7 +262,7 @@ class LossComputer(Component):
                 )
             loss = extract_loss(outputs, inputs)
         accepts_items = trainer.model_accepts_loss_kwargs or self._loss_function_accepts_items
-        if self.components.averages_tokens and accepts_items and num_items_in_batch is not None:
+        if self.parts.averages_tokens and accepts_items and num_items_in_batch is not None:
             # Averaging the gradients divides the loss by this number.
             loss = loss * trainer.accelerator.processes.data_world_size
         return loss, outputs
@@ -271,7 +271,7 @@ class LossComputer(Component):
 
     def num_items(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         """Number of labels that are not -100, over all micro-batches; None if unused."""
-        policy = self.components.policy
+        policy = self.parts.policy
         is_used = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
         if (not is_used and policy.counts_items_only_if_used) or not batch_samples or "labels" not in batch_samples[0]:
             return None
@@ -280,7 +280,7 @@ class LossComputer(Component):
             # The labels of detection models are lists of dicts.
             return None
         items = sum(each.ne(-100).sum() for each in labels).to(device)
-        if self.components.averages_tokens:
+        if self.parts.averages_tokens:
             items = self.sum_over_data(items)
         return policy.num_items(items)
 
@@ -302,7 +302,7 @@ class LossComputer(Component):
             return {}
         tokens = self.trainer.state.num_input_tokens_seen
         metrics: dict[str, float] = {"num_input_tokens_seen": tokens}
-        if start_time is not None and self.components.policy.logs_tokens_per_second:
+        if start_time is not None and self.parts.policy.logs_tokens_per_second:
             metrics |= speed_metrics("train", start_time, num_tokens=tokens - self.run.initial_tokens)
         return metrics
 
@@ -312,7 +312,7 @@ class LossComputer(Component):
         These are 6 per token and parameter.
         """
         model: Any = self.trainer.model
-        if not self.components.policy.estimates_total_flos and hasattr(model, "floating_point_ops"):
+        if not self.parts.policy.estimates_total_flos and hasattr(model, "floating_point_ops"):
             flos: int = model.floating_point_ops(inputs)
             return flos
         main_input = getattr(model, "main_input_name", "input_ids")

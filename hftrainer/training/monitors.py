@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.choices import SaveStrategy, read_observe
-from hftrainer.components.component import Component
-from hftrainer.components.mixture_batches import make_source_log
-from hftrainer.components.storage_sync import run_folder
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
 from hftrainer.monitoring.journal import COMPLETE, JOURNAL_NAME, Journal, read_events
 from hftrainer.monitoring.observer import Observer
-from hftrainer.monitoring.requests import Requests
+from hftrainer.monitoring.run_requests import Requests
+from hftrainer.parts.mixture_batches import make_source_log
+from hftrainer.parts.part import Part
+from hftrainer.parts.storage_sync import run_folder
 from hftrainer.trainer_pt_utils import find_batch_size
 
 if TYPE_CHECKING:
-    from hftrainer.assembly.components import Components
+    from hftrainer.assembly.trainer_parts import TrainerParts
     from hftrainer.training.run_batches import RunBatches
 
 
-class RunMonitors(Component):
+class RunMonitors(Part):
     """Reports the events of a run to its observers, and polls its requests.
 
     Args:
-        components: the parts of the Trainer.
+        parts: the parts of the Trainer.
         batches: the micro-batches of the run.
         trial: the hyperparameter trial, if any.
         is_finished: whether the checkpoint already contains the run's last step.
@@ -39,13 +39,13 @@ class RunMonitors(Component):
         requests: the requests to the run; None except on the main process.
     """
 
-    def __init__(self, components: Components, batches: RunBatches, trial: Any, *, is_finished: bool) -> None:
-        super().__init__(components)
+    def __init__(self, parts: TrainerParts, batches: RunBatches, trial: Any, *, is_finished: bool) -> None:
+        super().__init__(parts)
         self.batches = batches
-        self.sources = make_source_log(components, batches.reader.loader)
+        self.sources = make_source_log(parts, batches.reader.loader)
         folder = run_folder(self.trainer, trial)
-        self.observer = _make_observer(components, batches, folder, is_finished=is_finished)
-        self.requests = _make_requests(components, folder)
+        self.observer = _make_observer(parts, batches, folder, is_finished=is_finished)
+        self.requests = _make_requests(parts, folder)
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count a micro-batch after its backward pass. `loss` is the result of `LossAccumulator.add_loss`."""
@@ -85,9 +85,9 @@ class RunMonitors(Component):
             self.trainer.remove_callback(self.observer)
 
 
-def _make_observer(components: Components, batches: RunBatches, folder: str, *, is_finished: bool) -> Observer | None:
+def _make_observer(parts: TrainerParts, batches: RunBatches, folder: str, *, is_finished: bool) -> Observer | None:
     """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
-    trainer, args, plan = components.trainer, components.trainer.args, components.engine.plan
+    trainer, args, plan = parts.trainer, parts.trainer.args, parts.engine.plan
     # All later runs in a folder write to its journal, so that it says which is the last.
     has_earlier = os.path.isfile(os.path.join(folder, JOURNAL_NAME))
     observations = read_observe(args.observe) | ({"journal"} if has_earlier else set())
@@ -101,9 +101,9 @@ def _make_observer(components: Components, batches: RunBatches, folder: str, *, 
     has_journal = "journal" in observations and trainer.is_world_process_zero() and not is_recorded
     observer = Observer(
         observations,
-        lambda: components.run.seconds,
+        lambda: parts.run.seconds,
         batches.reader.waits,
-        lambda count: int(components.losses.sum_over_data(torch.tensor([count]))),
+        lambda count: int(parts.losses.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
         Journal(folder if has_journal else None),
         {"world_size": args.world_size, "device": str(args.device), "resumed_from": batches.resume_folder},
@@ -127,9 +127,9 @@ def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:
     return find_batch_size(inputs) or 0, 0
 
 
-def _make_requests(components: Components, folder: str) -> Requests | None:
+def _make_requests(parts: TrainerParts, folder: str) -> Requests | None:
     """The requests to a run; None except on the main process."""
-    trainer, args, progress = components.trainer, components.trainer.args, components.run.progress
+    trainer, args, progress = parts.trainer, parts.trainer.args, parts.run.progress
     if not trainer.is_world_process_zero():
         return None
     return Requests(

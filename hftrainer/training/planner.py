@@ -13,28 +13,28 @@ from hftrainer.base.messages import log_facts, tell
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
 from hftrainer.compat.overrides import count_positional_arguments, has_length, make_scheduler
-from hftrainer.components.component import Component
 from hftrainer.data.accumulation import TrainingSchedule, plan_schedule, position_at_step, read_schedule
 from hftrainer.errors import UnsupportedArgument
+from hftrainer.parts.part import Part
 from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.reporting import summary
 from hftrainer.training.sums import LoggedMetrics
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
-    from hftrainer.assembly.components import Components
+    from hftrainer.assembly.trainer_parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 
 
-class Planner(Component):
+class Planner(Part):
     """Plans a run from its arguments and its training loader."""
 
     def plan_run(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
         """Compute the lengths of the run with `set_initial_training_values`, whose signature depends on the release."""
         size = self.trainer.get_total_train_batch_size(args)
         argument_count = count_positional_arguments(self.trainer.set_initial_training_values)
-        needs_size = not self.components.policy.returns_steps_in_epoch if argument_count is None else argument_count > 2
+        needs_size = not self.parts.policy.returns_steps_in_epoch if argument_count is None else argument_count > 2
         initial_values = self.trainer.set_initial_training_values(args, dataloader, *([size] if needs_size else []))
         return read_schedule(initial_values, args, total_train_batch_size=size)
 
@@ -44,16 +44,16 @@ class Planner(Component):
         # Batches differ in size, so use the mean.
         if is_sized and args.tokens_per_batch is not None and len(dataloader):
             examples = self.trainer.num_examples(dataloader) / len(dataloader)
-            size = max(1, round(examples * self.components.engine.accumulation_steps_of(0)))
+            size = max(1, round(examples * self.parts.engine.accumulation_steps_of(0)))
         schedule = plan_schedule(
             args,
             len(dataloader) * self.trainer.get_sp_size() if is_sized else None,
             self.trainer.num_examples(dataloader) if is_sized else None,
             self.trainer.get_total_train_batch_size(args) if size is None else size,
-            self.components.engine.accumulation_steps_of,
-            self.components.policy.steps_of_epoch,
+            self.parts.engine.accumulation_steps_of,
+            self.parts.policy.steps_of_epoch,
         )
-        if self.components.policy.returns_steps_in_epoch:
+        if self.parts.policy.returns_steps_in_epoch:
             return schedule
         return EarlierSchedule.from_schedule(schedule, epoch_based=args.max_steps < 0, has_length=is_sized)
 
@@ -73,7 +73,7 @@ class Planner(Component):
                 "To run code before or after it, call super()._inner_training_loop(...); for the rest, override "
                 "training_step, get_batch_samples or _maybe_log_save_evaluate."
             )
-        trainer.state = TrainerState(stateful_callbacks=self.components.stateful_callbacks())
+        trainer.state = TrainerState(stateful_callbacks=self.parts.stateful_callbacks())
         trainer.state.is_hyper_param_search = trial is not None
         trainer.state.train_batch_size = self.run.train_batch_size
         trainer.state.compute_steps(trainer.args, max_steps)
@@ -85,7 +85,7 @@ class Planner(Component):
             first_epoch, position = position_of_progress or position_at_step(
                 trainer.state.global_step,
                 schedule.steps_in_epoch,
-                self.components.engine.accumulation_steps_of,
+                self.parts.engine.accumulation_steps_of,
                 () if self.run.skipped_samples is None else self.run.skipped_samples.windows,
             )
             position = 0 if trainer.args.ignore_data_skip else position
@@ -116,7 +116,7 @@ class Planner(Component):
             "Optimizer steps per epoch": schedule.num_update_steps_per_epoch,
             size_label: tokens or self.run.train_batch_size,
             "Batch size of an optimizer step, over all devices": schedule.total_train_batch_size,
-            "Gradient accumulation steps": self.components.engine.accumulation_steps_of(0),
+            "Gradient accumulation steps": self.parts.engine.accumulation_steps_of(0),
             "Optimizer steps": steps,
             "Trainable parameters": self.trainer.get_num_trainable_parameters(),
         }
@@ -165,7 +165,7 @@ class Planner(Component):
     def set_found_batch_size(self) -> None:
         """Run the `BatchSizeFinder` among the callbacks, if any."""
         optimizer = self.trainer.optimizer
-        batch_size = self.components.engine.run_batch_size_finder(TrialSteps(self.components), self.trainer.model)
+        batch_size = self.parts.engine.run_batch_size_finder(TrialSteps(self.parts), self.trainer.model)
         # Discard the optimizer of the trial steps.
         self.trainer.optimizer = optimizer
         if batch_size is not None:
@@ -178,11 +178,11 @@ class Planner(Component):
         Args:
             max_steps: optimizer steps of the run.
         """
-        learning_rate = self.components.engine.run_learning_rate_finder(TrialSteps(self.components), self.trainer.model)
+        learning_rate = self.parts.engine.run_learning_rate_finder(TrialSteps(self.parts), self.trainer.model)
         if learning_rate is None:
             return
         logger.info("LearningRateFinder: %g replaces learning_rate=%g.", learning_rate, self.trainer.args.learning_rate)
-        for group in self.components.require_optimizer().param_groups:
+        for group in self.parts.require_optimizer().param_groups:
             group["lr"] = group["initial_lr"] = learning_rate
         if self.run.has_created_scheduler:
             self.trainer.lr_scheduler = None
@@ -191,7 +191,7 @@ class Planner(Component):
             self.trainer.lr_scheduler.base_lrs = [learning_rate for _ in self.trainer.lr_scheduler.base_lrs]
 
 
-class TrialSteps(Component):
+class TrialSteps(Part):
     """A Trainer's data, optimizer and loss, for the trial steps of Lightning's finders.
 
     Attributes:
@@ -200,15 +200,15 @@ class TrialSteps(Component):
         max_grad_norm: the norm to which gradients are clipped; 0 for no clipping.
     """
 
-    def __init__(self, components: Components) -> None:
-        super().__init__(components)
+    def __init__(self, parts: TrainerParts) -> None:
+        super().__init__(parts)
         self.batch_size = self.run.train_batch_size
         self.learning_rate = self.trainer.args.learning_rate
         self.max_grad_norm = self.trainer.args.max_grad_norm
 
     def make_loader(self, batch_size: int) -> Any:
         """The training data in batches of `batch_size` samples."""
-        run = self.components.run
+        run = self.parts.run
         batch_size_of_run = run.train_batch_size
         run.train_batch_size = batch_size
         try:
@@ -222,9 +222,9 @@ class TrialSteps(Component):
 
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """The loss of one batch, which makes up a complete optimizer step."""
-        run = self.components.run
+        run = self.parts.run
         run.accumulation_steps = 1
         items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
-        loss = self.components.losses.loss(model, inputs, items)
+        loss = self.parts.losses.loss(model, inputs, items)
         run.logged_metrics = LoggedMetrics()
         return loss

@@ -14,12 +14,12 @@ from hftrainer.base.messages import tell
 from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing import resume
-from hftrainer.components.component import Component
 from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.errors import InvalidArgument, TrainingDiverged, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
+from hftrainer.parts.part import Part
 from hftrainer.trainer_pt_utils import nested_apply
 from hftrainer.training.divergence import Finding, SkippedSamples
 
@@ -93,7 +93,7 @@ def _to_cpu(leaf: Any) -> Any:
     return leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
 
-class Restarts(Component):
+class Restarts(Part):
     """Restarts the training of a run, and releases the objects of the previous attempt."""
 
     def prepare_run(self, folder: str | None, trial: Any) -> None:
@@ -101,7 +101,7 @@ class Restarts(Component):
         args = self.trainer.args
         self.run.has_rolled_back = False
         self.run.skipped_samples = None if args.on_divergence is None else SkippedSamples(self.trainer, trial, folder)
-        needs_start = args.on_divergence == "rollback" and folder is None and not self.components.strategy.shards_model
+        needs_start = args.on_divergence == "rollback" and folder is None and not self.parts.strategy.shards_model
         needs_start |= args.auto_find_batch_size
         self.run.initial_state = InitialStateSnapshot(self.trainer) if needs_start else None
 
@@ -113,11 +113,11 @@ class Restarts(Component):
         """
         assert self.run.skipped_samples is not None
         initial_state, self.run.has_rolled_back = self.run.initial_state, True
-        self.components.saver.wait_for_save()
-        processes, mirror = self.trainer.accelerator.processes, self.components.storage_sync.mirror
+        self.parts.saver.wait_for_save()
+        processes, mirror = self.trainer.accelerator.processes, self.parts.storage_sync.mirror
         if mirror is not None:
             processes.run_on_main(mirror.wait)
-        folder: str | None = processes.broadcast_from_main(self.components.saver.last_checkpoint)
+        folder: str | None = processes.broadcast_from_main(self.parts.saver.last_checkpoint)
         message = self.run.skipped_samples.add_finding(finding, folder)
         if mirror is not None:
             processes.run_on_main(mirror.upload_files)
@@ -135,7 +135,7 @@ class Restarts(Component):
             # End the scaler's step, which the optimizer did not make.
             scaler.update(scaler.get_scale())
         if folder is not None:
-            self.components.saver.load_weights_and_batch_size(folder)
+            self.parts.saver.load_weights_and_batch_size(folder)
         elif initial_state is not None:
             initial_state.restore()
             handler, states = self.trainer.callback_handler, initial_state.callback_states
@@ -154,7 +154,7 @@ class Restarts(Component):
         self.run.train_batch_size //= 2
         logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
         self._end_attempt("out of memory", initial_state.optimizers)
-        self.components.storage_sync.discard_checkpoints(self.run.checkpoints_written)
+        self.parts.storage_sync.discard_checkpoints(self.run.checkpoints_written)
         initial_state.restore()
         return folder
 
@@ -172,6 +172,6 @@ class Restarts(Component):
         handler = self.trainer.callback_handler
         if isinstance(self.trainer.optimizer, LayerWiseDummyOptimizer):
             self.trainer.optimizer.remove_hooks()
-        self.components.engine.trainer = self.components.engine.module = None
+        self.parts.engine.trainer = self.parts.engine.module = None
         self.trainer.optimizer = self.trainer.lr_scheduler = handler.optimizer = handler.lr_scheduler = None
-        self.components.checkpoint_writer.close_ignoring_errors()
+        self.parts.checkpoint_writer.close_ignoring_errors()

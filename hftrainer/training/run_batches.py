@@ -7,23 +7,23 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.compat import overrides
-from hftrainer.components.component import Component
 from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
 from hftrainer.data.epoch_reader import EpochReader, ResumePoint
+from hftrainer.parts.part import Part
 
 if TYPE_CHECKING:
-    from hftrainer.assembly.components import Components
+    from hftrainer.assembly.trainer_parts import TrainerParts
     from hftrainer.training.stopping import ControlSync
 
 
-class RunBatches(Component):
+class RunBatches(Part):
     """An iterable over an epoch's micro-batches. `window` describes the last one yielded.
 
     All micro-batches of a window are fetched before the first is used, as in `transformers.Trainer`: the number of
     items in a window must be known before its first loss.
 
     Args:
-        components: the parts of the Trainer.
+        parts: the parts of the Trainer.
         control_sync: knows when all ranks have agreed to stop.
         schedule: the lengths of the run.
         train_dataloader: the loader of the training data.
@@ -40,7 +40,7 @@ class RunBatches(Component):
 
     def __init__(
         self,
-        components: Components,
+        parts: TrainerParts,
         control_sync: ControlSync,
         schedule: TrainingSchedule,
         train_dataloader: Any,
@@ -48,7 +48,7 @@ class RunBatches(Component):
         first_epoch: int,
         first_position: int,
     ) -> None:
-        super().__init__(components)
+        super().__init__(parts)
         self.control_sync, self.schedule, self.resume_folder = control_sync, schedule, resume_folder
         self.first_epoch, self.first_position = first_epoch, first_position
         self.epoch, self.position = first_epoch, first_position
@@ -71,7 +71,7 @@ class RunBatches(Component):
         size = self._accumulation_steps()
         remainder = total % size or size
         # The epoch keeps its planned number of windows if a callback changes the accumulation.
-        planned_size = self.components.engine.accumulation_steps_of(self.epoch)
+        planned_size = self.parts.engine.accumulation_steps_of(self.epoch)
         first_update, last_update = index // size, math.ceil(total / planned_size) - 1
         for update in range(first_update, last_update + 1):
             num_batches = remainder if update == last_update else self._accumulation_steps()
@@ -119,8 +119,8 @@ class RunBatches(Component):
     def _accumulation_steps(self) -> int:
         """A callback's value, or else the argument's current value."""
         argument = self.trainer.args.gradient_accumulation_steps
-        self.components.model_setup.check_accumulation(argument)
-        steps: int = self.components.engine.accumulation_steps_of(self.epoch, argument)
+        self.parts.model_setup.check_accumulation(argument)
+        steps: int = self.parts.engine.accumulation_steps_of(self.epoch, argument)
         return steps
 
     def _get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:

@@ -21,14 +21,14 @@ from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.folder import clear_stale, delete_all_but_best
 from hftrainer.checkpointing.run_progress import read_global_batch_size
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
-from hftrainer.components.component import Component
-from hftrainer.components.object_checks import check_evaluation_data
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.model.apply_arguments import apply_model_arguments
 from hftrainer.monitoring import health
 from hftrainer.parallel import devices
+from hftrainer.parts.object_checks import check_evaluation_data
+from hftrainer.parts.part import Part
 from hftrainer.reporting import summary
 from hftrainer.reporting.tracking import begin_runs
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
@@ -40,17 +40,17 @@ from hftrainer.training.stopping import SignalListener
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
-    from hftrainer.assembly.components import Components
+    from hftrainer.assembly.trainer_parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 
 
-class TrainingRunner(Component):
+class TrainingRunner(Part):
     """Runs training, restarts it with smaller batches after out-of-memory errors, and releases its objects."""
 
-    def __init__(self, components: Components) -> None:
-        super().__init__(components)
-        self.planner, self.restarts = Planner(components), Restarts(components)
+    def __init__(self, parts: TrainerParts) -> None:
+        super().__init__(parts)
+        self.planner, self.restarts = Planner(parts), Restarts(parts)
 
     # ---- Before the first attempt ------------------------------------------------------------------------------
 
@@ -74,11 +74,11 @@ class TrainingRunner(Component):
 
     def prepare(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
         """Make the model, apply the arguments of this `train()`, and return the checkpoint to resume from."""
-        model_setup = self.components.model_setup
+        model_setup = self.parts.model_setup
         resume.warn_about_unused_argument(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
-        self.components.checkpoint_writer.close_ignoring_errors()
+        self.parts.checkpoint_writer.close_ignoring_errors()
         folder = self._find_folder(resume_from_checkpoint)
-        if self.components.policy.makes_model_before_trial:
+        if self.parts.policy.makes_model_before_trial:
             model_setup.remake_model(trial)
             model_setup.align_special_tokens()
             self.trainer._hp_search_setup(trial)
@@ -87,9 +87,9 @@ class TrainingRunner(Component):
             if self.trainer.model_init is None:
                 model_setup.align_special_tokens()
             model_setup.remake_model(trial)
-        self.components.setup.apply_changes()
-        self.components.control_actions.check_best_metric()
-        if errors := self.components.engine.check_callbacks(
+        self.parts.setup.read_changed_arguments()
+        self.parts.control_actions.check_best_metric()
+        if errors := self.parts.engine.check_callbacks(
             finds_batch_size=self.trainer.args.auto_find_batch_size,
             evaluates=self.trainer.args.eval_strategy != "no" or bool(self.trainer.args.eval_minutes),
             automatic_optimization=not needs_manual_optimization(self.trainer),
@@ -100,7 +100,7 @@ class TrainingRunner(Component):
             raise UnsupportedArgument("\n".join(errors))
         self.run.resumed_from = folder
         if folder is not None:
-            self.components.saver.load_weights_and_batch_size(folder)
+            self.parts.saver.load_weights_and_batch_size(folder)
             if self.trainer.args.elastic:
                 self._keep_global_batch(folder)
         return folder
@@ -112,7 +112,7 @@ class TrainingRunner(Component):
             clear_stale(str(args.output_dir))
         processes.barrier()
         folder: str | None
-        resume_from_checkpoint = self.components.storage_sync.fetch_checkpoint(resume_from_checkpoint)
+        resume_from_checkpoint = self.parts.storage_sync.fetch_checkpoint(resume_from_checkpoint)
         if not (isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.startswith("hub:")):
             folder = processes.broadcast_from_main(lambda: resume.find_folder(resume_from_checkpoint, args))
             return folder
@@ -140,7 +140,7 @@ class TrainingRunner(Component):
         if steps != self.trainer.args.gradient_accumulation_steps and self.trainer.is_world_process_zero():
             tell(f"gradient_accumulation_steps={steps} keeps the {global_batch_size} samples of a step (elastic=True).")
         self.trainer.args.gradient_accumulation_steps = steps
-        self.components.setup.apply_changes()
+        self.parts.setup.read_changed_arguments()
 
     # ---- Attempts ----------------------------------------------------------------------------------------------
 
@@ -184,22 +184,22 @@ class TrainingRunner(Component):
     def _training_context(self) -> Iterator[None]:
         """Apply model arguments and handle signals in the block, then release the run's objects."""
         trainer = self.trainer
-        components = self.components
+        parts = self.parts
         watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in (trainer.args.debug or ()) else None
         trainer.is_in_train = True
         error_name = ""
-        saves = components.saver.should_save_on_interrupt()
+        saves = parts.saver.should_save_on_interrupt()
         self.run.signal_listener = SignalListener(saves, self._describe_saves, has_launcher=trainer.args.world_size > 1)
         try:
             with (
                 health.serve_health(
-                    trainer.args, trainer.accelerator.processes, lambda: trainer.state, components.saver.last_checkpoint
+                    trainer.args, trainer.accelerator.processes, lambda: trainer.state, parts.saver.last_checkpoint
                 ) as self.run.heartbeat,
                 apply_model_arguments(
-                    components.unwrapped_model, trainer.args, components.engine.plan.read_once, trainer=trainer
+                    parts.unwrapped_model, trainer.args, parts.engine.plan.read_once, trainer=trainer
                 ),
                 self.run.signal_listener.handle_signals(),
-                components.loaders.explain_removed_columns(trainer.train_dataset),
+                parts.loaders.explain_removed_columns(trainer.train_dataset),
             ):
                 yield
                 # The signal arrived after the last step: everything is already saved.
@@ -216,18 +216,18 @@ class TrainingRunner(Component):
 
     def _finish_after_error(self, error: BaseException) -> None:
         """Complete what the run has begun to write, and say what it has saved."""
-        components = self.components
+        parts = self.parts
         close_bars(self.trainer.callback_handler.callbacks)
-        components.checkpoint_writer.close_ignoring_errors()
+        parts.checkpoint_writer.close_ignoring_errors()
         if text := self._describe_saves():
             if isinstance(error, KeyboardInterrupt):
                 add_note(error, wrap_text(f"[hftrainer] {text}", sys.stderr))
             elif self.run.signal_listener.signal_number is not None:
                 tell(text)
         # After an Exception, a search continues with the next trial.
-        if components.uploads is not None and (components.search is None or not isinstance(error, Exception)):
-            components.uploads.finish(is_urgent=lambda: True)
-        components.storage_sync.finish_after_error()
+        if parts.uploads is not None and (parts.search is None or not isinstance(error, Exception)):
+            parts.uploads.finish(is_urgent=lambda: True)
+        parts.storage_sync.finish_after_error()
 
     def _release_run(self, error_name: str) -> None:
         """Close the run's events and release the objects of the run. `error_name` is empty if no error ended it."""
@@ -241,7 +241,7 @@ class TrainingRunner(Component):
     def _describe_saves(self) -> str:
         """What an interrupted run has saved; empty in all but the main process, and in runs that save nothing."""
         run, step = self.run, self.trainer.state.global_step
-        if not (self.trainer.is_world_process_zero() and self.components.saver.should_save_on_interrupt()):
+        if not (self.trainer.is_world_process_zero() and self.parts.saver.should_save_on_interrupt()):
             return ""
         text = f"A second signal stopped the run at step {step}, before its save was complete. "
         since = f" since {run.resumed_from}" if run.resumed_from else ""
@@ -254,7 +254,7 @@ class TrainingRunner(Component):
         """Implements `Trainer._inner_training_loop`: plan, prepare, run Lightning's loop, and finish."""
         trainer = self.trainer
         # An override may pass other arguments.
-        self.components.setup.apply_changed_arguments(args)
+        self.parts.setup.update_engine(args)
         trainer.accelerator.free_memory()
         if args.auto_find_batch_size and batch_size is not None:
             trainer._update_auto_batch_size(batch_size)
@@ -272,14 +272,14 @@ class TrainingRunner(Component):
         else:
             recorder = events.step_end_values.record_outputs(trainer.model)
             with _add_step_note(events), recorder, devices.error_hints():
-                self.components.engine.fit(
+                self.parts.engine.fit(
                     events,
                     model,
-                    self.components.require_optimizer(),
+                    self.parts.require_optimizer(),
                     trainer.lr_scheduler,
                     log_every_n_steps=self.planner.steps_between_logs(events.schedule),
                     resumed_state=resume.load_lightning_callbacks(folder),
-                    find_unused_parameters=self.components.model_setup.finds_unused_parameters(),
+                    find_unused_parameters=self.parts.model_setup.finds_unused_parameters(),
                 )
         self.run.heartbeat.enter_phase("ended")
         return trainer._finalize_training(trial, events.schedule.num_train_samples, events.start_time)
@@ -293,18 +293,18 @@ class TrainingRunner(Component):
             The events of the run, and the model to train.
         """
         # An override of get_train_dataloader prepares its loader in this block.
-        with self.components.loaders.treat_as_training_data():
+        with self.parts.loaders.treat_as_training_data():
             dataloader = self.trainer.get_train_dataloader()
         if args.on_divergence is not None and self.run.skipped_samples is None:
             raise UnsupportedArgument(
                 f"on_divergence={args.on_divergence!r} needs Trainer.train: let your train() call super().train()."
             )
-        self.components.loaders.warn_of_custom_loader(dataloader)
+        self.parts.loaders.warn_of_custom_loader(dataloader)
         planned_schedule = self.planner.plan_run(args, dataloader)
         skipped_samples = self.run.skipped_samples
         schedule = planned_schedule if skipped_samples is None else skipped_samples.extend_schedule(planned_schedule)
         self.run.schedule = schedule
-        self.run.progress = self.components.saver.load_progress(folder, schedule)
+        self.run.progress = self.parts.saver.load_progress(folder, schedule)
         first_epoch, position = self.trainer._init_training_state(
             schedule.max_steps, schedule.num_update_steps_per_epoch, planned_schedule.num_train_epochs, folder, trial
         )
@@ -315,7 +315,7 @@ class TrainingRunner(Component):
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
         self.planner.log_start(schedule, None if folder is None else (first_epoch, position))
         self.run.events = events = TrainingEvents(
-            self.components, schedule, dataloader, trial, ignore_keys, folder, first_epoch, position
+            self.parts, schedule, dataloader, trial, ignore_keys, folder, first_epoch, position
         )
         return events, model
 
@@ -329,11 +329,11 @@ class TrainingRunner(Component):
             tracker_runs: Mapping[str, Any] = {}
             if progress is not None and (progress.owes_evaluation or not events.is_finished):
                 tracker_runs = progress.tracker_runs
-            place = self.components.storage_sync.checkpoint_place(trial)
+            place = self.parts.storage_sync.checkpoint_place(trial)
             begin_runs(trainer.callback_handler.callbacks, tracker_runs, trainer.args, trainer.state, place)
         if trainer.args.should_save:
             run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
-            self.components.checkpoint_writer.script_files.begin_run(run_dir)
+            self.parts.checkpoint_writer.script_files.begin_run(run_dir)
 
     def _resume_finished_run(self, events: TrainingEvents, folder: str | None) -> None:
         """Load and upload the checkpoint of a finished run, without training."""
@@ -348,26 +348,26 @@ class TrainingRunner(Component):
 
     def finish(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
-        trainer, components = self.trainer, self.components
+        trainer, parts = self.trainer, self.parts
         assert self.run.events is not None
-        if not components.policy.loads_best_after_logging:
-            components.saver.wait_for_save()
-            components.saver.load_best_at_end()
+        if not parts.policy.loads_best_after_logging:
+            parts.saver.wait_for_save()
+            parts.saver.load_best_at_end()
         metrics = self._final_metrics(num_train_samples, start_time)
         trainer.log(metrics)
-        components.saver.wait_for_save()
-        components.checkpoint_writer.close()
-        if components.policy.loads_best_after_logging:
-            components.saver.load_best_at_end()
+        parts.saver.wait_for_save()
+        parts.checkpoint_writer.close()
+        if parts.policy.loads_best_after_logging:
+            parts.saver.load_best_at_end()
         run_dir, only_checkpoint = trainer._get_output_dir(trial), self._only_checkpoint()
-        if trainer.args.should_save and only_checkpoint is not None and components.storage_sync.mirror is None:
+        if trainer.args.should_save and only_checkpoint is not None and parts.storage_sync.mirror is None:
             delete_all_but_best(only_checkpoint, run_dir)
-        components.call_callbacks("on_train_end")
+        parts.call_callbacks("on_train_end")
         if trainer.args.push_to_hub:
             trainer.accelerator.processes.run_on_main(trainer._finish_current_push)
         else:
             trainer._finish_current_push()
-        components.storage_sync.finish_uploads(run_dir, only_checkpoint)
+        parts.storage_sync.finish_uploads(run_dir, only_checkpoint)
         if trial is None and trainer.is_world_process_zero():
             self._print_summary(metrics, self.run.events)
         if getattr(trainer, "neftune_hook_handle", None) is not None:
@@ -379,7 +379,7 @@ class TrainingRunner(Component):
     def _only_checkpoint(self) -> str | None:
         """The best checkpoint, if all others are deleted at the end."""
         # If the last save failed, keep the previous checkpoint, from which the run can resume.
-        keeps_others = self.trainer.args.save_total_limit != 1 or self.components.checkpoint_writer.has_failed
+        keeps_others = self.trainer.args.save_total_limit != 1 or self.parts.checkpoint_writer.has_failed
         return None if keeps_others else self.trainer.state.best_model_checkpoint
 
     def _print_summary(self, metrics: Mapping[str, float], events: TrainingEvents) -> None:
@@ -388,14 +388,14 @@ class TrainingRunner(Component):
         steps = state.global_step - run.initial_step
         if not steps:
             return
-        share = 1 if self.components.policy.averages_train_loss_over_call else steps / state.global_step
+        share = 1 if self.parts.policy.averages_train_loss_over_call else steps / state.global_step
         seconds = {
-            "waiting for data": sum(events.micro_batches.reader.waits().values()),
+            "waiting for data": sum(events.batches.reader.waits().values()),
             "in evaluations": run.seconds.get("evaluation", 0.0),
             "saving": run.seconds.get("saving", 0.0),
         }
         # Lightning's EarlyStopping notes why it stops.
-        stopped = [each for each in self.components.engine.callbacks if vars(each).get("stopping_reason_message")]
+        stopped = [each for each in self.parts.engine.callbacks if vars(each).get("stopping_reason_message")]
         stopper = self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else "")
         observer, requests = events.monitors.observer, events.monitors.requests
         reason = stopper or ("`ask stop`" if requests is not None and requests.has_stopped else "")
@@ -417,7 +417,7 @@ class TrainingRunner(Component):
     def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
         run = self.run
         state = self.trainer.state
-        steps = state.global_step - (run.initial_step if self.components.policy.averages_train_loss_over_call else 0)
+        steps = state.global_step - (run.initial_step if self.parts.policy.averages_train_loss_over_call else 0)
         run.loss_up_to_log += run.loss_since_log.item()
         samples = num_train_samples * steps / max(state.max_steps, 1)
         tokens = run.tokens if legacy.old_argument(self.trainer.args, "include_tokens_per_second") else None
@@ -433,16 +433,16 @@ class TrainingRunner(Component):
 
     def release_trial(self) -> None:
         """Release a trial's model and everything made for it."""
-        components = self.components
+        parts = self.parts
         handler = self.trainer.callback_handler
         self.restarts.release_run()
-        components.engine.release()
+        parts.engine.release()
         self.trainer.accelerator.free_memory()
-        components.checkpoint_writer.close()
+        parts.checkpoint_writer.close()
         # The next trial sets these again.
         self.trainer.model = self.trainer.model_wrapped = handler.model = None  # type: ignore[assignment]
         handler.train_dataloader = None
-        components.losses.flos_per_token = None
+        parts.losses.flos_per_token = None
         if self.trainer.args.torch_compile:
             # Free the code compiled for this model.
             torch.compiler.reset()
@@ -459,7 +459,7 @@ def _add_step_note(events: TrainingEvents) -> Iterator[None]:
         if not getattr(error, "__notes__", ()):
             done = events.trainer.state.global_step
             place = f"after training step {done}" if done else "before training step 1"
-            if not events.micro_batches.is_between_steps:
+            if not events.batches.is_between_steps:
                 place = f"in training step {done + 1}"
             add_note(error, f"This happened {place}.")
         raise

@@ -24,13 +24,13 @@ from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress,
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import accepted_args, is_overridden
-from hftrainer.components import mixture_batches
-from hftrainer.components.component import Component
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.errors import CheckpointNotWritten, RanksLost
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
+from hftrainer.parts import mixture_batches
+from hftrainer.parts.part import Part
 from hftrainer.reporting.tracking import ids_of_open_runs
 from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training_args import without_tokens
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class CheckpointSaver(Component):
+class CheckpointSaver(Part):
     """Writes checkpoints, calls `on_save`, and loads weights and progress."""
 
     def _gather_files_of_other_ranks(self) -> dict[str, Any]:
@@ -67,14 +67,14 @@ class CheckpointSaver(Component):
     def _write_files(self, folder: str, files_of_other_ranks: Mapping[str, Any]) -> None:
         """Write everything that a run needs to resume."""
         trainer = self.trainer
-        components = self.components
-        components.strategy.write_parts(folder, components.checkpoint_writer.write_part)
-        components.strategy.write_full_states(folder, components.checkpoint_writer.call_or_defer)
+        parts = self.parts
+        parts.strategy.write_parts(folder, parts.checkpoint_writer.write_part)
+        parts.strategy.write_full_states(folder, parts.checkpoint_writer.call_or_defer)
         uses_thread = not trainer.args.save_only_model and self._can_write_optimizer_in_parallel()
         if uses_thread:
-            with components.checkpoint_writer.write_in_thread():
+            with parts.checkpoint_writer.write_in_thread():
                 trainer._save_optimizer_and_scheduler(folder)
-        with components.engine.apply_callback_weights(trainer.model) as (_, callback_state):
+        with parts.engine.apply_callback_weights(trainer.model) as (_, callback_state):
             trainer.save_model(folder, **accepted_args(trainer.save_model, {"_internal_call": True}))
         if not trainer.args.save_only_model:
             if not uses_thread:
@@ -85,11 +85,11 @@ class CheckpointSaver(Component):
             for name, state in files_of_other_ranks.items():
                 torch.save(state, os.path.join(folder, name))
             if callback_state:
-                components.checkpoint_writer.save(callback_state, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
+                parts.checkpoint_writer.save(callback_state, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
         # The sharded formats cannot load adapters alone.
-        elif components.strategy.shards_model and libraries.is_peft(components.unwrapped_model):
+        elif parts.strategy.shards_model and libraries.is_peft(parts.unwrapped_model):
             self.save_state_files(None, folder)
-        trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
+        trainer.state.stateful_callbacks = export_states(self.parts.stateful_callbacks())
         self.write_state(folder)
 
     def _can_write_optimizer_in_parallel(self) -> bool:
@@ -109,9 +109,9 @@ class CheckpointSaver(Component):
         path = os.path.join(folder, names.TRAINER_STATE_NAME)
         self.trainer.state.save_to_json(path)
         # Releases without this field cannot read a file that has it.
-        if not self.components.policy.records_best_step:
+        if not self.parts.policy.records_best_step:
             drop_from_json(path, "best_global_step")
-        self.components.storage_sync.upload_files()
+        self.parts.storage_sync.upload_files()
 
     def load_best_at_end(self) -> None:
         """Load the best model with `load_best_model_at_end`, if its checkpoint is complete."""
@@ -133,7 +133,7 @@ class CheckpointSaver(Component):
 
     def wait_for_save(self) -> None:
         """Wait for a background checkpoint, and notify all ranks whether it was written."""
-        state, writer = self.trainer.state, self.components.checkpoint_writer
+        state, writer = self.trainer.state, self.parts.checkpoint_writer
         broadcast_from_main = self.trainer.accelerator.processes.broadcast_from_main
         if writer.is_async:
             writer.wait_for_part()
@@ -145,7 +145,7 @@ class CheckpointSaver(Component):
     def save_if_needed(self, trial: Any) -> None:
         """Write a checkpoint of this step unless it exists, and wait until it is on disk."""
         self.wait_for_save()
-        if self.run.last_saved_step != self.trainer.state.global_step or self.components.checkpoint_writer.has_failed:
+        if self.run.last_saved_step != self.trainer.state.global_step or self.parts.checkpoint_writer.has_failed:
             self.trainer._save_checkpoint(self.trainer.model_wrapped, trial)
             self.run.last_saved_step = self.trainer.state.global_step
             self.call_on_save()
@@ -163,7 +163,7 @@ class CheckpointSaver(Component):
     def call_on_save(self) -> None:
         """Call `on_save` once the checkpoint is written, with the state that it holds."""
         trainer = self.trainer
-        state = dataclasses.replace(trainer.state) if self.components.checkpoint_writer.is_async else trainer.state
+        state = dataclasses.replace(trainer.state) if self.parts.checkpoint_writer.is_async else trainer.state
 
         def call_callbacks() -> None:
             # If this checkpoint was written in the background, the next one may be due already.
@@ -172,24 +172,24 @@ class CheckpointSaver(Component):
             trainer.control.should_save |= should_save
 
         trainer.control.should_save = False
-        self.components.checkpoint_writer.call_when_complete(call_callbacks)
+        self.parts.checkpoint_writer.call_when_complete(call_callbacks)
 
     def save_state_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
         """Write the optimizer's state, unless it is None, and the other state files of one process."""
-        for name, state in self.components.strategy.state_files(optimizer):
-            self.components.checkpoint_writer.save(state, os.path.join(output_dir, name))
+        for name, state in self.parts.strategy.state_files(optimizer):
+            self.parts.checkpoint_writer.save(state, os.path.join(output_dir, name))
 
     def save_progress(self, output_dir: str) -> None:
         """Write the progress that `trainer_state.json` does not hold."""
         # A checkpoint within a step resumes from the step count alone.
-        if self.run.events is not None and self.run.events.micro_batches.is_between_steps:
+        if self.run.events is not None and self.run.events.batches.is_between_steps:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
             torch.save(vars(self.make_progress(self.run.events)), os.path.join(output_dir, name))
 
     def load_weights(self, model: nn.Module, folder: str, *, is_best: bool = False) -> None:
         """Load a checkpoint's weights into the model, sharded or not; with `is_best`, at the end of a run."""
-        load = self.components.strategy.load_best_model if is_best else self.components.strategy.load_weights
-        has_adapters = libraries.is_peft(self.components.unwrapped_model)
+        load = self.parts.strategy.load_best_model if is_best else self.parts.strategy.load_weights
+        has_adapters = libraries.is_peft(self.parts.unwrapped_model)
         incompatible_keys = load(libraries.unwrap_compiled(model), folder, only_trainable=has_adapters)
         if incompatible_keys is not None:
             self.trainer._issue_warnings_after_load(incompatible_keys)
@@ -197,7 +197,7 @@ class CheckpointSaver(Component):
     def load_weights_and_batch_size(self, folder: str) -> None:
         """Load the weights of an unsharded model, and the batch size, from a checkpoint."""
         # A sharded model loads its shards later.
-        if not self.components.strategy.shards_model:
+        if not self.parts.strategy.shards_model:
             try:
                 self.trainer._load_from_checkpoint(folder)
             # torch raises this for weights of different shapes.
@@ -206,8 +206,8 @@ class CheckpointSaver(Component):
                     error, f"This happened while loading the weights of {folder}: check that the model is the same."
                 )
                 raise
-        finds_batch_size = self.trainer.args.auto_find_batch_size or self.components.engine.finds_batch_size
-        if finds_batch_size or not self.components.policy.resumes_with_batch_size_of_arguments:
+        finds_batch_size = self.trainer.args.auto_find_batch_size or self.parts.engine.finds_batch_size
+        if finds_batch_size or not self.parts.policy.resumes_with_batch_size_of_arguments:
             state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
             self.run.train_batch_size = state.train_batch_size or self.run.train_batch_size
 
@@ -229,17 +229,17 @@ class CheckpointSaver(Component):
             "samples in the data": schedule.num_examples,
             "max_steps": schedule.max_steps,
             "train_sampling_strategy": str(args.train_sampling_strategy),
-            "accelerator_config": self.components.resolved.accelerator_config.data_settings(),
-            "mixture": mixture_batches.collect_settings(self.components),
+            "accelerator_config": self.parts.resolved.accelerator_config.data_settings(),
+            "mixture": mixture_batches.collect_settings(self.parts),
         }
 
     def make_progress(self, events: TrainingEvents) -> RunProgress:
         """The current progress for a checkpoint, in addition to the trainer's state."""
-        window = events.micro_batches.window
+        window = events.batches.window
         return RunProgress(
             settings=self.position_settings(events.schedule),
-            epoch=events.micro_batches.epoch if window.size else None,
-            position=window.index + 1 if window.size else events.micro_batches.first_position,
+            epoch=events.batches.epoch if window.size else None,
+            position=window.index + 1 if window.size else events.batches.first_position,
             epoch_ended=events.epoch_ended,
             epoch_left=events.epoch_ended and self.trainer.control.should_epoch_stop,
             owes_evaluation=events.has_unfinished_evaluation,
@@ -250,11 +250,11 @@ class CheckpointSaver(Component):
             grad_norm=events.grad_norm.cpu() if isinstance(events.grad_norm, torch.Tensor) else events.grad_norm,
             learning_rate=events.learning_rate,
             evaluation_workers=list(self.trainer._eval_dataloaders),
-            data=events.micro_batches.reader.state_dict() if window.size else None,
+            data=events.batches.reader.state_dict() if window.size else None,
             since_evaluation=0.0 if events.monitors.requests is None else events.monitors.requests.since_evaluation,
             recent_losses=list(events.divergence.recent_losses),
             tracker_runs=ids_of_open_runs(
-                self.trainer.callback_handler.callbacks, self.components.storage_sync.checkpoint_place(events.trial)
+                self.trainer.callback_handler.callbacks, self.parts.storage_sync.checkpoint_place(events.trial)
             ),
         )
 
@@ -262,7 +262,7 @@ class CheckpointSaver(Component):
         """The Trainer's entry in a Lightning checkpoint, packed so that any program can load the file."""
         trainer = self.trainer
         trainer.store_flos()
-        trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
+        trainer.state.stateful_callbacks = export_states(self.parts.stateful_callbacks())
         state, scaler = dataclasses.asdict(trainer.state), trainer.accelerator.scaler
         # Lightning's callbacks may save before `end_step` counts the step.
         if events.has_uncounted_step:
@@ -293,7 +293,7 @@ class CheckpointSaver(Component):
             return
         try:
             self.save_if_needed(events.trial)
-            if not events.micro_batches.is_between_steps:
+            if not events.batches.is_between_steps:
                 logger.warning(
                     "The error occurred within a step: a run resumed from here draws different random numbers."
                 )
@@ -305,7 +305,7 @@ class CheckpointSaver(Component):
     @contextlib.contextmanager
     def weights_to_save(self, folder: str, *, internal: bool) -> Iterator[dict[str, Any] | None]:
         """Yields the keyword arguments for `Trainer._save`; None if this process writes no model."""
-        strategy = self.components.strategy
+        strategy = self.parts.strategy
         model = libraries.unwrap_compiled(self.trainer.model)
         if internal and strategy.saves_only_parts:
             # transformers then writes only the parts; with 'dcp' we also write the model's other files.
@@ -314,7 +314,7 @@ class CheckpointSaver(Component):
         weights = strategy.weights_to_save(model)
         if self.trainer.args.should_save:
             # Callbacks such as ModelPruning may rename the model's weights.
-            apply_weights = self.components.engine.apply_callback_weights
+            apply_weights = self.parts.engine.apply_callback_weights
             saved_weights = apply_weights(model) if weights is None else contextlib.nullcontext((weights, None))
             with saved_weights as (weights, _):
                 yield {} if weights is None else {"state_dict": weights}
@@ -331,7 +331,7 @@ class CheckpointSaver(Component):
             weights: the full weights; None to read them from the model; empty if they are saved as shards.
         """
         os.makedirs(folder, exist_ok=True)
-        model = self.components.unwrapped_model
+        model = self.parts.unwrapped_model
         logger.info("Saving the model to %s.", final_folder(folder))
         safe = bool(legacy.old_argument(self.trainer.args, "save_safetensors"))
         write = functools.partial(save_weights, model, folder, safe=safe)
@@ -341,18 +341,18 @@ class CheckpointSaver(Component):
             save_configs(model, folder)
         elif libraries.is_peft(model):
             # Adapters are small, so this process does not write them in the background.
-            write(self.components.strategy.to_cpu(model.state_dict()) if needs_copy else weights)
+            write(self.parts.strategy.to_cpu(model.state_dict()) if needs_copy else weights)
         else:
-            if (self.components.checkpoint_writer.defers_writes or needs_copy) and weights is None:
+            if (self.parts.checkpoint_writer.defers_writes or needs_copy) and weights is None:
                 # Pass the weights, so that the writer copies them before training changes the model.
                 weights = libraries.unwrap_compiled(self.trainer.model).state_dict()
-            self.components.checkpoint_writer.call_or_defer(
+            self.parts.checkpoint_writer.call_or_defer(
                 write,
                 weights,
                 make_picklable=lambda: functools.partial(save_weights, make_meta_copy(model), folder, safe=safe),
             )
         processing_class = self.trainer.processing_class
-        if processing_class is None and self.components.policy.saves_tokenizer_of_collator:
+        if processing_class is None and self.parts.policy.saves_tokenizer_of_collator:
             processing_class = getattr(self.trainer.data_collator, "tokenizer", None)
             if processing_class is not None:
                 logger.info("Saving the data_collator's tokenizer, since the Trainer has no processing_class.")
@@ -370,7 +370,7 @@ class CheckpointSaver(Component):
         state = self.trainer.state
         self.trainer.store_flos()
         self.wait_for_save()
-        self.components.storage_sync.wait_for_space()
+        self.parts.storage_sync.wait_for_space()
         self.run.last_saved_step = state.global_step
         run_dir = self.trainer._get_output_dir(trial)
         earlier_best = state.best_model_checkpoint
@@ -392,12 +392,10 @@ class CheckpointSaver(Component):
 
         with self._write_on_all_ranks(path, on_written, on_failure) as fill:
             yield fill
-        if self.components.checkpoint_writer.has_failed:
+        if self.parts.checkpoint_writer.has_failed:
             on_failure()
         if self.trainer.args.push_to_hub:
-            self.components.checkpoint_writer.call_when_complete(
-                functools.partial(self.trainer._push_from_checkpoint, path)
-            )
+            self.parts.checkpoint_writer.call_when_complete(functools.partial(self.trainer._push_from_checkpoint, path))
         # The override may write into the folder after this method returns.
         if is_overridden(self.trainer, "_save_checkpoint"):
             self.wait_for_save()
@@ -417,14 +415,14 @@ class CheckpointSaver(Component):
             A function that fills the folder; it does nothing if another process fills it.
         """
         trainer = self.trainer
-        writer = self.components.checkpoint_writer
-        strategy = self.components.strategy
+        writer = self.parts.checkpoint_writer
+        strategy = self.parts.strategy
         processes = trainer.accelerator.processes
         other_files = self._gather_files_of_other_ranks()
         # Staging folders are named after their writer. If each node has a writer, use that of the nearest lower rank.
         staging_path = str(staging_folder(path)) if trainer.args.should_save else None
         folders = processes.gather_objects([staging_path])
-        make_optimizer = None if trainer.args.save_only_model else self.components.require_optimizer
+        make_optimizer = None if trainer.args.save_only_model else self.parts.require_optimizer
         strategy.gather_states(trainer.model, make_optimizer)
         try:
             if trainer.args.should_save:
@@ -450,7 +448,7 @@ class CheckpointSaver(Component):
             [self.run.resumed_from] if self.run.resumed_from and self.trainer.args.auto_find_batch_size else []
         )
         best_folder = self.trainer.state.best_model_checkpoint
-        upload = self.components.storage_sync.make_upload(path, [best_folder, *needed_checkpoints])
+        upload = self.parts.storage_sync.make_upload(path, [best_folder, *needed_checkpoints])
 
         def rotate_as_overridden() -> None:
             self.trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)

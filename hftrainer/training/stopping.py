@@ -13,11 +13,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hftrainer.base.messages import tell
-from hftrainer.components.component import Component
 from hftrainer.parallel.processes import Processes
+from hftrainer.parts.part import Part
 
 if TYPE_CHECKING:
-    from hftrainer.assembly.components import Components
+    from hftrainer.assembly.trainer_parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class SignalListener:
         raise SystemExit(128 + self.signal_number)
 
 
-class ControlSync(Component):
+class ControlSync(Part):
     """Synchronizes the control flags and signals of all ranks at the end of each optimizer step.
 
     After each step, ranks all-reduce their requests. A rank without requests reads the result only after the next step;
@@ -151,16 +151,16 @@ class ControlSync(Component):
     `transformers.Trainer`; otherwise all act after the next step.
 
     Args:
-        components: the parts of the Trainer.
+        parts: the parts of the Trainer.
         save: writes a checkpoint of this step, unless it exists.
 
     Attributes:
         is_distributed: whether there is more than one rank.
     """
 
-    def __init__(self, components: Components, save: Callable[[], None]) -> None:
-        super().__init__(components)
-        self.engine = components.engine
+    def __init__(self, parts: TrainerParts, save: Callable[[], None]) -> None:
+        super().__init__(parts)
+        self.engine = parts.engine
         self.is_distributed = self.trainer.args.world_size > 1
         self._save = save
         self._signal = 0

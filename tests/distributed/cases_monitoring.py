@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
-from hftrainer.monitoring import requests
+from hftrainer.monitoring import run_requests
 from tests.support.tiny import make_llama
 
 #: Samples of 5 tokens for one rank and 7 for the other, 2 of each in a step.
@@ -26,7 +26,7 @@ class Asked(TrainerCallback):
         self.now += STEP_SECONDS
         request = self.requested.get(state.global_step)
         if request is not None and args.process_index == 0:
-            folder = Path(args.output_dir, requests.FOLDER)
+            folder = Path(args.output_dir, run_requests.FOLDER)
             folder.mkdir(exist_ok=True)
             (folder / request).touch()
 
@@ -39,7 +39,7 @@ class Asked(TrainerCallback):
 
 def train(folder, requested, resume=None):
     """Train two ranks; returns what was done after which step, the last step, the log lines and the weights."""
-    requests._PERIOD = 0.0
+    run_requests._PERIOD = 0.0
     samples = [
         {"input_ids": [3] * length, "labels": [3] * length} for _ in range(40) for length in LENGTHS for _ in "ab"
     ]

@@ -69,10 +69,10 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     Lightning counts a step when it has ended.
     """
 
-    micro_batches: RunBatches
+    batches: RunBatches
 
     def _should_accumulate(self) -> bool:
-        return not self.micro_batches.window.is_last
+        return not self.batches.window.is_last
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Do nothing: we synchronize signals once per step, not for every batch as Lightning does."""
@@ -189,12 +189,12 @@ class _StepLoggerConnector(_LoggerConnector):
         super().on_batch_start(batch, dataloader_idx)
 
 
-def install_window_accumulation(trainer: pl.Trainer, micro_batches: RunBatches) -> None:
+def install_window_accumulation(trainer: pl.Trainer, batches: RunBatches) -> None:
     """Make the accumulation windows, not Lightning's batch count, control steps and the divisor of the loss."""
     trainer.fit_loop.__class__ = _TrainerFitLoop
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.__class__ = _WindowedEpochLoop
-    epoch_loop.micro_batches = micro_batches
+    epoch_loop.batches = batches
     epoch_loop.automatic_optimization.__class__ = _FastOptimization
     trainer._logger_connector.__class__ = _StepLoggerConnector
 

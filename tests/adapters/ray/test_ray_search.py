@@ -180,7 +180,7 @@ def test_which_objectives_count(tmp_path, monkeypatch):
     best = search(
         trainer, **grid(learning_rate=[2.0, 1e-5]), compute_objective=searches.worse_later, direction="maximize"
     )
-    results = RaySearch(components=None)  # which reading results does not need
+    results = RaySearch(parts=None)  # which reading results does not need
     results.directions = ["maximize"]
     chosen = [results._best_run(best.run_summary, scope).hyperparameters for scope in ("all", "last")]
     assert chosen == [best.hyperparameters, {"learning_rate": 1e-5}] and best.hyperparameters["learning_rate"] == 2.0

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.base.messages import command_name
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.monitoring import requests
+from hftrainer.monitoring import run_requests
 from hftrainer.monitoring.journal import JOURNAL_NAME
 from hftrainer.reporting import summary
 from tests.support.checkpoints import At
@@ -77,14 +77,14 @@ def test_a_run_that_a_callback_stops(tmp_path, said, callback):
 
 def test_who_stops_a_run_that_early_stopping_had_stopped(tmp_path, said, monkeypatch):
     """The checkpoint has the reason of the stop before, and so has the same object."""
-    monkeypatch.setattr(requests, "_PERIOD", 0.0)
+    monkeypatch.setattr(run_requests, "_PERIOD", 0.0)
     settings, stopping = {**SAVED, "max_steps": 40}, EarlyStopping("eval_loss", stopping_threshold=99.0)
     train(tmp_path, callbacks=[stopping], **settings)
     stopping.stopping_threshold = None
-    ask = At(3, (tmp_path / requests.FOLDER / "stop").touch)
+    ask = At(3, (tmp_path / run_requests.FOLDER / "stop").touch)
     for callback in (stopping, EarlyStopping("eval_loss", patience=99)):
         said_before = len(said())
-        (tmp_path / requests.FOLDER).mkdir(exist_ok=True)
+        (tmp_path / run_requests.FOLDER).mkdir(exist_ok=True)
         train(tmp_path, str(tmp_path / "checkpoint-2"), callbacks=[callback, ask], **settings)
         assert "Stopped at step 3 of 40, by `ask stop`." in said()[said_before:]
 

@@ -25,12 +25,12 @@ def make_sync(*requests, world_size=2):
 
     args = SimpleNamespace(world_size=world_size, enable_jit_checkpoint=False)
     processes = SimpleNamespace(start_max_over_ranks=start_max_over_ranks)
-    components = SimpleNamespace(
+    parts = SimpleNamespace(
         trainer=SimpleNamespace(args=args, control=TrainerControl()),
         run=SimpleNamespace(signal_listener=SignalListener(should_save=True)),
         engine=SimpleNamespace(should_stop=False, plan=SimpleNamespace(processes=processes)),
     )
-    sync = ControlSync(components, lambda: saves.append("saved"))
+    sync = ControlSync(parts, lambda: saves.append("saved"))
     return sync, SimpleNamespace(given=given, returned=returned, saves=saves)
 
 

@@ -18,8 +18,8 @@ from hftrainer.assembly import setup
 from hftrainer.callbacks.state import has_saved_state
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
-from hftrainer.components import hub_uploader, loader_factory, model_setup, storage_sync
 from hftrainer.evaluation.evaluation_runner import EvaluationRunner
+from hftrainer.parts import hub_uploader, loader_factory, model_setup, storage_sync
 from hftrainer.plugins import load
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
@@ -41,7 +41,7 @@ _LOCAL_TRAINER_ATTRIBUTES = ("accelerator", "gather_function", "_memory_tracker"
 
 
 @dataclass(eq=False, repr=False)
-class Components:
+class TrainerParts:
     """The parts of a Trainer, and the state that they share.
 
     Args:

@@ -17,10 +17,10 @@ from torch.utils.data import IterableDataset
 from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.field import changed_arguments
 from hftrainer.compat.overrides import has_length, is_overridden
-from hftrainer.components.loader_factory import check_dataset
 from hftrainer.data.mixture import MixtureDataset, MixtureStream
 from hftrainer.errors import InvalidArgument, InvalidSetup, WrongObject
 from hftrainer.parallel.processes import Processes
+from hftrainer.parts.loader_factory import check_dataset
 from hftrainer.training_args import TrainingArguments
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 

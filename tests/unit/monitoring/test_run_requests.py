@@ -10,9 +10,9 @@ import pytest
 
 from hftrainer import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from hftrainer.__main__ import main
-from hftrainer.monitoring import requests
+from hftrainer.monitoring import run_requests
 from hftrainer.monitoring.journal import Journal
-from hftrainer.monitoring.requests import FOLDER, send_request
+from hftrainer.monitoring.run_requests import FOLDER, send_request
 from tests.support.tiny import make_plain, plain_data
 
 
@@ -39,7 +39,7 @@ class AsksAt(TrainerCallback):
 
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(requests, "_PERIOD", 0.0)
+    monkeypatch.setattr(run_requests, "_PERIOD", 0.0)
 
     def run(request, step=3, **settings):
         callback = AsksAt(tmp_path, request, step)
@@ -145,7 +145,7 @@ class Passes(TrainerCallback):
 @pytest.fixture
 def run_by_minutes(tmp_path, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(requests.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run_requests.time, "monotonic", lambda: clock[0])
 
     def run(steps, resume=None, **settings):
         callback = Passes(clock)

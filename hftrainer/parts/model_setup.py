@@ -20,17 +20,17 @@ from hftrainer.checkpointing.optimizer_groups import NAMES_WITHOUT_GROUPS
 from hftrainer.compat import libraries
 from hftrainer.compat.libraries import bare_name
 from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled_methods
-from hftrainer.components.component import Component
 from hftrainer.data.randomness import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.model import inspection
 from hftrainer.optimization import get_scheduler, needs_metric
 from hftrainer.optimizers import param_groups
 from hftrainer.parallel.plan import check_model_layout
+from hftrainer.parts.part import Part
 from hftrainer.trainer_pt_utils import LabelSmoother
 
 if TYPE_CHECKING:
-    from hftrainer.assembly.components import Components
+    from hftrainer.assembly.trainer_parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +66,11 @@ def _check_class_and_kwargs(value: Any) -> tuple[Any, dict[str, Any]]:
     return value[0], dict(value[1])
 
 
-class ModelSetup(Component):
+class ModelSetup(Part):
     """Sets up the model, from the script or from `model_init`, with its optimizer and scheduler."""
 
-    def __init__(self, components: Components) -> None:
-        super().__init__(components)
+    def __init__(self, parts: TrainerParts) -> None:
+        super().__init__(parts)
         #: Attributes of the Trainer that are derived from its model, with the values that we set.
         self._inferred_values: dict[str, Any] = {}
 
@@ -81,7 +81,7 @@ class ModelSetup(Component):
             enable_full_determinism(args.seed)
         else:
             set_seed(args.seed)
-        self.components.strategy.seed(args.seed)
+        self.parts.strategy.seed(args.seed)
 
     def call_model_init(self, trial: Any) -> nn.Module:
         """A new model from `model_init`, which receives the trial if it accepts an argument."""
@@ -110,18 +110,18 @@ class ModelSetup(Component):
 
     def align_special_tokens(self) -> None:
         """Set the processing class's special tokens in the model's configs, as the followed release does."""
-        policy, trainer = self.components.policy, self.trainer
+        policy, trainer = self.parts.policy, self.trainer
         has_tokens = libraries.has_special_tokens(trainer.processing_class) and hasattr(trainer.model, "config")
         if policy.aligns_special_tokens and has_tokens:
             inspection.align_special_tokens(
-                self.components.unwrapped_model,
+                self.parts.unwrapped_model,
                 self.trainer.processing_class,
                 all_tokens=not policy.aligns_only_set_tokens,
             )
 
     def set_model(self, model: nn.Module) -> None:
         """Set the model: move it to its device, and inspect what it accepts and returns."""
-        layout = self.components.engine.plan.layout
+        layout = self.parts.engine.plan.layout
         if (reason := check_model_layout(layout, model) or inspection.check_quantization(model)) is not None:
             raise InvalidArgument(reason)
         inspection.check_lightning_module(model, calls_forward=not is_overridden(self.trainer, "compute_loss"))
@@ -139,11 +139,11 @@ class ModelSetup(Component):
     def move_model(self, model: nn.Module, device: Any) -> None:
         """Move the model, unless it is already on several devices."""
         if getattr(model, "hf_device_map", None) is None:
-            self.components.strategy.move_model(model, device)
+            self.parts.strategy.move_model(model, device)
 
     def _inspect_model(self, model: nn.Module) -> dict[str, Any]:
         """The attributes of a Trainer that are derived from its model, by name."""
-        args, shards_model = self.trainer.args, self.components.strategy.shards_model
+        args, shards_model = self.trainer.args, self.parts.strategy.shards_model
         inspected = type(inspection.called_model(model))
         names = args.label_names
         return {
@@ -273,7 +273,7 @@ class ModelSetup(Component):
         Args:
             freezes: whether a callback unfreezes the model gradually, which adds groups.
         """
-        groups = self.components.require_optimizer().param_groups
+        groups = self.parts.require_optimizer().param_groups
         if not self.trainer.args.param_groups:
             return
         if any("param_names" not in group for group in groups):
@@ -301,12 +301,12 @@ class ModelSetup(Component):
 
     def decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""
-        names = self.components.strategy.decay_parameter_names(model)
-        return self.components.policy.decay_parameter_names(model) if names is None else names
+        names = self.parts.strategy.decay_parameter_names(model)
+        return self.parts.policy.decay_parameter_names(model) if names is None else names
 
     def find_group(self, param: Any) -> Any:
         """The parameter group that contains `param`, or for None the parameters of each group."""
-        groups = self.components.require_optimizer().param_groups
+        groups = self.parts.require_optimizer().param_groups
         if param is None:
             return [group["params"] for group in groups]
         return next((group for group in groups if any(param is member for member in group["params"])), None)
@@ -314,7 +314,7 @@ class ModelSetup(Component):
     def learning_rate(self) -> float:
         """The learning rate to log: that of the first parameter group."""
         if needs_metric(self.trainer.lr_scheduler):
-            rate = self.components.require_optimizer().param_groups[0]["lr"]
+            rate = self.parts.require_optimizer().param_groups[0]["lr"]
         else:
             rate = self.trainer.lr_scheduler.get_last_lr()[0]
         return rate.item() if isinstance(rate, torch.Tensor) else rate
@@ -339,16 +339,16 @@ class ModelSetup(Component):
                 trainer._load_from_checkpoint(folder)
 
         with self._preserve_flos_count():
-            self.components.strategy.prepare_model(trainer, load_checkpoint)
-        freezes = self.components.engine.freeze_before_training(trainer.model)
+            self.parts.strategy.prepare_model(trainer, load_checkpoint)
+        freezes = self.parts.engine.freeze_before_training(trainer.model)
         # v4 calls create_optimizer_and_scheduler. v5 calls only the two others, so scripts for v5 override those.
-        calls_separately = self.components.policy.calls_create_scheduler
+        calls_separately = self.parts.policy.calls_create_scheduler
         overrides_separate_methods = calls_separately and is_overridden(trainer, "create_optimizer", "create_scheduler")
         makes_both = not overrides_separate_methods and is_overridden(trainer, "create_optimizer_and_scheduler")
-        self.components.strategy.prepare_optimizer(trainer, max_steps, folder, makes_both=makes_both)
+        self.parts.strategy.prepare_optimizer(trainer, max_steps, folder, makes_both=makes_both)
         self._check_groups(freezes=freezes)
         if not trainer.args.save_only_model:
-            self.components.strategy.check_saving(trainer.model, self.components.require_optimizer())
+            self.parts.strategy.check_saving(trainer.model, self.parts.require_optimizer())
         if freezes and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
             raise UnsupportedArgument(
                 "A callback that unfreezes gradually (BackboneFinetuning) has frozen all trainable parameters: with "
@@ -356,7 +356,7 @@ class ModelSetup(Component):
             )
         # Lightning adds unfrozen groups without weight_decay, so that they get torch's default.
         if freezes:
-            self.components.require_optimizer().defaults["weight_decay"] = trainer.args.weight_decay
+            self.parts.require_optimizer().defaults["weight_decay"] = trainer.args.weight_decay
         handler = trainer.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
         return trainer.model_wrapped
@@ -364,17 +364,17 @@ class ModelSetup(Component):
     def prepare_for_evaluation(self) -> None:
         """Shard the model if the arguments require it, and synchronize its buffers between ranks."""
         with self._preserve_flos_count():
-            self.components.strategy.prepare_evaluation(self.trainer)
+            self.parts.strategy.prepare_evaluation(self.trainer)
 
     @contextlib.contextmanager
     def _preserve_flos_count(self) -> Iterator[None]:
         """Count the model's operations before the block shards it, and keep that count afterwards."""
-        if not self.components.strategy.shards_model:
+        if not self.parts.strategy.shards_model:
             yield
             return
-        per_token = self.components.losses.count_flos_per_token()
+        per_token = self.parts.losses.count_flos_per_token()
         yield
-        self.components.losses.flos_per_token = (self.trainer.model, per_token)
+        self.parts.losses.flos_per_token = (self.trainer.model, per_token)
 
     def check_accumulation(self, steps: int) -> None:
         """Raise if the accumulation steps changed, but the strategy fixes them.
@@ -382,8 +382,8 @@ class ModelSetup(Component):
         Raises:
             InvalidArgument: the error names both numbers.
         """
-        strategy = self.components.strategy
-        planned_steps = self.components.engine.plan.accumulate_grad_batches
+        strategy = self.parts.strategy
+        planned_steps = self.parts.engine.plan.accumulate_grad_batches
         if strategy.has_fixed_accumulation and steps != planned_steps:
             raise InvalidArgument(
                 f"gradient_accumulation_steps was changed to {steps} in a run with {strategy.argument}, whose "

@@ -22,51 +22,51 @@ from hftrainer.data.samplers import innermost, seed_of_order
 from hftrainer.errors import InvalidArgument, UnsupportedArgument, suggest
 
 if TYPE_CHECKING:
-    from hftrainer.assembly.components import Components
+    from hftrainer.assembly.trainer_parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 
 _MIXTURES = (MixtureDataset, MixtureStream)
 
 
-def collect_settings(components: Components) -> list[Any] | None:
+def collect_settings(parts: TrainerParts) -> list[Any] | None:
     """The settings that determine the sample order of a mixture; None without a mixture."""
-    args = components.trainer.args
-    if args.mixture_column is None and not isinstance(as_mixture(components.trainer.train_dataset), _MIXTURES):
+    args = parts.trainer.args
+    if args.mixture_column is None and not isinstance(as_mixture(parts.trainer.train_dataset), _MIXTURES):
         return None
     weights = args.mixture_weights
     weights = getattr(weights, "__qualname__", type(weights).__name__) if callable(weights) else weights
     return [weights, args.mixture_temperature, args.mixture_column]
 
 
-def make_batch_sampler(components: Components, sources: Mapping[str, Sequence[int]]) -> MixtureBatchSampler:
+def make_batch_sampler(parts: TrainerParts, sources: Mapping[str, Sequence[int]]) -> MixtureBatchSampler:
     """A batch sampler for map-style data.
 
     Args:
-        components: the parts of the Trainer.
+        parts: the parts of the Trainer.
         sources: source → the indices of its samples.
 
     Raises:
         UnsupportedArgument: for an order within the sources that is neither random nor sequential.
     """
-    plan = _make_plan(components, {name: len(indices) for name, indices in sources.items()})
-    return MixtureBatchSampler(sources, plan, components.run.train_batch_size, _find_order_seed(components, plan))
+    plan = _make_plan(parts, {name: len(indices) for name, indices in sources.items()})
+    return MixtureBatchSampler(sources, plan, parts.run.train_batch_size, _find_order_seed(parts, plan))
 
 
-def plan_stream(components: Components, stream: MixtureStream) -> MixtureStream:
+def plan_stream(parts: TrainerParts, stream: MixtureStream) -> MixtureStream:
     """The stream in the order of its plan. Only one worker may read it: each of several would read all sources."""
-    plan = _make_plan(components, dict.fromkeys(stream.sources))
-    if (workers := components.trainer.args.dataloader_num_workers) > 1:
+    plan = _make_plan(parts, dict.fromkeys(stream.sources))
+    if (workers := parts.trainer.args.dataloader_num_workers) > 1:
         logger.warning(
             "dataloader_num_workers=%d is reduced to 1: only one worker can read the streams of a mixture.", workers
         )
-    return stream.copy_with_plan(plan, components.run.train_batch_size, _find_order_seed(components, plan))
+    return stream.copy_with_plan(plan, parts.run.train_batch_size, _find_order_seed(parts, plan))
 
 
-def _find_order_seed(components: Components, plan: MixturePlan) -> int | None:
+def _find_order_seed(parts: TrainerParts, plan: MixturePlan) -> int | None:
     """The seed for the order within the sources; None keeps the order of each source."""
-    order = components.trainer.args.train_sampling_strategy
-    if order not in ("random", "sequential") or getattr(components.trainer.args, "sortish_sampler", False):
+    order = parts.trainer.args.train_sampling_strategy
+    if order not in ("random", "sequential") or getattr(parts.trainer.args, "sortish_sampler", False):
         raise UnsupportedArgument(
             f"train_sampling_strategy={str(order)!r}: a mixture reads each source in random order, or with "
             "'sequential' in the order of its samples. Remove it, or sort each source yourself and use 'sequential'."
@@ -74,9 +74,9 @@ def _find_order_seed(components: Components, plan: MixturePlan) -> int | None:
     return None if order == "sequential" else plan.seed
 
 
-def _make_plan(components: Components, sizes: Mapping[str, int | None]) -> MixturePlan:
-    trainer, args = components.trainer, components.trainer.args
-    if components.loaders.read_config().split_batches:
+def _make_plan(parts: TrainerParts, sizes: Mapping[str, int | None]) -> MixturePlan:
+    trainer, args = parts.trainer, parts.trainer.args
+    if parts.loaders.read_config().split_batches:
         raise UnsupportedArgument(
             "accelerator_config['split_batches']=True: each batch of a mixture is for one process. Remove it, and set "
             "per_device_train_batch_size to the batch size of one process."
@@ -113,7 +113,7 @@ class SourceLog:
     """Sums the loss, the samples and the tokens of each source.
 
     Args:
-        components: the parts of the Trainer.
+        parts: the parts of the Trainer.
         names: the sources.
         plan: selects the source of each micro-batch.
         steps_in_epoch: optimizer steps of an epoch.
@@ -123,24 +123,24 @@ class SourceLog:
 
     def __init__(
         self,
-        components: Components,
+        parts: TrainerParts,
         names: list[str],
         plan: MixturePlan,
         steps_in_epoch: int,
         sizes: list[int] | None,
         stream: MixtureStream | None,
     ) -> None:
-        self.components, self.names, self.sizes, self.stream = components, names, sizes, stream
+        self.parts, self.names, self.sizes, self.stream = parts, names, sizes, stream
         self._plan, self._steps_in_epoch = plan, steps_in_epoch
         #: An optimizer step, and the sources of its micro-batches.
         self._step_sources: tuple[int, list[int]] = -1, []
         #: The loss of each source since the last log line, on the device; its samples and tokens, on the CPU.
-        self._losses = torch.zeros(len(names), device=components.trainer.args.device)
+        self._losses = torch.zeros(len(names), device=parts.trainer.args.device)
         self._counts = torch.zeros(len(names), 2, dtype=torch.float64)
         #: Whether the sums cover all steps since the last log line.
         self._is_complete = True
-        if components.run.progress is not None:
-            self._restore_sums(components.run.progress.sources)
+        if parts.run.progress is not None:
+            self._restore_sums(parts.run.progress.sources)
 
     def state_dict(self) -> dict[str, list[float]]:
         """The sums, by source: loss, samples and tokens."""
@@ -156,7 +156,7 @@ class SourceLog:
 
     def add(self, epoch: int, index: int, loss: torch.Tensor, samples: int, tokens: int) -> None:
         """Add a micro-batch, the `index`-th of this process in its epoch."""
-        processes = self.components.trainer.accelerator.processes
+        processes = self.parts.trainer.accelerator.processes
         number = index * processes.data_world_size + processes.data_rank
         step_in_epoch, position = divmod(number, self._plan.micro_batches)
         if (step := epoch * self._steps_in_epoch + step_in_epoch) != self._step_sources[0]:
@@ -175,7 +175,7 @@ class SourceLog:
         Args:
             steps: optimizer steps since the last log line.
         """
-        processes, policy = self.components.trainer.accelerator.processes, self.components.policy
+        processes, policy = self.parts.trainer.accelerator.processes, self.parts.policy
         local_sums = torch.cat([self._losses.cpu().double()[:, None], self._counts], dim=1)
         rows = torch.stack(processes.gather_objects([local_sums], one_per_tp_group=True)).sum(dim=0).tolist()
         is_complete, self._is_complete = self._is_complete, True
@@ -195,21 +195,21 @@ class SourceLog:
         if self.sizes is None:
             passes = [] if self.stream is None else list(self.stream.passes.values())
             return [float(number) for number in passes] if any(passes) else []
-        size = self.components.run.train_batch_size
+        size = self.parts.run.train_batch_size
         return [
             batches * size / samples for batches, samples in zip(self._plan.drawn.tolist(), self.sizes, strict=True)
         ]
 
 
-def make_source_log(components: Components, loader: Any) -> SourceLog | None:
+def make_source_log(parts: TrainerParts, loader: Any) -> SourceLog | None:
     """The log of the sources; None if the loader does not read a mixture."""
     if not isinstance(loader, PreparedDataLoader):
         return None
     batches = innermost(loader.batch_sampler)
     if isinstance(batches, MixtureBatchSampler):
         sizes = list(map(len, batches.sources.values()))
-        return SourceLog(components, list(batches.sources), batches.plan.from_step(0), batches.steps, sizes, None)
+        return SourceLog(parts, list(batches.sources), batches.plan.from_step(0), batches.steps, sizes, None)
     stream = loader.source
     if not isinstance(stream, MixtureStream) or stream.plan is None:
         return None
-    return SourceLog(components, list(stream.sources), stream.plan.from_step(0), 0, None, stream)
+    return SourceLog(parts, list(stream.sources), stream.plan.from_step(0), 0, None, stream)

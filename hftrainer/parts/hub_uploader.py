@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from hftrainer.arguments.choices import HubStrategy, SaveStrategy
-from hftrainer.components.component import Component
+from hftrainer.parts.part import Part
 
 
-class HubUploader(Component):
+class HubUploader(Part):
     """Opens the repository of a Trainer, and pushes its model and checkpoints."""
 
     def open_repository(self, token: str | None, private: bool | None) -> None:
@@ -28,7 +28,7 @@ class HubUploader(Component):
             is_for_run=args.push_to_hub,
         )
         snapshots = UploadSnapshots(str(args.output_dir), self.trainer.processing_class)
-        self.components.uploads = Uploads(repository, snapshots)
+        self.parts.uploads = Uploads(repository, snapshots)
         self.trainer.hub_model_id = repository.id
         self.trainer.push_in_progress = None
 
@@ -44,12 +44,12 @@ class HubUploader(Component):
     ) -> Any:
         """Implements `Trainer.push_to_hub`: saves the model, writes its card, and uploads the folder."""
         trainer = self.trainer
-        self.components.call_callbacks("on_push_begin")
+        self.parts.call_callbacks("on_push_begin")
         trainer.save_model(_internal_call=True)
-        if self.components.uploads is None:
+        if self.parts.uploads is None:
             trainer.init_hf_repo(token=token, private=private)
         # Only the main process has uploads.
-        if self.components.uploads is None:
+        if self.parts.uploads is None:
             return None
         name = (trainer.args.hub_model_id or Path(str(trainer.args.output_dir)).name).split("/")[-1]
         card["model_name"] = card.get("model_name") or name
@@ -58,14 +58,14 @@ class HubUploader(Component):
             card_tags = [tags] if isinstance(tags, str) else list(tags or [])
             card["tags"] = [*card_tags, *(tag for tag in model_tags if tag not in card_tags)]
         trainer.create_model_card(**card)
-        return self.components.uploads.push_folder(
+        return self.parts.uploads.push_folder(
             str(trainer.args.output_dir), commit_message, blocking=blocking, token=token, revision=revision
         )
 
     def push_checkpoint(self, folder: str) -> None:
         """Start uploading the parts of a checkpoint that `hub_strategy` selects."""
         trainer = self.trainer
-        uploads = self.components.uploads
+        uploads = self.parts.uploads
         if uploads is None or trainer.args.hub_strategy == HubStrategy.END:
             return
         from hftrainer.hub.uploads import PushInProgress
@@ -78,11 +78,11 @@ class HubUploader(Component):
         if not is_done and not trainer.args.hub_always_push:
             uploads.postpone(commits)
             return
-        self.components.call_callbacks("on_push_begin")
+        self.parts.call_callbacks("on_push_begin")
         jobs = uploads.push(commits)
         trainer.push_in_progress = PushInProgress(jobs if is_done else [*trainer.push_in_progress.jobs, *jobs])
 
     def finish_uploads(self) -> None:
         """Wait for the uploads, retry failed ones, and log which succeeded and which are missing."""
-        if self.components.uploads is not None:
-            self.components.uploads.finish(is_urgent=lambda: self.run.signal_listener.signal_number is not None)
+        if self.parts.uploads is not None:
+            self.parts.uploads.finish(is_urgent=lambda: self.run.signal_listener.signal_number is not None)

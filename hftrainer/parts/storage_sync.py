@@ -13,8 +13,8 @@ from hftrainer.base.messages import tell
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import is_overridden
-from hftrainer.components.component import Component
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, DamagedCheckpoint
+from hftrainer.parts.part import Part
 from hftrainer.reporting.tracking import CheckpointPlace
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def run_folder(trainer: Trainer, trial: Any) -> str:
     return str(trainer.args.output_dir) if has_override else trainer._get_output_dir(trial)
 
 
-class StorageSync(Component):
+class StorageSync(Part):
     """Decides which process fetches and uploads what. Without `storage_url`, all methods do nothing.
 
     Attributes:
@@ -60,7 +60,7 @@ class StorageSync(Component):
         from hftrainer.storage.mirror import Mirror  # imports fsspec
         from hftrainer.storage.remote import RemoteFolder
 
-        stop_on_error = self.components.checkpoint_writer.stop_on_error
+        stop_on_error = self.parts.checkpoint_writer.stop_on_error
         return Mirror(RemoteFolder(url), local, self.trainer.args.keep_local, stop_on_error=stop_on_error)
 
     def checkpoint_place(self, trial: Any) -> CheckpointPlace:

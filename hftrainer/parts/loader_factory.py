@@ -14,8 +14,6 @@ from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.base.tracebacks import describe_type
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import has_length, is_overridden, number_of_arguments
-from hftrainer.components import mixture_batches
-from hftrainer.components.component import Component
 from hftrainer.data import collators
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.mixture import MixtureBatchSampler, MixtureDataset, MixtureStream, as_mixture, group_by_column
@@ -24,12 +22,14 @@ from hftrainer.data.samplers import UNSHARDED, LengthGroupedSampler, ShardSpec, 
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, UnknownDataset, UnsupportedArgument, WrongObject, suggest
 from hftrainer.parallel.devices import UNPINNED
+from hftrainer.parts import mixture_batches
+from hftrainer.parts.part import Part
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
 
-class LoaderFactory(Component):
+class LoaderFactory(Part):
     """Makes data loaders that yield the batches of this rank on its device."""
 
     #: A dataset without the columns that the model does not accept, and the original dataset.
@@ -95,7 +95,7 @@ class LoaderFactory(Component):
             self._column_source = dataset, source
             self._set_sampler(settings, dataset, sampler_fn, description)
             if is_training:
-                by_rank = self.components.policy.seeds_workers_by_rank
+                by_rank = self.parts.policy.seeds_workers_by_rank
                 rank = trainer.accelerator.processes.data_rank if by_rank else 0
                 settings["worker_init_fn"] = functools.partial(seed_worker, num_workers=num_workers, rank=rank)
         if is_training and args.tokens_per_batch is not None and "batch_sampler" not in settings:
@@ -120,7 +120,7 @@ class LoaderFactory(Component):
         """The dataset and its collator, one of which removes the columns that the model does not accept."""
         trainer = self.trainer
         if isinstance(dataset, MixtureStream):
-            dataset = mixture_batches.plan_stream(self.components, dataset)
+            dataset = mixture_batches.plan_stream(self.parts, dataset)
         if isinstance(dataset, MixtureDataset) and all(map(libraries.is_map_style_dataset, dataset.sources.values())):
             sources = dataset.sources.items()
             dataset = MixtureDataset({name: trainer._remove_unused_columns(source, name) for name, source in sources})
@@ -159,10 +159,10 @@ class LoaderFactory(Component):
         if dataset is None or not has_length(dataset):
             return None
         if isinstance(dataset, MixtureDataset):
-            return mixture_batches.make_batch_sampler(self.components, dataset.indices())
+            return mixture_batches.make_batch_sampler(self.parts, dataset.indices())
         if args.mixture_column is not None:
             sources = group_by_column(self._find_original_dataset(dataset)[args.mixture_column])
-            return mixture_batches.make_batch_sampler(self.components, sources)
+            return mixture_batches.make_batch_sampler(self.parts, sources)
         if args.tokens_per_batch is not None:
             return self._make_token_sampler(dataset)
         # `sortish_sampler` is the old argument for grouping by length.
@@ -177,7 +177,7 @@ class LoaderFactory(Component):
         """Implements `Trainer._get_eval_sampler`; returns None for a dataset without a length."""
         args = self.trainer.args
         if has_length(dataset) and args.train_sampling_strategy == "group_by_length":
-            order = self.components.policy.evaluation_generator(seed_of_order(args))
+            order = self.parts.policy.evaluation_generator(seed_of_order(args))
             return LengthGroupedSampler(args.eval_batch_size, lengths=self._find_lengths(dataset), generator=order)
         return _sequential_sampler(dataset)
 
@@ -286,7 +286,7 @@ class LoaderFactory(Component):
                 "accelerator.dataloader_config.use_stateful_dataloader=True is not supported: leave it out. The "
                 "Trainer restores the position in the data from its checkpoints."
             )
-        settings = self.components.resolved.accelerator_config.to_dict()
+        settings = self.parts.resolved.accelerator_config.to_dict()
         settings |= {name: getattr(loader_config, name) for name in settings if hasattr(loader_config, name)}
         return AcceleratorConfig.read(settings)
 
@@ -333,7 +333,7 @@ class LoaderFactory(Component):
         if not trainer._loss_shifts_labels:
             raise UnsupportedArgument(
                 f"{argument} is for causal language models, whose loss compares each token with the next label; that "
-                f"of {type(self.components.unwrapped_model).__name__} does not: remove the argument."
+                f"of {type(self.parts.unwrapped_model).__name__} does not: remove the argument."
             )
         name = "DataCollatorWithFlattening"
         collator_class = libraries.import_from_transformers("data.data_collator", name, argument)

@@ -1,0 +1,17 @@
+"""`Part`: the base of the parts of a Trainer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hftrainer.assembly.trainer_parts import TrainerParts
+
+
+class Part:
+    """A part of a Trainer. It looks up other parts in `parts` at each use, since a trial replaces some."""
+
+    def __init__(self, parts: TrainerParts) -> None:
+        self.parts = parts
+        self.trainer = parts.trainer
+        self.run = parts.run
