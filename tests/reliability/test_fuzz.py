@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hftrainer import HfArgumentParser, TrainingArguments
 from hftrainer.checkpointing.files import crc32_of_list
 from hftrainer.checkpointing.names import MANIFEST_NAME, SHARD_FOLDERS
-from hftrainer.checkpointing.sharded import load_model_parts, load_optimizer
+from hftrainer.checkpointing.sharded import load_model_shards, load_optimizer
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.hub.download import download_checkpoint
 from hftrainer.parallel.fsdp_settings import read_fsdp
@@ -29,7 +29,7 @@ from tests.support.checkpoints import KeepsState, copy_without_manifest, finishe
 from tests.support.hub_runs import TOKEN, hub as hub
 from tests.support.hub_server import Commit, Repo
 from tests.support.jobs import names
-from tests.support.parts import stepped, write
+from tests.support.sharded import stepped, write
 from tests.support.tiny import make_bert
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -122,14 +122,14 @@ def resume(folder, **settings):
 
 
 def load(kind):
-    def load_parts(folder):
+    def load_shards(folder):
         model, optimizer = stepped()
         if kind == "model":
-            load_model_parts(model, str(folder))
+            load_model_shards(model, str(folder))
         else:
             load_optimizer(model, optimizer, str(folder), read_unsharded=dict)
 
-    return load_parts
+    return load_shards
 
 
 CHANGES = {

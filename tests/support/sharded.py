@@ -1,8 +1,8 @@
-"""A model and its optimizer in the parts of torch's distributed checkpoints."""
+"""A model and its optimizer in the shards of torch's distributed checkpoints."""
 
 import torch
 
-from hftrainer.checkpointing.sharded import model_state, optimizer_state, save_parts
+from hftrainer.checkpointing.sharded import model_state, optimizer_state, save_shards
 from tests.support.tiny import make_plain
 
 
@@ -17,6 +17,6 @@ def stepped():
 def write(folder, **more):
     model, optimizer = stepped()
     optimizer.param_groups[0].update(more)
-    parts = {"model": model_state(model, full=False), "optimizer": optimizer_state(model, optimizer, full=False)}
-    save_parts(parts, folder)
+    shards = {"model": model_state(model, full=False), "optimizer": optimizer_state(model, optimizer, full=False)}
+    save_shards(shards, folder)
     return model
