@@ -66,7 +66,7 @@ class Planner(Part):
         Raises:
             UnsupportedArgument: when a subclass has its own training loop.
         """
-        trainer, schedule, progress = self.trainer, self.run.schedule, self.run.progress
+        trainer, schedule, progress = self.trainer, self.run.schedule, self.run.resumed_progress
         if schedule is None:
             raise UnsupportedArgument(
                 "_inner_training_loop: a copy of transformers' own loop cannot run, since Lightning's loop trains. "

@@ -36,7 +36,7 @@ class Run:
         events: what Lightning calls while the run lasts.
         signal_listener: the signals that ask this run to stop.
         schedule: the lengths of the run.
-        progress: our progress data in the checkpoint that the run resumes from, or None.
+        resumed_progress: our progress data in the checkpoint that the run resumes from, or None.
         resumed_from: the checkpoint that the run resumes from, if any.
         loss_since_log: the sum of the losses since the last log line, `()`, on the device; set when training begins.
         loss_up_to_log: the sum of the losses up to the last log line.
@@ -64,7 +64,7 @@ class Run:
     events: TrainingEvents | None = None
     signal_listener: SignalListener = field(default_factory=lambda: SignalListener(should_save=False))
     schedule: TrainingSchedule | None = None
-    progress: RunProgress | None = None
+    resumed_progress: RunProgress | None = None
     resumed_from: str | None = None
     loss_since_log: torch.Tensor = field(init=False)
     loss_up_to_log: float = 0.0
