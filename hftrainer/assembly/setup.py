@@ -41,7 +41,7 @@ from hftrainer.plugins import lightning_adapter
 from hftrainer.releases.followed import describe_older_release
 from hftrainer.reporting.tracking import ReportingCallback
 from hftrainer.strategies import make_strategy
-from hftrainer.strategies.strategy import FLAGS, Strategy
+from hftrainer.strategies.strategy import TRAINER_FLAGS, Strategy
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training_args import TrainingArguments
 
@@ -198,7 +198,7 @@ class TrainerSetup(Part):
         copy_accelerator_settings(self.parts.resolved, trainer.accelerator)
         trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)
         strategy.check_optimizers(*parts.script_optimizers)
-        for name in FLAGS:
+        for name in TRAINER_FLAGS:
             setattr(trainer, name, name in strategy.flags)
         trainer.deepspeed = None
 

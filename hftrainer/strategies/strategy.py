@@ -26,7 +26,7 @@ MakeOptimizer = Callable[[], torch.optim.Optimizer]
 #: Calls a write function, the first argument, with the values to write, the second argument.
 CallWrite = Callable[[Callable[[Any], None], Any], None]
 #: Attributes that name the strategy in transformers' Trainer, for scripts. Only those of the active strategy are True.
-FLAGS = (
+TRAINER_FLAGS = (
     *("is_deepspeed_enabled", "is_fsdp_enabled"),
     *("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled"),
 )
