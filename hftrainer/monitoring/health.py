@@ -24,7 +24,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from hftrainer.arguments.choices import read_address
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
+from hftrainer.errors import InvalidArgument, MissingPackage, cause_if_installed
 from hftrainer.parallel.processes import Processes
 
 _GetState = Callable[[], TrainerState]
@@ -348,7 +348,7 @@ def _run_server(address: int | str, reporter: _Reporter) -> Iterator[None]:
     except ImportError as error:
         raise MissingPackage(
             "metrics_port needs prometheus_client: pip install 'hftrainer[metrics]'"
-        ) from unless_absent(error)
+        ) from cause_if_installed(error)
     host, port = read_address(address)
     registry = CollectorRegistry()
     registry.register(reporter)
