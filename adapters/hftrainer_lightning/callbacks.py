@@ -197,9 +197,7 @@ def collect_state(
         The weights to save instead of the model's, by the keys of its state dict (None: save the model's weights), and
         the other state to save, `{"callbacks": states by state_key, ...}`, which may be empty.
     """
-    states = {
-        callback.state_key: state for callback in callbacks if (state := private_callbacks.checkpoint_state(callback))
-    }
+    states = {each.state_key: state for each in callbacks if (state := private_callbacks.checkpoint_state(each))}
     other_state: dict[str, Any] = {"callbacks": states} if states else {}
     if (
         find_callback(callbacks, _EPOCH_END_CALLBACKS) is not None
@@ -346,10 +344,8 @@ def _pruning_state(pruning: ModelPruning, module: torch.nn.Module) -> dict[str, 
         for buffer, mask in module.named_buffers()
         if (name := buffer.removesuffix("_mask")) != buffer and f"{name}_orig" in dict(module.named_parameters())
     }
-    return {
-        "masks": masks,
-        "first_values": [layer["data"].state_dict() for layer in private_callbacks.original_layers(pruning)],
-    }
+    first_values = [layer["data"].state_dict() for layer in private_callbacks.original_layers(pruning)]
+    return {"masks": masks, "first_values": first_values}
 
 
 def _restore_pruning(pruning: ModelPruning, module: torch.nn.Module, state: Mapping[str, Any]) -> None:

@@ -56,9 +56,7 @@ def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         import h5py
     except ImportError as error:
-        raise MissingPackage(f"{path} needs h5py to be read: pip install 'hftrainer[tf]'") from cause_if_installed(
-            error
-        )
+        raise MissingPackage(f"Reading {path} needs h5py: pip install 'hftrainer[tf]'") from cause_if_installed(error)
     with h5py.File(path) as file:
         for layer in file.attrs["layer_names"]:
             entry = file[layer]

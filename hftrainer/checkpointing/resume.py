@@ -246,8 +246,8 @@ def _load_optimizer(
         has_shards: whether a folder of shards holds the state.
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
-    shard_folder = names.find_shard_folder("optimizer", folder) if has_shards else None
-    has_dcp = shard_folder is not None and os.path.basename(shard_folder) == names.DCP_FOLDER
+    shard_dir = names.find_shard_folder("optimizer", folder) if has_shards else None
+    has_dcp = shard_dir is not None and os.path.basename(shard_dir) == names.DCP_FOLDER
     if sharded or (has_shards and not has_dcp):
         # Imported late, since the module imports torch's FSDP.
         from hftrainer.checkpointing.sharded import load_optimizer
@@ -260,9 +260,7 @@ def _load_optimizer(
     if has_dcp:
         from hftrainer.checkpointing.sharded import read_dcp_optimizer
 
-        _load_whole_optimizer(
-            read_dcp_optimizer(str(shard_folder), model, optimizer), str(shard_folder), model, optimizer
-        )
+        _load_whole_optimizer(read_dcp_optimizer(str(shard_dir), model, optimizer), str(shard_dir), model, optimizer)
         return False
     saved_state = _read_optimizer(optimizer_file)
     with name_file_in_errors(optimizer_file):
@@ -315,13 +313,13 @@ def _check_group_count(scheduler_file: str, count: int) -> None:
 
 def _has_optimizer_shards(folder: str) -> bool:
     """Whether a folder of shards holds the optimizer's state. A DCP folder may lack it."""
-    shard_folder = names.find_shard_folder("optimizer", folder)
-    if shard_folder is None or os.path.basename(shard_folder) != names.DCP_FOLDER:
-        return shard_folder is not None
+    shard_dir = names.find_shard_folder("optimizer", folder)
+    if shard_dir is None or os.path.basename(shard_dir) != names.DCP_FOLDER:
+        return shard_dir is not None
     # Imported late, since the module imports torch's FSDP.
     from hftrainer.checkpointing.sharded import holds_optimizer
 
-    return holds_optimizer(shard_folder)
+    return holds_optimizer(shard_dir)
 
 
 #: Keys of a parameter group that are not user settings, such as how a device computes the step.

@@ -147,10 +147,8 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    has_fsdp_files = bool(names.find_shard_folder("model", folder)) or has_state_files(
-        FULL_STATE_FILES, "model", folder
-    )
-    return has_fsdp_files or has_deepspeed_shards(folder) or bool(weights_files(folder) or _adapter_folders(folder))
+    has_fsdp = bool(names.find_shard_folder("model", folder)) or has_state_files(FULL_STATE_FILES, "model", folder)
+    return has_fsdp or has_deepspeed_shards(folder) or bool(weights_files(folder) or _adapter_folders(folder))
 
 
 def missing_shard(folder: str) -> str | None:

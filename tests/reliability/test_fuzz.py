@@ -29,7 +29,7 @@ from tests.support.checkpoints import KeepsState, copy_without_manifest, finishe
 from tests.support.hub_runs import TOKEN, hub as hub
 from tests.support.hub_server import Commit, Repo
 from tests.support.jobs import names
-from tests.support.sharded import stepped, write
+from tests.support.parts import stepped, write
 from tests.support.tiny import make_bert
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -7,7 +7,7 @@ import pytest
 from hftrainer import TrainerState, TrainingArguments
 from hftrainer.checkpointing.file_checks import check_optimizer_state
 from hftrainer.checkpointing.resume import warn_about_changed_arguments
-from tests.support.sharded import stepped
+from tests.support.parts import stepped
 
 
 @pytest.mark.parametrize("name", ["logging_steps", "eval_steps", "save_steps"])

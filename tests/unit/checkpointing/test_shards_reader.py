@@ -1,4 +1,4 @@
-"""torch's distributed checkpoints, of a shard from each process, are read as data too."""
+"""torch's distributed checkpoints, of a part from each process, are read as data too."""
 
 import dataclasses
 import pickle
@@ -13,7 +13,7 @@ from hftrainer.checkpointing.sharded import check_unread_states, load_model_shar
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, UnsupportedArgument
 from tests.support.checkpoints import Mischief
 from tests.support.parity import assert_same_weights
-from tests.support.sharded import stepped, write
+from tests.support.parts import stepped, write
 from tests.support.tiny import Note, make_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -28,9 +28,9 @@ def load_optimizer(folder, **more):
 
 def change_list(folder, change):
     path = folder / SHARD_FOLDERS["model"] / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    replaced = change(metadata)
-    path.write_bytes(pickle.dumps(metadata if replaced is None else replaced))
+    parts = pickle.loads(path.read_bytes())
+    replaced = change(parts)
+    path.write_bytes(pickle.dumps(parts if replaced is None else replaced))
 
 
 def test_what_was_written_is_read(tmp_path):
@@ -43,7 +43,7 @@ def test_what_was_written_is_read(tmp_path):
 
 def test_the_list_of_parts_runs_no_code(tmp_path):
     write(tmp_path)
-    change_list(tmp_path, lambda metadata: metadata.planner_data.update(more=Mischief(tmp_path / "trace")))
+    change_list(tmp_path, lambda parts: parts.planner_data.update(more=Mischief(tmp_path / "trace")))
     with pytest.raises(UnsafeCheckpoint, match=r"pytorch_model_fsdp_0/\.metadata holds a pickled posix\.mkdir"):
         load_model_shards(make_plain(), str(tmp_path))
     assert not (tmp_path / "trace").exists()
@@ -61,7 +61,7 @@ def test_values_in_parts_run_no_code(tmp_path, variable, monkeypatch):
 
 def test_a_class_that_the_user_allows(tmp_path):
     write(tmp_path, note=Note())
-    change_list(tmp_path, lambda metadata: metadata.planner_data.update(note=Note()))
+    change_list(tmp_path, lambda parts: parts.planner_data.update(note=Note()))
     with torch.serialization.safe_globals([Note]):
         load_model_shards(make_plain(), str(tmp_path))
         assert load_optimizer(tmp_path, note=None).param_groups[0]["note"].text == "kept"
@@ -82,23 +82,23 @@ def test_a_folder_of_both_states(tmp_path):
 
 
 def renamed(name):
-    def change(metadata):
-        for stored in metadata.storage_data.values():
+    def change(parts):
+        for stored in parts.storage_data.values():
             stored.relative_path = name
 
     return change
 
 
 def moved(by):
-    def change(metadata):
-        for path, stored in metadata.storage_data.items():
-            metadata.storage_data[path] = dataclasses.replace(stored, offset=stored.offset + by)
+    def change(parts):
+        for path, stored in parts.storage_data.items():
+            parts.storage_data[path] = dataclasses.replace(stored, offset=stored.offset + by)
 
     return change
 
 
-def resized(metadata):
-    for described in metadata.state_dict_metadata.values():
+def resized(parts):
+    for described in parts.state_dict_metadata.values():
         described.size = torch.Size([1])
 
 
@@ -106,10 +106,10 @@ WRONG = {
     "up": (renamed("../pytorch_model_fsdp_0/__0_0.distcp"), "is not in this folder"),
     "absolute": (renamed("/etc/hostname"), "is not in this folder"),
     "no name": (renamed(7), "does not hold what"),
-    "no list": (lambda metadata: {"a": 1}, "it is a dict"),
-    "other names": (lambda metadata: metadata.state_dict_metadata.clear(), "does not hold what"),
-    "a number as name": (lambda metadata: metadata.state_dict_metadata.update({3: None}), "no dict of names"),
-    "no names": (lambda metadata: vars(metadata).pop("state_dict_metadata") and None, "does not hold what"),
+    "no list": (lambda parts: {"a": 1}, "it is a dict"),
+    "other names": (lambda parts: parts.state_dict_metadata.clear(), "does not hold what"),
+    "a number as name": (lambda parts: parts.state_dict_metadata.update({3: None}), "no dict of names"),
+    "no names": (lambda parts: vars(parts).pop("state_dict_metadata") and None, "does not hold what"),
     "before the file": (moved(-(10**6)), "too few for"),
     "after the file": (moved(10**6), "too few for"),
     "other sizes": (resized, "does not hold what"),

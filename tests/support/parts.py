@@ -1,4 +1,4 @@
-"""A model and its optimizer in the shards of torch's distributed checkpoints."""
+"""A model and its optimizer in the parts of torch's distributed checkpoints."""
 
 import torch
 
@@ -17,6 +17,6 @@ def stepped():
 def write(folder, **more):
     model, optimizer = stepped()
     optimizer.param_groups[0].update(more)
-    shards = {"model": model_state(model, full=False), "optimizer": optimizer_state(model, optimizer, full=False)}
-    save_shards(shards, folder)
+    parts = {"model": model_state(model, full=False), "optimizer": optimizer_state(model, optimizer, full=False)}
+    save_shards(parts, folder)
     return model
