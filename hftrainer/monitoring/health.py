@@ -122,15 +122,6 @@ class Heartbeat:
         return _SLOW_LIMIT if self._is_slow or not longest else max(_SHORTEST_LIMIT, _LIMIT_PER_PAUSE * longest)
 
 
-class NoHeartbeat(Heartbeat):
-    """Takes the place of `Heartbeat` in a run without `metrics_port`."""
-
-    __slots__ = ()
-
-    def beat(self, is_slow: bool = False) -> None:
-        """Do nothing."""
-
-
 class _Recorder(threading.Thread):
     """Writes the record of this rank, and its stack if there is no progress, until `stop`.
 
@@ -395,7 +386,7 @@ def serve_health(args: Any, processes: Processes, state: _GetState, last_checkpo
         MissingPackage: on all ranks, if a rank that serves has no prometheus_client.
     """
     if (address := args.metrics_port) is None:
-        yield NoHeartbeat()
+        yield Heartbeat()
         return
     folder, rank = Path(args.output_dir, HEALTH_FOLDER), processes.rank
     ranks = range(processes.world_size) if rank == 0 else range(rank, rank + processes.local_world_size)

@@ -14,7 +14,7 @@ import torch
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.run_progress import RunProgress
 from hftrainer.data.accumulation import TrainingSchedule
-from hftrainer.monitoring.health import Heartbeat, NoHeartbeat
+from hftrainer.monitoring.health import Heartbeat
 from hftrainer.training.stopping import SignalListener
 from hftrainer.training.sums import LoggedMetrics
 
@@ -49,7 +49,7 @@ class Run:
         logged_metrics: sums for the next log line, besides the loss.
         seconds: phase besides training, such as 'saving' → its duration.
         past: the model's memory of earlier batches, with `past_index`.
-        heartbeat: reports the progress of training, with `metrics_port`.
+        heartbeat: the signs of progress, which the server of `metrics_port` reports.
         last_saved_step: optimizer step of the last checkpoint.
         checkpoints_written: the checkpoint folders that this run wrote, in order.
         skipped_samples: the samples that the run skips, with `on_divergence`.
@@ -77,7 +77,7 @@ class Run:
     logged_metrics: LoggedMetrics = field(default_factory=LoggedMetrics)
     seconds: dict[str, float] = field(default_factory=dict)
     past: Any = None
-    heartbeat: Heartbeat = field(default_factory=NoHeartbeat)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     last_saved_step: int = 0
     checkpoints_written: list[str] = field(default_factory=list)
     skipped_samples: SkippedSamples | None = None
