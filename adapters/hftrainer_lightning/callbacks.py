@@ -141,11 +141,8 @@ def _find_problems(callback: Callback, run: CallbackConditions) -> Iterator[str]
             yield f"{name} cannot work with an override of training_step: {advice}"
         if (steps := run.accumulate_grad_batches) != 1:
             yield f"gradient_accumulation_steps={steps} and {name} both set accumulation steps: leave the former at 1."
-    if (
-        isinstance(callback, StochasticWeightAveraging)
-        and private_callbacks.starts_at_fraction(callback)
-        and not run.knows_epochs
-    ):
+    needs_epochs = isinstance(callback, StochasticWeightAveraging) and private_callbacks.starts_at_fraction(callback)
+    if needs_epochs and not run.knows_epochs:
         yield f"{name}: swa_epoch_start is a fraction of the epochs, but the data has no length. Use an integer."
     if not run.evaluates:
         yield from _find_problems_without_evaluation(callback, name)

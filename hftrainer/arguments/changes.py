@@ -37,26 +37,21 @@ def apply_changed_arguments(
         raise InvalidArgument("\n".join(errors))
     reread_names = () if policy.reads_batch_size_once and not has_custom_loader else ("per_device_train_batch_size",)
     first_values = {name: value for name, value in engine.plan.read_once.items() if name not in reread_names}
-    current_values = {name: getattr(args, name, None) for name in first_values}
-    changed_first_values = {
-        name: value
-        for name, value in first_values.items()
-        if value is not current_values[name] and value != current_values[name]
-    }
-    if refused_changes := _refused_changes(engine, args, changed_first_values):
+    current = {name: getattr(args, name, None) for name in first_values}
+    changed = {name: old for name, old in first_values.items() if old is not current[name] and old != current[name]}
+    if refused_changes := _refused_changes(engine, args, changed):
         raise InvalidArgument(
             f"{', '.join(refused_changes)} changed after the Trainer was made, which depends on it: make a new Trainer."
         )
-    if changed_first_values and changed_first_values != engine.ignored_changes:
+    if changed and changed != engine.ignored_changes:
         logger.warning(
             "Changed after the Trainer was made, which reads such arguments once, as in transformers: %s. The first "
             "value stays in use; make a new Trainer to use the second.",
             ", ".join(
-                f"{name} ({_plain_value(value)!r} → {_plain_value(current_values[name])!r})"
-                for name, value in changed_first_values.items()
+                f"{name} ({_plain_value(old)!r} → {_plain_value(current[name])!r})" for name, old in changed.items()
             ),
         )
-    engine.ignored_changes = changed_first_values
+    engine.ignored_changes = changed
     engine.update_plan(accumulate_grad_batches=args.gradient_accumulation_steps, default_root_dir=str(args.output_dir))
 
 

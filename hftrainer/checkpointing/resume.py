@@ -218,9 +218,8 @@ def load_optimizer_and_scheduler(
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return
     initial_groups = [dict(group) for group in optimizer.param_groups]
-    is_regrouped = _load_optimizer(
-        folder, model, optimizer, sharded=is_sharded or has_full_state, has_shards=has_shards
-    )
+    is_by_name = is_sharded or has_full_state
+    is_regrouped = _load_optimizer(folder, model, optimizer, sharded=is_by_name, has_shards=has_shards)
     if is_regrouped or optimizer_groups.has_named_groups(optimizer):
         has_changed = optimizer_groups.apply_settings(initial_groups, optimizer, is_regrouped=is_regrouped)
         load_scheduler_or_scaler(
@@ -228,7 +227,7 @@ def load_optimizer_and_scheduler(
         )
         optimizer_groups.follow_schedule(scheduler, optimizer, has_changed=has_changed)
     else:
-        if is_sharded or has_full_state or has_shards:
+        if is_by_name or has_shards:
             _check_group_count(scheduler_file, len(initial_groups))
         load_scheduler_or_scaler(scheduler, folder, "scheduler")
 

@@ -45,9 +45,7 @@ class TrainerMemoryTracker:
         try:
             import psutil
         except ImportError as error:
-            raise MissingPackage("skip_memory_metrics=False needs psutil: pip install psutil") from cause_if_installed(
-                error
-            )
+            raise MissingPackage("skip_memory_metrics=False needs `pip install psutil`") from cause_if_installed(error)
         self._process = psutil.Process()
 
     def start(self) -> None:

@@ -86,12 +86,8 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy, without the objects that belong to this process."""
-        return {
-            **vars(self),
-            "signal_listener": SignalListener(should_save=False),
-            "events": None,
-            "skipped_samples": None,
-        }
+        signal_listener = SignalListener(should_save=False)
+        return {**vars(self), "signal_listener": signal_listener, "events": None, "skipped_samples": None}
 
     @contextlib.contextmanager
     def measure_time(self, phase: str) -> Iterator[None]:
