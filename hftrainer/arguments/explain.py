@@ -1,4 +1,4 @@
-"""`python -m hftrainer explain`: how each argument is handled, without starting a run."""
+"""`Explanation`: how each training argument is handled, without starting a run."""
 
 from __future__ import annotations
 

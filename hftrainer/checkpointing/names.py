@@ -22,7 +22,7 @@ LIST_OF_SHARDS, SHARD_SUFFIX = ".metadata", ".distcp"
 FULL_STATE_FILES = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"}
 #: Not in transformers: the states of Lightning's callbacks, if any.
 LIGHTNING_CALLBACKS_NAME = "lightning_callbacks.pt"
-#: Prefix of the user's model in the state dict of the generated module, and so of Lightning's checkpoints.
+#: Prefix of the user's model in the state dict of `TrainerModule`, and so in Lightning's checkpoints.
 MODEL_PREFIX = "model."
 #: Not in transformers: sizes and checksums of all other files.
 MANIFEST_NAME = "hftrainer_manifest.json"
