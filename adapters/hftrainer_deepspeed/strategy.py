@@ -1,4 +1,4 @@
-"""The strategy for a model that DeepSpeed's engine trains."""
+"""`DeepSpeedStrategy`, the strategy for a model that DeepSpeed's engine trains."""
 
 from __future__ import annotations
 

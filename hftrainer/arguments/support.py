@@ -1,4 +1,4 @@
-"""Which arguments are supported, and the plan made from them."""
+"""Finds arguments that are not supported or have no effect, and makes the plan for Lightning from the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures a run between its log lines (`observe`): speeds, time by activity, memory and MFU; and warns."""
+"""Measures a run between its log lines (`observe`): speeds, time by activity, memory, MFU; warns of slow steps."""
 
 from __future__ import annotations
 

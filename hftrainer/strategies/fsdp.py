@@ -1,4 +1,4 @@
-"""A model sharded by FSDP1 or FSDP2, or split by tensor parallelism."""
+"""`FsdpStrategy`: shards a model with FSDP1 or FSDP2, or splits it by tensor parallelism."""
 
 from __future__ import annotations
 
