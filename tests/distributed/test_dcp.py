@@ -74,7 +74,7 @@ def test_torch_reads_ours(written, folder, tmp_path, name):
 
 
 def test_we_read_torchs(processes, written, checkpoint, tmp_path):
-    """A checkpoint whose folder of shards one of torch's has replaced, with weights alone."""
+    """A checkpoint whose folder of parts one of torch's has replaced, with weights alone."""
     weights = {name: value + 1 for name, value in written[2]["fsdp2"]["weights"].items()}
     given = []
     for name, content in {"nested": {"model": weights}, "flat": weights, "converted": {"model": weights}}.items():
@@ -172,8 +172,8 @@ def test_damage(checkpoint, tmp_path):
     assert "dcp/.metadata is missing" in CheckpointFolder(damaged).inspect().fault
 
 
-def test_shards_that_cannot_be_written(processes, tmp_path):
-    """They cost that checkpoint in all ranks, and training goes on; it does not wait for shards in the background."""
+def test_parts_that_cannot_be_written(processes, tmp_path):
+    """They cost that checkpoint in all ranks, and training goes on; it does not wait for parts in the background."""
     for found in processes.run_ranks(fail, 2, tmp_path):
         assert found["now"] == (["checkpoint-4"], True)
         assert found["later"] == (["checkpoint-4"], False)

@@ -122,14 +122,14 @@ def resume(folder, **settings):
 
 
 def load(kind):
-    def load_shards(folder):
+    def load_parts(folder):
         model, optimizer = stepped()
         if kind == "model":
             load_model_shards(model, str(folder))
         else:
             load_optimizer(model, optimizer, str(folder), read_unsharded=dict)
 
-    return load_shards
+    return load_parts
 
 
 CHANGES = {

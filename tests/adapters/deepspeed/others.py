@@ -63,7 +63,7 @@ def loading(folder):
 
 
 def in_parts(folder):
-    """Weights that are not to be gathered stay in shards, and DeepSpeed's script makes one file of them."""
+    """Weights that are not to be gathered stay in parts, and DeepSpeed's script makes one file of them."""
     args = arguments(folder, deepspeed=IN_PARTS, save_strategy="steps", save_steps=2)
     trainer = Trainer(make_llama(), args, train_dataset=language_data())
     trainer.train()

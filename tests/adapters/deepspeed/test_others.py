@@ -53,7 +53,7 @@ def test_a_search_changes_the_configuration(tmp_path, attempt):
         assert searched["trials"][0] != searched["trials"][1]
 
 
-def test_weights_stay_in_shards(found):
+def test_weights_stay_in_parts(found):
     saved = found["in_parts"][0]
     for name in ("final", "checkpoint-2"):
         assert {"config.json", "latest", "zero_to_fp32.py", "training_args.bin"} <= set(saved[name])
@@ -132,7 +132,7 @@ def test_refusals(found, name, words):
 
 
 def test_fewer_processes(tmp_path):
-    """One process cannot read the shards of two, says so, and reads a universal checkpoint made of them."""
+    """One process cannot read the parts of two, says so, and reads a universal checkpoint made of them."""
     for launcher, script, words in (
         (TORCHRUN, "sets.py", ("hftrainer", str(tmp_path), "stage 2")),
         ((), "others.py", (str(tmp_path), "one")),

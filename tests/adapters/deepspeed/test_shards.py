@@ -1,4 +1,4 @@
-"""ZeRO-3 without gathered weights, which is DeepSpeed's default, in one process: checkpoints of shards are whole.
+"""ZeRO-3 without gathered weights, which is DeepSpeed's default, in one process: checkpoints of parts are whole.
 
 The model is made after the arguments, so that it is partitioned before there is a Trainer.
 """
@@ -69,14 +69,14 @@ def test_resumes(checkpoint, written, pretrained, named, caplog):
     assert "damaged" not in caplog.text  # "auto" would begin again, and end the same
 
 
-@pytest.mark.parametrize("shard", ["model_states", "optim_states"])
-def test_a_missing_shard_is_named(checkpoint, pretrained, shard, caplog):
+@pytest.mark.parametrize("part", ["model_states", "optim_states"])
+def test_a_missing_part_is_named(checkpoint, pretrained, part, caplog):
     """One of two processes: the files of rank 1 say that there was a rank 0."""
     caplog.set_level(logging.WARNING)
     states = checkpoint / "global_step2"
     for path in list(states.iterdir()):
         shutil.copy(path, path.with_name(path.name.replace("rank_0_", "rank_1_")))
-    missing = states / f"zero_pp_rank_0_mp_rank_00_{shard}.pt"
+    missing = states / f"zero_pp_rank_0_mp_rank_00_{part}.pt"
     missing.unlink()
     begun_again = train("hftrainer", checkpoint.parent, pretrained, 1, "auto")
     assert f"{checkpoint} is damaged and is skipped: {missing} is missing" in caplog.text

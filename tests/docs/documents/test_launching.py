@@ -96,7 +96,7 @@ def test_fsdp_config(by_torchrun):
 
 
 def test_whole_model_saved_from_shards(by_torchrun, folder):
-    """Though checkpoints are in shards."""
+    """Though checkpoints are in parts."""
     written = load_file(folder / "final" / "model.safetensors")
     sums = {name: value.sum().item() for name, value in written.items()}
     for runs in by_torchrun:

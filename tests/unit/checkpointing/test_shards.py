@@ -1,4 +1,4 @@
-"""Which checkpoints in shards are whole, by the names of their files; needs no DeepSpeed."""
+"""Which checkpoints in parts are whole, by the names of their files; needs no DeepSpeed."""
 
 import pytest
 import torch
@@ -52,10 +52,10 @@ def test_named_folder(tmp_path, latest, tag):
 def test_a_part_is_removed(tmp_path):
     folder = write(tmp_path / "run", ZERO_3)
     write_manifest(folder)
-    shard = folder / "global_step4" / ZERO_3[0]
-    shard.write_bytes(shard.read_bytes()[::-1])
+    part = folder / "global_step4" / ZERO_3[0]
+    part.write_bytes(part.read_bytes()[::-1])
     assert f"{ZERO_3[0]} have changed" in str(CheckpointFolder(folder).inspect(only_weights=True).unusable_reason)
-    shard.unlink()
+    part.unlink()
     assert f"{ZERO_3[0]} is missing" in str(CheckpointFolder(folder).inspect().unusable_reason)
     with pytest.raises(CheckpointNotFound, match=f"{ZERO_3[0]} is missing"):
         CheckpointFolder(folder).accept()
@@ -77,7 +77,7 @@ def test_a_part_that_was_truncated(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pytorch_model_fsdp_0", "optimizer_0"])
-def test_shards_of_fsdp_without_their_list(tmp_path, kind):
+def test_parts_of_fsdp_without_their_list(tmp_path, kind):
     folder = write(tmp_path / "run", [])
     (folder / "latest").unlink()
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
