@@ -98,9 +98,13 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         fields = [*legacy.HIDDEN_FIELDS.values(), *dataclasses.fields(self)]
         defaults = {field.name: field.default for field in fields}
         legacy.translate(self, defaults)
+        given = dict(vars(self))
         normalize(self)
         if self.use_cpu:
             self.dataloader_pin_memory = False
+        derived = {name: value for name, value in vars(self).items() if given.get(name) == defaults.get(name) != value}
+        # For `explain`, which shows what the script sets.
+        vars(self)["_derived"] = derived
         errors = check_values(ResolvedArguments(self), complete=False)
         if errors:
             raise InvalidArgument("\n".join(errors))

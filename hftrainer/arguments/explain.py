@@ -38,7 +38,7 @@ class Explanation:
     """How training arguments are handled.
 
     Attributes:
-        lines: the arguments that differ from their defaults.
+        lines: the arguments that differ from their defaults, without those that other arguments set.
         errors: the errors in their values.
         call: the equivalent `lightning.Trainer(...)`.
         policy: the policy of the followed release.
@@ -95,9 +95,10 @@ def explain(args: BaseArguments) -> Explanation:
     # Another device may support the other arguments.
     errors += [error for error in check_device(resolved) if error.startswith("ddp_backend=")]
     error_of_argument = {_argument(error): error for error in errors}
-    lines = []
+    lines, derived = [], vars(args).get("_derived", {})
     for name, (raw_value, argument) in non_neutral_arguments(args).items():
-        if name in values or name in legacy.HIDDEN_FIELDS:
+        is_derived = name in derived and derived[name] == raw_value
+        if (name in values or name in legacy.HIDDEN_FIELDS) and not is_derived:
             value = values.get(name, raw_value)
             detail = argument.detail or argument.help
             detail = f"off; with True: {detail}" if value is False else detail

@@ -49,6 +49,8 @@ LAUNCHERS = {
 _LIBRARIES = ("datasets", "peft", "trl", "tokenizers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton", *FILE_SYSTEMS)
 #: Packages of trackers that `report_to` accepts, in addition to those of pyproject.toml.
 _TRACKERS = "azureml-core clearml codecarbon dagshub dvclive flytekit mlflow-skinny swanlab tensorboardX trackio"
+#: Package → one that does for hftrainer what it does.
+_SUBSTITUTES = {"mlflow": "mlflow-skinny", "tensorboard": "tensorboardX"}
 #: Folder → minimum of free bytes, and advice for less. In Docker /dev/shm has 64 MB.
 _MIN_FREE_SPACE = {
     "folder": (5 << 30, "checkpoints may not fit; set output_dir on another disk, or save_total_limit"),
@@ -207,6 +209,8 @@ def _find_missing_packages() -> Iterator[tuple[str, dict[str, Any]]]:
         extra, version = _extra(requirement), _version(requirement.name)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             # The requirement is for another system.
+            continue
+        if version is None and (name := _SUBSTITUTES.get(requirement.name)) and _version(name):
             continue
         if version is None:
             packages_by_extra.setdefault(extra, []).append(requirement.name)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,16 +20,20 @@ if TYPE_CHECKING:
 
 _USAGE = "%(prog)s [--json] [any training arguments …]\n       %(prog)s [--json] [-m] SCRIPT [arguments …]"
 _DESCRIPTION = (
-    "Show how training arguments are handled; for a script, those that it creates. The script runs until it creates a "
+    "Show how training arguments are handled, or those that a script creates. The script runs until it creates a "
     "Trainer, so nothing is trained, and the libraries of Hugging Face are offline. If it ends earlier, the arguments "
-    "that it created last are shown. The name of an argument alone shows its help, --help-all all. --json prints JSON."
+    "that it created last are shown. The name of an argument shows its help; --help-all shows that of all arguments."
 )
 
 
 def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
-        "explain", help="show how training arguments, or a script's, are used", usage=_USAGE, description=_DESCRIPTION
+        "explain",
+        help="show how training arguments, or a script's, are used",
+        epilog="example: %(prog)s train.py --fp16",
+        usage=_USAGE,
+        description=_DESCRIPTION,
     )
     parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     # argparse returns unknown options apart from the words after the first value. `main` joins both.
@@ -90,12 +95,15 @@ def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> Trai
         with warnings.catch_warnings(record=True) as notes:
             args, unknown = arguments_parser.parse_args_into_dataclasses(words, True, look_for_args_file=False)
     except (ValueError, argparse.ArgumentError) as error:
-        parser.error(str(error))
+        # Name the argument as it was typed, and once.
+        parser.error(re.sub(r"^argument --(\w+)\S*:", rf"argument {'' if is_name else '--'}\1:", str(error)))
     print(*(f"note: {note.message}\n" for note in notes), sep="", end="", file=sys.stderr)
     if unknown:
-        names = ["json", *(field.name for field in dataclasses.fields(args))]
-        hint = suggest(unknown[0].strip("-").partition("=")[0], names).replace("mean '", "mean '--")
-        hint = hint or "; a script must come first: explain train.py --fp16"
+        names = [*(field.name for field in dataclasses.fields(args)), *([] if is_name else ["json"])]
+        hint = suggest(unknown[0].strip("-").partition("=")[0], names) or "; a script must come first: explain train.py"
+        if is_name:
+            parser.error(f"unknown argument {words[0].removeprefix('--')}{hint}")
+        hint = hint.replace("mean '", "mean '--")
         parser.error(f"unknown option {unknown[0]}{hint}")
     return args
 

@@ -57,13 +57,16 @@ def test_wrong_command_lines_name_the_help(words, capsys):
         ("ask out sav", "'sav' is not allowed: use one of save, evaluate, stop, profile; did you mean 'save'?"),
         ("plot --x tim out", "'tim' is not allowed: use one of step, epoch, time; did you mean 'time'?"),
         ("plot out --output x.png", "--output is for --study; name the file with --out x.png"),
-        ("ask save", "REQUEST\nusage: python -m hftrainer ask [-h]"),
+        ("ask save", "required: {save,evaluate,stop,profile}\nusage: python -m hftrainer ask [-h]"),
+        ("ask out sav", "ask: error: 'sav' is not allowed: use"),
+        ("plot --x", "--x needs a value\nusage: python -m hftrainer plot [--html] [--cdn] [--json]\n           [--x {step,ep"),
         (
             "diff a",
             "two runs\nusage: python -m hftrainer diff [-h] [--json] RUN RUN\nexample: python -m hftrainer diff",
         ),
         ("plot", "pass the output folders of runs, or --study for a search\nexample: python -m hftrainer plot out\n"),
         ("watch --every 0 out", "--every 0: use a number of seconds above 0, and at most 86400\nexample: python"),
+        ("completion", "required: {bash,zsh,fish}\nusage"),
         ("completion ksh", "'ksh' is not allowed: use one of bash, zsh, fish"),
     ],
 )
@@ -91,7 +94,7 @@ def test_colours_are_for_terminals(terminal, no_color, capsys, monkeypatch):
     is_painted = terminal and not no_color
     assert [text in shown for text in ("\033[1moptions:", "\033[1;31merror:", "\033[2m\nusage")] == [is_painted] * 3
     assert json.loads(shown.splitlines()[-1])["error"].startswith(
-        "the following arguments are required: REQUEST\nusage"
+        "the following arguments are required: {save,evaluate,stop,profile}\nusage"
     )
 
 
@@ -134,6 +137,8 @@ def test_completion_in_bash(capsys):
     assert complete("plot", "--x", "") == complete("plot", "out", "--x", "=", "") == ["step", "epoch", "time"]
     assert complete("explain", "--max_steps", "3", "--learn") == ["--learning_rate"]
     assert complete("explain", "--optim", "adamw_b") == ["adamw_bnb_8bit"]
+    assert complete("explain", "learning_") == ["-o", "filenames", "learning_rate"]
+    assert complete("explain", "a.py", "learning_") == []
     folders = ["-o", "dirnames", "+o", "default"]
     assert (
         complete("watch", "a", "b", "") == complete("ask", "--json", "") == complete("plot", "--output", "") == folders

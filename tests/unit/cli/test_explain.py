@@ -39,7 +39,7 @@ def test_command_line(tmp_path, explain):
     text = done.stdout
     assert "  gradient_accumulation_steps=4: accumulate_grad_batches" in text
     assert "  do_train=True: a switch for your script" in text
-    assert "which eval_strategy sets" in " ".join(explain("--eval_strategy", "epoch").stdout.split())
+    assert "which eval_strategy sets" in " ".join(explain("--do_eval").stdout.split())
     assert "accumulate_grad_batches=4" in text.split("Lightning's Trainer gets")[1]
     assert max(map(len, text.splitlines())) <= 80
     assert not list(tmp_path.iterdir())
@@ -81,12 +81,13 @@ def test_json(words, explain):
         (["--logging_steps", "0"], "logging_steps=0"),
         (["--eval_strategy", "sometimes"], "'sometimes' is not allowed: use one of no, steps, epoch"),
         (["--optim", "adamw_torc"], "--optim: 'adamw_torc' is not allowed; did you mean 'adamw_torch'?"),
-        (["optim=adamw_torc"], "--optim: 'adamw_torc' is not allowed; did you mean 'adamw_torch'?"),
-        (["lerning_rate"], "--lerning_rate; did you mean '--learning_rate'?"),
-        (["lr=3"], "--lr=3; did you mean '--learning_rate'?"),
+        (["optim=adamw_torc"], "argument optim: 'adamw_torc' is not allowed; did you mean 'adamw_torch'?"),
+        (["learning_rate=x"], "error: learning_rate: 'x' is not a number"),
+        (["lerning_rate"], "unknown argument lerning_rate; did you mean 'learning_rate'?"),
+        (["lr=3"], "unknown argument lr=3; did you mean 'learning_rate'?"),
         (["--jsn"], "--jsn; did you mean '--json'?"),
         (["trian.py"], "the script 'trian.py' does not exist"),
-        (["--max_steps", "3", "train.py"], "a script must come first: explain train.py --fp16"),
+        (["--max_steps", "3", "train.py"], "a script must come first: explain train.py"),
         (["-m"], "-m needs the name of a module"),
         (["--report_to", "wandbb"], "report_to='wandbb' is not a tracker; did you mean 'wandb'?"),
         (["--eval_memmap_dir", "/nope"], "eval_memmap_dir='/nope' is not a folder"),
@@ -137,6 +138,14 @@ def test_every_argument(name):
     kind = arguments_of(Seq2SeqTrainingArguments)[argument].kind
     assert lines[argument].kind == ("refused" if case.refusal else kind)
     assert argument == name or name not in lines
+
+
+def test_values_that_other_arguments_set_are_not_shown():
+    args = TrainingArguments(use_cpu=True, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch")
+    names = ["eval_strategy", "load_best_model_at_end", "save_strategy", "use_cpu"]
+    assert sorted(line.argument for line in args.explain().lines) == names
+    args.metric_for_best_model = "accuracy"
+    assert "metric_for_best_model='accuracy'" in str(args.explain())
 
 
 def test_defaults_and_tokens():
