@@ -33,8 +33,7 @@ def make_parser() -> Parser:
     completion = commands.add_parser("completion", help="print the completion script of a shell")
     completion.description = "Print a script with which a shell completes the commands of hftrainer and their options."
     completion.epilog = "example, for a line of ~/.bashrc: source <(hftrainer completion bash)"
-    shells = ("bash", "zsh", "fish")
-    completion.add_argument("shell", metavar=f"{{{','.join(shells)}}}", choices=shells, help="the shell that reads it")
+    completion.add_argument("shell", metavar="{bash,zsh,fish}", choices=("bash", "zsh", "fish"), help="its name")
     completion.set_defaults(execute=print_completion, parser=completion, parsers=commands.choices)
     return parser
 

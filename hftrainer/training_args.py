@@ -102,9 +102,6 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         normalize(self)
         if self.use_cpu:
             self.dataloader_pin_memory = False
-        derived = {name: value for name, value in vars(self).items() if given.get(name) == defaults.get(name) != value}
-        # For `explain`, which shows what the script sets.
-        vars(self)["_derived"] = derived
         errors = check_values(ResolvedArguments(self), complete=False)
         if errors:
             raise InvalidArgument("\n".join(errors))
@@ -112,6 +109,9 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         self._join_process_group()
         initialize_state(ResolvedArguments(self))
         legacy.set_release_values(self)
+        values = vars(self).items()
+        # As text, since a script may change a list or dict in place.
+        vars(self)["_derived"] = {name: repr(v) for name, v in values if given.get(name) == defaults.get(name) != v}
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude resolved arguments, which belong to one Trainer and process, from copies and pickles."""

@@ -95,10 +95,9 @@ def explain(args: BaseArguments) -> Explanation:
     # Another device may support the other arguments.
     errors += [error for error in check_device(resolved) if error.startswith("ddp_backend=")]
     error_of_argument = {_argument(error): error for error in errors}
-    lines, derived = [], vars(args).get("_derived", {})
+    lines = []
     for name, (raw_value, argument) in non_neutral_arguments(args).items():
-        is_derived = name in derived and derived[name] == raw_value
-        if (name in values or name in legacy.HIDDEN_FIELDS) and not is_derived:
+        if name in values or name in legacy.HIDDEN_FIELDS:
             value = values.get(name, raw_value)
             detail = argument.detail or argument.help
             detail = f"off; with True: {detail}" if value is False else detail

@@ -189,19 +189,16 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
         width: terminal columns; measurements that do not fit are left out. None shows all.
     """
     digits = len(f"{state.max_steps:,}")
-    parts = [f"{state.global_step:>{digits},}/{state.max_steps:,}"]
-    if "epoch" in logs:
-        parts.append(f"ep {logs['epoch']:<5.2f}")
     values, measurements = format_values(logs)
-    parts += values
+    parts = [f"{state.global_step:>{digits},}/{state.max_steps:,}", *values]
     while measurements and width is not None and len("  ".join([*parts, *measurements])) > width:
         measurements.pop()
     return "  ".join([*parts, *measurements]).rstrip()
 
 
 def format_values(logs: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The values and the measurements of a log line, with short names or units, and without its step and epoch."""
-    parts = []
+    """The values and the measurements of a log line, with short names or units, and without its step."""
+    parts = [f"ep {logs['epoch']:<5.2f}"] if "epoch" in logs else []
     measurements = {_measurement(name): value for name, value in logs.items()}
     special_names = (*_VALUE_FORMATS, "epoch", "total_flos")
     for name in [name for name in logs if _measurement(name) is None and name not in special_names]:

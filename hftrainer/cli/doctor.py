@@ -210,11 +210,9 @@ def _find_missing_packages() -> Iterator[tuple[str, dict[str, Any]]]:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             # The requirement is for another system.
             continue
-        if version is None and (name := _SUBSTITUTES.get(requirement.name)) and _version(name):
-            continue
-        if version is None:
+        if version is None and _version(_SUBSTITUTES.get(requirement.name, requirement.name)) is None:
             packages_by_extra.setdefault(extra, []).append(requirement.name)
-        elif not requirement.specifier.contains(version, prereleases=True):
+        elif version is not None and not requirement.specifier.contains(version, prereleases=True):
             packages_by_extra.setdefault(extra, []).append(f"{requirement.name}{requirement.specifier}, not {version}")
     for extra, packages in packages_by_extra.items():
         if extra != "other":

@@ -29,12 +29,9 @@ _DESCRIPTION = (
 def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
-        "explain",
-        help="show how training arguments, or a script's, are used",
-        epilog="example: %(prog)s train.py --fp16",
-        usage=_USAGE,
-        description=_DESCRIPTION,
+        "explain", help="show how training arguments, or a script's, are used", usage=_USAGE, description=_DESCRIPTION
     )
+    parser.epilog = "example: %(prog)s train.py --fp16"
     parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     # argparse returns unknown options apart from the words after the first value. `main` joins both.
     parser.add_argument("script_words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="a script with its arguments")
@@ -83,6 +80,7 @@ def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> Trai
         exit_on_error=False,
     )
     arguments_parser.add_argument("--help-all", action="help", help="show this help message and exit")
+    dashes = "" if is_name else "--"
     action = None if Parser.writes_json or len(words) != 1 else arguments_parser._option_string_actions.get(words[0])
     # A name alone asks for its help, and so does an option without its value.
     if action is not None and (is_name or (isinstance(action, argparse._StoreAction) and action.nargs != "?")):
@@ -95,16 +93,14 @@ def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> Trai
         with warnings.catch_warnings(record=True) as notes:
             args, unknown = arguments_parser.parse_args_into_dataclasses(words, True, look_for_args_file=False)
     except (ValueError, argparse.ArgumentError) as error:
-        # Name the argument as it was typed, and once.
-        parser.error(re.sub(r"^argument --(\w+)\S*:", rf"argument {'' if is_name else '--'}\1:", str(error)))
+        # argparse names all spellings.
+        parser.error(re.sub(r"^argument --(\w+)\S*:", rf"argument {dashes}\1:", str(error)))
     print(*(f"note: {note.message}\n" for note in notes), sep="", end="", file=sys.stderr)
     if unknown:
         names = [*(field.name for field in dataclasses.fields(args)), *([] if is_name else ["json"])]
-        hint = suggest(unknown[0].strip("-").partition("=")[0], names) or "; a script must come first: explain train.py"
-        if is_name:
-            parser.error(f"unknown argument {words[0].removeprefix('--')}{hint}")
-        hint = hint.replace("mean '", "mean '--")
-        parser.error(f"unknown option {unknown[0]}{hint}")
+        hint = suggest(unknown[0].strip("-").partition("=")[0], names).replace("mean '", f"mean '{dashes}")
+        hint = hint or "; a script must come first: explain train.py --fp16"
+        parser.error(f"unknown {'argument' if is_name else 'option'} {unknown[0].removeprefix('--' * is_name)}{hint}")
     return args
 
 

@@ -76,9 +76,7 @@ class Parser(argparse.ArgumentParser):
             message = f"{place}{choice[1]!r} is not allowed{names}{hint}"
         message = re.sub(r"^argument (\S+): invalid (?:int|float) value: (.*)", r"\1: \2 is not a number", message)
         message = re.sub(r"^argument (\S+): ignored explicit argument .*", r"\1 takes no value", message)
-        message = re.sub(r"^argument (\S+): expected one argument", r"\1 needs a value", message)
-        lacks_words = re.search("required|missing|needs a value", message)
-        usage = self.format_usage().rstrip() if lacks_words else ""
+        usage = self.format_usage().rstrip() if re.search("required|missing|expected one", message) else ""
         message = re.sub(r"^the following arguments are required: RUN$", "pass two runs", message)
         hints = (usage, (self.epilog or "") % {"prog": self.prog}, f"see {self.prog} --help")
         self.fail(message, hints="".join(f"\n{hint}" for hint in hints if hint))

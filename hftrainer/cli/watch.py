@@ -47,7 +47,7 @@ def add_subcommand(commands: Any) -> None:
     )
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="+", help="a run's output folder; several are compared")
     parser.add_argument("--once", action="store_true", help="print the page once; the default for a pipe or a file")
-    parser.add_argument("--every", metavar="SECONDS", type=float, default=2.0, help="time between two updates; default: 2")
+    parser.add_argument("--every", metavar="SECONDS", type=float, default=2.0, help="time between updates; default: 2")
 
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:

@@ -58,8 +58,6 @@ def test_wrong_command_lines_name_the_help(words, capsys):
         ("plot --x tim out", "'tim' is not allowed: use one of step, epoch, time; did you mean 'time'?"),
         ("plot out --output x.png", "--output is for --study; name the file with --out x.png"),
         ("ask save", "required: {save,evaluate,stop,profile}\nusage: python -m hftrainer ask [-h]"),
-        ("ask out sav", "ask: error: 'sav' is not allowed: use"),
-        ("plot --x", "--x needs a value\nusage: python -m hftrainer plot [--html] [--cdn] [--json]\n           [--x {step,ep"),
         (
             "diff a",
             "two runs\nusage: python -m hftrainer diff [-h] [--json] RUN RUN\nexample: python -m hftrainer diff",
@@ -138,7 +136,6 @@ def test_completion_in_bash(capsys):
     assert complete("explain", "--max_steps", "3", "--learn") == ["--learning_rate"]
     assert complete("explain", "--optim", "adamw_b") == ["adamw_bnb_8bit"]
     assert complete("explain", "learning_") == ["-o", "filenames", "learning_rate"]
-    assert complete("explain", "a.py", "learning_") == []
     folders = ["-o", "dirnames", "+o", "default"]
     assert (
         complete("watch", "a", "b", "") == complete("ask", "--json", "") == complete("plot", "--output", "") == folders
@@ -190,7 +187,7 @@ def test_unknown_options_of_run_name_the_nearest(capsys):
     [
         (["--bogus"], "unknown option --bogus"),
         (["-n", "0", "x.py"], "unknown option -n; did you mean '--nproc'?"),
-        (["--nproc"], "expected one argument"),
+        (["--nproc"], "expected one argument\nusage: "),
         (["train.p"], "the script 'train.p' does not exist; did you mean 'train.py'?"),
         (["--nproc", "2", "train.p"], "the script 'train.p' does not exist; did you mean 'train.py'?"),
     ],

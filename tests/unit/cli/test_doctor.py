@@ -75,6 +75,13 @@ def test_what_is_missing_and_the_command(installed, capsys):
     assert "hftrainer needs lightning<2.7,>=2.6.0, not 2.7.1: pip install --upgrade hftrainer" in text
 
 
+def test_a_package_that_replaces_another(installed, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: [*REQUIRES, "mlflow>=2.14; extra == 'mlflow'"])
+    assert "needs mlflow" in run(capsys)[1]
+    installed["mlflow-skinny"] = "3.1"
+    assert "needs mlflow" not in run(capsys)[1]
+
+
 def test_a_release_of_transformers_that_is_newer_than_known(installed, capsys):
     installed["transformers"] = f"{NEWEST}.1"
     assert "newer" not in run(capsys)[1]

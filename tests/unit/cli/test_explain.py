@@ -87,7 +87,7 @@ def test_json(words, explain):
         (["lr=3"], "unknown argument lr=3; did you mean 'learning_rate'?"),
         (["--jsn"], "--jsn; did you mean '--json'?"),
         (["trian.py"], "the script 'trian.py' does not exist"),
-        (["--max_steps", "3", "train.py"], "a script must come first: explain train.py"),
+        (["--max_steps", "3", "train.py"], "a script must come first: explain train.py --fp16"),
         (["-m"], "-m needs the name of a module"),
         (["--report_to", "wandbb"], "report_to='wandbb' is not a tracker; did you mean 'wandb'?"),
         (["--eval_memmap_dir", "/nope"], "eval_memmap_dir='/nope' is not a folder"),
@@ -142,10 +142,9 @@ def test_every_argument(name):
 
 def test_values_that_other_arguments_set_are_not_shown():
     args = TrainingArguments(use_cpu=True, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch")
-    names = ["eval_strategy", "load_best_model_at_end", "save_strategy", "use_cpu"]
-    assert sorted(line.argument for line in args.explain().lines) == names
-    args.metric_for_best_model = "accuracy"
-    assert "metric_for_best_model='accuracy'" in str(args.explain())
+    args.report_to.append("wandb")
+    names = {"eval_strategy", "load_best_model_at_end", "save_strategy", "use_cpu", "report_to"}
+    assert {line.argument for line in args.explain().lines} == names
 
 
 def test_defaults_and_tokens():
