@@ -140,16 +140,13 @@ def test_every_argument(name):
     assert argument == name or name not in lines
 
 
-def test_values_that_other_arguments_set_are_not_shown():
+def test_defaults_and_tokens():
+    assert "All arguments have their defaults." in str(TrainingArguments().explain())
+    assert "secret" not in str(TrainingArguments(hub_token="secret").explain())
     args = TrainingArguments(use_cpu=True, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch")
     args.report_to.append("wandb")
     names = {"eval_strategy", "load_best_model_at_end", "save_strategy", "use_cpu", "report_to"}
     assert {line.argument for line in args.explain().lines} == names
-
-
-def test_defaults_and_tokens():
-    assert "All arguments have their defaults." in str(TrainingArguments().explain())
-    assert "secret" not in str(TrainingArguments(hub_token="secret").explain())
 
 
 def test_the_call_is_one_that_lightning_takes():
