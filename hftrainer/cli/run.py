@@ -41,14 +41,14 @@ def add_subcommand(commands: Any) -> None:
     """Add the subcommand. It has torchrun's options, but imports their parser only if one is used."""
     text = "run an unmodified Trainer script, in one or more processes"
     parser = commands.add_parser("run", help=text, usage=_USAGE, description=_HELP, add_help=False)
-    parser.epilog = "example: %(prog)s --nproc 2 train.py --learning_rate 3e-5"
+    parser.epilog = f"example: {parser.prog} --nproc 2 train.py --learning_rate 3e-5"
     parser.add_argument("script_words", nargs=argparse.REMAINDER)
 
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     if options.script_words[:1] in (["-h"], ["--help"]):
-        print(f"{parser.format_usage()}\n{_HELP}\n{parser.epilog % {'prog': parser.prog}}")
+        print(f"{parser.format_usage()}\n{_HELP}\n{parser.epilog}")
         return
     as_module = options.script_words[:1] == ["-m"]
     script, *arguments = options.script_words[as_module:] or [""]
