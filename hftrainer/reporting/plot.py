@@ -203,11 +203,10 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
 def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | str = True) -> None:
     """Write the panels as an interactive page, whose file has plotly's script or, for "cdn", fetches it."""
     figure, (title, *notes) = import_plotting("plotly.graph_objects").Figure(), _title(title, curves)
-    runs = {curve.run: curve for curve in curves if curve.run}
-    entries = [_describe_run(run, curves) for run in runs]
-    for (run, curve), name in zip(runs.items(), entries, strict=True):
-        style = {"line_color": curve.colour, "marker": {"symbol": MARKS[curve.mark], "size": 9}, "legendgroup": run}
-        figure.add_scatter(x=[None], y=[None], xaxis="x2", yaxis="y2", name=name, mode="lines+markers", **style)
+    runs = {_describe_run(curve.run, curves): curve for curve in curves if curve.run}
+    for name, curve in runs.items():
+        style = {"line_color": curve.colour, "marker": {"symbol": MARKS[curve.mark], "size": 9}}
+        figure.add_scatter(x=[None], y=[None], xaxis="x2", yaxis="y2", name=name, legendgroup=curve.run, **style)
     x_range = _range([0, *(step for curve in curves for step in curve.steps)])
     x_axis = {"title": {"text": X_AXES[curves[0].x], "standoff": 2}, "range": x_range, "matches": "x2"}
     panels = _group_by_panel(curves).values()
@@ -224,7 +223,7 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
         axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis | {"anchor": x}}
         figure.update_layout(axes | {legend: {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
     figure.update_yaxes(exponentformat="power", minexponent=4)
-    wide, narrow = (_place_panels(len(panels), columns, entries) for columns in (2, 1))
+    wide, narrow = (_place_panels(len(panels), columns, [*runs]) for columns in (2, 1))
     figure.update_layout(
         {name.replace(".", "_"): value for name, value in wide.items()},
         legend={"x": 0, "y": 1, "yanchor": "bottom", "orientation": "h", "tracegroupgap": 0},

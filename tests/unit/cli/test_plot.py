@@ -227,7 +227,7 @@ def test_a_table_of_observed_runs(tmp_path, capsys):
     assert [run["run"] for run in shown] == ["a", "b"] and {title.replace(" ", "_") for title in titles} <= shown[
         0
     ].keys()
-    assert shown[0]["mean_samples_per_second"] == pytest.approx(70 / 3)
+    assert shown[0]["mean_samples_per_second"] == pytest.approx(70 / 3) and shown[0]["differs_in"] == {}
 
 
 def write_log(folder, log):
@@ -478,7 +478,7 @@ def test_a_panel_of_one_of_several_runs_names_it(tmp_path):
     owners = {(line.run, line.name): line.owner for line in read_curves(runs)}
     assert {key: owner for key, owner in owners.items() if owner} == {("b", "eval_f1"): "b"}
     plot(runs, html=True, out=str(tmp_path / "c.svg"))
-    assert {"a", "b", "eval_f1", "best"} <= {*texts_of(tmp_path / "c.svg")}
+    assert {"a", "b", "eval_f1", "best", "1e-4", "2e-4"} <= {*texts_of(tmp_path / "c.svg")}
     page = (tmp_path / "c.html").read_text()
     assert '"xaxis2.domain": [0.0, 1.0]' in page and '"xaxis4.domain": [0.56, 1.0]' in page
     assert "<body>a, b <small" in page and '<meta name="viewport"' in page
