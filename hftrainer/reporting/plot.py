@@ -27,7 +27,7 @@ from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, is_fin
 
 logger = logging.getLogger(__name__)
 
-#: Turn white into black where the reader prefers that.
+#: Let a phone show one column, and turn white into black where the reader prefers that.
 STYLE = """<meta name="viewport" content="width=device-width"><style>body { background: white; font: 14px sans-serif; }
 @media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }</style>"""
 #: Give a narrow window one column.

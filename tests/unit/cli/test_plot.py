@@ -517,6 +517,8 @@ def test_a_picture_and_its_page_have_the_same_axes(tmp_path, monkeypatch):
     write_log(tmp_path, losses)
     plot([str(tmp_path)], html=True)
     picture, page = figures
+    # The first of three rows has two panels, which fill it.
+    assert len(picture.axes) == 8 and picture.axes[1].get_position().x1 == pytest.approx(0.98)
     # The first axes of a page, which are not numbered, are not used.
     for axis, x, y in zip(picture.axes, [*page.select_xaxes()][1:], [*page.select_yaxes()][1:], strict=True):
         limits = [10**limit for limit in y.range] if y.type == "log" else y.range
