@@ -114,8 +114,7 @@ def test_json_of_two_checkpoints(run, tmp_path, capsys):
 def test_a_run_that_is_shorter(run):
     found = compare(run("a"), run("a") + "/checkpoint-6")
     assert found.steps == (12, 6) and not found.partings and not found.is_equal
-    name = Path(run("a")).name
-    text = f"The runs are equal in all 6 common steps; {name} continues to step 12.\n"
+    text = f"The runs are equal in all 6 common steps; {Path(run('a')).name} continues to step 12.\n"
     assert str(found).startswith(text) and "versions" not in str(found)
 
 
