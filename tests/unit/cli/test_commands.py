@@ -64,7 +64,7 @@ def test_wrong_command_lines_name_the_help(words, capsys):
         ),
         ("plot", "pass the output folders of runs, or --study for a search\nexample: python -m hftrainer plot out\n"),
         ("watch --every 0 out", "--every 0: use a number of seconds above 0, and at most 86400\nexample: python"),
-        ("completion ksh", "error: 'ksh' is not allowed: use one of bash, zsh, fish"),
+        ("completion ksh", "'ksh' is not allowed: use one of bash, zsh, fish"),
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])
