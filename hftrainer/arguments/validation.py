@@ -183,7 +183,7 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
         *_check_best_model(args),
         *_check_precision(args),
         *check_accelerator_config(resolved),
-        *_check_deepspeed(resolved),
+        *_check_configs(resolved),
         *followed.check_release(resolved.config_or_empty),
     ]
 
@@ -270,9 +270,10 @@ def check_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
         yield f"accelerator_config['use_configured_state']=True: {reason}"
 
 
-def _check_deepspeed(resolved: ResolvedArguments) -> Iterator[str]:
-    """Errors in `deepspeed` that only the arguments cause."""
+def _check_configs(resolved: ResolvedArguments) -> Iterator[str]:
+    """Errors in `lightning_config`, `fsdp` and `deepspeed` that only the arguments cause."""
     try:
+        _ = resolved.lightning_config, resolved.fsdp
         if (config := resolved.deepspeed) is not None:
             yield from load("deepspeed", "settings").check_deepspeed(resolved.args, config, resolved.config_or_empty)
     except InvalidConfig as error:

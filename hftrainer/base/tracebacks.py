@@ -32,6 +32,7 @@ VARIABLE = "HFTRAINER_TRACEBACK"
 class HideEngineFrames:
     """Context manager that removes the engine's frames from tracebacks, except the first and the last.
 
+    An error of `hftrainer.errors` has neither: its message says what to change, in the line of the script that is left.
     Before Python 3.11 tracebacks stay complete, since changes in `__exit__` are lost.
     """
 
@@ -47,12 +48,11 @@ class HideEngineFrames:
             visited_ids.add(id(link))
             frames = _frames(link.__traceback__)
             # The first frame is that of `train()`.
-            first = frames[:1] if link is error else []
-            rest = frames[len(first) :]
-            visible_frames = [frame for frame in rest[:-1] if _package(frame) not in _ENGINE] + rest[-1:]
+            start, end = link is error, max(len(frames) - 1, 0)
+            kept = [] if type(link).__module__ == "hftrainer.errors" else [*frames[:start], *frames[end:]]
+            link.__traceback__ = _join_frames([each for each in frames if each in kept or _package(each) not in _ENGINE])
             # Errors of arguments pass through these too, where no engine runs.
-            is_shorter |= bool(_ENGINE & {*map(_package, rest[:-1])} - {"hftrainer", "contextlib", "functools"})
-            link.__traceback__ = _join_frames(first + visible_frames)
+            is_shorter |= bool(_ENGINE & {*map(_package, frames[start:end])} - {"hftrainer", "contextlib", "functools"})
             link = link.__cause__ or link.__context__
         if is_shorter and isinstance(error, Exception):
             add_note(error, f"(The engine's frames are hidden: {VARIABLE}=full shows them.)")
@@ -84,6 +84,14 @@ def add_note(error: BaseException, text: str) -> None:
         vars(error)["__notes__"] = [*notes, text]
         if sys.version_info < (3, 11):
             logger.error(text.removeprefix("[hftrainer] "))  # which the log has too
+
+
+def sample_being_read(error: BaseException) -> str | None:
+    """The sample, by its index, whose reading in this process raised the error, or None."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == "torch.utils.data._utils.fetch" and "idx" in frame.f_locals:
+            return f"sample {frame.f_locals['idx']!r}"
+    return None
 
 
 def describe_shapes(value: Any) -> str:

@@ -94,11 +94,11 @@ SILENT = {
     ),
     "#28530, labels that are not found": (
         lambda: {"compute_metrics": one, **EVALUATED, **of_actions()},
-        r"compute_metrics is not called: no batch has all of the labels \[\]: set label_names",
+        r"compute_metrics is not called: no batch has all of the labels \[\]; add them, or correct label_names",
     ),
     "#10908, names of classes": (
         lambda: {"compute_metrics": one, "label_names": ["good", "bad"], **EVALUATED},
-        r"all of the labels \['good', 'bad'\]: set label_names",
+        r"all of the labels \['good', 'bad'\]; add them, or correct label_names",
     ),
     "metrics of the loss only": (
         lambda: {"compute_metrics": one, "prediction_loss_only": True, **EVALUATED},
