@@ -100,6 +100,10 @@ SILENT = {
         lambda: {"compute_metrics": one, "label_names": ["good", "bad"], **EVALUATED},
         r"all of the labels \['good', 'bad'\]; add them, or correct label_names",
     ),
+    "an evaluation without labels": (
+        lambda: {**EVALUATED, "eval_dataset": [{"x": torch.zeros(8)}] * 4},
+        r"There is no loss: no batch has all of the labels \['labels'\]; add them, or correct label_names",
+    ),
     "metrics of the loss only": (
         lambda: {"compute_metrics": one, "prediction_loss_only": True, **EVALUATED},
         "compute_metrics is not called: prediction_loss_only=True",
@@ -265,6 +269,7 @@ MISFITS = {
     "one optimizer": (lambda: {"optimizers": sgd(make_plain())}, "optimizers is a SGD, but must be a pair"),
     "a class": (lambda: {"optimizers": (torch.optim.SGD, None)}, "SGD.>: pass optimizer_cls_and_kwargs"),
     "no keywords": (lambda: {"optimizer_cls_and_kwargs": (torch.optim.SGD,)}, "optimizer_cls_and_kwargs is .* a pair"),
+    "a name": (lambda: {"optimizer_cls_and_kwargs": ("sgd", {})}, r"is \('sgd', \{\}\), but must be a pair: \(class"),
     "a schedule alone": (
         lambda: {"optimizers": (None, torch.optim.lr_scheduler.ConstantLR(sgd(make_plain())))},
         "ConstantLR was created for another optimizer",
