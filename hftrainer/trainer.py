@@ -174,7 +174,7 @@ class Trainer(EarlierMethods):
         with HideEngineFrames():
             functions = {"model_init": model_init, "compute_loss_func": compute_loss_func}
             functions["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
-            check_objects(args, model, processing_class or tokenizer, functions)
+            check_objects(args, model, tokenizer if processing_class is None else processing_class, functions)
             self._hftrainer = parts = TrainerParts(self, optimizers)
             if args is None:
                 args = TrainingArguments("tmp_trainer")

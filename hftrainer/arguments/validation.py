@@ -390,9 +390,12 @@ def _check_best_model(args: BaseArguments) -> Iterator[str]:
             f"save_strategy={saving!r} differ: set {same}."
         )
     elif args.eval_strategy == IntervalStrategy.STEPS and args.eval_steps and not _is_multiple(args):
+        remedy = (
+            "a multiple" if (args.save_steps < 1) == (args.eval_steps < 1) else "two whole numbers or two fractions"
+        )
         yield (
             f"load_best_model_at_end needs each checkpoint evaluated, but save_steps={args.save_steps} is not a "
-            f"multiple of eval_steps={args.eval_steps}: use a multiple."
+            f"multiple of eval_steps={args.eval_steps}: use {remedy}."
         )
 
 

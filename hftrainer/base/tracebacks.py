@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy, embedding
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, embedding
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,9 @@ class HideEngineFrames:
             # The first frame is that of `train()`.
             start, end = link is error, max(len(frames) - 1, 0)
             kept = [] if type(link).__module__ == "hftrainer.errors" else [*frames[:start], *frames[end:]]
-            link.__traceback__ = _join_frames([each for each in frames if each in kept or _package(each) not in _ENGINE])
+            link.__traceback__ = _join_frames(
+                [each for each in frames if each in kept or _package(each) not in _ENGINE]
+            )
             # Errors of arguments pass through these too, where no engine runs.
             is_shorter |= bool(_ENGINE & {*map(_package, frames[start:end])} - {"hftrainer", "contextlib", "functools"})
             link = link.__cause__ or link.__context__
@@ -147,7 +149,7 @@ def note_batch(error: Exception, place: str, inputs: Any, config: Any) -> None:
 def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:
     """What in the batch has probably caused the error, and the remedy."""
     columns = inputs if isinstance(inputs, Mapping) else {}
-    lookups = (embedding.__code__, cross_entropy.__code__)
+    lookups = (embedding.__code__, cross_entropy.__code__, binary_cross_entropy_with_logits.__code__)
     calls = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in lookups]
     length = [0, *getattr(columns.get("input_ids"), "shape", ())][-1]
     limit = getattr(config, "max_position_embeddings", None)
@@ -163,7 +165,8 @@ def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:
         remedy = f"tokenize with truncation=True, max_length={limit}"
         return f"Samples of {length} tokens exceed max_position_embeddings={limit}: {remedy}."
     target = calls[-1].get("target") if calls else None
+    logits: Any = target if target is None else calls[-1]["input"]
     # Probabilities of classes are floats, and have the shape of the logits.
-    if target is not None and target.is_floating_point() and target.shape != calls[-1]["input"].shape:
-        return "The labels are floats: use torch.long for class indices."
+    if target is not None and target.dtype != torch.long and target.ndim < logits.ndim and logits.shape[-1] > 1:
+        return f"The labels are {str(target.dtype).removeprefix('torch.')}: use torch.long for class indices."
     return next((explanation for part, explanation in _EXPLANATIONS.items() if part in str(error)), None)

@@ -140,12 +140,11 @@ class EvaluationRunner(Part):
                 f"{description} has no batches: the dataset is empty, or smaller than a batch with "
                 "dataloader_drop_last, or lightning_config limits it to 0 batches."
             )
-        has_loss = trainer.compute_metrics is None and f"{evaluation.prefix}_loss" in output.metrics
-        if not (evaluation.returns_predictions or evaluation.has_metrics or evaluation.has_labels or has_loss):
-            lacks = "There is no loss" if trainer.compute_metrics is None else "compute_metrics is not called"
+        metrics_were_possible = evaluation.has_metrics or evaluation.has_labels or trainer.compute_metrics is None
+        if not (evaluation.returns_predictions or metrics_were_possible):
             label_advice = f"no batch has all of the labels {trainer.label_names}; add them, or correct label_names"
-            is_chosen = evaluation.loss_only and trainer.compute_metrics is not None
-            log_once(logger, f"{lacks}: {'prediction_loss_only=True' if is_chosen else label_advice}.")
+            reason = "prediction_loss_only=True" if evaluation.loss_only else label_advice
+            log_once(logger, f"compute_metrics is not called: {reason}.")
         if evaluation.preparation_time is not None:
             self._has_measured_preparation |= math.isnan(trainer.model_preparation_time)
             trainer.model_preparation_time = evaluation.preparation_time

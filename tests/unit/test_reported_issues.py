@@ -101,8 +101,8 @@ SILENT = {
         r"all of the labels \['good', 'bad'\]; add them, or correct label_names",
     ),
     "an evaluation without labels": (
-        lambda: {**EVALUATED, "eval_dataset": [{"x": torch.zeros(8)}] * 4},
-        r"There is no loss: no batch has all of the labels \['labels'\]; add them, or correct label_names",
+        lambda: {"compute_metrics": one, **EVALUATED, "eval_dataset": [{"x": torch.zeros(8)}] * 4},
+        r"no batch has all of the labels \['labels'\]; add them, or correct label_names",
     ),
     "metrics of the loss only": (
         lambda: {"compute_metrics": one, "prediction_loss_only": True, **EVALUATED},
@@ -257,6 +257,10 @@ MISFITS = {
     "samples of several lengths": (
         lambda: {"data": [{"input_ids": [1] * count, "labels": 0} for count in (3, 4, 5, 6)], "model": make_bert()},
         "values of 'input_ids' do not fit into one tensor .*: pass processing_class=tokenizer",
+    ),
+    "samples without labels": (
+        lambda: {"data": [{"x": [1.0] * 8, "labels": label} for label in (0, None, 1, 2)]},
+        "values of 'labels' do not fit into one tensor .*: they are None in 1 of 4 samples; replace or remove",
     ),
     "a list as batch": (lambda: collated(lambda batch: [*batch.values()]), "The batch is a list"),
     "no batch": (lambda: collated(lambda batch: None), "data_collator returned None"),

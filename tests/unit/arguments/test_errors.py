@@ -84,7 +84,10 @@ def test_unknown_arguments(settings, message):
                 ({"eval_strategy": "steps", "save_strategy": "epoch"}, "'steps' and save_strategy='epoch' differ"),
                 ({"eval_strategy": "no", "save_strategy": "epoch"}, "'no' and save_strategy='epoch' differ"),
                 ({**STEPS, "eval_steps": 4, "save_steps": 6}, "save_steps=6 is not a multiple of eval_steps=4"),
-                ({**STEPS, "eval_steps": 4, "save_steps": 0.5}, "save_steps=0.5 is not a multiple of eval_steps=4"),
+                (
+                    {**STEPS, "eval_steps": 4, "save_steps": 0.5},
+                    "of eval_steps=4: use two whole numbers or two fractions",
+                ),
                 ({**STEPS, "eval_steps": 0.2, "save_steps": 0.5}, "save_steps=0.5 is not a multiple of eval_steps=0.2"),
             ]
         ),
