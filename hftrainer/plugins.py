@@ -30,7 +30,7 @@ class Adapter(NamedTuple):
 ADAPTERS = {
     "lightning": Adapter("hftrainer_lightning"),
     "deepspeed": Adapter("hftrainer_deepspeed", "deepspeed", lambda plan: plan.deepspeed is not None),
-    "xla": Adapter("hftrainer_xla", "tpu", lambda plan: plan.accelerator == "xla"),
+    "xla": Adapter("hftrainer_xla", "tpu", lambda plan: plan.device.startswith("xla")),
     "tensorflow": Adapter("hftrainer_tensorflow", "tf"),
     "ray": Adapter("hftrainer_ray", "ray"),
 }

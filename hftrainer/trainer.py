@@ -1011,18 +1011,8 @@ class Trainer(EarlierMethods):
         Raises:
             InvalidArgument: for values of a wrong type; the error names them.
         """
-        create_model_card(
-            self,
-            language=language,
-            license=license,
-            tags=tags,
-            model_name=model_name,
-            finetuned_from=finetuned_from,
-            tasks=tasks,
-            dataset_tags=dataset_tags,
-            dataset=dataset,
-            dataset_args=dataset_args,
-        )
+        arguments = dict(locals())
+        create_model_card(arguments.pop("self"), **arguments)
 
     def push_to_hub(
         self,

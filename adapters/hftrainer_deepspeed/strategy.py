@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ class DeepSpeedStrategy(Strategy):
 
     def start(self) -> None:
         """Let DeepSpeed use the process group."""
-        connect(self.plan.processes, self.device, timedelta(seconds=self.plan.timeout), self.holder.config)
+        connect(self.plan.processes, self.device, self.plan.processes.timeout, self.holder.config)
 
     def make_scaler(self) -> None:
         """Return None: DeepSpeed scales the loss."""
@@ -163,8 +162,7 @@ class DeepSpeedStrategy(Strategy):
         """The norm of the gradients before clipping. DeepSpeed's engine has already clipped them."""
         if not self.holder.is_training:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        norm: torch.Tensor = self.holder.grad_norm()
-        return norm
+        return self.holder.grad_norm()
 
     def release_model(self) -> None:
         """Remove DeepSpeed's engine from the model."""

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -34,7 +34,7 @@ from torch.optim.swa_utils import update_bn
 from hftrainer.base.safe_loading import name_file_in_errors
 from hftrainer.base.tracebacks import add_note
 from hftrainer.checkpointing.names import MODEL_PREFIX
-from hftrainer.compat.overrides import can_call
+from hftrainer.compat.overrides import can_call, has_length, needs_manual_optimization
 from hftrainer.errors import suggest
 from hftrainer_lightning.private_api import callbacks as private_callbacks
 from hftrainer_lightning.private_api.training import use_previous_epoch
@@ -82,49 +82,28 @@ def has_progress_bar(callbacks: Iterable[Callback]) -> bool:
     return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
-class CallbackConditions(NamedTuple):
-    """The properties of a run that decide whether a callback can work.
-
-    Attributes:
-        strategy: how the processes share the model.
-        has_several_processes: whether the run has several processes.
-        accumulate_grad_batches: micro-batches per optimizer step.
-        finds_batch_size: whether the Trainer searches for the batch size itself.
-        evaluates: whether the run evaluates.
-        automatic_optimization: whether Lightning runs backward, rather than the user's `training_step`.
-        knows_epochs: whether the training data has a length.
-        is_elastic: whether a step keeps its samples when a run resumes with other settings.
-        rolls_back: whether the run returns to its last checkpoint when it diverges.
-    """
-
-    strategy: Strategy
-    has_several_processes: bool
-    accumulate_grad_batches: int
-    finds_batch_size: bool
-    evaluates: bool
-    automatic_optimization: bool
-    knows_epochs: bool
-    is_elastic: bool
-    rolls_back: bool = False
+def _evaluates(trainer: Any) -> bool:
+    return trainer.args.eval_strategy != "no" or bool(trainer.args.eval_minutes)
 
 
-def check_callbacks(callbacks: Sequence[Callback], run: CallbackConditions) -> list[str]:
-    """An error message for each callback that cannot work in the run."""
+def check_callbacks(callbacks: Sequence[Callback], strategy: Strategy, trainer: Any) -> list[str]:
+    """An error message for each callback that cannot work in a run of `trainer`, our Trainer."""
     for callback in callbacks:
-        if run.evaluates and (monitor := str(getattr(callback, "monitor", ""))).startswith("val_"):
+        if _evaluates(trainer) and (monitor := str(getattr(callback, "monitor", ""))).startswith("val_"):
             meant = monitor.replace("val_", "eval_", 1)
             hint = suggest(meant, ["eval_loss"], f"; did you mean {meant!r}?", cutoff=0.92)
             logger.warning("A callback monitors %r, but evaluations log 'eval_...'%s", monitor, hint)
     # Report only the first problem of each callback.
-    problems = [message for callback in callbacks for message in itertools.islice(_find_problems(callback, run), 1)]
+    all_problems = (_find_problems(callback, strategy, trainer) for callback in callbacks)
+    problems = [message for each in all_problems for message in itertools.islice(each, 1)]
     if find_callback(callbacks, ModelPruning) and find_callback(callbacks, WeightAveraging):
         problems.append("ModelPruning changes the parameters that weight averaging averages: use only one of them.")
     return problems
 
 
-def _find_problems(callback: Callback, run: CallbackConditions) -> Iterator[str]:
-    name, strategy = type(callback).__name__, run.strategy.argument
-    if isinstance(callback, (ModelPruning, *TRAINING_ONLY)) and run.strategy.shards_model:
+def _find_problems(callback: Callback, parallel_strategy: Strategy, trainer: Any) -> Iterator[str]:
+    name, strategy, args = type(callback).__name__, parallel_strategy.argument, trainer.args
+    if isinstance(callback, (ModelPruning, *TRAINING_ONLY)) and parallel_strategy.shards_model:
         yield f"{name} changes full weights, but {strategy} shards them: train without {strategy}, or without {name}."
     if isinstance(callback, ModelPruning) and private_callbacks.leaves_masks(callback):
         yield (
@@ -133,23 +112,27 @@ def _find_problems(callback: Callback, run: CallbackConditions) -> Iterator[str]
         )
     if isinstance(callback, GradientAccumulationScheduler):
         advice = "set gradient_accumulation_steps instead."
-        if run.strategy.has_fixed_accumulation:
+        if parallel_strategy.has_fixed_accumulation:
             yield f"{name} cannot tell {strategy} how many micro-batches a step has: {advice}"
-        if run.is_elastic:
+        if args.elastic:
             yield f"{name} changes the samples of a step, which elastic=True keeps: use only one of them."
-        if not run.automatic_optimization:
+        if needs_manual_optimization(trainer):
             yield f"{name} cannot work with an override of training_step: {advice}"
-        if (steps := run.accumulate_grad_batches) != 1:
+        if (steps := args.gradient_accumulation_steps) != 1:
             yield f"gradient_accumulation_steps={steps} and {name} both set accumulation steps: leave the former at 1."
-    needs_epochs = isinstance(callback, StochasticWeightAveraging) and private_callbacks.starts_at_fraction(callback)
-    if needs_epochs and not run.knows_epochs:
+    knows_epochs = has_length(trainer.train_dataset)
+    if (
+        isinstance(callback, StochasticWeightAveraging)
+        and private_callbacks.starts_at_fraction(callback)
+        and not knows_epochs
+    ):
         yield f"{name}: swa_epoch_start is a fraction of the epochs, but the data has no length. Use an integer."
-    if not run.evaluates:
+    if not _evaluates(trainer):
         yield from _find_problems_without_evaluation(callback, name)
-    if isinstance(callback, OnExceptionCheckpoint) and run.rolls_back:
+    if isinstance(callback, OnExceptionCheckpoint) and args.on_divergence == "rollback":
         yield f"{name} would save the state that on_divergence='rollback' discards: use only one of them."
     if isinstance(callback, FINDERS):
-        yield from _find_finder_problems(callback, name, run)
+        yield from _find_finder_problems(callback, name, parallel_strategy, args)
 
 
 def _find_problems_without_evaluation(callback: Callback, name: str) -> Iterator[str]:
@@ -163,10 +146,10 @@ def _find_problems_without_evaluation(callback: Callback, name: str) -> Iterator
         )
 
 
-def _find_finder_problems(finder: Callback, name: str, run: CallbackConditions) -> Iterator[str]:
-    if run.has_several_processes:
+def _find_finder_problems(finder: Callback, name: str, strategy: Strategy, args: Any) -> Iterator[str]:
+    if strategy.plan.processes.is_distributed:
         yield f"{name} is not supported yet in several processes: run it in one, and set the argument to its result."
-    if run.finds_batch_size and isinstance(finder, BatchSizeFinder):
+    if args.auto_find_batch_size and isinstance(finder, BatchSizeFinder):
         yield f"auto_find_batch_size and {name} both search for the batch size: use only one of them."
     for hook in [hook for hook in HOOKS if hook != "on_fit_start" and _overrides_hook(finder, hook, *FINDERS)]:
         finder_name = next(base.__name__ for base in FINDERS if isinstance(finder, base))

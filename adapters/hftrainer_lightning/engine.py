@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops as get_available_flops
 from lightning.pytorch.loggers import Logger
 
+from hftrainer.checkpointing.resume import load_lightning_callbacks
 from hftrainer.parallel.environment import find_plugin
 from hftrainer.strategies.strategy import Strategy
 from hftrainer_lightning import callbacks as lightning_callbacks
@@ -82,29 +83,16 @@ class LightningEngine:
         self._validation_group: evaluation_loops.ValidationGroup | None = None
         self._saved_values: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
 
-    def fit(
-        self,
-        events: TrainingEvents,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        *,
-        log_every_n_steps: int,
-        resumed_state: Mapping[str, Any] | None,
-        find_unused_parameters: bool,
-    ) -> None:
+    def fit(self, events: TrainingEvents, model: torch.nn.Module, *, log_every_n_steps: int) -> None:
         """Run training in Lightning's loop.
 
         Args:
             events: the events of the run, whose methods Lightning calls.
             model: the model to train.
-            optimizer: the model's optimizer.
-            scheduler: the optimizer's learning-rate scheduler.
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
-            resumed_state: the callbacks' state from `apply_callback_weights` for the checkpoint; None for a new run.
-            find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
         """
         automatic_optimization = not events.needs_manual_optimization
+        optimizer, resumed_state = events.parts.require_optimizer(), load_lightning_callbacks(events.resume_folder)
         max_epochs, sync_each_batch = events.schedule.num_train_epochs, events.syncs_each_batch
         with quiet_lightning():
             self.trainer = trainer = self._build_trainer(
@@ -114,22 +102,18 @@ class LightningEngine:
                 logger=self._loggers_or_fallback(),
                 log_every_n_steps=log_every_n_steps,
                 strategy=self.strategy.lightning_strategy(
-                    StrategySettings(self.scaler, find_unused_parameters, sync_each_batch)
+                    StrategySettings(self.scaler, events.parts.model_setup.finds_unused_parameters(), sync_each_batch)
                 ),
             )
         loggers = trainer.loggers
         self.module = module = TrainerModule(model)
-        module.attach(events, optimizer, scheduler, resumed_state, automatic_optimization=automatic_optimization)
+        module.attach(
+            events, optimizer, events.trainer.lr_scheduler, resumed_state, automatic_optimization=automatic_optimization
+        )
         batches = events.batches
         install_window_accumulation(trainer, batches)
         if batches.first_epoch or batches.first_position:
-            restore_progress(
-                trainer,
-                epoch=batches.first_epoch,
-                batch=batches.first_position,
-                batches_per_epoch=len(batches),
-                global_step=events.trainer.state.global_step,
-            )
+            restore_progress(trainer, batches, events.trainer.state.global_step)
         self.is_fitting = True
         reset_averages(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
@@ -299,11 +283,9 @@ class LightningEngine:
         """Whether a callback searches for the batch size."""
         return lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder) is not None
 
-    def check_callbacks(self, **conditions: bool) -> list[str]:
-        """An error message for each callback that cannot work. The arguments are fields of `CallbackConditions`."""
-        processes, steps = self.plan.processes, self.plan.accumulate_grad_batches
-        run = lightning_callbacks.CallbackConditions(self.strategy, processes.is_distributed, steps, **conditions)
-        return lightning_callbacks.check_callbacks(self.callbacks, run)
+    def check_callbacks(self, trainer: Any) -> list[str]:
+        """An error message for each callback that cannot work in a run of `trainer`, our Trainer."""
+        return lightning_callbacks.check_callbacks(self.callbacks, self.strategy, trainer)
 
     @property
     def should_stop(self) -> bool:
@@ -364,7 +346,7 @@ class LightningEngine:
         callbacks = self._training_callbacks if callbacks is None else callbacks
         # The strategy has the precision plugin.
         del options["precision"]
-        options["accelerator"] = make_accelerator(self.plan.accelerator)
+        options["accelerator"] = make_accelerator(options["accelerator"])
         plugin = options.pop("plugins", None) or []
         plugins = plugin if isinstance(plugin, list) else [plugin]
         if find_plugin(plugins, "ClusterEnvironment") is None:

@@ -85,8 +85,7 @@ def _wrap_model(model: nn.Module, settings: FsdpSettings, xla_settings: XlaSetti
         for name, child in list(parent.named_children()):
             if child in units:
                 setattr(parent, name, wrap(checkpoint_module(child) if xla_settings.grad_ckpt else child))
-    wrapper: nn.Module = wrap(model)
-    return wrapper
+    return wrap(model)
 
 
 def _wrapper_arguments(xla_settings: XlaSettings) -> dict[str, Any]:

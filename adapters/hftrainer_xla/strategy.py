@@ -125,8 +125,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         """Clip the gradients of the sharded model. `parameters` is ignored."""
         if self._sharded_model is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        norm: torch.Tensor = self._sharded_model.clip_grad_norm_(max_norm, norm_type)
-        return norm
+        return self._sharded_model.clip_grad_norm_(max_norm, norm_type)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
         """A context in which backward passes do not reduce gradients."""
@@ -188,8 +187,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         path = os.path.join(folder, self._shard_name(kind))
         if not os.path.isfile(path):
             raise CheckpointNotFound(f"{path} not found: resume with the number of processes that wrote {folder}.")
-        state: dict[str, Any] = load_torch_file(path)[kind]
-        return state
+        return load_torch_file(path)[kind]
 
 
 def name_in_full_model(name: str) -> str:

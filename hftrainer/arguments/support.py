@@ -102,7 +102,6 @@ def make_plan(resolved: ResolvedArguments) -> LightningPlan:
     """The plan for these arguments and the model, which may already be split."""
     args, device, config = resolved.args, resolved.device, resolved.lightning_config
     return LightningPlan(
-        accelerator=device.type,
         device=str(device),
         precision=resolved.precision,  # type: ignore[arg-type]
         accumulate_grad_batches=args.gradient_accumulation_steps,
@@ -112,7 +111,6 @@ def make_plan(resolved: ResolvedArguments) -> LightningPlan:
             resolved.rank_info, tp_size=resolved.layout.tp_size, timeout=args.ddp_timeout_delta
         ),
         process_group_backend=process_group_backend(resolved),
-        timeout=args.ddp_timeout,
         ddp=MappingProxyType(
             {name: value for name in _DDP if (value := getattr(args, f"ddp_{name}", None)) is not None}
         ),

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, save
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 
 from hftrainer.base.safe_loading import (
@@ -145,8 +145,7 @@ def _convert_weights(model: nn.Module, folder: str) -> dict[str, torch.Tensor]:
         return {}
     # FSDP2 creates a new class: find the original one.
     original_class: Any = next(kind for kind in type(unwrapped).__mro__ if not issubclass(kind, FSDPModule))
-    weights: dict[str, torch.Tensor] = original_class.from_pretrained(folder, config=unwrapped.config).state_dict()
-    return weights
+    return original_class.from_pretrained(folder, config=unwrapped.config).state_dict()
 
 
 def _load_full_weights(model: nn.Module, weights: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -220,7 +219,7 @@ def save_shards(states: dict[str, Any], folder: str, group: Any = None) -> None:
         OSError: the first error of any process.
     """
     for state_name, state in states.items():
-        _save_dcp({state_name: state}, os.path.join(folder, SHARD_FOLDERS[state_name]), group)
+        _save({state_name: state}, os.path.join(folder, SHARD_FOLDERS[state_name]), group)
 
 
 def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, shards: bool = True) -> dict[str, Any]:
@@ -353,18 +352,14 @@ def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, is_only_
         group: the process group that coordinates the write; None for the default one.
         is_only_writer: whether only this process writes.
     """
-    path = os.path.join(folder, names.DCP_FOLDER)
-    if is_only_writer:
-        with _unwrap_errors():
-            # `save` accepts `no_dist` only in newer releases; torch's own tool also calls this function.
-            _save_state_dict(states, FileSystemWriter(path), no_dist=True)
-    else:
-        _save_dcp(states, path, group)
+    _save(states, os.path.join(folder, names.DCP_FOLDER), group, is_only_writer=is_only_writer)
 
 
-def _save_dcp(states: dict[str, Any], path: str, group: Any) -> None:
+def _save(states: dict[str, Any], path: str, group: Any, *, is_only_writer: bool = False) -> None:
     with _unwrap_errors():
-        save(states, storage_writer=FileSystemWriter(path), process_group=group)
+        # `save` accepts `no_dist` only in newer releases; torch's own tool also calls this function.
+        no_dist = is_only_writer or not distributed.is_initialized()
+        _save_state_dict(states, FileSystemWriter(path), group, no_dist=no_dist)
 
 
 def load_model_shards(model: nn.Module, folder: str, *, only_trainable: bool = False) -> None:

@@ -246,8 +246,7 @@ def list_shards(index: str) -> list[str]:
 
 
 def _read_index(path: str) -> dict[str, Any]:
-    index: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    return index
+    return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def _adapter_folders(folder: str) -> dict[str | None, str]:

@@ -207,8 +207,7 @@ class WriterProcess:
         self._has_answered = True
         if isinstance(answer, BaseException):
             raise answer
-        entries: dict[str, Entry] = answer
-        return entries
+        return answer
 
     def _start_process(self) -> None:
         parent_end, child_end = Pipe()

@@ -13,14 +13,12 @@ import math
 import os
 import shutil
 import socket
-import socketserver
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from hftrainer.arguments.choices import read_address
 from hftrainer.callbacks.state import TrainerState
@@ -315,17 +313,6 @@ def _stack(rank: dict[str, Any]) -> str:
     return ""
 
 
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """Answers each request in a separate thread."""
-
-    daemon_threads = True
-
-
-class _QuietHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing for a request."""
-
-
 @contextlib.contextmanager
 def _run_server(address: int | str, reporter: _Reporter) -> Iterator[None]:
     """Serve `/health` and `/metrics` during the block.
@@ -335,7 +322,7 @@ def _run_server(address: int | str, reporter: _Reporter) -> Iterator[None]:
         MissingPackage: if prometheus_client is not installed.
     """
     try:
-        from prometheus_client import CollectorRegistry, make_wsgi_app
+        from prometheus_client import CollectorRegistry, start_wsgi_server
     except ImportError as error:
         raise MissingPackage(
             "metrics_port needs prometheus_client: pip install 'hftrainer[metrics]'"
@@ -343,7 +330,13 @@ def _run_server(address: int | str, reporter: _Reporter) -> Iterator[None]:
     host, port = read_address(address)
     registry = CollectorRegistry()
     registry.register(reporter)
-    metrics = make_wsgi_app(registry)
+    try:
+        server, _ = start_wsgi_server(port, host, registry)
+    except OSError as error:
+        raise InvalidArgument(
+            f"metrics_port={address!r}: cannot listen on {host}:{port} ({error.strerror}). Use another port."
+        ) from error
+    metrics: Any = server.get_app()
 
     def answer(request: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if request["PATH_INFO"] != "/health":
@@ -353,14 +346,7 @@ def _run_server(address: int | str, reporter: _Reporter) -> Iterator[None]:
         start_response(status, [("Content-Type", "application/json")])
         return [json.dumps(report).encode()]
 
-    try:
-        _Server.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        server = make_server(host, port, answer, _Server, _QuietHandler)
-    except OSError as error:
-        raise InvalidArgument(
-            f"metrics_port={address!r}: cannot listen on {host}:{port} ({error.strerror}). Use another port."
-        ) from error
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server.set_app(answer)
     try:
         yield
     finally:

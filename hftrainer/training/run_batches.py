@@ -120,8 +120,7 @@ class RunBatches(Part):
         """A callback's value, or else the argument's current value."""
         argument = self.trainer.args.gradient_accumulation_steps
         self.parts.model_setup.check_accumulation(argument)
-        steps: int = self.parts.engine.accumulation_steps_of(self.epoch, argument)
-        return steps
+        return self.parts.engine.accumulation_steps_of(self.epoch, argument)
 
     def _get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
         """What `Trainer.get_batch_samples` returns."""
