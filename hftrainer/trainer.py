@@ -596,7 +596,7 @@ class Trainer(EarlierMethods):
     ) -> torch.Tensor:
         """Run forward and backward passes of one micro-batch; returns the detached loss.
 
-        An override must call `self.accelerator.backward(loss)`. Training then uses Lightning's manual optimization.
+        An override must call `self.accelerator.backward(loss)`.
 
         Args:
             model: the model to train.

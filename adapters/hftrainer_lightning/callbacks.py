@@ -91,7 +91,6 @@ class CallbackConditions(NamedTuple):
         accumulate_grad_batches: micro-batches per optimizer step.
         finds_batch_size: whether the Trainer searches for the batch size itself.
         evaluates: whether the run evaluates.
-        automatic_optimization: whether Lightning runs backward, rather than the user's `training_step`.
         knows_epochs: whether the training data has a length.
         is_elastic: whether a step keeps its samples when a run resumes with other settings.
         rolls_back: whether the run returns to its last checkpoint when it diverges.
@@ -102,7 +101,6 @@ class CallbackConditions(NamedTuple):
     accumulate_grad_batches: int
     finds_batch_size: bool
     evaluates: bool
-    automatic_optimization: bool
     knows_epochs: bool
     is_elastic: bool
     rolls_back: bool = False
@@ -137,8 +135,6 @@ def _find_problems(callback: Callback, run: CallbackConditions) -> Iterator[str]
             yield f"{name} cannot tell {strategy} how many micro-batches a step has: {advice}"
         if run.is_elastic:
             yield f"{name} changes the samples of a step, which elastic=True keeps: use only one of them."
-        if not run.automatic_optimization:
-            yield f"{name} cannot work with an override of training_step: {advice}"
         if (steps := run.accumulate_grad_batches) != 1:
             yield f"gradient_accumulation_steps={steps} and {name} both set accumulation steps: leave the former at 1."
     if isinstance(callback, StochasticWeightAveraging) and hidden.starts_at_fraction(callback) and not run.knows_epochs:

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
 
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, device_module
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.plugins import load
 from hftrainer_lightning.precision import precision_plugin
+from hftrainer_lightning.private_api.trainer import StepDDPStrategy
 
 
 class StrategySettings(NamedTuple):
@@ -88,7 +89,7 @@ class SingleDevice(KeepDeviceStrategy, SingleDeviceStrategy):
     """One process on one device."""
 
 
-class KeepDeviceDDPStrategy(KeepDeviceStrategy, DDPStrategy):
+class KeepDeviceDDPStrategy(KeepDeviceStrategy, StepDDPStrategy):
     """A replica of the model in each process.
 
     Args:

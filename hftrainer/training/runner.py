@@ -20,7 +20,7 @@ from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.folder import clear_stale, delete_all_but_best
 from hftrainer.checkpointing.run_progress import read_global_batch_size
-from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
+from hftrainer.compat.overrides import has_length, is_overridden
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import UnsupportedArgument
@@ -92,7 +92,6 @@ class TrainingRunner(Part):
         if errors := self.parts.engine.check_callbacks(
             finds_batch_size=self.trainer.args.auto_find_batch_size,
             evaluates=self.trainer.args.eval_strategy != "no" or bool(self.trainer.args.eval_minutes),
-            automatic_optimization=not needs_manual_optimization(self.trainer),
             knows_epochs=has_length(self.trainer.train_dataset),
             is_elastic=self.trainer.args.elastic,
             rolls_back=self.trainer.args.on_divergence == "rollback",
