@@ -31,7 +31,7 @@ class TrainerModule(WithoutBatchTransfer):
     load_optimizer         on_fit_start
     begin_training         on_train_start
     begin_epoch            on_train_epoch_start
-    call_run_epoch           (none: Lightning's epoch, with all calls below, runs within it)
+    run_epoch_in_trainer     (none: Lightning's epoch, with all calls below, runs within it)
     begin_micro_batch      on_train_batch_start
     training_step          training_step
     end_micro_batch        training_step

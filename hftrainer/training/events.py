@@ -140,8 +140,8 @@ class TrainingEvents(Part):
         batches.restore_rng_before_reading()
         self._close_epoch()
 
-    def call_run_epoch(self, lightning_epoch: Callable[[], None]) -> None:
-        """Call `Trainer._run_epoch`, which runs the epoch of Lightning's loop.
+    def run_epoch_in_trainer(self, lightning_epoch: Callable[[], None]) -> None:
+        """Call `Trainer._run_epoch`, which overrides may wrap, and which runs the epoch of Lightning's loop.
 
         Raises:
             UnsupportedArgument: when an override does not run it.
@@ -160,7 +160,7 @@ class TrainingEvents(Part):
                 "instead, or use a callback."
             )
 
-    def run_lightning_epoch(self, arguments: dict[str, Any]) -> None:
+    def run_epoch_in_lightning(self, arguments: dict[str, Any]) -> None:
         """Run Lightning's epoch. `arguments` are those that `Trainer._run_epoch` received."""
         expected = self._epoch_arguments()
         changed = [

@@ -79,6 +79,7 @@ CASES = {
     "llama, accumulation 3": ("llama", {**SAVED, "save_steps": 1, "gradient_accumulation_steps": 3}),
     "llama, tokens of each process": ("llama", {**SAVED, "average_tokens_across_devices": False}),
     "llama, ddp arguments": ("llama", {**OF_DDP, "include_num_input_tokens_seen": "all"}),
+    "llama, a static graph": ("llama", {"ddp_static_graph": True}),
     "bert": ("bert", {**SAVED, "gradient_accumulation_steps": 3}),
     "batch norm": ("batch norm", {**EVALUATED, "trainer": {"eval_dataset": plain_data(32)}}),
     "own training step": ("plain", {"trainer_class": own_step, "gradient_accumulation_steps": 3}),

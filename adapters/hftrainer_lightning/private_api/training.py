@@ -95,7 +95,7 @@ class _TrainerFitLoop(_FitLoop):
     def advance(self) -> None:
         """Run the epoch and its end hooks."""
         module: Any = self.trainer.lightning_module
-        module.events.call_run_epoch(self._advance_and_end)
+        module.events.run_epoch_in_trainer(self._advance_and_end)
 
     def _advance_and_end(self) -> None:
         super().advance()
