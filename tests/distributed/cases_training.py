@@ -82,6 +82,7 @@ CASES = {
     "llama, a static graph": ("llama", {"ddp_static_graph": True}),
     "bert": ("bert", {**SAVED, "gradient_accumulation_steps": 3}),
     "batch norm": ("batch norm", {**EVALUATED, "trainer": {"eval_dataset": plain_data(32)}}),
+    "batch norm, own training step": ("batch norm", {"trainer_class": own_step, "gradient_accumulation_steps": 2}),
     "own training step": ("plain", {"trainer_class": own_step, "gradient_accumulation_steps": 3}),
     "files of its own": ("plain", {**SAVED, "trainer_class": own_files}),
     "files of its own, only the model": ("plain", {**SAVED, "trainer_class": own_files, "save_only_model": True}),

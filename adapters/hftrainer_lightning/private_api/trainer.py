@@ -205,11 +205,13 @@ class _BackwardWithinForward(_DDPForwardRedirection):
     """Runs the training step, which includes backward, as the `forward` of DDP's wrapper."""
 
     def on_after_inner_forward(self, wrapper_module: Any, original_module: Any) -> None:
-        """Let the wrapper not prepare its reducer, which `pre_backward` has done."""
+        """Let the wrapper prepare nothing now: `pre_backward` has."""
+        self._syncs_buffers = wrapper_module.require_forward_param_sync
         wrapper_module.require_backward_grad_sync = False
 
     def on_after_outer_forward(self, wrapper_module: Any, original_module: Any) -> None:
         wrapper_module.require_backward_grad_sync = True
+        wrapper_module.require_forward_param_sync = self._syncs_buffers
 
 
 class StepDDPStrategy(DDPStrategy):
