@@ -98,7 +98,7 @@ class LightningEngine:
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
         """
         optimizer, resumed_state = events.parts.require_optimizer(), load_lightning_callbacks(events.resume_folder)
-        max_epochs, sync_each_batch = events.schedule.num_train_epochs, events.syncs_each_batch
+        max_epochs = events.schedule.num_train_epochs
         with quiet_lightning():
             self.trainer = trainer = self._build_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
@@ -106,7 +106,7 @@ class LightningEngine:
                 logger=self._loggers_or_fallback(),
                 log_every_n_steps=log_every_n_steps,
                 strategy=self.strategy.lightning_strategy(
-                    StrategySettings(self.scaler, events.parts.model_setup.finds_unused_parameters(), sync_each_batch)
+                    StrategySettings(self.scaler, events.parts.model_setup.finds_unused_parameters())
                 ),
             )
         loggers = trainer.loggers
