@@ -36,7 +36,7 @@ def module(library, name):
 
 
 @contextlib.contextmanager
-def without(*packages):
+def without_packages(*packages):
     """As if packages were not installed, also to modules of transformers that have looked already."""
     if not packages:
         yield
@@ -63,7 +63,7 @@ def make_arguments(**settings):
 
 def make_trainer(settings=None, missing=(), method=None, keywords=None, **given):
     def provoke(library, folder):
-        with without(*missing):
+        with without_packages(*missing):
             made = trainer(library, folder, settings, **given)
             return method and getattr(made, method)(**(keywords or {}))
 
@@ -221,7 +221,7 @@ NOT_THE_SAME = {
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", [*SITUATIONS, *NOT_THE_SAME])
-def test_class_of_transformers(tmp_path, monkeypatch, name):
+def test_error_is_of_the_class_that_transformers_raises(tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     errors = []
     for library in reversed(LIBRARIES):

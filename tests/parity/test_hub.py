@@ -18,7 +18,7 @@ from tests.support.tiny import tokenizer
 SAME_BYTES = (".safetensors", "config.json", "tokenizer.json", "notes.txt", "modules.json")
 
 
-def pushed(hub, name="me/my-run"):
+def pop_commits(hub, name="me/my-run"):
     """Whether the repository, which is then deleted, is private; what can be compared of each commit of each branch."""
 
     def comparable(commit):
@@ -31,7 +31,7 @@ def pushed(hub, name="me/my-run"):
 
 
 @pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
-def test_strategies(hub, tmp_path, strategy):
+def test_each_hub_strategy_pushes_the_same_commits(hub, tmp_path, strategy):
     def run(name):
         settings = {"hub_model_id": "org/named", "hub_strategy": strategy}
         given = {"processing_class": tokenizer()}
@@ -41,7 +41,7 @@ def test_strategies(hub, tmp_path, strategy):
         trainer.save_model()
         returned = trainer.push_to_hub("With a card", tags="tested", blocking=name == "transformers")
         message = (returned if name == "transformers" else returned.result()).commit_message
-        return during, message, callback.begun, trainer.hub_model_id, pushed(hub, "org/named")
+        return during, message, callback.begun, trainer.hub_model_id, pop_commits(hub, "org/named")
 
     assert alike(run, assert_equal)[0] == {"end": 0, "every_save": 2}.get(strategy, 4)
 
@@ -74,14 +74,14 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(("commits", "model", "settings"), SETTINGS.values(), ids=SETTINGS)
-def test_settings(hub, tmp_path, commits, model, settings):
+def test_each_hub_setting_pushes_the_same_commits(hub, tmp_path, commits, model, settings):
     def run(name):
         if "hub_revision" in settings:
             hub.repos["me/my-run"] = Repo(branches={name: [Commit("initial commit", {})] for name in ("main", "dev")})
         trainer, _ = make_pushing(name, tmp_path / name / "my-run", model=model, **settings)
         trainer.train()
         assert trainer.hub_model_id == "me/my-run"
-        return pushed(hub)
+        return pop_commits(hub)
 
     _, found = alike(run, assert_equal)
     assert sum(map(len, found.values())) == commits
@@ -89,7 +89,7 @@ def test_settings(hub, tmp_path, commits, model, settings):
         assert [files["modules.json"] for *_, files in found["main"]] == [b"[2]", b"[3]"]
 
 
-def test_without_the_argument(hub, tmp_path):
+def test_push_to_hub_without_the_argument_creates_the_repository(hub, tmp_path):
     """`push_to_hub()` makes the repository when it is first called, private if asked."""
 
     def run(name):
@@ -98,12 +98,12 @@ def test_without_the_argument(hub, tmp_path):
         trainer.train()
         assert not hub.repos
         trainer.push_to_hub(private=True, revision="main")
-        return trainer.hub_model_id, pushed(hub)
+        return trainer.hub_model_id, pop_commits(hub)
 
     assert alike(run, assert_equal)[1][0] is True
 
 
-def test_arguments_of_transformers(hub, tmp_path):
+def test_arguments_of_transformers_push_but_their_token_is_not_saved(hub, tmp_path):
     trainer, _ = make_pushing("transformers", tmp_path / "run", hub_strategy="checkpoint", max_steps=2)
     ours = hftrainer.Trainer(trainer.model, trainer.args, train_dataset=trainer.train_dataset)
     ours.train()
@@ -113,7 +113,7 @@ def test_arguments_of_transformers(hub, tmp_path):
     assert trainer.args.hub_token == TOKEN
 
 
-def test_offline_with_a_client_of_the_script(hub, tmp_path, monkeypatch):
+def test_offline_mode_still_pushes_by_a_custom_client(hub, tmp_path, monkeypatch):
     """HF_HUB_OFFLINE is for the client to follow: one that reaches a local Hub, or a mock, uploads."""
     client = _http.default_client_factory()
     client.event_hooks = {}
@@ -122,6 +122,6 @@ def test_offline_with_a_client_of_the_script(hub, tmp_path, monkeypatch):
 
     def run(name):
         make_pushing(name, tmp_path / name / "my-run", hub_strategy="end")[0].push_to_hub("Now")
-        return pushed(hub)
+        return pop_commits(hub)
 
     assert len(alike(run, assert_equal)[1]["main"]) == 1

@@ -92,7 +92,7 @@ def search(library, folder, settings, keywords):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_same_search(tmp_path, case):
+def test_trials_logs_files_and_best_are_those_of_transformers(tmp_path, case):
     ours, trainer, study = search("hftrainer", tmp_path / "hftrainer", *CASES[case])
     theirs, _, _ = search("transformers", tmp_path / "transformers", *CASES[case])
     for what in theirs:
@@ -103,7 +103,7 @@ def test_same_search(tmp_path, case):
     assert len({str(params) for _, params, *_ in ours["trials"]}) == len(states)  # no trial twice
 
 
-def test_best_arguments_by_hand(tmp_path):
+def test_training_with_the_best_values_set_by_hand(tmp_path):
     """The pattern of the documentation: the best values set one by one, and a training with them."""
 
     def run(library):

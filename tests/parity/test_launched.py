@@ -47,7 +47,7 @@ SEVERAL = {"parallelism_config_cp_size": 2, "parallelism_config_sp_size": 2}  # 
 GIVEN = {"num_processes": 2, "num_machines": 1, "num_cpu_threads_per_process": 1, "dynamo_backend": "no"}
 
 
-def of_every_launcher(monkeypatch, **options):
+def variables_of_every_launcher(monkeypatch, **options):
     monkeypatch.setattr(launch, "is_fp8_available", lambda: True)
     monkeypatch.setattr(launch, "is_torch_xla_available", lambda **kwargs: True)
     monkeypatch.setattr(launch, "is_port_in_use", lambda port: False)
@@ -83,21 +83,21 @@ def is_known(name):
 
 
 @pytest.mark.parametrize("option", sorted(actions().keys() - OF_LAUNCHERS))
-def test_options(monkeypatch, option):
-    before = of_every_launcher(monkeypatch)
-    after = of_every_launcher(monkeypatch, **{option: another_value(actions()[option])})
+def test_variables_set_by_each_launch_option_are_known(monkeypatch, option):
+    before = variables_of_every_launcher(monkeypatch)
+    after = variables_of_every_launcher(monkeypatch, **{option: another_value(actions()[option])})
     changed = {name for name, value in after.items() if before.get(name) != value}
     assert changed
     assert not [name for name in before.keys() | after.keys() if not is_known(name)]
 
 
-def test_keys_of_files():
+def test_keys_of_config_files_are_launch_options():
     found = {field.name for field in dataclasses.fields(ClusterConfig)} - OF_FILES
     assert found <= actions().keys()
     assert actions().keys() >= OF_LAUNCHERS
 
 
-def test_variables_that_accelerate_reads():
+def test_every_variable_that_accelerate_reads_is_known():
     sources = [path for path in Path(accelerate.__file__).parent.rglob("*.py") if "test_utils" not in path.parts]
     found = {name for path in sources for name in re.findall(r"\"(ACCELERATE_[A-Z0-9_]*[A-Z0-9])\"", path.read_text())}
     assert len(found) > 25
@@ -116,7 +116,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
-def test_refused(monkeypatch, tmp_path, name, value):
+def test_unsupported_launch_variable_is_refused(monkeypatch, tmp_path, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{name}=.?{value}"):
         build("hftrainer", "plain", tmp_path)
@@ -126,7 +126,7 @@ def test_every_row_that_refuses_is_tested():
     assert {name for name, row in VARIABLES.items() if row.accepted_values is not None} <= {name for name, _ in REFUSED}
 
 
-def test_accepted(monkeypatch, tmp_path):
+def test_supported_launch_variables_are_accepted(monkeypatch, tmp_path):
     for name, value in {"SAGEMAKER_DISTRIBUTED_TYPE": "NO", "TORCH_DEVICE": "cpu", "MIXED_PRECISION": "no"}.items():
         monkeypatch.setenv(f"ACCELERATE_{name}", value)
     trainer, _ = build("hftrainer", "plain", tmp_path)
@@ -134,14 +134,14 @@ def test_accepted(monkeypatch, tmp_path):
     assert find_unknown_variables() == []
 
 
-def test_unknown_ones_are_said(monkeypatch, tmp_path, caplog):
+def test_unknown_launch_variable_is_reported(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACUMULATION_STEPS", "4")
     build("hftrainer", "plain", tmp_path)
     assert "ACCELERATE_GRADIENT_ACUMULATION_STEPS will have no effect: no known release of accelerate" in caplog.text
 
 
 @pytest.mark.parametrize(("value", "bound"), [("1", [0]), ("0", [])])
-def test_processes_are_bound_to_cores(monkeypatch, tmp_path, value, bound):
+def test_cpu_affinity_variable_binds_processes_to_cores(monkeypatch, tmp_path, value, bound):
     """By accelerate's own function, as with transformers."""
     found = []
     monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", value)

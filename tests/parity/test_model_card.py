@@ -76,14 +76,14 @@ ONE = {
 
 
 @pytest.mark.parametrize("given", [{}, ONE, SEVERAL], ids=["nothing", "one of each", "several"])
-def test_same_metadata(pair, given):
+def test_card_has_the_same_metadata(pair, given):
     (theirs, ours), _ = cards(pair, **given)
     assert ours == theirs
     assert theirs["model-index"][0]["results"][0]["metrics"][0]["type"] == "accuracy"
     assert theirs["base_model"]
 
 
-def test_same_results_and_hyperparameters(pair):
+def test_card_has_the_same_results_and_hyperparameters(pair):
     _, (theirs, ours) = cards(pair)
     assert cells(ours) == cells(theirs)
     assert len(cells(ours)) == 5
@@ -98,7 +98,7 @@ def test_same_results_and_hyperparameters(pair):
     assert wanted < versions
 
 
-def test_their_summary_reads_our_trainer(pair):
+def test_training_summary_of_transformers_reads_our_trainer(pair):
     from transformers.modelcard import TrainingSummary as Theirs
 
     expected = Theirs.from_trainer(pair[0]).create_metadata()
@@ -107,7 +107,7 @@ def test_their_summary_reads_our_trainer(pair):
     assert summary.create_model_index({"accuracy": "Accuracy"}) == expected["model-index"]
 
 
-def test_tasks():
+def test_task_names_are_those_of_transformers():
     from transformers.modelcard import TASK_TAG_TO_NAME_MAPPING
 
     assert {task: card_contents.task_name(task) for task in TASK_TAG_TO_NAME_MAPPING} == TASK_TAG_TO_NAME_MAPPING
@@ -115,7 +115,7 @@ def test_tasks():
     assert card_contents.task_of(make_peft()) == "text-generation"
 
 
-def test_peft(tmp_path_factory):
+def test_card_of_a_peft_model(tmp_path_factory):
     """Theirs loses the tags that were asked for, and knows no task of an adapter."""
     pair = make_pair(tmp_path_factory, "peft", max_steps=2)
     for trainer in pair:
@@ -131,7 +131,7 @@ def test_peft(tmp_path_factory):
     assert [path.read_text().count("- PEFT ") for path in paths] == [1, 1]
 
 
-def test_files_of_results(pair, capsys):
+def test_result_files_and_printed_metrics_are_the_same(pair, capsys):
     printed = []
     for trainer in pair:
         trainer.save_metrics("train", {"train_loss": 0.123456789, "epoch": 1.0, "b": float("nan"), "a": {"x": [1]}})

@@ -40,7 +40,7 @@ def settings_of(name, **more):
     return {"optim": name, "max_steps": 6, "logging_steps": 1, "save_strategy": "no", **low_rank, **more}
 
 
-def test_every_name_is_in_the_table():
+def test_every_optimizer_and_schedule_is_known_and_documented():
     assert OPTIMIZERS.keys() == {name.value for name in OptimizerNames}
     page = (Path(__file__).parents[2] / "docs/guides/one-device.md").read_text().partition("## Optimizers")[2]
     first_cells = [
@@ -51,7 +51,7 @@ def test_every_name_is_in_the_table():
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_optimizer(tmp_path, name):
+def test_optimizer_trains_alike(tmp_path, name):
     layer_wise = name.endswith("layerwise")  # transformers steps them with the peak rate whatever the schedule says
     schedule = {"lr_scheduler_type": "constant"} if layer_wise else {"gradient_accumulation_steps": 2}
     ours = compare(tmp_path, "llama", **settings_of(name, **schedule))
@@ -63,7 +63,7 @@ def without_parameters(group):
 
 
 @pytest.mark.parametrize("name", sorted(NEED_A_GPU))
-def test_what_would_be_built(tmp_path, name):
+def test_optimizer_that_needs_a_gpu_gets_the_same_arguments(tmp_path, name):
     def run(library):
         trainer, _ = build(library, "llama", tmp_path / library, **settings_of(name, lr_scheduler_type="constant"))
         kind, kwargs = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
@@ -76,7 +76,7 @@ def test_what_would_be_built(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", sorted(NOT_INSTALLABLE))
-def test_not_installable_here(tmp_path, monkeypatch, name):
+def test_missing_package_is_named_and_its_optimizer_gets_the_same_kwargs(tmp_path, monkeypatch, name):
     """An error says how to install it; with a stand-in, it gets the keywords that transformers gives it."""
     trainer, _ = build("hftrainer", "llama", tmp_path, **settings_of(name))
     with pytest.raises(MissingPackage, match=f"optim='{name}' needs .*(pip install|build https)"):
@@ -97,7 +97,7 @@ def test_not_installable_here(tmp_path, monkeypatch, name):
         assert ours == transformers.Trainer.get_optimizer_cls_and_kwargs(args)
 
 
-def test_adamw_of_old_releases():
+def test_adamw_hf_makes_the_step_computed_by_hand():
     """`adamw_hf`, gone in v5: one step by hand. tests/compat/test_adamw_hf.py compares it beside v4."""
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     weight.grad = torch.tensor([0.5, 0.1])
@@ -108,7 +108,7 @@ def test_adamw_of_old_releases():
     assert torch.allclose(weight, stepped * (1 - 0.1 * 0.5), atol=1e-6)
 
 
-def test_galore_adafactor_layerwise(tmp_path):
+def test_layerwise_galore_adafactor_is_galore_adafactor(tmp_path):
     """transformers cannot build it; ours is galore_adafactor, stepping within backward."""
 
     def run(name):
@@ -126,7 +126,7 @@ HALFWAY = {"save_strategy": "steps", "save_steps": 3}
 
 
 @pytest.mark.parametrize("name", "galore_adamw apollo_adamw adamw_torch_8bit schedule_free_adamw adafactor".split())
-def test_resume(tmp_path, name):
+def test_optimizer_resumes_alike(tmp_path, name):
     parity.compare_resumed(tmp_path, "llama", 3, **settings_of(name, **HALFWAY))
 
 
@@ -156,16 +156,16 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
-def test_options(tmp_path, name, options):
+def test_optim_args_train_alike(tmp_path, name, options):
     compare(tmp_path, "llama", **settings_of(name, optim_args=options, warmup_steps=2))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ".*mlp.*", ["q_proj", "lm_head"]], ids=["all", "pattern", "names"])
-def test_targets(tmp_path, targets):
+def test_optim_target_modules_train_alike(tmp_path, targets):
     compare(tmp_path, "llama", **settings_of("galore_adamw", optim_target_modules=targets))
 
 
-def test_embeddings_keep_their_precision(tmp_path):
+def test_8bit_optimizer_keeps_32_bits_for_embeddings(tmp_path):
     """bitsandbytes keeps 32 bits of an embedding's moments, in both libraries alike."""
 
     def run(library):
@@ -213,12 +213,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("settings", "message"), WRONG)
-def test_wrong(tmp_path, settings, message):
+def test_wrong_optimizer_or_schedule_settings_are_refused(tmp_path, settings, message):
     with pytest.raises(InvalidArgument, match=message):
         train("hftrainer", "llama", tmp_path, **{"max_steps": 2, **settings})
 
 
-def test_optimizer_in_two_ways(tmp_path):
+def test_optim_beside_a_given_optimizer_is_refused(tmp_path):
     model = make_plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     args = hftrainer.TrainingArguments(str(tmp_path), optim="adafactor", use_cpu=True)
@@ -235,7 +235,7 @@ class Factory:
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
 
 
-class Stubborn(torch.optim.Optimizer):
+class PlainSGD(torch.optim.Optimizer):
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
 
@@ -247,9 +247,9 @@ class Stubborn(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(
-    ("kind", "kwargs"), [(torch.optim.Adagrad, {"lr": 0.05}), (Factory, {"momentum": 0.5}), (Stubborn, {"lr": 0.1})]
+    ("kind", "kwargs"), [(torch.optim.Adagrad, {"lr": 0.05}), (Factory, {"momentum": 0.5}), (PlainSGD, {"lr": 0.1})]
 )
-def test_optimizer_cls_and_kwargs(tmp_path, kind, kwargs):
+def test_optimizer_cls_and_kwargs_trains_alike(tmp_path, kind, kwargs):
     compare(tmp_path, "plain", trainer={"optimizer_cls_and_kwargs": (kind, kwargs)})
 
 
@@ -303,7 +303,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_schedulers_of_the_user(tmp_path, kind):
+def test_given_schedulers_train_alike(tmp_path, kind):
     given = with_sgd(SCHEDULERS[kind], lr=0.5, momentum=0.9 if kind == "step" else 0)
     ours = compare(tmp_path, "plain", trainer=given, logging_steps=1, metric_for_best_model="loss", **EVALUATED)
     assert len({line["learning_rate"] for line in ours.logs if "learning_rate" in line}) > 1

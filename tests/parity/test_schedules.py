@@ -59,7 +59,7 @@ def rates(schedule, optimizer, name, first, last):
 
 
 @pytest.mark.parametrize(("name", "warmup", "kwargs"), CASES)
-def test_every_rate(tmp_path, name, warmup, kwargs):
+def test_every_learning_rate_is_that_of_transformers(tmp_path, name, warmup, kwargs):
     def make_schedule(library):
         trainer, _ = build(library, "plain", tmp_path, **settings_of(name, warmup, kwargs))
         trainer.create_optimizer_and_scheduler(STEPS)
@@ -81,7 +81,7 @@ def test_every_rate(tmp_path, name, warmup, kwargs):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run(tmp_path, name):
+def test_run_with_each_schedule_resumes_from_either_library(tmp_path, name):
     """The last of its cases in training, resumed in the middle from the other library's checkpoint."""
     settings = settings_of(name, 4, KWARGS.get(name, [{}])[-1])
     settings |= {"logging_steps": 1, "save_strategy": "steps", "save_steps": STEPS // 2}
@@ -93,21 +93,21 @@ def test_a_run(tmp_path, name):
     assert_same(ours, others)
 
 
-def test_every_keyword_of_a_schedule_is_known():
+def test_schedules_take_the_keywords_of_transformers():
     for kind, function in SCHEDULES.items():
         parameters = inspect.signature(theirs.TYPE_TO_SCHEDULER_FUNCTION[kind.value]).parameters
         assert inspect.signature(function).parameters.keys() == parameters.keys(), kind
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "AdafactorSchedule", "get_adafactor_schedule", "GreedyLR"])
-def test_what_transformers_has(monkeypatch, name):
+def test_names_of_transformers_are_imported_or_the_package_asked_for(monkeypatch, name):
     assert getattr(hftrainer.optimization, name) is getattr(theirs, name)
     monkeypatch.setitem(sys.modules, "transformers.optimization", None)
     with pytest.raises(MissingPackage, match=rf"hftrainer.optimization.{name} needs {name} of transformers"):
         getattr(hftrainer.optimization, name)
 
 
-def test_a_schedule_that_needs_steps():
+def test_schedule_without_a_number_of_steps_is_refused():
     optimizer = torch.optim.SGD(make_plain().parameters(), lr=0.1)
     for name in ("linear", "cosine", "polynomial"):
         with pytest.raises(InvalidArgument, match=f"The schedule '{name}' needs num_training_steps"):

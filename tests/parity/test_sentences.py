@@ -84,7 +84,7 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("words", SENTENCES)
-def test_words(tmp_path, words, recwarn):
+def test_message_has_the_words_of_transformers(tmp_path, words, recwarn):
     """Handlers of the logger of transformers' module, as its tests have them, get our messages."""
     for name in LIBRARIES:
         loggers, lines = [logging.getLogger(f"transformers.{module}") for module in ("trainer", "trainer_callback")], []

@@ -42,7 +42,7 @@ def callback_of(trainer, kind):
 @pytest.mark.parametrize(
     "report_to", ["tensorboard", ["wandb", "tensorboard"], ["mlflow", "comet_ml", "tensorboard", "wandb"], "none"]
 )
-def test_order(tmp_path, report_to):
+def test_callbacks_have_the_same_order(tmp_path, report_to):
     def made(library):
         own = type("Own", (importlib.import_module(library).TrainerCallback,), {})
         return kinds(make_trainer(library, tmp_path, report_to=report_to, trainer={"callbacks": [own]}))
@@ -51,7 +51,7 @@ def test_order(tmp_path, report_to):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_public_name(name):
+def test_callback_has_every_public_name(name):
     """Attributes and methods of theirs, made with nothing, are there."""
     theirs, ours = (getattr(MODULES[library], name) for library in LIBRARIES)
     wanted = {each for each in {*vars(theirs()), *dir(theirs)} if not each.startswith("__")}
@@ -204,7 +204,7 @@ def look_at_the_experiment(trainer, callback, kind, folder):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes(tmp_path, monkeypatch, change):
+def test_changed_callback_writes_alike(tmp_path, monkeypatch, change):
     name, left = CHANGES[change]
 
     def run(library):
@@ -233,7 +233,7 @@ def test_changes(tmp_path, monkeypatch, change):
     assert left in f"{list(curves)} {details}"
 
 
-def test_writer_during_and_after_training(tmp_path):
+def test_tensorboard_writer_is_shared_and_closed_at_the_end(tmp_path):
     """Lightning's loggers write with it too."""
     trainer = make_trainer("hftrainer", tmp_path, report_to="tensorboard")
     callback = callback_of(trainer, tracker_callbacks.TensorBoardCallback)
@@ -252,7 +252,7 @@ def test_writer_during_and_after_training(tmp_path):
     assert callback.logging_dir.startswith(str(tmp_path / "runs"))
 
 
-def test_wandb_switched_off(tmp_path):
+def test_wandb_callback_without_its_module_begins_no_run(tmp_path):
     """A script that takes the module away gets no run."""
     import wandb
 
@@ -263,7 +263,7 @@ def test_wandb_switched_off(tmp_path):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_classes_of_transformers_under_install(tmp_path, name, monkeypatch):
+def test_classes_of_transformers_are_replaced_under_install(tmp_path, name, monkeypatch):
     # of what other tests import
     monkeypatch.setattr("hftrainer.cli.install.check_earlier_imports", lambda: [])
     theirs = getattr(integration_utils, name)
@@ -287,7 +287,7 @@ def test_classes_of_transformers_under_install(tmp_path, name, monkeypatch):
     assert integration_utils.INTEGRATION_TO_CALLBACK[report_to] is theirs
 
 
-def test_in_a_list_without_its_trainer(tmp_path, monkeypatch):
+def test_callback_appended_to_the_list_uploads_saved_files(tmp_path, monkeypatch):
     """One that a script has put there by hand has no Trainer to ask: it saves what it is given."""
     monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
     trainer = make_trainer("hftrainer", tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=2)
