@@ -20,7 +20,7 @@ from hftrainer.releases import followed
 from hftrainer_ray.search import RaySearch
 from tests.compat.names_in_use import ABSENT, READ
 from tests.support.changed import Doubled, changed_alike, library_of, parent, run_changed
-from tests.support.parity import EVENTS, EVERY_STEP, LIBRARIES, accuracy, alike, assert_equal, build, comparable
+from tests.support.parity import EVENTS, EVERY_STEP, LIBRARIES, accuracy, assert_equal, build, comparable, run_both
 from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_bert, make_plain
 
@@ -191,7 +191,7 @@ def test_what_a_subclass_sets_survives_a_new_model(tmp_path):
         return [{name: getattr(trainer, name) for name in KEPT} for _ in range(2) if trainer.train()]
 
     reads_once = followed.make_policy(followed.installed_release()).reads_batch_size_once
-    assert alike(run, assert_equal)[1] == KEPT | ({} if reads_once else {"_train_batch_size": 4})
+    assert run_both(run, assert_equal)[1] == KEPT | ({} if reads_once else {"_train_batch_size": 4})
 
 
 def test_a_handle_of_neftune_that_a_script_takes_away(tmp_path):
@@ -252,7 +252,7 @@ def test_search_sets_what_it_searches_by(tmp_path):
         trainer.hyperparameter_search(lambda trial: {"seed": trial.suggest_int("seed", 3, 3)}, n_trials=1, **given)
         return [*seen, (trainer.hp_search_backend, trainer.compute_objective({"eval_loss": 1}), trainer.objective)]
 
-    assert len(alike(run, assert_equal)) == 3
+    assert len(run_both(run, assert_equal)) == 3
 
 
 @pytest.mark.parametrize("name", ABSENT)

@@ -21,7 +21,7 @@ from tests.compat.names_in_use import ABSENT, METHODS
 from tests.support.changed import methods_of
 from tests.support.differences import NOT_CALLED_ALIKE
 from tests.support.hub_runs import hub as hub, make_pushing
-from tests.support.parity import EVERY_STEP, alike, build, record
+from tests.support.parity import EVERY_STEP, build, record, run_both
 from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_plain, plain_data
 
@@ -248,7 +248,7 @@ def test_replaced_methods_of_callbacks_are_called_alike(tmp_path, holder, way, m
         trainer.predict(trainer.eval_dataset)
         return record(trainer, recorder, tmp_path / library_name, calls=sorted(calls, key=itemgetter(0)))
 
-    assert {*HOLDERS[holder]} <= {call[:2] for call in alike(run).extra["calls"]}
+    assert {*HOLDERS[holder]} <= {call[:2] for call in run_both(run).extra["calls"]}
 
 
 @pytest.mark.newest_peer

@@ -23,7 +23,7 @@ from tests.distributed.cases_dcp import (
     write_all,
 )
 from tests.distributed.cases_sharding import run
-from tests.support.jobs import names
+from tests.support.jobs import names_in
 from tests.support.parity import assert_same_weights
 from tests.support.processes import RanksFailed
 
@@ -94,7 +94,7 @@ def test_we_read_torchs(processes, written, checkpoint, tmp_path):
 def test_adapters(processes, tmp_path):
     for name, (whole, resumed) in processes.run_ranks(adapt, 2, tmp_path)[0].items():
         assert_same_weights(resumed["weights"], whole["weights"])
-        assert names(tmp_path / name / "checkpoint-2" / "dcp")
+        assert names_in(tmp_path / name / "checkpoint-2" / "dcp")
         assert not list((tmp_path / name / "checkpoint-2").glob("adapter_model*"))
 
 
@@ -183,5 +183,5 @@ def test_parts_that_cannot_be_written(processes, tmp_path):
 def test_a_rank_that_dies_while_it_writes(processes, tmp_path):
     with pytest.raises(RanksFailed, match="status -9"):
         processes.run_ranks(die, 2, tmp_path)
-    assert not [name for name in names(tmp_path) if name.startswith("checkpoint")]
+    assert not [name for name in names_in(tmp_path) if name.startswith("checkpoint")]
     assert get_last_checkpoint(str(tmp_path)) is None

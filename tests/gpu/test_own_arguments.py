@@ -8,7 +8,7 @@ from torch import nn
 from hftrainer import Trainer, TrainingArguments
 from tests.gpu.support import HERE, ON_GPU, Watch, build, needs_gpu, train
 from tests.support.checkpoints import assert_same_end
-from tests.support.divergence import KINDS, SIZE, STEPS, lacking, rows, trained
+from tests.support.divergence import KINDS, SIZE, STEPS, fit, rows, rows_without
 from tests.support.tiny import make_bert, make_llama, make_plain, pad, text_data, varied_language_data, without_dropout
 
 FP16 = pytest.param("fp16", marks=needs_gpu("transformers trains in float32 there"))
@@ -24,9 +24,9 @@ def test_rollback(tmp_path, kind, precision):
     settings = {**HERE, "max_steps": STEPS - 2, "on_divergence": "rollback"}
     settings |= {precision: True} if precision != "float32" else {}
     settings |= {"divergence_threshold": 10} if kind == "spike" else {}
-    good = trained(tmp_path / "good", lacking(windows, SIZE), **settings)
+    good = fit(tmp_path / "good", rows_without(windows, SIZE), **settings)
     bad = rows(STEPS * SIZE, [window * SIZE for window in windows], KINDS[kind])
-    rolled = trained(tmp_path / "bad", bad, **settings)
+    rolled = fit(tmp_path / "bad", bad, **settings)
     assert_same_end(rolled, good)
     assert len((tmp_path / "bad" / "skipped_samples.jsonl").read_text().splitlines()) == 2
     if precision == "fp16":

@@ -27,7 +27,7 @@ def make_trainer(folder, *loggers, callbacks=(), **settings):
     return tracking.make_trainer("hftrainer", folder, "plain", given, **settings)
 
 
-@pytest.mark.parametrize("kind", [tracking.CSV, tracking.UsersCSV, tracking.UsersOwn, tracking.MLflow])
+@pytest.mark.parametrize("kind", [tracking.CSV, tracking.CustomCSVLogger, tracking.CustomLogger, tracking.MLflow])
 def test_every_logger(tmp_path, monkeypatch, kind):
     """Lines at their steps, the last one too; evaluations after training; a second training; hyperparameters once.
 

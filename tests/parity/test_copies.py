@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import hftrainer
 from tests.support.checkpoints import At
-from tests.support.parity import EVALUATED, accuracy, assert_same_weights, build, comparable, exactly
+from tests.support.parity import EVALUATED, accuracy, array_bytes, assert_same_weights, build, comparable
 
 
 class Counts(hftrainer.TrainerCallback):
@@ -42,7 +42,7 @@ def train_evaluate_predict(trainer):
     hftrainer.set_seed(3)
     before = len(trainer.state.log_history)
     losses = trainer.train().training_loss, trainer.evaluate()["eval_loss"]
-    predictions = exactly(trainer.predict(trainer.eval_dataset).predictions)
+    predictions = array_bytes(trainer.predict(trainer.eval_dataset).predictions)
     return losses, predictions, comparable(trainer.state.log_history[before:]), weights_of(trainer)
 
 

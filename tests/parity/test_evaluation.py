@@ -12,7 +12,7 @@ from torch import nn
 
 from hftrainer import Trainer, TrainingArguments
 from tests.support import parity, tiny
-from tests.support.parity import EVALUATED, build, comparable, compare, exactly, leaves, subclass, train
+from tests.support.parity import EVALUATED, array_bytes, build, comparable, compare, leaves, subclass, train
 from tests.support.tiny import SizedStream, Stream, make_llama, pad, plain_data, varied_language_data
 
 
@@ -69,7 +69,7 @@ def compare_evaluations(tmp_path, case, evaluate=None, predict=None, data=None, 
         metrics = trainer.evaluate(**(evaluate or {}))
         output = trainer.predict(CASES[case][1](11) if data is None else data, **(predict or {}))
         assert json.dumps(metrics)  # JSON-safe
-        arrays = exactly({"predictions": output.predictions, "labels": output.label_ids})
+        arrays = array_bytes({"predictions": output.predictions, "labels": output.label_ids})
         return comparable([metrics, output.metrics]), arrays
 
     given = {"compute_metrics": summary, **({"data_collator": pad} if case == "varied" else {}), **(trainer or {})}
@@ -170,7 +170,7 @@ def test_batch_eval_metrics_are_those_of_transformers(tmp_path, source, wanted):
         trainer.compute_metrics = Running()
         trainer.model.main_input_name = "x"
         output = trainer.predict(plain_data(11))
-        return comparable([trainer.evaluate(), output.metrics]), exactly([output.predictions, output.label_ids])
+        return comparable([trainer.evaluate(), output.metrics]), array_bytes([output.predictions, output.label_ids])
 
     given = {"compute_metrics": Running(), **({"eval_dataset": Stream(19)} if source == "stream" else {})}
     settings = {"batch_eval_metrics": True, "include_for_metrics": wanted, "per_device_eval_batch_size": 4}
@@ -213,7 +213,7 @@ def test_input_tokens_are_counted_alike_also_after_resuming(tmp_path, how, maske
             parity.assert_same_weights(resumed.weights, whole.weights)  # which theirs are not
         return [line["num_input_tokens_seen"] for line in resumed.logs]
 
-    assert whole.logs[-1]["num_input_tokens_seen"] == parity.alike(resume, parity.assert_equal)[-1] > 0
+    assert whole.logs[-1]["num_input_tokens_seen"] == parity.run_both(resume, parity.assert_equal)[-1] > 0
 
 
 def prediction_step(self, *args, **kwargs):
@@ -331,7 +331,7 @@ def test_predictions_are_in_the_order_of_the_dataset(tmp_path):
         build("hftrainer", "llama", tmp_path, trainer=given, **settings)[0].predict(given["eval_dataset"]).predictions
         for settings in (BY_LENGTH, {})
     )
-    assert exactly(grouped) == exactly(plain)
+    assert array_bytes(grouped) == array_bytes(plain)
 
 
 def test_group_by_length_uses_lengths_of_the_evaluated_set(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support import parity
-from tests.support.parity import EVERY_STEP, LIBRARIES, accuracy, build, callback, comparable, compare, exactly
+from tests.support.parity import EVERY_STEP, LIBRARIES, accuracy, array_bytes, build, callback, comparable, compare
 from tests.support.tiny import plain_data
 
 ALL_EVENTS = (*parity.EVENTS, "on_push_begin")
@@ -73,7 +73,7 @@ def test_every_event_passes_the_same_state_and_keywords(tmp_path, run):
         trainer.predict(plain_data()[:5])
         return recorder.seen
 
-    ours = parity.alike(run_one, assert_same_events)
+    ours = parity.run_both(run_one, assert_same_events)
     never = {"on_push_begin", *(() if "gradient_accumulation_steps" in settings else ("on_substep_end",))}
     assert {seen[0] for seen in ours} == set(ALL_EVENTS) - never
 
@@ -157,7 +157,7 @@ def test_evaluate_and_predict_before_and_after_training(tmp_path, model, bf16, o
         trainer.train()
         metrics, output = trainer.evaluate(), trainer.predict(trainer.eval_dataset, metric_key_prefix="try")
         found = list(metrics), sorted(output.metrics), output.metrics["try_sizes"], trainer.model.training
-        return found, exactly([output.predictions, output.label_ids])
+        return found, array_bytes([output.predictions, output.label_ids])
 
     compare(tmp_path, model, script=script, trainer={"compute_metrics": sizes}, max_steps=3, bf16=bf16)
 

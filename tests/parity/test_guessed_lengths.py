@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from hftrainer.data.samplers import has_exact_length
-from tests.support.parity import accuracy, assert_same_weights, build, comparable, compare, exactly, subclass, train
+from tests.support.parity import accuracy, array_bytes, assert_same_weights, build, comparable, compare, subclass, train
 
 
 class Guessing:
@@ -64,7 +64,7 @@ def run_methods(trainer, resume=None):
     metrics = comparable([trainer.evaluate()])
     predicted = trainer.predict(trainer.eval_dataset)
     sizes = output.global_step, trainer.state.max_steps, trainer.state.epoch
-    return output.training_loss, sizes, metrics, exactly([predicted.predictions, predicted.label_ids])
+    return output.training_loss, sizes, metrics, array_bytes([predicted.predictions, predicted.label_ids])
 
 
 @pytest.mark.parametrize(

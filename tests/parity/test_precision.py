@@ -8,7 +8,7 @@ import torch
 
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.model.apply_arguments import set_tf32
-from tests.support.parity import alike, assert_same_weights, build, compare, record, train, with_own_step
+from tests.support.parity import assert_same_weights, build, compare, record, run_both, train, with_own_step
 from tests.support.tiny import plain_data
 
 
@@ -43,7 +43,7 @@ def test_fp16_scales_and_skips_alike_also_after_resuming(tmp_path, model, first_
     """Losses, norms, rates and scales; a step that is skipped does not move the schedule on."""
     settings = {"gradient_accumulation_steps": accumulation, "first_scale": first_scale}
     settings |= {"save_strategy": "steps", "save_steps": 4}
-    ours = alike(lambda name: train_in_fp16(name, model, tmp_path / name, **settings))
+    ours = run_both(lambda name: train_in_fp16(name, model, tmp_path / name, **settings))
     assert "scaler.pt" in ours.files["checkpoint-4"]
     rates = [line["learning_rate"] for line in ours.logs if "learning_rate" in line]
     skipped = sum(before == after for before, after in itertools.pairwise(rates))
@@ -121,7 +121,7 @@ def test_true_precision_of_lightning_is_that_of_a_converted_model(tmp_path, prec
         assert torch.get_default_dtype() is torch.float32
         return record(trainer, recorder, tmp_path / name)
 
-    ours = alike(run)
+    ours = run_both(run)
     assert {weight.dtype for weight in ours.weights.values()} == {dtype}
 
 

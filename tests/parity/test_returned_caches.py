@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.parity import alike, assert_equal, build
+from tests.support.parity import assert_equal, build, run_both
 from tests.support.tiny import language_data, make_llama, make_t5, plain_data, t5_data
 
 SIZES = {
@@ -81,7 +81,7 @@ def largest(prediction):
 )
 def test_cache_is_left_out_of_predictions(tmp_path, make_model, data):
     """Reported for v5.24, where its key is `cache` and configs no longer name it."""
-    alike(lambda name: predict(name, tmp_path / name, make_model, data), assert_equal)
+    run_both(lambda name: predict(name, tmp_path / name, make_model, data), assert_equal)
 
 
 def test_config_may_call_the_cache_past_key_values(tmp_path):

@@ -15,7 +15,7 @@ from hftrainer.errors import InvalidArgument, SearchFailed
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 from tests.support.differences import OWN_FILES
 from tests.support.parity import LIBRARIES
-from tests.support.searches import OneProcessBackend, make_trainer, nothing
+from tests.support.searches import OneProcessBackend, make_trainer, return_none
 from tests.support.tracking import wandb_items, wandb_records
 
 wandb = pytest.importorskip("wandb")
@@ -153,7 +153,7 @@ def test_metric_that_is_not_logged_warns(tmp_path, sweeps, caplog):
 def test_a_wrong_objective_fails_every_run(tmp_path, sweeps):
     wrong = r"sweep sweep0: No trial was completed \(2 failed\).*\n- InvalidArgument: compute_objective returned None"
     with pytest.raises(SearchFailed, match=wrong):
-        search(make_trainer(tmp_path), 2, compute_objective=nothing)
+        search(make_trainer(tmp_path), 2, compute_objective=return_none)
 
 
 REFUSED = {

@@ -12,9 +12,9 @@ import hftrainer
 from hftrainer.checkpointing import folder as folder_module, writer
 from hftrainer.checkpointing.files import read_manifest
 from hftrainer.checkpointing.folder import CheckpointFolder, staging_folder
-from tests.support.checkpoints import BACKGROUND, OnSave, finished
+from tests.support.checkpoints import BACKGROUND, OnSave, train_to_end
 from tests.support.differences import files_in
-from tests.support.parity import alike, assert_equal, assert_same_weights, build
+from tests.support.parity import assert_equal, assert_same_weights, build, run_both
 from tests.support.tiny import make_plain
 
 
@@ -77,7 +77,7 @@ def test_same_files_as_transformers(tmp_path, model, settings):
         trainer.train()
         return {folder.name: files_in(folder) for folder in (tmp_path / name).iterdir()}
 
-    alike(run, assert_equal)
+    run_both(run, assert_equal)
     for folder in (tmp_path / "hftrainer").iterdir():
         for name in ("before", "after"):
             assert (folder / f"{name}.txt").read_text() == f"{name} {folder.name}"
@@ -100,10 +100,10 @@ def test_an_old_file_that_is_copied_with_its_times(tmp_path, asks):
 
 @pytest.mark.parametrize("settings", [{}, BACKGROUND], ids=str)
 def test_resumed_from_such_a_checkpoint(tmp_path, settings):
-    whole = finished(make(tmp_path / "whole", **settings))
-    resumed = finished(make(tmp_path / "resumed", **settings), tmp_path / "whole" / "checkpoint-2")
+    whole = train_to_end(make(tmp_path / "whole", **settings))
+    resumed = train_to_end(make(tmp_path / "resumed", **settings), tmp_path / "whole" / "checkpoint-2")
     assert_same_weights(resumed.model.state_dict(), whole.model.state_dict())
-    again = finished(make(tmp_path / "whole", max_steps=8, **settings), True)
+    again = train_to_end(make(tmp_path / "whole", max_steps=8, **settings), True)
     assert again.state.global_step == 8
     assert (tmp_path / "whole" / "checkpoint-8" / "before.txt").is_file()
 

@@ -18,10 +18,10 @@ from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotWritten
 from hftrainer.training import saver
-from tests.support.checkpoints import BACKGROUND, BEST, MODELS, At, assert_same_end, finished, make_trainer
+from tests.support.checkpoints import BACKGROUND, BEST, MODELS, At, assert_same_end, make_trainer, train_to_end
 from tests.support.differences import OWN_FILES
 from tests.support.faults import FailsOnce
-from tests.support.jobs import names
+from tests.support.jobs import names_in
 from tests.support.parity import assert_same_weights
 
 
@@ -66,7 +66,7 @@ def test_the_same_files(tmp_path, model, hold_back):
         make_trainer(tmp_path / name, model, callbacks, **config).train()
     for step in (3, 6, 9):
         now, later = (tmp_path / name / f"checkpoint-{step}" for name in ("now", "later"))
-        assert names(now) == names(later)
+        assert names_in(now) == names_in(later)
         for path in now.iterdir():
             if path.name not in ("hftrainer_manifest.json", "README.md"):
                 assert contents(path) == contents(later / path.name), path.name
@@ -96,23 +96,23 @@ def test_training_does_not_wait(tmp_path, hold_back, config):
     saves = [event for event in notes.events if event[0] == "save"]
     assert saves == [("save", step) for step in (3, 6, 8)]
     assert notes.events.index(saves[0]) > notes.events.index(("step", 5))
-    assert names(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
+    assert names_in(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
 
 
 def test_rotation_and_the_best(tmp_path):
     now, later = (
-        finished(make_trainer(tmp_path / name, save_total_limit=1, **BEST, **config))
+        train_to_end(make_trainer(tmp_path / name, save_total_limit=1, **BEST, **config))
         for name, config in (("now", {}), ("later", BACKGROUND))
     )
-    assert names(tmp_path / "later") == names(tmp_path / "now")
+    assert names_in(tmp_path / "later") == names_in(tmp_path / "now")
     assert_same_end(later, now)
 
 
 def test_two_runs_with_one_trainer(tmp_path):
-    trainer = finished(make_trainer(tmp_path, **BACKGROUND))
-    finished(trainer, tmp_path / "checkpoint-6")
-    assert names(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
-    assert OWN_FILES & set(names(tmp_path / "checkpoint-9")) == {"hftrainer_manifest.json", "progress.pt"}
+    trainer = train_to_end(make_trainer(tmp_path, **BACKGROUND))
+    train_to_end(trainer, tmp_path / "checkpoint-6")
+    assert names_in(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    assert OWN_FILES & set(names_in(tmp_path / "checkpoint-9")) == {"hftrainer_manifest.json", "progress.pt"}
 
 
 def test_training_again_while_a_checkpoint_is_written(tmp_path, hold_back):
@@ -121,8 +121,8 @@ def test_training_again_while_a_checkpoint_is_written(tmp_path, hold_back):
     trainer = make_trainer(tmp_path, callbacks=[At(4, fails_once, "on_pre_optimizer_step")], **BACKGROUND)
     with pytest.raises(RuntimeError, match="my own bug"):
         trainer.train()
-    assert names(tmp_path) == ["checkpoint-3"]
-    assert finished(trainer, True).state.global_step == 9
+    assert names_in(tmp_path) == ["checkpoint-3"]
+    assert train_to_end(trainer, True).state.global_step == 9
 
 
 def test_overrides_write_at_once(tmp_path):
@@ -178,11 +178,11 @@ def test_an_error(tmp_path, monkeypatch, caplog, place, background, kind):
     if kind == "another":
         with pytest.raises(ZeroDivisionError, match="my own bug"):
             trainer.train()
-        assert not [name for name in names(tmp_path) if name == "checkpoint-3" or name.startswith("_tmp_")]
+        assert not [name for name in names_in(tmp_path) if name == "checkpoint-3" or name.startswith("_tmp_")]
     else:
         trainer.train()
         assert "checkpoint-3 could not be written (Input/output error); its partial files were removed" in caplog.text
-        assert names(tmp_path) == ["checkpoint-6", "checkpoint-9"]
+        assert names_in(tmp_path) == ["checkpoint-6", "checkpoint-9"]
     assert (fails.thread is threading.main_thread()) == (place == "publishing" and not background)
 
 
@@ -192,7 +192,7 @@ def test_an_error_that_stops(tmp_path, monkeypatch, background):
     trainer = make_trainer(tmp_path, lightning_config={"async_checkpoint": background, "on_save_error": "stop"})
     with pytest.raises(CheckpointNotWritten, match="checkpoint-3 could not be written"):
         trainer.train()
-    assert "checkpoint-3" not in names(tmp_path)
+    assert "checkpoint-3" not in names_in(tmp_path)
     assert trainer.state.global_step <= (6 if background else 3)
 
 
@@ -218,4 +218,4 @@ def test_a_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, c
     assert fails.thread is threading.main_thread()
     assert events == ["written", "discarded"]
     assert "checkpoint-3 could not be written (No space left)" in caplog.text
-    assert names(tmp_path) == ["checkpoint-6", "checkpoint-9"]
+    assert names_in(tmp_path) == ["checkpoint-6", "checkpoint-9"]

@@ -18,8 +18,8 @@ from hftrainer.checkpointing.folder import CheckpointFolder, Inspection
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.support.checkpoints import BEST, HARM, OnSave, finished, flip, grow, make_trainer, truncate, weights_of
-from tests.support.jobs import names
+from tests.support.checkpoints import BEST, HARM, OnSave, flip, grow, make_trainer, train_to_end, truncate, weights_of
+from tests.support.jobs import names_in
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_bert
 
@@ -37,7 +37,7 @@ def runs(tmp_path_factory):
     @functools.cache
     def run(model):
         folder = tmp_path_factory.mktemp(model)
-        return folder, weights_of(finished(make_trainer(folder, model)))
+        return folder, weights_of(train_to_end(make_trainer(folder, model)))
 
     return run
 
@@ -56,11 +56,11 @@ def copy(source, folder):
 
 
 def resumed(checkpoint, resume=None, model="bert"):
-    return finished(make_trainer(checkpoint.parent, model), resume or checkpoint).model.state_dict()
+    return train_to_end(make_trainer(checkpoint.parent, model), resume or checkpoint).model.state_dict()
 
 
 def test_files_of_a_checkpoint(runs):
-    assert tuple(names(runs("bert")[0] / "checkpoint-6")) == FILES
+    assert tuple(names_in(runs("bert")[0] / "checkpoint-6")) == FILES
 
 
 @pytest.mark.parametrize(("harm", "name"), HARMED)
@@ -120,7 +120,7 @@ def test_auto(tmp_path):
     saved = []
     for steps in (3, 6, 9):
         saves = OnSave(lambda folder: saved.append(folder.name))
-        finished(make_trainer(tmp_path, callbacks=[saves], max_steps=steps), "auto")
+        train_to_end(make_trainer(tmp_path, callbacks=[saves], max_steps=steps), "auto")
         truncate(tmp_path / f"checkpoint-{steps}" / "optimizer.pt")
     # checkpoint-3 was written anew by the second
     assert saved == [f"checkpoint-{step}" for step in (3, 3, 6, 6, 9)]
@@ -129,7 +129,7 @@ def test_auto(tmp_path):
 def test_a_best_model_that_was_moved(tmp_path, caplog):
     make_trainer(tmp_path / "a", **BEST).train()
     shutil.move(tmp_path / "a", tmp_path / "b")
-    moved = finished(make_trainer(tmp_path / "b", max_steps=12, **BEST), True)
+    moved = train_to_end(make_trainer(tmp_path / "b", max_steps=12, **BEST), True)
     assert "is missing: " in caplog.text
     assert moved.state.best_model_checkpoint.startswith(str(tmp_path / "b"))
 
@@ -279,7 +279,7 @@ def test_best_model_that_a_callback_changes(tmp_path, caplog):
     loaded = {}
     for name, change in (("plain", lambda folder: None), ("converted", to_bin), ("cut", half_written)):
         settings = {**BEST, "learning_rate": 1.0, "save_total_limit": 1}
-        trainer = finished(make_trainer(tmp_path / name, callbacks=[OnSave(change)], **settings))
+        trainer = train_to_end(make_trainer(tmp_path / name, callbacks=[OnSave(change)], **settings))
         assert trainer.state.best_global_step < 9
         assert ("The best model cannot be loaded, so the Trainer keeps the last one" in caplog.text) == (name == "cut")
         loaded[name] = weights_of(trainer)

@@ -25,11 +25,11 @@ from hftrainer.hub.download import download_checkpoint
 from hftrainer.parallel.fsdp_settings import read_fsdp
 from hftrainer_deepspeed.settings import build_config
 from tests.support import fuzz
-from tests.support.checkpoints import KeepsState, copy_without_manifest, finished, make_trainer
+from tests.support.checkpoints import KeepsState, copy_without_manifest, make_trainer, train_to_end
 from tests.support.hub_runs import TOKEN, hub as hub
 from tests.support.hub_server import Commit, Repo
-from tests.support.jobs import names
-from tests.support.parts import stepped, write
+from tests.support.jobs import names_in
+from tests.support.parts import make_stepped, write_parts
 from tests.support.tiny import make_bert
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -46,7 +46,7 @@ def sources(tmp_path_factory):
     def source(kind):
         folder = tmp_path_factory.mktemp(kind)
         if kind == "parts":
-            write(folder / "checkpoint-3")
+            write_parts(folder / "checkpoint-3")
             (folder / "checkpoint-3" / MANIFEST_NAME).touch()
         else:
             make(folder, max_steps=3, **(WORKERS if kind == "workers" else {})).train()
@@ -71,7 +71,7 @@ def harmless(folder):
     before = memory()
     with fuzz.accepted_or_refused():
         yield
-    assert names(folder.parents[1]) == ["run"]
+    assert names_in(folder.parents[1]) == ["run"]
     assert memory() - before < 500 * 2**20
 
 
@@ -118,12 +118,12 @@ def scramble(path, draw, trace):
 
 
 def resume(folder, **settings):
-    finished(make(folder.parent, **settings), folder)
+    train_to_end(make(folder.parent, **settings), folder)
 
 
 def load(kind):
     def load_parts(folder):
-        model, optimizer = stepped()
+        model, optimizer = make_stepped()
         if kind == "model":
             load_model_parts(model, str(folder))
         else:
@@ -151,7 +151,7 @@ for _kind, _folder in SHARD_FOLDERS.items():
 
 
 @pytest.mark.parametrize("case", CASES)
-@fuzz.made_up
+@fuzz.with_examples
 def test_made_up_contents(sources, folder, case, data):
     kind, name, change, read = CASES[case]
     copy_without_manifest(sources(kind), folder)
@@ -264,7 +264,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("way", ["values", "bytes"])
-@fuzz.made_up
+@fuzz.with_examples
 def test_made_up_files(place, name, way, data):
     content, read = KINDS[name.partition(".")[0]]
     if way == "values":
@@ -274,7 +274,7 @@ def test_made_up_files(place, name, way, data):
     (place / name).write_bytes(text)
     with fuzz.accepted_or_refused():
         read(place / name)
-    assert set(names(place)) <= {name, "out"}
+    assert set(names_in(place)) <= {name, "out"}
 
 
 #: Which no reader takes for a mapping of arguments.
@@ -323,7 +323,7 @@ def files_below(folder):
     return {path for path in folder.rglob("*") if path.is_file()}
 
 
-@fuzz.made_up
+@fuzz.with_examples
 def test_made_up_references(repos, tmp_path, data):
     """What is downloaded stays in the cache, whatever is asked for and whatever the repository lists."""
     home = tmp_path / "home" / "hub"

@@ -25,7 +25,7 @@ from hftrainer.parallel import process_group
 from hftrainer.parallel.processes import _wait_for_job as has_ended
 from hftrainer.search.jobs import pickle_trainer
 from tests.support.checkpoints import At, OnSave
-from tests.support.hub_runs import READS, STEPS, TOKEN, environment, hub as hub, make_uploading
+from tests.support.hub_runs import READ_TOKEN, STEPS, TOKEN, environment, hub as hub, make_uploading
 from tests.support.hub_server import Commit, Repo, cut, fail
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_plain
@@ -43,7 +43,7 @@ def no_token(request, tmp_path, monkeypatch, caplog, capfd):
     shown += [(path, path.read_bytes()) for path in tmp_path.rglob("*") if path.is_file()]
     shown += [("the log", caplog.handler.format(record).encode()) for record in caplog.get_records("call")]
     shown += [("what was printed", printed.encode()) for printed in capfd.readouterr()]
-    assert not [where for where, data in shown if TOKEN.encode() in data or READS.encode() in data]
+    assert not [where for where, data in shown if TOKEN.encode() in data or READ_TOKEN.encode() in data]
 
 
 @pytest.fixture(scope="module")
@@ -412,7 +412,7 @@ def test_stopped_while_an_upload_hangs(hub, tmp_path, processes):
         ("hub_token is empty: pass a token", {"hub_token": ""}),
         ("hub_model_id='a/b/c' is not a valid repository name", {"hub_model_id": "a/b/c"}),
         ("lacks write access", {"hub_model_id": "other/run"}),
-        ("lacks write access", {"hub_token": READS, "hub_model_id": "me/there"}),
+        ("lacks write access", {"hub_token": READ_TOKEN, "hub_model_id": "me/there"}),
         ("the revision does not exist: create the branch", {"hub_revision": "dev", "hub_model_id": "me/there"}),
     ],
 )
@@ -440,8 +440,8 @@ def test_no_network_at_the_start(hub, tmp_path, monkeypatch):
 
 def test_errors_in_words(hub, tmp_path, monkeypatch):
     """They contain the Hub's message and no token, and do not take a local failure for one of the network."""
-    monkeypatch.setenv("HF_TOKEN", READS)
-    hidden = failures.remove_tokens(f"a {TOKEN}, b {READS}, https://x.co/y?X-Sig=abc", TOKEN)
+    monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
+    hidden = failures.remove_tokens(f"a {TOKEN}, b {READ_TOKEN}, https://x.co/y?X-Sig=abc", TOKEN)
     assert hidden == "a <HUB_TOKEN>, b <HUB_TOKEN>, https://x.co/y"
     trainer = make_uploading(tmp_path / "run", hub_strategy="end", max_steps=1)
     with pytest.raises(InvalidArgument, match="contains a space or a line break") as caught:
@@ -470,7 +470,7 @@ def test_tokens_are_not_saved(tmp_path):
     assert args.hub_token == TOKEN
     print(args, args.to_dict(), args.to_json_string(), args.to_sanitized_dict())
     with pytest.raises(InvalidArgument) as caught:
-        TrainingArguments(hub_token=TOKEN, push_to_hub_token=READS)
+        TrainingArguments(hub_token=TOKEN, push_to_hub_token=READ_TOKEN)
     traceback.print_exception(caught.value)
 
 

@@ -11,9 +11,9 @@ from hftrainer import Trainer
 from hftrainer.checkpointing import folder
 from hftrainer.checkpointing.run_progress import load_progress
 from tests.reliability import job
-from tests.support.checkpoints import BACKGROUND, BEST, At, assert_same_end, finished, make_trainer
+from tests.support.checkpoints import BACKGROUND, BEST, At, assert_same_end, make_trainer, train_to_end
 from tests.support.faults import FailsOnce
-from tests.support.jobs import Forked, assert_same, names, weights
+from tests.support.jobs import Job, assert_same, final_weights, names_in
 from tests.support.tiny import Plain
 
 NAMES = {signal.SIGINT: "Ctrl-C"}
@@ -22,7 +22,7 @@ STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: -signal.SIGIN
 
 def finish(folder, **settings):
     job.main(str(folder), settings)
-    return weights(folder)
+    return final_weights(folder)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def undisturbed(tmp_path_factory):
 def waiting(processes, tmp_path):
     def start(**settings):
         os.mkfifo(tmp_path / "run.go")
-        started = Forked(tmp_path / "run", waits_at=9, **settings)
+        started = Job(tmp_path / "run", waits_at=9, **settings)
         started.wait_for("waiting")
         return started
 
@@ -59,7 +59,7 @@ def test_signal(tmp_path, undisturbed, waiting, capsys, number, settings):
     assert f"{NAMES.get(number, number.name)}: saving after this step" in printed
     assert [line for line in printed.splitlines() if line.startswith("step")][-1] == "step 10"
     assert [line for line in printed.splitlines() if line.startswith("saved")] == ["saved 7", "saved 10"]
-    assert names(folder) == ["checkpoint-10", "checkpoint-7"]
+    assert names_in(folder) == ["checkpoint-10", "checkpoint-7"]
     end = finish(folder, **settings)
     assert capsys.readouterr().out.startswith(f"resuming from {folder}/checkpoint-10\n")
     if "gradient_accumulation_steps" not in settings:
@@ -71,7 +71,7 @@ def test_a_signal_that_stops_at_once(tmp_path, waiting):
     os.kill(started.process.pid, signal.SIGTERM)
     started.process.join()
     assert started.process.exitcode == -signal.SIGTERM
-    assert names(tmp_path / "run") == ["checkpoint-7"]
+    assert names_in(tmp_path / "run") == ["checkpoint-7"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -83,7 +83,7 @@ def test_a_second_signal_stops_at_once_and_says_what_is_saved(tmp_path, waiting,
     os.kill(started.process.pid, number)
     started.process.join()
     assert started.process.exitcode == -number
-    assert names(tmp_path / "run") == left
+    assert names_in(tmp_path / "run") == left
     last = started.output.read_text().rstrip().splitlines()[-1]
     assert "second signal stopped the run at step 9, before its save was complete" in last
     resumes = f"Last checkpoint: {tmp_path}/run/checkpoint-7; trainer.train(resume_from_checkpoint=True) resumes"
@@ -98,7 +98,7 @@ def test_a_copy_of_a_signal_is_ignored(tmp_path, waiting):
     os.kill(started.process.pid, signal.SIGINT)
     open(tmp_path / "run.go", "w").close()
     started.process.join()
-    assert names(tmp_path / "run") == ["checkpoint-10", "checkpoint-7"]
+    assert names_in(tmp_path / "run") == ["checkpoint-10", "checkpoint-7"]
 
 
 def fail():
@@ -114,7 +114,7 @@ def test_jit_checkpoint(tmp_path):
     callbacks = [at(3, signal.SIGTERM)]
     trainer = make_trainer(tmp_path, callbacks=callbacks, enable_jit_checkpoint=True, save_strategy="no")
     assert trainer.train().global_step == 3
-    assert names(tmp_path) == ["checkpoint-3"]
+    assert names_in(tmp_path) == ["checkpoint-3"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -134,8 +134,8 @@ THIRD, EVALUATED = ["checkpoint-3"], {"eval_strategy": "steps", "eval_steps": 3}
 def test_an_error_is_saved_before(tmp_path, event, settings, left):
     with pytest.raises(RuntimeError, match="my own bug"):
         make_trainer(tmp_path, callbacks=[at(3, event=event)], **{"save_steps": 4, **settings}).train()
-    assert names(tmp_path) == left
-    assert not left or finished(make_trainer(tmp_path), True).state.global_step == 9
+    assert names_in(tmp_path) == left
+    assert not left or train_to_end(make_trainer(tmp_path), True).state.global_step == 9
 
 
 def test_averaged_weights_are_put_back_when_an_evaluation_fails(tmp_path):
@@ -147,7 +147,7 @@ def test_averaged_weights_are_put_back_when_an_evaluation_fails(tmp_path):
 
     with pytest.raises(RuntimeError, match="my own bug"):
         trainer("b", at(4, event="on_prediction_step")).train()
-    assert_same_end(finished(trainer("b"), True), finished(trainer("a")))
+    assert_same_end(train_to_end(trainer("b"), True), train_to_end(trainer("a")))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -158,7 +158,7 @@ def test_signals_are_the_scripts(tmp_path, number, monkeypatch):
     caught = []
     before = signal.signal(number, lambda *args: caught.append(args[0]))
     try:
-        assert finished(make_trainer(tmp_path, callbacks=[at(2, number)])).state.global_step == 9
+        assert train_to_end(make_trainer(tmp_path, callbacks=[at(2, number)])).state.global_step == 9
     finally:
         signal.signal(number, before)
     assert caught == [number]
@@ -175,7 +175,7 @@ def test_a_signal_in_a_step_whose_save_failed(tmp_path, monkeypatch):
     FailsOnce(monkeypatch, folder, "write_manifest", OSError(28, "No space left on device"))
     with pytest.raises(SystemExit):
         make_trainer(tmp_path, callbacks=[at(3, signal.SIGTERM)]).train()
-    assert names(tmp_path) == ["checkpoint-3"]
+    assert names_in(tmp_path) == ["checkpoint-3"]
 
 
 def test_memory_runs_out_after_a_resume(tmp_path):
@@ -189,8 +189,8 @@ def test_memory_runs_out_after_a_resume(tmp_path):
 
     make_trainer(tmp_path, max_steps=3).train()
     settings = {"auto_find_batch_size": True, "save_total_limit": 1, "save_steps": 4}
-    assert finished(make_trainer(tmp_path, trainer_class=Hungry, **settings), True).state.global_step == 9
-    assert names(tmp_path) == ["checkpoint-3", "checkpoint-9"]
+    assert train_to_end(make_trainer(tmp_path, trainer_class=Hungry, **settings), True).state.global_step == 9
+    assert names_in(tmp_path) == ["checkpoint-3", "checkpoint-9"]
 
 
 class Fails(Plain):
@@ -216,11 +216,11 @@ def test_place_after_an_error(tmp_path, accumulation, calls):
         settings = {"gradient_accumulation_steps": accumulation, "max_steps": -1, "num_train_epochs": 2}
         return make_trainer(tmp_path / name, trainer={"model": Fails(call)}, **settings)
 
-    whole = finished(make("whole"))
+    whole = train_to_end(make("whole"))
     for call in calls:
         with pytest.raises(RuntimeError, match="my own bug"):
             make(f"{call}", call).train()
-        assert_same_end(finished(make(f"{call}"), True), whole)
+        assert_same_end(train_to_end(make(f"{call}"), True), whole)
 
 
 def test_an_error_before_the_data_of_an_epoch_is_read(tmp_path):
@@ -229,15 +229,15 @@ def test_an_error_before_the_data_of_an_epoch_is_read(tmp_path):
         make_trainer(tmp_path / "left", callbacks=[at(10, event="on_epoch_begin")], **settings).train()
     progress = load_progress(str(tmp_path / "left" / "checkpoint-10"), 0, 1)
     assert progress is not None and (progress.epoch, progress.data) == (None, None)
-    whole = finished(make_trainer(tmp_path / "whole", **settings))
-    assert_same_end(finished(make_trainer(tmp_path / "left", **settings), True), whole)
+    whole = train_to_end(make_trainer(tmp_path / "whole", **settings))
+    assert_same_end(train_to_end(make_trainer(tmp_path / "left", **settings), True), whole)
 
 
 @pytest.mark.parametrize("max_steps", [8, 14])
 def test_more_steps_after_an_end_in_mid_epoch(tmp_path, max_steps):
     settings = {"save_strategy": "epoch"}
     make_trainer(tmp_path, max_steps=6, **settings).train()
-    further = finished(make_trainer(tmp_path, max_steps=max_steps, **settings), True)
+    further = train_to_end(make_trainer(tmp_path, max_steps=max_steps, **settings), True)
     assert further.state.global_step == max_steps
     assert further.state.epoch == pytest.approx(max_steps / 10)
 
@@ -245,15 +245,15 @@ def test_more_steps_after_an_end_in_mid_epoch(tmp_path, max_steps):
 def test_an_evaluation_that_was_left_is_made_up(tmp_path, caplog):
     """Else the log and the best metric would lack it; the one after a signal is not run to its end."""
     settings = {**BEST, "eval_steps": 1, "save_steps": 1, "max_steps": 11}
-    whole = finished(make_trainer(tmp_path / "whole", **settings))
+    whole = train_to_end(make_trainer(tmp_path / "whole", **settings))
     for error, step, number in ((SystemExit, 3, signal.SIGTERM), (RuntimeError, 10, None), (SystemExit, 10, 15)):
         folder = tmp_path / f"{step}-{number}"
         with pytest.raises(error):
             make_trainer(folder, callbacks=[at(step, number, "on_prediction_step")], **settings).train()
         assert ("The evaluation was aborted" in caplog.text) == (error is SystemExit)
-        assert f"checkpoint-{step}" in names(folder)
+        assert f"checkpoint-{step}" in names_in(folder)
         caplog.clear()
-        resumed = finished(make_trainer(folder, **settings), True)
+        resumed = train_to_end(make_trainer(folder, **settings), True)
         assert_same_end(resumed, whole)
         assert evaluations(resumed.state) == evaluations(whole.state)
 

@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
-from tests.support.checkpoints import At, assert_same_end, finished, make_trainer
+from tests.support.checkpoints import At, assert_same_end, make_trainer, train_to_end
 from tests.support.tiny import make_plain
 
 
@@ -18,7 +18,7 @@ def test_written_within_a_run(tmp_path, model):
     whole = make_trainer(tmp_path / "a", model, saves, **settings)
     whole.train()
     for file in files.values():
-        resumed = finished(make_trainer(tmp_path / "b", model, **settings), file)
+        resumed = train_to_end(make_trainer(tmp_path / "b", model, **settings), file)
         assert resumed.state.global_step == 14
         assert_same_end(resumed, whole)
 
@@ -31,13 +31,13 @@ def test_of_model_checkpoint(tmp_path, averaging):
         callbacks = [EMAWeightAveraging(decay=0.5)] * averaging
         return make_trainer(tmp_path / name, callbacks=[*callbacks, *more], save_strategy="no")
 
-    whole = finished(make("a", ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=5, filename="five")))
-    assert_same_end(finished(make("b"), tmp_path / "five.ckpt"), whole)
+    whole = train_to_end(make("a", ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=5, filename="five")))
+    assert_same_end(train_to_end(make("b"), tmp_path / "five.ckpt"), whole)
 
 
 def test_after_training(tmp_path):
-    finished(make_trainer(tmp_path / "a")).save_lightning_checkpoint(str(tmp_path / "end.ckpt"))
-    further = finished(make_trainer(tmp_path / "b", max_steps=12), tmp_path / "end.ckpt")
+    train_to_end(make_trainer(tmp_path / "a")).save_lightning_checkpoint(str(tmp_path / "end.ckpt"))
+    further = train_to_end(make_trainer(tmp_path / "b", max_steps=12), tmp_path / "end.ckpt")
     assert further.state.global_step == 12
 
 
@@ -48,7 +48,7 @@ class Lit(LightningModule):
 
 
 def test_lightning_loads_its_weights(tmp_path):
-    trainer = finished(make_trainer(tmp_path / "a"))
+    trainer = train_to_end(make_trainer(tmp_path / "a"))
     trainer.save_lightning_checkpoint(str(tmp_path / "end.ckpt"))
     loaded = Lit.load_from_checkpoint(tmp_path / "end.ckpt", weights_only=True)
     for ours, theirs in zip(trainer.model.parameters(), loaded.model.parameters(), strict=True):
@@ -66,4 +66,4 @@ def test_bad_files(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
     for name, words in (("absent", "file does not exist"), ("other", "is not a Lightning checkpoint of this Trainer")):
         with pytest.raises(CheckpointNotFound, match=words):
-            finished(trainer, tmp_path / f"{name}.ckpt")
+            train_to_end(trainer, tmp_path / f"{name}.ckpt")

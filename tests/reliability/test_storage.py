@@ -14,9 +14,9 @@ from hftrainer import Trainer, TrainerCallback
 from hftrainer.checkpointing import folder as folder_module
 from hftrainer.checkpointing.folder import CheckpointFolder, clear_stale, rotate_checkpoints, staging_folder
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.support.checkpoints import BEST, At, OnSave, finished, make_trainer, truncate
+from tests.support.checkpoints import BEST, At, OnSave, make_trainer, train_to_end, truncate
 from tests.support.faults import Disk
-from tests.support.jobs import names
+from tests.support.jobs import names_in
 
 
 def test_a_run_that_does_not_resume_names_the_checkpoints_there(tmp_path, caplog):
@@ -35,7 +35,7 @@ def test_rotation_keeps_what_was_just_written(tmp_path):
     later = (tmp_path / "checkpoint-9").stat().st_mtime + 60
     os.utime(tmp_path / "checkpoint-3", (later, later))  # somebody wrote into the older one
     rotate_checkpoints(str(tmp_path), 1, None, [str(tmp_path / "checkpoint-9")])
-    assert "checkpoint-9" in names(tmp_path)
+    assert "checkpoint-9" in names_in(tmp_path)
 
 
 def test_rotation_spares_the_last_whole_one(tmp_path):
@@ -50,9 +50,9 @@ def test_rotation_spares_the_last_whole_one(tmp_path):
             assert get_last_checkpoint(str(tmp_path)) is not None
 
     rotate_checkpoints(str(tmp_path), 1, None)
-    assert names(tmp_path) == ["checkpoint-3", "checkpoint-9"]
-    finished(make_trainer(tmp_path, trainer_class=Looks, save_total_limit=1), True)
-    assert names(tmp_path) == ["checkpoint-9"]
+    assert names_in(tmp_path) == ["checkpoint-3", "checkpoint-9"]
+    train_to_end(make_trainer(tmp_path, trainer_class=Looks, save_total_limit=1), True)
+    assert names_in(tmp_path) == ["checkpoint-9"]
 
 
 def test_rotation_deletes_nothing_of_others(tmp_path):
@@ -60,13 +60,13 @@ def test_rotation_deletes_nothing_of_others(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-1" / "notes.txt").write_text("mine")
     make_trainer(tmp_path, save_total_limit=1).train()
-    assert names(tmp_path) == ["checkpoint-1", "checkpoint-9", "checkpoint-best", "tmp-checkpoint"]
+    assert names_in(tmp_path) == ["checkpoint-1", "checkpoint-9", "checkpoint-best", "tmp-checkpoint"]
 
 
 def test_a_best_model_without_its_optimizer(tmp_path):
     """Callbacks that delete what they do not need keep the weights."""
     thrifty = OnSave(lambda folder: os.remove(folder / "optimizer.pt"))
-    trainer = finished(make_trainer(tmp_path, callbacks=[thrifty], learning_rate=0.5, **BEST))
+    trainer = train_to_end(make_trainer(tmp_path, callbacks=[thrifty], learning_rate=0.5, **BEST))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric)
 
 
@@ -82,7 +82,7 @@ def test_links_and_foreign_manifests(tmp_path):
     shutil.move(checkpoint, tmp_path / "elsewhere")
     checkpoint.symlink_to(tmp_path / "elsewhere")
     CheckpointFolder(checkpoint).remove()
-    assert names(tmp_path / "out") == []
+    assert names_in(tmp_path / "out") == []
     assert (tmp_path / "elsewhere" / "trainer_state.json").is_file()
 
 
@@ -100,7 +100,7 @@ def test_the_folder_beside_the_one_of_save_is_that_of_the_run(tmp_path):
     make_trainer(tmp_path, trainer_class=Own).train()
     assert seen == [["3", "3"], ["6", "6"], ["9", "9"]]
     assert len(list(tmp_path.glob("checkpoint-*/args.json"))) == 3
-    assert names(tmp_path) == ["args.json", "checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    assert names_in(tmp_path) == ["args.json", "checkpoint-3", "checkpoint-6", "checkpoint-9"]
 
 
 def test_another_run_in_the_same_folder_keeps_its_own(tmp_path, monkeypatch):
@@ -112,7 +112,7 @@ def test_another_run_in_the_same_folder_keeps_its_own(tmp_path, monkeypatch):
     (theirs / "config.json").write_text("{}")
     make_trainer(tmp_path, max_steps=3).train()
     assert (theirs / "config.json").is_file()
-    assert names(tmp_path) == [theirs.name, "checkpoint-3"]
+    assert names_in(tmp_path) == [theirs.name, "checkpoint-3"]
 
 
 def test_what_another_machine_left(tmp_path):
@@ -125,7 +125,7 @@ def test_what_another_machine_left(tmp_path):
     for path in (folder / "config.json", folder):
         os.utime(path, (0, 0))
     clear_stale(str(tmp_path))
-    assert names(tmp_path) == []
+    assert names_in(tmp_path) == []
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_interrupted_while_one_is_replaced(tmp_path, monkeypatch, request, renam
     monkeypatch.setattr(folder_module, "has_writer_ended", lambda *_: True)
     clear_stale(str(tmp_path))
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
-    assert names(tmp_path) == ["checkpoint-3"]
+    assert names_in(tmp_path) == ["checkpoint-3"]
 
 
 def test_a_half_copied_one_does_not_hide_the_whole(tmp_path, monkeypatch):
@@ -175,7 +175,7 @@ def test_without_renaming_folders(tmp_path, monkeypatch, no_renaming, caplog):
     copy = mock.Mock(side_effect=shutil.copyfile)
     monkeypatch.setattr(shutil, "copyfile", copy)
     make_trainer(tmp_path, save_total_limit=1).train()
-    assert names(tmp_path) == ["checkpoint-9"]
+    assert names_in(tmp_path) == ["checkpoint-9"]
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-9")
     order = [os.path.basename(call.args[1]) for call in copy.mock_calls]
     assert order[-2:] == ["hftrainer_manifest.json", "trainer_state.json"]
@@ -226,7 +226,7 @@ def test_full_disk(caplog, background, make_disk):
     fills = Fills(disk, 3, 8)
     fills.trainer = make_trainer(disk.folder, callbacks=[fills], lightning_config={"async_checkpoint": background})
     assert fills.trainer.train().global_step == 9
-    assert names(disk.folder) == ["checkpoint-3", "checkpoint-9"]
+    assert names_in(disk.folder) == ["checkpoint-3", "checkpoint-9"]
     assert "checkpoint-6 could not be written (No space left on device)" in caplog.text
     assert "Training continues" in caplog.text
     assert get_last_checkpoint(str(disk.folder)) == str(disk.folder / "checkpoint-9")
@@ -236,12 +236,12 @@ def test_full_disk_at_the_end_of_a_run_that_keeps_one_checkpoint(make_disk):
     """The best stays alone when a run ends, but not when the end could not be saved: the newest is worth more."""
     disk = make_disk("500k")
     settings = {**BEST, "greater_is_better": True, "save_total_limit": 1, "learning_rate": 5e-5}
-    trainer = finished(make_trainer(disk.folder, callbacks=[Fills(disk, 6)], **settings))
+    trainer = train_to_end(make_trainer(disk.folder, callbacks=[Fills(disk, 6)], **settings))
     disk.filler.unlink()
     assert trainer.state.best_global_step == 3
-    assert names(disk.folder) == ["checkpoint-3", "checkpoint-6"]
-    finished(make_trainer(disk.folder, **settings), "auto")
-    assert names(disk.folder) == ["checkpoint-3"]
+    assert names_in(disk.folder) == ["checkpoint-3", "checkpoint-6"]
+    train_to_end(make_trainer(disk.folder, **settings), "auto")
+    assert names_in(disk.folder) == ["checkpoint-3"]
 
 
 @pytest.fixture
@@ -272,6 +272,6 @@ def test_other_failures_of_the_storage(tmp_path, caplog, kind, limit_files):
     acts = (hide, show) if kind == "no folder" else (lambda: limit_files(1000), limit_files)
     saved = []
     callbacks = [At(4, acts[0]), At(7, acts[1]), OnSave(lambda checkpoint: saved.append(checkpoint.name))]
-    assert finished(make_trainer(folder, callbacks=callbacks)).state.global_step == 9
+    assert train_to_end(make_trainer(folder, callbacks=callbacks)).state.global_step == 9
     assert "checkpoint-6 could not be written" in caplog.text
-    assert names(folder) == saved == ["checkpoint-3", "checkpoint-9"]
+    assert names_in(folder) == saved == ["checkpoint-3", "checkpoint-9"]

@@ -16,8 +16,8 @@ from moto.server import ThreadedMotoServer
 from hftrainer import TrainingArguments
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, InvalidArgument, MissingPackage, StorageError
 from hftrainer.storage import remote
-from tests.support.checkpoints import BACKGROUND, BEST, At, OnSave, assert_same_end, finished, make_trainer, truncate
-from tests.support.jobs import Forked, assert_same, names, weights
+from tests.support.checkpoints import BACKGROUND, BEST, At, OnSave, assert_same_end, make_trainer, train_to_end
+from tests.support.jobs import Job, assert_same, final_weights, names_in
 from tests.support.storages import FaultyStorage, files_at, whole_checkpoints
 from tests.support.tracking import scalars
 
@@ -60,7 +60,7 @@ def url(request, tmp_path):
 
 @pytest.fixture
 def undisturbed(tmp_path):
-    return finished(make_trainer(tmp_path / "undisturbed", **CONSTANT))
+    return train_to_end(make_trainer(tmp_path / "undisturbed", **CONSTANT))
 
 
 def on_machine(folder, url=FAULTY, **settings):
@@ -79,7 +79,7 @@ def test_another_machine_goes_on(url, tmp_path, undisturbed, settings):
     assert not any(
         "checkpoint-3" in name for name in fsspec.url_to_fs(url)[0].ls(fsspec.url_to_fs(url)[1], detail=False)
     )
-    assert [name for name in names(tmp_path / "b") if name.startswith("checkpoint")] == ["checkpoint-9"]
+    assert [name for name in names_in(tmp_path / "b") if name.startswith("checkpoint")] == ["checkpoint-9"]
     second.save_model()
     second.save_state()
     second.save_metrics("train", {"train_loss": 1.0})
@@ -91,15 +91,15 @@ def test_a_url_as_output_dir(tmp_path, monkeypatch, undisturbed):
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
     args = TrainingArguments("s3://bucket/run/", report_to="none")
     assert (args.storage_url, args.output_dir) == ("s3://bucket/run", str(tmp_path / "home/hftrainer/s3/bucket/run"))
-    trainer = finished(make_trainer(FAULTY, max_steps=6, **CONSTANT))
+    trainer = train_to_end(make_trainer(FAULTY, max_steps=6, **CONSTANT))
     assert whole_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-6"]
     assert trainer.args.output_dir == str(tmp_path / "home/hftrainer/faulty/bucket/run")
-    elsewhere = finished(make_trainer(tmp_path / "b", **CONSTANT), f"{FAULTY}/checkpoint-6")
+    elsewhere = train_to_end(make_trainer(tmp_path / "b", **CONSTANT), f"{FAULTY}/checkpoint-6")
     assert_same_end(elsewhere, undisturbed)
     with pytest.raises(CheckpointNotFound, match="checkpoint-5: it has no hftrainer_manifest"):
-        finished(make_trainer(tmp_path / "b"), f"{FAULTY}/checkpoint-5")
+        train_to_end(make_trainer(tmp_path / "b"), f"{FAULTY}/checkpoint-5")
     with pytest.raises(CheckpointNotFound, match="pass the URL of a checkpoint-xxx folder"):
-        finished(make_trainer(tmp_path / "b"), FAULTY)
+        train_to_end(make_trainer(tmp_path / "b"), FAULTY)
 
 
 @pytest.mark.parametrize("of_time", [1, 2, 5, 8, 9, 10, 14, 20, 26])
@@ -111,7 +111,7 @@ def test_a_network_that_fails_once(tmp_path, of_time, undisturbed):
             raise ConnectionResetError("gone")
 
     FaultyStorage.fault = fail
-    assert_same_end(finished(on_machine(tmp_path / "a")), undisturbed)
+    assert_same_end(train_to_end(on_machine(tmp_path / "a")), undisturbed)
     assert whole_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
 
 
@@ -126,13 +126,13 @@ def test_a_network_that_goes_down(tmp_path, caplog, file, undisturbed):
 
     state = set()
     FaultyStorage.fault = fail
-    assert_same_end(finished(on_machine(tmp_path / "a")), undisturbed)
+    assert_same_end(train_to_end(on_machine(tmp_path / "a")), undisturbed)
     FaultyStorage.fault = None
     assert whole_checkpoints(FAULTY) == ["checkpoint-3"]
     assert "checkpoint-6 is deleted, though it was not uploaded: keep_local=1" in caplog.text
     assert "Not uploaded to faulty://bucket/run: checkpoint-9" in caplog.text
-    assert [name for name in names(tmp_path / "a") if name.startswith("checkpoint")] == ["checkpoint-9"]
-    finished(on_machine(tmp_path / "a"), resume=True)
+    assert [name for name in names_in(tmp_path / "a") if name.startswith("checkpoint")] == ["checkpoint-9"]
+    train_to_end(on_machine(tmp_path / "a"), resume=True)
     assert whole_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-9"]
 
 
@@ -144,7 +144,7 @@ def test_a_network_that_comes_back(tmp_path):
             raise TimeoutError("no answer")
 
     FaultyStorage.fault = fail
-    finished(on_machine(tmp_path / "a", keep_local=3, save_total_limit=2))
+    train_to_end(on_machine(tmp_path / "a", keep_local=3, save_total_limit=2))
     assert whole_checkpoints(FAULTY) == ["checkpoint-6", "checkpoint-9"]
 
 
@@ -155,11 +155,11 @@ def test_a_storage_that_refuses(tmp_path, caplog, number):
             raise OSError(number, os.strerror(number), path)
 
     FaultyStorage.fault = refuse
-    assert finished(on_machine(tmp_path / "a")).state.global_step == 9
+    assert train_to_end(on_machine(tmp_path / "a")).state.global_step == 9
     assert "is written but not uploaded" in caplog.text and os.strerror(number) in caplog.text
     assert len(FaultyStorage.requests) < 30  # such errors are not repeated
     with pytest.raises(CheckpointNotWritten, match="checkpoint-3 is written but not uploaded"):
-        finished(on_machine(tmp_path / "b", lightning_config={"on_save_error": "stop"}))
+        train_to_end(on_machine(tmp_path / "b", lightning_config={"on_save_error": "stop"}))
 
 
 def test_a_storage_that_cannot_be_written_stops_the_run_at_once(tmp_path, monkeypatch, caplog):
@@ -180,19 +180,19 @@ def test_a_storage_that_cannot_be_written_stops_the_run_at_once(tmp_path, monkey
 
 def test_what_a_listing_does_not_show(tmp_path, undisturbed):
     """A checkpoint that a listing leaves out is not found; files that it leaves out are there all the same."""
-    finished(on_machine(tmp_path / "a"))
+    train_to_end(on_machine(tmp_path / "a"))
     FaultyStorage.hidden = ("checkpoint-9",)
     resumed = OnSave(lambda folder: None)
-    trainer = finished(on_machine(tmp_path / "b", callbacks=[resumed]), "auto")
+    trainer = train_to_end(on_machine(tmp_path / "b", callbacks=[resumed]), "auto")
     assert_same_end(trainer, undisturbed)
     FaultyStorage.hidden = ("optimizer.pt", "hftrainer_manifest.json")
-    assert_same_end(finished(on_machine(tmp_path / "c"), "auto"), undisturbed)
+    assert_same_end(train_to_end(on_machine(tmp_path / "c"), "auto"), undisturbed)
     assert ("get", "/bucket/run/checkpoint-9/optimizer.pt") in FaultyStorage.requests
 
 
 @pytest.mark.parametrize("harm", ["gone", "other bytes", "half a manifest"])
 def test_a_damaged_checkpoint_is_skipped(tmp_path, caplog, harm, undisturbed):
-    finished(on_machine(tmp_path / "a"))
+    train_to_end(on_machine(tmp_path / "a"))
     system = fsspec.filesystem("faulty")
     file = "/bucket/run/checkpoint-9/" + ("hftrainer_manifest.json" if harm == "half a manifest" else "optimizer.pt")
     content = bytearray(system.cat_file(file))
@@ -200,7 +200,7 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path, caplog, harm, undisturbed):
     system.rm_file(file)
     if harm != "gone":
         system.pipe_file(file, bytes(content if harm == "other bytes" else content[:100]))
-    assert_same_end(finished(on_machine(tmp_path / "b"), "auto"), undisturbed)
+    assert_same_end(train_to_end(on_machine(tmp_path / "b"), "auto"), undisturbed)
     assert "Downloading faulty://bucket/run/checkpoint-6" in caplog.text or "checkpoint-9 is skipped" in caplog.text
     assert whole_checkpoints(FAULTY)[-1] == "checkpoint-9"  # written again
 
@@ -211,32 +211,32 @@ def test_local_space_is_bounded(tmp_path):
 
     def slow(request, path):
         if request == "put":
-            most.append(len([name for name in names(tmp_path / "a") if "checkpoint" in name]))
+            most.append(len([name for name in names_in(tmp_path / "a") if "checkpoint" in name]))
             free.wait(0.01)
 
     FaultyStorage.fault = slow
-    finished(on_machine(tmp_path / "a", save_steps=1, keep_local=2, **BACKGROUND))
+    train_to_end(on_machine(tmp_path / "a", save_steps=1, keep_local=2, **BACKGROUND))
     assert max(most) <= 4  # two, one that is uploaded, one that is written
     assert whole_checkpoints(FAULTY) == [f"checkpoint-{step}" for step in range(1, 10)]
 
 
 def test_the_best_is_kept_and_fetched(tmp_path):
     settings = {**BEST, "learning_rate": 0.5, "save_total_limit": 1}
-    whole = finished(on_machine(tmp_path / "a", "memory://best", **settings))
+    whole = train_to_end(on_machine(tmp_path / "a", "memory://best", **settings))
     best = whole.state.best_model_checkpoint
     assert whole_checkpoints("memory://best") == [os.path.basename(best)]
     first = on_machine(tmp_path / "b", callbacks=[At(7, lambda: 1 / 0)], save_on_interrupt=False, **settings)
     with pytest.raises(ZeroDivisionError):
         first.train()
-    second = finished(on_machine(tmp_path / "c", **settings), "auto")
+    second = train_to_end(on_machine(tmp_path / "c", **settings), "auto")
     assert os.path.basename(second.state.best_model_checkpoint) == os.path.basename(best)
     assert_same_end(second, whole)
 
 
 def test_one_run_in_trackers(tmp_path):
     """On another machine it goes on in the same folder of TensorBoard, which was fetched."""
-    finished(on_machine(tmp_path / "a", max_steps=6, report_to="tensorboard"))
-    finished(on_machine(tmp_path / "b", report_to="tensorboard"), "auto")
+    train_to_end(on_machine(tmp_path / "a", max_steps=6, report_to="tensorboard"))
+    train_to_end(on_machine(tmp_path / "b", report_to="tensorboard"), "auto")
     runs = {name.split("/")[1] for name in files_at(FAULTY) if name.startswith("runs/")}
     assert len(runs) == 1
     losses = scalars(tmp_path / "b" / "runs" / runs.pop())["train/loss"]
@@ -244,24 +244,24 @@ def test_one_run_in_trackers(tmp_path):
 
 
 def test_what_somebody_has_deleted_is_not_resumed(tmp_path, caplog):
-    finished(on_machine(tmp_path / "a"))
+    train_to_end(on_machine(tmp_path / "a"))
     fsspec.filesystem("faulty").rm("/bucket/run", recursive=True)
     trainer = on_machine(tmp_path / "a", max_steps=2)
     trainer.train(resume_from_checkpoint="auto")
     assert "checkpoint-9 is skipped: it was uploaded, but is no longer at faulty://bucket/run" in caplog.text
     assert trainer.state.global_step == 2
-    assert "checkpoint-9" in names(tmp_path / "a")
+    assert "checkpoint-9" in names_in(tmp_path / "a")
     with pytest.raises(CheckpointNotFound, match=r"neither .* nor faulty://bucket/other"):
-        finished(on_machine(tmp_path / "b", "faulty://bucket/other"), True)
-    finished(on_machine(tmp_path / "a", "faulty://bucket/moved"), "auto")  # a bucket that was renamed
+        train_to_end(on_machine(tmp_path / "b", "faulty://bucket/other"), True)
+    train_to_end(on_machine(tmp_path / "a", "faulty://bucket/moved"), "auto")  # a bucket that was renamed
     assert whole_checkpoints("faulty://bucket/moved") == ["checkpoint-9"]
 
 
 def test_checkpoints_of_runs_without_a_url_stay(tmp_path):
-    finished(make_trainer(tmp_path / "a", **CONSTANT))
-    finished(on_machine(tmp_path / "a", max_steps=12), "auto")
+    train_to_end(make_trainer(tmp_path / "a", **CONSTANT))
+    train_to_end(on_machine(tmp_path / "a", max_steps=12), "auto")
     assert whole_checkpoints(FAULTY) == ["checkpoint-9", "checkpoint-12"]
-    assert {"checkpoint-3", "checkpoint-6", "checkpoint-12"} <= {*names(tmp_path / "a")}
+    assert {"checkpoint-3", "checkpoint-6", "checkpoint-12"} <= {*names_in(tmp_path / "a")}
 
 
 def test_a_bucket_that_is_gone(tmp_path, caplog):
@@ -270,7 +270,7 @@ def test_a_bucket_that_is_gone(tmp_path, caplog):
             raise FileNotFoundError(path)
 
     FaultyStorage.fault = gone
-    finished(on_machine(tmp_path / "a", save_total_limit=1))
+    train_to_end(on_machine(tmp_path / "a", save_total_limit=1))
     FaultyStorage.fault = None
     assert "is written but not uploaded" in caplog.text and "Not uploaded to faulty://bucket/run" in caplog.text
     assert whole_checkpoints(FAULTY)
@@ -284,7 +284,7 @@ def test_a_checkpoint_that_a_script_deletes_while_it_is_uploaded(tmp_path, caplo
             shutil.rmtree(tmp_path / "a" / "checkpoint-9")
 
     FaultyStorage.fault = delete
-    finished(on_machine(tmp_path / "a", save_total_limit=1))
+    train_to_end(on_machine(tmp_path / "a", save_total_limit=1))
     assert "checkpoint-9 was deleted before it was uploaded" in caplog.text
     assert whole_checkpoints(FAULTY) == ["checkpoint-6"]
 
@@ -297,22 +297,22 @@ def test_a_network_that_is_down_at_the_end(tmp_path, caplog):
 
     state = set()
     FaultyStorage.fault = fail
-    assert finished(on_machine(tmp_path / "a", **BEST, save_total_limit=1)).state.global_step == 9
+    assert train_to_end(on_machine(tmp_path / "a", **BEST, save_total_limit=1)).state.global_step == 9
     assert "were not deleted: faulty://bucket/run" in caplog.text
 
 
 def test_the_best_of_another_run(tmp_path, monkeypatch):
     """Nothing is deleted there; and a damaged best one is left out when a run resumes."""
     settings = {**BEST, "learning_rate": 0.5}
-    first = finished(on_machine(tmp_path / "old", "memory://old", keep_local=3, **settings))
+    first = train_to_end(on_machine(tmp_path / "old", "memory://old", keep_local=3, **settings))
     best = os.path.basename(first.state.best_model_checkpoint)
     last = next(name for name in ("checkpoint-9", "checkpoint-6") if name != best)
     there = whole_checkpoints("memory://old")
-    finished(on_machine(tmp_path / "new", "memory://new", **settings, save_total_limit=1), tmp_path / "old" / last)
+    train_to_end(on_machine(tmp_path / "new", "memory://new", **settings, save_total_limit=1), tmp_path / "old" / last)
     assert whole_checkpoints("memory://old") == there
     system = fsspec.filesystem("memory")
     system.pipe_file(f"/old/{best}/model.safetensors", b"")
-    finished(on_machine(tmp_path / "third", "memory://old", **settings, max_steps=12), "auto")
+    train_to_end(on_machine(tmp_path / "third", "memory://old", **settings, max_steps=12), "auto")
 
 
 def test_files_of_an_older_state_overwrite_nothing(tmp_path):
@@ -320,14 +320,14 @@ def test_files_of_an_older_state_overwrite_nothing(tmp_path):
     first = on_machine(tmp_path / "a", max_steps=6)
     first.train()
     first.save_model()
-    second = finished(on_machine(tmp_path / "b"), "auto")
+    second = train_to_end(on_machine(tmp_path / "b"), "auto")
     second.save_model()
     newest = fsspec.filesystem("faulty").cat_file("/bucket/run/model.safetensors")
     fsspec.filesystem("faulty").pipe_file("/bucket/run/data/train.parquet", b"of somebody")
     again = on_machine(tmp_path / "a")
     again.save_metrics("eval", {"eval_loss": 1.0})
     assert fsspec.filesystem("faulty").cat_file("/bucket/run/model.safetensors") == newest
-    finished(again, "auto")
+    train_to_end(again, "auto")
     assert not (tmp_path / "a" / "data").exists()
 
 
@@ -343,30 +343,30 @@ def test_smaller_batches_discard_what_they_uploaded(tmp_path):
 
     settings = {"callbacks": [At(1, run_out), At(4, run_out)], "auto_find_batch_size": True}
     trainer = on_machine(tmp_path / "a", **settings)
-    finished(trainer)
+    train_to_end(trainer)
     assert there == [[], ["checkpoint-3"], [], ["checkpoint-3"]]
     assert "checkpoint-9" in whole_checkpoints(FAULTY)
 
 
 def test_a_url_that_is_named_wins(tmp_path):
     """Over a checkpoint of the same step that this folder has from another run."""
-    finished(make_trainer(tmp_path / "a", seed=3, **CONSTANT))
-    finished(on_machine(tmp_path / "b"))
+    train_to_end(make_trainer(tmp_path / "a", seed=3, **CONSTANT))
+    train_to_end(on_machine(tmp_path / "b"))
     mine = fsspec.filesystem("faulty").cat_file("/bucket/run/checkpoint-3/model.safetensors")
-    finished(on_machine(tmp_path / "a", max_steps=3), f"{FAULTY}/checkpoint-3")
+    train_to_end(on_machine(tmp_path / "a", max_steps=3), f"{FAULTY}/checkpoint-3")
     assert (tmp_path / "a" / "checkpoint-3" / "model.safetensors").read_bytes() == mine
 
 
 def test_a_local_checkpoint_that_is_damaged(tmp_path, undisturbed):
-    finished(on_machine(tmp_path / "a"))
-    truncate(tmp_path / "a" / "checkpoint-9" / "optimizer.pt")
-    assert_same_end(finished(on_machine(tmp_path / "a", max_steps=9), True), undisturbed)
+    train_to_end(on_machine(tmp_path / "a"))
+    (tmp_path / "a" / "checkpoint-9" / "optimizer.pt").write_bytes(b"cut")
+    assert_same_end(train_to_end(on_machine(tmp_path / "a", max_steps=9), True), undisturbed)
     assert whole_checkpoints(FAULTY)[-1] == "checkpoint-9"
 
 
 def test_a_run_that_does_not_resume_is_told(tmp_path, caplog):
-    finished(on_machine(tmp_path / "a"))
-    finished(on_machine(tmp_path / "b", save_total_limit=2))
+    train_to_end(on_machine(tmp_path / "a"))
+    train_to_end(on_machine(tmp_path / "b", save_total_limit=2))
     assert "faulty://bucket/run already has checkpoints, up to checkpoint-9" in caplog.text
     assert whole_checkpoints(FAULTY) == ["checkpoint-6", "checkpoint-9"]
 
@@ -378,7 +378,7 @@ def test_killed_in_the_middle_of_uploads(request, tmp_path, kind):
     url = f"s3://bucket/{tmp_path.name}" if kind == "s3" else f"file://{tmp_path}/bucket"
     last = 0
     for attempt, upload in enumerate((3, 20, 8, 25, 13)):
-        job = Forked(tmp_path / f"killed-{attempt}", environment, kill_upload=upload, storage_url=url)
+        job = Job(tmp_path / f"killed-{attempt}", environment, kill_upload=upload, storage_url=url)
         job.process.join()
         assert job.process.exitcode == -9, job.output.read_text()
         there = whole_checkpoints(url)
@@ -387,9 +387,9 @@ def test_killed_in_the_middle_of_uploads(request, tmp_path, kind):
         assert now >= last
         last = now
     assert last > 14
-    Forked(tmp_path / "end", environment, storage_url=url).finish()
-    Forked(tmp_path / "undisturbed").finish()
-    assert_same(weights(tmp_path / "end"), weights(tmp_path / "undisturbed"))
+    Job(tmp_path / "end", environment, storage_url=url).finish()
+    Job(tmp_path / "undisturbed").finish()
+    assert_same(final_weights(tmp_path / "end"), final_weights(tmp_path / "undisturbed"))
 
 
 @pytest.mark.parametrize(

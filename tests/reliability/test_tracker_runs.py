@@ -9,9 +9,9 @@ import pytest
 
 import hftrainer
 from tests.support import tracking
-from tests.support.jobs import Forked, log
+from tests.support.jobs import Job, final_log
 from tests.support.tracking import make_trainer, scalars
-from tests.support.wandb_server import Runs
+from tests.support.wandb_server import WandbServer
 
 wandb, mlflow = pytest.importorskip("wandb"), pytest.importorskip("mlflow")
 #: A checkpoint at every fourth step: some kills come before the next one, or while steps are written again.
@@ -31,19 +31,19 @@ def steps(table, name="train/loss"):
 
 def test_five_kills(tmp_path, processes):
     """Each tracker has one run with the numbers of the log, which a run that was never killed has too."""
-    folder, database, server = tmp_path / "run", tracking.mlflow_database(tmp_path / "mlflow.db"), Runs()
+    folder, database, server = tmp_path / "run", tracking.mlflow_database(tmp_path / "mlflow.db"), WandbServer()
     settings = {"save_steps": 4, "logging_steps": 1, "num_train_epochs": 1}
     reported = {**settings, "report_to": ["tensorboard", "csv", "mlflow", "wandb"]}
     with server.serving() as address:
         variables = {**address, "WANDB_DIR": str(tmp_path), "MLFLOW_TRACKING_URI": database}
         for step in KILLS:
-            job = Forked(folder, variables, dies_at=step, **reported)
+            job = Job(folder, variables, dies_at=step, **reported)
             job.process.join()
             assert job.process.exitcode == -signal.SIGKILL, job.output.read_text()
-        Forked(folder, variables, **reported).finish()
-    Forked(tmp_path / "whole", **settings).finish()
-    lines = log(tmp_path / "whole")
-    assert log(folder) == lines
+        Job(folder, variables, **reported).finish()
+    Job(tmp_path / "whole", **settings).finish()
+    lines = final_log(tmp_path / "whole")
+    assert final_log(folder) == lines
     losses = [line["loss"] for line in lines]
 
     table = rows(folder)
@@ -209,7 +209,7 @@ class Online(tracking.WandB):
 @pytest.fixture
 def empty(tmp_path, monkeypatch):
     """The server, and what writes to it."""
-    server = Runs()
+    server = WandbServer()
     with server.serving() as address:
         for name, value in address.items():
             monkeypatch.setenv(name, value)

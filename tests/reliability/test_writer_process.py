@@ -13,8 +13,8 @@ from transformers import BertForSequenceClassification
 
 from hftrainer.checkpointing import files, writer
 from hftrainer.checkpointing.writer_process import CannotUnpack, SharedCopies, WriterProcess
-from tests.support.checkpoints import BACKGROUND, At, finished, make_trainer
-from tests.support.jobs import names
+from tests.support.checkpoints import BACKGROUND, At, make_trainer, train_to_end
+from tests.support.jobs import names_in
 from tests.support.tiny import MODELS
 
 
@@ -40,15 +40,15 @@ def process_of(trainer):
 @pytest.mark.parametrize("model", ["plain", "bert"])
 def test_the_same_files(tmp_path, model):
     used = []
-    finished(make_trainer(tmp_path / "at once", model))
+    train_to_end(make_trainer(tmp_path / "at once", model))
     trainer = make_trainer(tmp_path / "process", model, **BACKGROUND)
     trainer.add_callback(At(9, lambda: used.append(process_of(trainer)._process is not None)))
-    finished(trainer)
+    train_to_end(trainer)
     assert used == [True]
     for step in (3, 6, 9):
         ours, theirs = (tmp_path / kind / f"checkpoint-{step}" for kind in ("process", "at once"))
-        assert names(ours) == names(theirs)
-        for name in set(names(ours)) - {"hftrainer_manifest.json", "training_args.bin", "progress.pt"}:
+        assert names_in(ours) == names_in(theirs)
+        for name in set(names_in(ours)) - {"hftrainer_manifest.json", "training_args.bin", "progress.pt"}:
             assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
 
 
@@ -63,8 +63,8 @@ def test_killed_while_it_waits(tmp_path, caplog):
         process_of(trainer)._process.wait()
 
     trainer.add_callback(At(5, kill))
-    assert finished(trainer).state.global_step == 9
-    assert names(tmp_path) == ["checkpoint-3", "checkpoint-9"]
+    assert train_to_end(trainer).state.global_step == 9
+    assert names_in(tmp_path) == ["checkpoint-3", "checkpoint-9"]
     assert (
         "checkpoint-6 could not be written (the process that writes checkpoints has ended by signal 9)" in caplog.text
     )
@@ -129,6 +129,6 @@ def test_a_model_that_saves_itself(tmp_path):
     trainer = make_trainer(tmp_path, "bert", trainer={"model": Own(make_model().config)}, **BACKGROUND)
     used = []
     trainer.add_callback(At(8, lambda: used.append(process_of(trainer))))
-    finished(trainer)
+    train_to_end(trainer)
     assert used == [None]
-    assert "model.safetensors.index.json" in names(tmp_path / "checkpoint-9")
+    assert "model.safetensors.index.json" in names_in(tmp_path / "checkpoint-9")

@@ -20,9 +20,9 @@ from hftrainer.checkpointing import files
 from hftrainer.checkpointing.files import write_manifest
 from hftrainer.checkpointing.folder import CheckpointFolder, clear_stale, get_last_checkpoint
 from hftrainer.checkpointing.names import MANIFEST_NAME
-from tests.support.checkpoints import finished, flip, make_trainer
+from tests.support.checkpoints import flip, make_trainer, train_to_end
 from tests.support.faults import FailsOnce
-from tests.support.jobs import names
+from tests.support.jobs import names_in
 from tests.support.parity import assert_same_weights, leaves
 
 
@@ -156,7 +156,7 @@ def test_checkpoints_with_streamed_files(tmp_path, small_windows, background):
     config = {"lightning_config": {"async_checkpoint": background}}
     found = []
     for resume in (None, tmp_path / "checkpoint-6"):
-        finished(make_trainer(tmp_path, **config), resume)
+        train_to_end(make_trainer(tmp_path, **config), resume)
         assert [damage(tmp_path / f"checkpoint-{step}") for step in (3, 6, 9)] == [None] * 3
         found.append(leaves(torch.load(tmp_path / "checkpoint-9" / "optimizer.pt")["state"]))
     assert_same_weights(*found)
@@ -200,7 +200,7 @@ def test_killed_while_files_are_flushed(tmp_path):
         clear_stale(str(folder))
         assert not list(folder.glob("_tmp_*"))
         last = get_last_checkpoint(str(folder))
-        assert names(folder) == ([] if last is None else ["checkpoint-2"])
+        assert names_in(folder) == ([] if last is None else ["checkpoint-2"])
         found.append(last is not None)
     assert flushes > 6  # each file, the manifest, and the folders
     assert found[:6] == [False] * 6

@@ -47,7 +47,7 @@ def make_trainer(folder: Path, model: str = "plain", callbacks=(), trainer_class
     return trainer_class(args=args, callbacks=list(callbacks), **given)
 
 
-def finished(trainer: Any, resume: Any = None) -> Any:
+def train_to_end(trainer: Any, resume: Any = None) -> Any:
     trainer.train(resume_from_checkpoint=str(resume) if isinstance(resume, Path) else resume)
     return trainer
 
@@ -111,7 +111,7 @@ def grow(path: Path) -> None:
 HARM = {"truncated": truncate, "flipped": flip, "deleted": os.remove, "empty": empty, "grown": grow}
 
 
-class Mischief:
+class MaliciousPickle:
     """Leaves a folder behind when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:

@@ -13,14 +13,14 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from hftrainer import errors
-from tests.support.checkpoints import Mischief
+from tests.support.checkpoints import MaliciousPickle
 
 _MANY = int(os.environ.get("FUZZ", "0"))
 #: Errors that say what is wrong with a file or an argument.
 CLEAR = tuple(kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BaseException))
 
 
-def made_up(test: Callable) -> Callable:
+def with_examples(test: Callable) -> Callable:
     """Call a test with `data`, whose method `draw` draws from a strategy, for each example."""
     # No check of health: the fixtures of one test serve all its examples.
     how = {"database": None, "deadline": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
@@ -66,7 +66,7 @@ def mutated(draw: Any, value: Any, make: Any = values) -> Any:
 def pickled(draw: Any, value: Any, trace: Any) -> Any:
     """The same for a pickle of torch, which may also hold what leaves a trace when it is run."""
     value = draw(mutated(value, tensors))
-    return {"all": value, "more": Mischief(trace)} if draw(st.integers(0, 9)) == 9 else value
+    return {"all": value, "more": MaliciousPickle(trace)} if draw(st.integers(0, 9)) == 9 else value
 
 
 @st.composite

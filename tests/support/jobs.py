@@ -14,13 +14,13 @@ import torch
 from tests.support import processes
 from tests.support.parity import assert_same_weights as assert_same
 
-__all__ = ["JOB", "SHARDED", "Forked", "Group", "assert_same", "log", "names", "read_until", "weights"]
+__all__ = ["JOB", "SHARDED", "Job", "JobGroup", "assert_same", "final_log", "final_weights", "names_in", "read_until"]
 JOB = Path(__file__).parents[1] / "reliability" / "job.py"
 #: Settings of a job whose ranks each write their part of a checkpoint.
 SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 
 
-def names(folder):
+def names_in(folder):
     return sorted(path.name for path in Path(folder).iterdir())
 
 
@@ -34,7 +34,7 @@ def read_until(process, line):
     raise AssertionError(f"no {line!r} in {seen}: {process.stderr.read()}")
 
 
-class Forked:
+class Job:
     """A job, a module of tests/reliability, in a process of its own; the file `output` has all that it prints."""
 
     def __init__(self, folder, environment=None, job="job", **settings):
@@ -60,7 +60,7 @@ class Forked:
         return printed.splitlines()
 
 
-class Group:
+class JobGroup:
     """The processes of one job, with the environment of a launcher if there are several: rank 0 has the store.
 
     Each is killed at the touch of its files that `kill_at` says, at 0 never.
@@ -74,7 +74,7 @@ class Group:
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         places = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
         self.jobs = [
-            Forked(folder, place if count > 1 else None, kill_at=at, **settings)
+            Job(folder, place if count > 1 else None, kill_at=at, **settings)
             for place, at in zip(places, kill_at, strict=False)
         ]
 
@@ -100,11 +100,11 @@ class Group:
         return [job.output.read_text() for job in self.jobs]
 
 
-def weights(folder):
+def final_weights(folder):
     return _final(folder)["weights"]
 
 
-def log(folder):
+def final_log(folder):
     """What a job has logged since its first start, without what is measured and without the last line's mean loss."""
     lines = [line for line in _final(folder)["log"] if "train_loss" not in line]  # which is of the last start
     measured = ("runtime", "per_second", "flos")

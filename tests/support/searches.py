@@ -20,7 +20,7 @@ def make_trainer(folder, trainer=(), model_init=make_plain, library="hftrainer",
     return package.Trainer(model_init=model_init, args=args, **given)
 
 
-def with_width(width: int) -> torch.nn.Module:
+def plain_of_width(width: int) -> torch.nn.Module:
     model = Plain()
     model.layers = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 3))
     return model
@@ -34,15 +34,15 @@ class Failing(TrainerCallback):
             raise torch.OutOfMemoryError("CUDA out of memory: as asked")
 
 
-def nan_when_bad(metrics):
+def nan_above_5(metrics):
     return math.nan if metrics["eval_loss"] > 5 else metrics["eval_loss"]
 
 
-def no_number(metrics):
+def return_nan(metrics):
     return math.nan
 
 
-def nothing(metrics):
+def return_none(metrics):
     """No objective."""
 
 
@@ -98,7 +98,7 @@ class SearchBackend:
         """The best objective is of a trial that failed afterwards, and the next is NaN."""
         trainer = make_trainer(tmp_path / "out", {"callbacks": [Failing]})
         arguments, rates = trainer.args.to_dict(), self.grid(learning_rate=[0.5, 1e3, 1e-3])
-        best = self.search(trainer, compute_objective=nan_when_bad, direction="maximize", **rates)
+        best = self.search(trainer, compute_objective=nan_above_5, direction="maximize", **rates)
         assert best.hyperparameters == {"learning_rate": 1e-3}
         assert trainer.args.to_dict() == arguments and trainer.hp_search_backend is None
         said = self.failures(trainer, best, caplog)
@@ -112,7 +112,7 @@ class SearchBackend:
         trainer = make_trainer(tmp_path / "out")
         words = r"No trial was completed \(2 \w+\).*\n- compute_objective returned nan"
         with pytest.raises(SearchFailed, match=words):
-            self.search(trainer, compute_objective=no_number, **self.grid(learning_rate=[1e-3, 1e-2]))
+            self.search(trainer, compute_objective=return_nan, **self.grid(learning_rate=[1e-3, 1e-2]))
 
 
 class OneProcessBackend(SearchBackend):

@@ -11,7 +11,7 @@ from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
 
-class Runs:
+class WandbServer:
     """What the server holds. Each method answers the query of its name as W&B does.
 
     Attributes:

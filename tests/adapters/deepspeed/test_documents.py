@@ -15,7 +15,7 @@ from hftrainer_deepspeed.start import check_config
 from tests.adapters.deepspeed.sets import STAGES
 from tests.docs.documents import running
 from tests.docs.documents.running import losses, quiet
-from tests.support.launching import END_OF_FILE, port
+from tests.support.launching import END_OF_FILE, free_port
 from tests.support.tiny import make_plain, plain_data
 
 #: 292 and 349.
@@ -209,7 +209,7 @@ def test_files_of_accelerate(line, tmp_path):
     """With two processes instead of four."""
     (tmp_path / "ds_zero3_config.json").write_text(json.dumps(STAGES[3]))
     (tmp_path / "config.yaml").write_text(SHARED + FILES[line])
-    launcher = f"accelerate launch --config_file config.yaml --main_process_port {port()} trainer-program.py"
+    launcher = f"accelerate launch --config_file config.yaml --main_process_port {free_port()} trainer-program.py"
     found = running.run(tmp_path, f"{launcher} {running.several(running.NORMAL)}", "trainer-program.py")
     for rank, (run,) in enumerate(found):
         assert (run["place"], run["kind"]) == ([rank, rank, 2], "DEEPSPEED")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from hftrainer import TrainingArguments
 from tests.adapters.deepspeed.sets import AUTO, STAGES, TOLERANCE
 from tests.support.jobs import assert_same
-from tests.support.launching import TORCHRUN, accelerate, port, python, read, start as start_script
+from tests.support.launching import TORCHRUN, accelerate, free_port, read, run_python, start as start_script
 
 HERE = Path(__file__).parent
 RANKS = (0, 1)
@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    run = python(*TORCHRUN, str(HERE / "others.py"), str(folder))
+    run = run_python(*TORCHRUN, str(HERE / "others.py"), str(folder))
     assert run.returncode == 0, run.stderr[-3000:]
     names = ("loading", "in_parts", "evaluating", "generating", "ending_apart", "full", "names", "propagating", "given")
     return {name: [pickle.loads((folder / f"{name}-{rank}.pkl").read_bytes()) for rank in RANKS] for name in names}
@@ -44,7 +44,7 @@ def test_from_pretrained_partitions(found, rank):
 @pytest.mark.parametrize("attempt", range(3))
 def test_a_search_changes_the_configuration(tmp_path, attempt):
     """And its processes end as others do: they were aborted at their end in two of five attempts."""
-    run = python(*TORCHRUN, str(HERE / "others.py"), str(tmp_path), "searching")
+    run = run_python(*TORCHRUN, str(HERE / "others.py"), str(tmp_path), "searching")
     assert run.returncode == 0, run.stderr[-3000:]
     for rank in RANKS:
         searched = pickle.loads((tmp_path / f"searching-{rank}.pkl").read_bytes())
@@ -137,7 +137,7 @@ def test_fewer_processes(tmp_path):
         (TORCHRUN, "sets.py", ("hftrainer", str(tmp_path), "stage 2")),
         ((), "others.py", (str(tmp_path), "one")),
     ):
-        run = python(*launcher, str(HERE / script), *words)
+        run = run_python(*launcher, str(HERE / script), *words)
         assert run.returncode == 0, run.stderr[-3000:]
     (both,) = (pickle.loads(path.read_bytes())["stage 2"]["logs"] for path in tmp_path.glob("hftrainer-0.pkl"))
     one = pickle.loads((tmp_path / "one-0.pkl").read_bytes())
@@ -165,9 +165,9 @@ def test_launchers(tmp_path):
     """torchrun, DeepSpeed's own, ours, and accelerate's with a file and with options: the same weights."""
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(CONFIG))
-    given, at_port = ["--deepspeed", str(path)], lambda: f"--main_process_port={port()}"
+    given, at_port = ["--deepspeed", str(path)], lambda: f"--main_process_port={free_port()}"
     by_accelerate = accelerate("--use_deepspeed", "--num_processes=2", "--num_machines=1", "--mixed_precision=no")
-    runner = ["-m", "deepspeed.launcher.runner", "--num_gpus=2", f"--master_port={port()}"]
+    runner = ["-m", "deepspeed.launcher.runner", "--num_gpus=2", f"--master_port={free_port()}"]
     started = {
         "torchrun": (TORCHRUN, given),
         "deepspeed": (runner, given),
@@ -192,7 +192,7 @@ def test_wrong_device_is_named(tmp_path):
     text += "deepspeed_start.connect(Processes(), torch.device('cuda'), datetime.timedelta(1), None)\n"
     script = tmp_path / "script.py"
     script.write_text(text)
-    run = python(str(script))
+    run = run_python(str(script))
     assert run.returncode != 0
     assert "DeepSpeed uses 'cpu' but the Trainer uses 'cuda': set DS_ACCELERATOR=cuda" in run.stderr
 
@@ -208,12 +208,12 @@ def test_two_processes_killed_go_on(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(STAGES[3]))
     script = [str(HERE / "killed.py"), str(path)]
-    undisturbed = python(*TORCHRUN, *script, str(tmp_path / "undisturbed"), "-1")
+    undisturbed = run_python(*TORCHRUN, *script, str(tmp_path / "undisturbed"), "-1")
     assert undisturbed.returncode == 0, undisturbed.stderr[-3000:]
     for step in (3, 5):
-        killed = python(*TORCHRUN, *script, str(tmp_path / "killed"), str(step))
+        killed = run_python(*TORCHRUN, *script, str(tmp_path / "killed"), str(step))
         assert killed.returncode != 0
-    finished = python(*TORCHRUN, *script, str(tmp_path / "killed"), "-1")
+    finished = run_python(*TORCHRUN, *script, str(tmp_path / "killed"), "-1")
     assert finished.returncode == 0, finished.stderr[-3000:]
     weights = [(tmp_path / name / "final/model.safetensors").read_bytes() for name in ("undisturbed", "killed")]
     assert weights[0] == weights[1]

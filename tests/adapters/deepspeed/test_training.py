@@ -7,7 +7,7 @@ import torch
 
 from tests.adapters.deepspeed.sets import CASES, RESUMED, TOLERANCE
 from tests.support.jobs import assert_same
-from tests.support.launching import of_both_libraries
+from tests.support.launching import run_with_both
 
 pytestmark = pytest.mark.timeout(3600)  # the first test waits for the runs of all
 RANKS = ("0", "1")
@@ -15,7 +15,7 @@ RANKS = ("0", "1")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return of_both_libraries(Path(__file__).with_name("sets.py"), tmp_path_factory.mktemp("sets"))
+    return run_with_both(Path(__file__).with_name("sets.py"), tmp_path_factory.mktemp("sets"))
 
 
 NAMES = [*CASES, *(f"{name}, resumed at {step}" for name, step in RESUMED)]

@@ -82,7 +82,7 @@ def test_no_way_out_of_the_folder(checkpoint, tag):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("way", ["values", "bytes"])
-@fuzz.made_up
+@fuzz.with_examples
 def test_made_up_contents(checkpoint, written, tmp_path, name, way, data):
     """Read, and no step taken: DeepSpeed checks little of what it reads, and a later step may fail by it."""
     path, whole = checkpoint / "global_step2" / name, written / "checkpoint-2" / "global_step2" / name

@@ -25,8 +25,8 @@ from hftrainer_ray.search import RaySearch
 from tests.adapters.ray import searches
 from tests.adapters.ray.searches import Diary, RayBackend, make_of_trial, make_saving, read, space
 from tests.support.differences import OWN_FILES
-from tests.support.parity import accuracy, alike, assert_equal, build
-from tests.support.searches import nothing
+from tests.support.parity import accuracy, assert_equal, build, run_both
+from tests.support.searches import return_none
 
 
 class TestRay(RayBackend):
@@ -64,7 +64,7 @@ def test_same_search(tmp_path, settings):
             },
         }
 
-    alike(run, assert_equal)
+    run_both(run, assert_equal)
 
 
 def test_asha_stops_bad_trials(tmp_path, monkeypatch):
@@ -170,7 +170,7 @@ def test_mistakes_end_the_search(tmp_path):
     """What every other trial would find too reaches the user as it is."""
     trainer, rates = make_saving(tmp_path / "out"), grid(learning_rate=[1e-3, 1e-2])
     with pytest.raises(InvalidArgument, match=r"compute_objective returned None: it must return a number\."):
-        search(trainer, **rates, compute_objective=nothing, max_concurrent_trials=1)
+        search(trainer, **rates, compute_objective=return_none, max_concurrent_trials=1)
     assert trainer.hp_search_backend is None
 
 

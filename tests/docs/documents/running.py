@@ -9,7 +9,7 @@ import sys
 from hftrainer import TrainingArguments
 from tests.docs.documents import program
 from tests.support import processes
-from tests.support.launching import port
+from tests.support.launching import free_port
 from tests.support.parity import comparable
 
 #: Command → its module.
@@ -50,7 +50,7 @@ def run(folder, block, *programs, **environment):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(program.__file__)
     given = {"FOUND": str(folder), "PATH": f"{commands}:{os.environ['PATH']}", **environment}
-    given |= dict.fromkeys(("PET_MASTER_PORT", "DLTS_MASTER_PORT"), port())
+    given |= dict.fromkeys(("PET_MASTER_PORT", "DLTS_MASTER_PORT"), free_port())
     env = {**processes.environment(), **given}
     done = subprocess.run(["bash", "-ec", block], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -16,7 +16,7 @@ from hftrainer.arguments import old_fields
 from hftrainer.trainer_callback import ProgressCallback
 from tests.docs.documents.running import losses, quiet
 from tests.support import tiny
-from tests.support.parity import alike, assert_equal, assert_same_weights, build
+from tests.support.parity import assert_equal, assert_same_weights, build, run_both
 
 
 def make(folder, trainer_class=Trainer, model=None, data=8, **given):
@@ -298,5 +298,5 @@ def test_logits_without_labels(tmp_path):
 
 def test_prepared_inputs(tmp_path):
     inputs = {"a": [torch.ones(2), (torch.zeros(1),)], "b": "text"}
-    ours = alike(lambda name: str(build(name, "plain", tmp_path)[0]._prepare_input(inputs)), assert_equal)
+    ours = run_both(lambda name: str(build(name, "plain", tmp_path)[0]._prepare_input(inputs)), assert_equal)
     assert ours == str(inputs)

@@ -11,7 +11,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.parallel.fsdp_settings import FsdpSettings
 from tests.docs.documents import program, running
 from tests.docs.documents.running import NORMAL, losses, several
-from tests.support.launching import END_OF_FILE, FSDP_FILE, port
+from tests.support.launching import END_OF_FILE, FSDP_FILE, free_port
 from tests.support.parity import comparable
 
 #: Option → what it becomes.
@@ -256,7 +256,7 @@ num_processes: 2
 
 
 def test_two_machines(tmp_path):
-    free = port()
+    free = free_port()
     for rank in (0, 1):
         (tmp_path / f"{rank}.yaml").write_text(TWO_MACHINES.format(rank=rank, port=free))
     start = f"accelerate launch --config_file {{}}.yaml trainer-program.py {several(NORMAL)}"

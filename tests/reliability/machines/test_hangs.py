@@ -8,7 +8,7 @@ import pytest
 
 from hftrainer.errors import RanksLost
 from hftrainer.parallel import process_group
-from tests.support.jobs import Group
+from tests.support.jobs import JobGroup
 
 #: Kind of operation → what the message says that was awaited.
 AWAITED = {
@@ -33,7 +33,7 @@ HANGS = [(kind, 1) for kind in AWAITED if kind not in ("decision", "scatter")] +
 
 
 def hanging(folder, kind, victim, **more):
-    return Group(folder / f"{kind}-{victim}", job="hang_job", kind=kind, victim=victim, **more)
+    return JobGroup(folder / f"{kind}-{victim}", job="hang_job", kind=kind, victim=victim, **more)
 
 
 def printed_by_the_other(group, victim):

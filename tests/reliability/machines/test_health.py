@@ -4,9 +4,9 @@ import socket
 import time
 import urllib.error
 
-from tests.support.health import ask, health, wait_until
-from tests.support.jobs import Group
-from tests.support.launching import port
+from tests.support.health import ask, read_health, wait_until
+from tests.support.jobs import JobGroup
+from tests.support.launching import free_port
 
 #: Way to hang → the function where; a process that is stopped cannot show its stack.
 HANGS = {
@@ -18,8 +18,8 @@ HANGS = {
 
 
 def start(folder, kind):
-    number = port()
-    return Group(folder / kind, job="health_job", kind=kind, port=number), number
+    number = free_port()
+    return JobGroup(folder / kind, job="health_job", kind=kind, port=number), number
 
 
 def wait_for_hang(folder, kind, group):
@@ -62,7 +62,7 @@ def test_ranks_that_are_slow(tmp_path):
     longest = {}
     while group.jobs[0].process.is_alive():
         try:
-            said = health(number)
+            said = read_health(number)
         except (urllib.error.URLError, ConnectionError):  # before the beginning, and after the end
             continue
         assert said["status"] != "stalled", said
@@ -79,7 +79,7 @@ def test_a_port_that_is_taken(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        group = Group(tmp_path / "out", job="health_job", kind="none", port=other.getsockname()[1])
+        group = JobGroup(tmp_path / "out", job="health_job", kind="none", port=other.getsockname()[1])
         for job in group.jobs:
             job.process.join()
         assert all("cannot listen on 127.0.0.1:" in printed for printed in group.printed()), group.printed()

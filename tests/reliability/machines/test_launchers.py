@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.launching import DEVICES, FSDP_FILE, LAUNCHERS, SCRIPT, accelerate, launch, port, read, settings
+from tests.support.launching import DEVICES, FSDP_FILE, LAUNCHERS, SCRIPT, accelerate, free_port, launch, read, settings
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
@@ -41,7 +41,7 @@ def test_accelerate_compiles_and_rounds(expected, tmp_path):
     path = tmp_path / "accelerate.yaml"
     path.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_machines: 1\n"
-        f"num_processes: 2\nmachine_rank: 0\nmain_process_port: {port()}\n"
+        f"num_processes: 2\nmachine_rank: 0\nmain_process_port: {free_port()}\n"
         "dynamo_config:\n  dynamo_backend: EAGER\n"
     )
     found = launch(tmp_path / "out", accelerate("--config_file", str(path)))
@@ -54,7 +54,7 @@ def test_accelerate_shards(tmp_path):
     pytest.importorskip("accelerate")
     path = tmp_path / "accelerate.yaml"
     path.write_text(FSDP_FILE)
-    before = accelerate("--config_file", str(path), f"--main_process_port={port()}")
+    before = accelerate("--config_file", str(path), f"--main_process_port={free_port()}")
     launched = launch(tmp_path / "a", before, MODEL="bert")
     config = '{"version": 1, "transformer_layer_cls_to_wrap": "BertLayer"}'
     words = ["--fsdp", "full_shard auto_wrap", "--fsdp_config", config, "--bf16", "True"]
@@ -82,7 +82,7 @@ def mpirun(rank):
 @pytest.mark.parametrize("variables", [deepspeed, srun, mpirun], ids=lambda variables: variables.__name__)
 def test_variables_of_launchers_that_are_not_here(variables, expected, tmp_path, processes):
     """Two processes started by hand, with what the launcher gives to each."""
-    shared, jobs = port(), []
+    shared, jobs = free_port(), []
     for rank in (0, 1):
         words = [f"--local_rank={rank}"] if variables is deepspeed else []
         given = {name: str(value) for name, value in variables(rank).items()}

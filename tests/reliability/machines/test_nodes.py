@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.support import processes
-from tests.support.jobs import JOB, Group, assert_same, weights
-from tests.support.launching import SCRIPT, port, read
+from tests.support.jobs import JOB, JobGroup, assert_same, final_weights
+from tests.support.launching import SCRIPT, free_port, read
 
 #: Nodes wait a second for more of them, and miss one after six: on a busy machine, one that is there may be silent for
 #: three.
@@ -83,7 +83,7 @@ def test_two_nodes(tmp_path):
     folders = {"2": tmp_path / "two nodes", "1": tmp_path / "one node"}
     for folder in folders.values():
         folder.mkdir()
-    words, endpoint = [SCRIPT, "--output_dir", str(folders["2"]), *settings], port()
+    words, endpoint = [SCRIPT, "--output_dir", str(folders["2"]), *settings], free_port()
     nodes = [Node(number, endpoint, words, "2", tmp_path / f"node-{number}") for number in (1, 2)]
     for node in nodes:
         node.end()
@@ -96,11 +96,11 @@ def test_two_nodes(tmp_path):
 
 def test_nodes_with_disks_of_their_own(tmp_path):
     """Each writes its checkpoints, and goes on from them; one that has lost them is named."""
-    Group(tmp_path / "undisturbed", max_steps=20).end()
+    JobGroup(tmp_path / "undisturbed", max_steps=20).end()
     settings = {"save_on_each_node": True, "max_steps": 20}
 
     def run(steps):
-        endpoint = port()
+        endpoint = free_port()
         jobs = {number: job(tmp_path / f"disk-{number}", **settings, **steps) for number in (1, 2)}
         return [Node(number, endpoint, words, "2", tmp_path / f"node-{number}") for number, words in jobs.items()]
 
@@ -112,7 +112,7 @@ def test_nodes_with_disks_of_their_own(tmp_path):
     assert all((tmp_path / f"disk-{number}" / "checkpoint-7" / "model.safetensors").is_file() for number in (1, 2))
     for node in run({}):
         node.end()
-    assert_same(weights(tmp_path / "disk-1"), weights(tmp_path / "undisturbed"))
+    assert_same(final_weights(tmp_path / "disk-1"), final_weights(tmp_path / "undisturbed"))
     for number in (1, 2):
         assert f"disk-{number}/checkpoint-7" in (tmp_path / f"node-{number}").read_text()
         assert (tmp_path / f"disk-{number}" / "checkpoint-20" / "model.safetensors").is_file()
@@ -120,7 +120,7 @@ def test_nodes_with_disks_of_their_own(tmp_path):
 
 def lose_and_return(tmp_path, settings):
     """Two nodes become one and two again; returns the output folder, and the steps at which they did."""
-    folder, endpoint = tmp_path / "out", port()
+    folder, endpoint = tmp_path / "out", free_port()
     words = job(folder, pause=0.1, alone_until=20, **settings)
     first, second = (Node(number, endpoint, words, "1:2", tmp_path / f"node-{number}") for number in (1, 2))
     wait_for(first.output, "processes 2.*^step 9$")
@@ -144,19 +144,19 @@ def test_a_node_that_comes_back(tmp_path):
     folder, lost, back = lose_and_return(tmp_path, settings)
     expected = tmp_path / "expected"
     for count, kept in ((2, lost), (1, back), (2, 60)):  # the same, each change between two runs
-        assert not any(Group(expected, count, save_steps=1, **settings).end())
+        assert not any(JobGroup(expected, count, save_steps=1, **settings).end())
         for path in expected.glob("checkpoint-*"):
             if int(path.name.rpartition("-")[2]) > kept:
                 shutil.rmtree(path)
-    assert_same(weights(folder), weights(expected))
+    assert_same(final_weights(folder), final_weights(expected))
 
 
 def test_a_run_that_is_the_same_on_any_number_of_nodes(tmp_path):
     """With `elastic`, it ends as if both had been there all the time."""
     settings = {"max_steps": 60, "elastic": True, "exact": True, "gradient_accumulation_steps": 2}
     folder, *_ = lose_and_return(tmp_path, settings)
-    Group(tmp_path / "undisturbed", 2, **settings).end()
-    assert_close(weights(folder), weights(tmp_path / "undisturbed"))
+    JobGroup(tmp_path / "undisturbed", 2, **settings).end()
+    assert_close(final_weights(folder), final_weights(tmp_path / "undisturbed"))
 
 
 SLURM_GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "slurm.md"
@@ -205,6 +205,6 @@ def test_a_job_that_slurm_requeues(slurm, tasks, more):
         assert (batch.returncode == 0) == (restart == 1), output.read_text()
     assert (slurm / "requeued").read_text() == "requeue 4711\n"
     assert re.search("^resuming from .*/checkpoint-1[0-9]$", output.read_text(), re.MULTILINE)
-    Group(slurm / "undisturbed", max_steps=40, **more).end()
+    JobGroup(slurm / "undisturbed", max_steps=40, **more).end()
     same = assert_close if more else assert_same
-    same(weights(slurm / "out"), weights(slurm / "undisturbed"))
+    same(final_weights(slurm / "out"), final_weights(slurm / "undisturbed"))

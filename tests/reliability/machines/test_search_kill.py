@@ -2,11 +2,11 @@
 
 from hftrainer.search.studies import INTERRUPTED, OWNER
 from tests.reliability.search_job import check
-from tests.support.jobs import Forked
+from tests.support.jobs import Job
 
 
 def start(folder, number=0, **settings):
-    return Forked(folder, {"RANK": str(number)} if number else None, job="search_job", **settings)
+    return Job(folder, {"RANK": str(number)} if number else None, job="search_job", **settings)
 
 
 def test_two_processes_share_a_study(tmp_path):

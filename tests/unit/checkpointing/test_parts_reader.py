@@ -11,16 +11,16 @@ from hftrainer.checkpointing import sharded
 from hftrainer.checkpointing.names import DCP_FOLDER, SHARD_FOLDERS
 from hftrainer.checkpointing.sharded import check_unread_states, load_model_parts, save_dcp
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, UnsupportedArgument
-from tests.support.checkpoints import Mischief
+from tests.support.checkpoints import MaliciousPickle
 from tests.support.parity import assert_same_weights
-from tests.support.parts import stepped, write
+from tests.support.parts import make_stepped, write_parts
 from tests.support.tiny import Note, make_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def load_optimizer(folder, **more):
-    model, optimizer = stepped()
+    model, optimizer = make_stepped()
     optimizer.param_groups[0].update(dict.fromkeys(more))
     sharded.load_optimizer(model, optimizer, str(folder), read_unsharded=dict)
     return optimizer
@@ -34,7 +34,7 @@ def change_list(folder, change):
 
 
 def test_what_was_written_is_read(tmp_path):
-    model = write(tmp_path)
+    model = write_parts(tmp_path)
     fresh = make_plain()
     load_model_parts(fresh, str(tmp_path))
     assert_same_weights(fresh.state_dict(), model.state_dict())
@@ -42,8 +42,8 @@ def test_what_was_written_is_read(tmp_path):
 
 
 def test_the_list_of_parts_runs_no_code(tmp_path):
-    write(tmp_path)
-    change_list(tmp_path, lambda parts: parts.planner_data.update(more=Mischief(tmp_path / "trace")))
+    write_parts(tmp_path)
+    change_list(tmp_path, lambda parts: parts.planner_data.update(more=MaliciousPickle(tmp_path / "trace")))
     with pytest.raises(UnsafeCheckpoint, match=r"pytorch_model_fsdp_0/\.metadata holds a pickled posix\.mkdir"):
         load_model_parts(make_plain(), str(tmp_path))
     assert not (tmp_path / "trace").exists()
@@ -53,14 +53,14 @@ def test_the_list_of_parts_runs_no_code(tmp_path):
 def test_values_in_parts_run_no_code(tmp_path, variable, monkeypatch):
     if variable:
         monkeypatch.setenv(variable, "1")
-    write(tmp_path, note=Mischief(tmp_path / "trace"))
+    write_parts(tmp_path, note=MaliciousPickle(tmp_path / "trace"))
     with pytest.raises(UnsafeCheckpoint, match=r"optimizer_0 holds a pickled posix\.mkdir"):
         load_optimizer(tmp_path, note=None)
     assert not (tmp_path / "trace").exists()
 
 
 def test_a_class_that_the_user_allows(tmp_path):
-    write(tmp_path, note=Note())
+    write_parts(tmp_path, note=Note())
     change_list(tmp_path, lambda parts: parts.planner_data.update(note=Note()))
     with torch.serialization.safe_globals([Note]):
         load_model_parts(make_plain(), str(tmp_path))
@@ -69,12 +69,12 @@ def test_a_class_that_the_user_allows(tmp_path):
 
 def test_a_folder_of_both_states(tmp_path):
     """Read as data too; one that another program wrote may lack the optimizer."""
-    model, optimizer = stepped()
+    model, optimizer = make_stepped()
     for folder, given in (("both", optimizer), ("weights", None)):
         sharded.save_dcp(sharded.states_for_dcp(model, given), str(tmp_path / folder), is_only_writer=True)
         assert sharded.holds_optimizer(str(tmp_path / folder / DCP_FOLDER)) == (given is not None)
     assert load_optimizer(tmp_path / "both").state_dict()["state"][0]["step"] == 1
-    optimizer.param_groups[0]["note"] = Mischief(tmp_path / "trace")
+    optimizer.param_groups[0]["note"] = MaliciousPickle(tmp_path / "trace")
     sharded.save_dcp(sharded.states_for_dcp(model, optimizer), str(tmp_path / "harm"), is_only_writer=True)
     with pytest.raises(UnsafeCheckpoint, match=r"dcp holds a pickled posix\.mkdir"):
         load_optimizer(tmp_path / "harm", note=None)
@@ -118,7 +118,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_list_that_does_not_fit(tmp_path, name):
-    write(tmp_path)
+    write_parts(tmp_path)
     change_list(tmp_path, WRONG[name][0])
     with pytest.raises(DamagedCheckpoint, match=rf"pytorch_model_fsdp_0.*{WRONG[name][1]}"):
         load_model_parts(make_plain(), str(tmp_path))
@@ -127,7 +127,7 @@ def test_a_list_that_does_not_fit(tmp_path, name):
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("length", [None, 0, 100])
 def test_a_cut_file(tmp_path, name, length):
-    write(tmp_path)
+    write_parts(tmp_path)
     path = tmp_path / SHARD_FOLDERS["model"] / name
     path.unlink() if length is None else path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(DamagedCheckpoint, match="pytorch_model_fsdp_0"):
@@ -136,7 +136,7 @@ def test_a_cut_file(tmp_path, name, length):
 
 def test_torch_itself_reads_the_same_list(tmp_path):
     """Nothing that torch writes is missing among the classes."""
-    write(tmp_path)
+    write_parts(tmp_path)
     assert FileSystemReader(tmp_path / SHARD_FOLDERS["model"]).read_metadata().state_dict_metadata.keys() == {
         f"model.{name}" for name in make_plain().state_dict()
     }

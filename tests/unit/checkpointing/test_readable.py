@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from hftrainer.base.safe_loading import load_torch_file, read_weights
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
-from tests.support.checkpoints import KeepsState, Mischief, copy_without_manifest, finished, make_trainer
+from tests.support.checkpoints import KeepsState, MaliciousPickle, copy_without_manifest, make_trainer, train_to_end
 from tests.support.tiny import Note
 
 make = functools.partial(make_trainer, callbacks=[KeepsState()], max_steps=4, save_steps=2)
@@ -42,17 +42,17 @@ def checkpoint(sources, tmp_path):
 def test_a_pickle_is_not_run(tmp_path, checkpoint, name, zipped):
     folder = checkpoint(**FILES[name])
     held = torch.load(folder / name, weights_only=name != "rng_state.pth")
-    held["more"] = Mischief(tmp_path / "trace")
+    held["more"] = MaliciousPickle(tmp_path / "trace")
     torch.save(held, folder / name, _use_new_zipfile_serialization=zipped)
     with pytest.raises(UnsafeCheckpoint, match=rf"checkpoint-2/{name} holds a pickled posix.mkdir.*add_safe_globals"):
-        finished(make(folder.parent, **FILES[name]), folder)
+        train_to_end(make(folder.parent, **FILES[name]), folder)
     assert not (tmp_path / "trace").exists()
 
 
 def test_the_arguments_are_never_read(tmp_path, checkpoint):
     folder = checkpoint()
-    torch.save(Mischief(tmp_path / "trace"), folder / "training_args.bin")
-    finished(make(folder.parent), folder)
+    torch.save(MaliciousPickle(tmp_path / "trace"), folder / "training_args.bin")
+    train_to_end(make(folder.parent), folder)
     assert not (tmp_path / "trace").exists()
 
 
@@ -63,9 +63,9 @@ def test_a_class_that_the_user_allows(checkpoint):
     held["param_groups"][0]["note"] = Note()
     torch.save(held, folder / "optimizer.pt")
     with pytest.raises(UnsafeCheckpoint, match=r"tiny\.Note"):
-        finished(make(folder.parent), folder)
+        train_to_end(make(folder.parent), folder)
     with torch.serialization.safe_globals([Note]):
-        trainer = finished(make(folder.parent), folder)
+        trainer = train_to_end(make(folder.parent), folder)
     assert trainer.optimizer.param_groups[0]["note"].text == "kept"
 
 

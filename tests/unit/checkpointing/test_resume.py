@@ -7,7 +7,7 @@ import pytest
 from hftrainer import TrainerState, TrainingArguments
 from hftrainer.checkpointing.file_checks import check_optimizer_state
 from hftrainer.checkpointing.resume import warn_about_changed_arguments
-from tests.support.parts import stepped
+from tests.support.parts import make_stepped
 
 
 @pytest.mark.parametrize("name", ["logging_steps", "eval_steps", "save_steps"])
@@ -26,7 +26,7 @@ def test_changed_steps(tmp_path, caplog, name, now, warns):
     [("amsgrad", None, "amsgrad is None"), ("maximize", None, "maximize is None"), ("fused", None, None)],
 )
 def test_settings_without_a_value(name, value, error):
-    _, optimizer = stepped()
+    _, optimizer = make_stepped()
     state = optimizer.state_dict()
     state["param_groups"][0][name] = value
     with pytest.raises(TypeError, match=error) if error else contextlib.nullcontext():

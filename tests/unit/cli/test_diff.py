@@ -15,7 +15,7 @@ from hftrainer.__main__ import main
 from hftrainer.checkpointing.saved_arguments import read_arguments
 from hftrainer.cli.diff import _pair, compare
 from hftrainer.errors import DamagedCheckpoint
-from tests.support.checkpoints import Mischief
+from tests.support.checkpoints import MaliciousPickle
 from tests.support.parity import accuracy, build
 
 SETTINGS = {
@@ -177,7 +177,7 @@ def test_saved_arguments_of_transformers(tmp_path):
 
 def test_saved_arguments_run_no_code(tmp_path):
     trace = tmp_path / "trace"
-    torch.save(Mischief(trace), tmp_path / "training_args.bin")
+    torch.save(MaliciousPickle(trace), tmp_path / "training_args.bin")
     with pytest.raises(DamagedCheckpoint, match="cannot be read"):
         read_arguments(tmp_path / "training_args.bin")
     assert not trace.exists()

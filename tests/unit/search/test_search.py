@@ -14,7 +14,7 @@ from hftrainer.parallel.environment import has_ended, process_identifier
 from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, RETRY_OF, TrialCount
 from hftrainer.trainer_utils import default_compute_objective
 from hftrainer_ray.search import RaySearch
-from tests.support.searches import SearchBackend, make_trainer, nothing
+from tests.support.searches import SearchBackend, make_trainer, return_none
 from tests.support.tiny import Plain, make_plain
 
 HOST = process_identifier().split(" ")[0]
@@ -58,7 +58,7 @@ REFUSED = {
     "of the model": (always(zebras=1), UnknownArgument, r"'zebras'; suggest hyperparameters of the model in model_in"),
     "no number": (always(num_train_epochs="many"), InvalidArgument, "num_train_epochs='many' is not of type float"),
     "out of range": (always(gradient_accumulation_steps=0), InvalidArgument, "=0: use a number of at least 1"),
-    "nothing": ({"compute_objective": nothing}, InvalidArgument, "returned None: it must return"),
+    "nothing": ({"compute_objective": return_none}, InvalidArgument, "returned None: it must return"),
     "two for one": ({"compute_objective": lambda _: (1, 2)}, InvalidArgument, r"returned \(1, 2\): .* a number"),
     "one for two": ({"direction": ["minimize"] * 2}, InvalidArgument, "it must return 2 numbers, one per direction"),
 }

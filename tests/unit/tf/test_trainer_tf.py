@@ -18,7 +18,7 @@ from hftrainer.trainer_callback import TrainerCallback
 from hftrainer_tensorflow import optimizers
 from hftrainer_tensorflow.pipelines import Batches, RowDataset
 from tests.support.parity import assert_same_weights
-from tests.support.tensorflow import Loud, Still, rows
+from tests.support.tensorflow import DenseModel, RecordingTrainer, rows
 from tests.support.tiny import make_plain
 
 
@@ -30,17 +30,17 @@ def arguments(folder, **settings):
 
 @pytest.fixture
 def make(tmp_path):
-    def make(train=None, evaluated=None, kind=Loud, model=None, folder=tmp_path, **settings):
+    def make(train=None, evaluated=None, kind=RecordingTrainer, model=None, folder=tmp_path, **settings):
         own = {name: settings.pop(name) for name in ("compute_metrics", "optimizers", "tb_writer") if name in settings}
         args = arguments(folder, **settings)
-        return kind(Still() if model is None else model, args, train_dataset=train, eval_dataset=evaluated, **own)
+        return kind(DenseModel() if model is None else model, args, train_dataset=train, eval_dataset=evaluated, **own)
 
     return make
 
 
 def by_hand(args, data, accumulation=1):
     """The losses and weights of a TFTrainer, computed with the formulas of Keras in float64's place: plain torch."""
-    model = Still()
+    model = DenseModel()
     steps_per_epoch = math.ceil(len(data) / (4 * accumulation))
     steps = steps_per_epoch * int(args.num_train_epochs)
     first = [torch.zeros_like(each) for each in model.parameters()]
@@ -176,7 +176,7 @@ def test_overrides(make):
     trainer = make(data, kind=Own, num_train_epochs=1)
     trainer.train()
     assert calls == ["data", 2, (4, 4), (4, 4)]
-    model = Still()
+    model = DenseModel()
     pipeline = RowDataset(data).repeat().shuffle(8, seed=42).batch(4)
     for _, (features, labels) in zip(range(2), pipeline, strict=False):
         loss = 2 * model(torch.from_numpy(features["x"]), torch.from_numpy(labels))["loss"]
@@ -215,7 +215,7 @@ def test_dict_of_labels(make):
 
 def test_optimizers_of_keras():
     """Read by what Keras shows of them; momentum has the rate of its step in it."""
-    model = Still()
+    model = DenseModel()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     class SGD:
@@ -257,7 +257,7 @@ def test_clipping_by_norm(clipping, factor):
 
 
 def test_weight_decay_by_name():
-    model = Still()
+    model = DenseModel()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     which = {"include_in_weight_decay": ["LayerNorm.w"], "exclude_from_weight_decay": ["LayerNorm", "bias"]}
     given = AdamWeightDecay(0.1, weight_decay_rate=0.5, **which)
