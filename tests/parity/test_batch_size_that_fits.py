@@ -58,7 +58,7 @@ def train_with_retry(tmp_path, kind=Greedy, limits=None, size=8, prepare=lambda 
 
 
 @pytest.mark.parametrize("momentum", [None, 0.9], ids=["own optimizer", "optimizer of the user"])
-def test_retried_run_is_one_begun_with_that_size(tmp_path, momentum):
+def test_retry_equals_a_run_of_that_size(tmp_path, momentum):
     """A resumed run begins with that size."""
     saved = {"save_strategy": "steps", "save_steps": 5, **EVALUATED}
     train_with_retry(tmp_path, limits={"limit": 4}, size=16, momentum=momentum, **saved)

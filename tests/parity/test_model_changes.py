@@ -102,7 +102,7 @@ def test_model_without_the_needed_method_is_refused(tmp_path, settings, message)
         *((model, {"use_reentrant": False, "every_n_layers": 2}) for model in ("bert", "llama")),
     ],
 )
-def test_activation_checkpointing_leaves_the_same_weights(tmp_path, model, kwargs):
+def test_activation_checkpointing_keeps_weights(tmp_path, model, kwargs):
     settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
     checkpointed = compare(tmp_path, model, **settings)
     kept = train("hftrainer", model, tmp_path / "kept")

@@ -75,7 +75,7 @@ def test_ignore_data_skip_resumes_alike(tmp_path, whole_runs):
 
 
 @pytest.mark.parametrize("restore", [False, True])
-def test_patience_of_early_stopping_is_restored_if_asked(tmp_path, restore):
+def test_callback_states_are_restored_if_asked(tmp_path, restore):
     more = {"load_best_model_at_end": True, "eval_steps": 2, "metric_for_best_model": "loss"}
     settings = settings_of(1, 4, restore_callback_states_from_checkpoint=restore, **more)
 

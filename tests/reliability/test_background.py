@@ -58,7 +58,7 @@ def contents(path):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_same_files(tmp_path, model, hold_back):
+def test_background_saves_write_the_same_files(tmp_path, model, hold_back):
     for name, config in (("now", {}), ("later", BACKGROUND)):
         callbacks = [EMAWeightAveraging(decay=0.5)] if model == "plain" else []
         if name == "later":
@@ -88,7 +88,7 @@ class Notes(TrainerCallback):
 @pytest.mark.parametrize(
     "config", [BACKGROUND["lightning_config"], {"plugins": [AsyncCheckpointIO()]}], ids=["argument", "plugin"]
 )
-def test_training_does_not_wait(tmp_path, hold_back, config):
+def test_training_continues_while_a_checkpoint_is_written(tmp_path, hold_back, config):
     notes, threads = Notes(), hold_back(folder, "write_manifest")
     make_trainer(tmp_path, callbacks=[notes], max_steps=8, lightning_config=config).train()
     assert len(threads) == 3
@@ -99,7 +99,7 @@ def test_training_does_not_wait(tmp_path, hold_back, config):
     assert names_in(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
 
 
-def test_rotation_and_the_best(tmp_path):
+def test_rotation_and_best_model_are_the_same(tmp_path):
     now, later = (
         train_to_end(make_trainer(tmp_path / name, save_total_limit=1, **BEST, **config))
         for name, config in (("now", {}), ("later", BACKGROUND))
@@ -108,14 +108,14 @@ def test_rotation_and_the_best(tmp_path):
     assert_same_end(later, now)
 
 
-def test_two_runs_with_one_trainer(tmp_path):
+def test_one_trainer_saves_in_two_runs(tmp_path):
     trainer = train_to_end(make_trainer(tmp_path, **BACKGROUND))
     train_to_end(trainer, tmp_path / "checkpoint-6")
     assert names_in(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
     assert OWN_FILES & set(names_in(tmp_path / "checkpoint-9")) == {"hftrainer_manifest.json", "progress.pt"}
 
 
-def test_training_again_while_a_checkpoint_is_written(tmp_path, hold_back):
+def test_train_after_an_error_waits_for_the_pending_checkpoint(tmp_path, hold_back):
     hold_back(folder, "write_manifest")
     fails_once = mock.Mock(side_effect=[RuntimeError("my own bug"), None])
     trainer = make_trainer(tmp_path, callbacks=[At(4, fails_once, "on_pre_optimizer_step")], **BACKGROUND)
@@ -125,7 +125,7 @@ def test_training_again_while_a_checkpoint_is_written(tmp_path, hold_back):
     assert train_to_end(trainer, True).state.global_step == 9
 
 
-def test_overrides_write_at_once(tmp_path):
+def test_overridden_save_sees_the_weights_of_its_step(tmp_path):
     """A subclass that writes the model itself sees the weights of the step, not those of later ones."""
 
     class Own(Trainer):
@@ -139,7 +139,7 @@ def test_overrides_write_at_once(tmp_path):
         assert_same_weights(torch.load(folder / "own.pt"), load_file(folder / "model.safetensors"))
 
 
-def test_overrides_find_the_files_that_transformers_has_written_before(tmp_path):
+def test_overridden_optimizer_save_finds_the_files_written_before_it(tmp_path):
     found = []
 
     class Own(Trainer):
@@ -170,7 +170,7 @@ ERRORS = {"of the storage": OSError(errno.EIO, "Input/output error"), "another":
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ERRORS)
-def test_an_error(tmp_path, monkeypatch, caplog, place, background, kind):
+def test_storage_error_skips_a_checkpoint_others_end_training(tmp_path, monkeypatch, caplog, place, background, kind):
     """Training goes on after one of the storage, with nothing left of the checkpoint."""
     module, function, name = PLACES[place]
     fails = FailsOnce(monkeypatch, module, function, ERRORS[kind], name)
@@ -187,7 +187,7 @@ def test_an_error(tmp_path, monkeypatch, caplog, place, background, kind):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_an_error_that_stops(tmp_path, monkeypatch, background):
+def test_on_save_error_stop_ends_training(tmp_path, monkeypatch, background):
     FailsOnce(monkeypatch, folder, "write_manifest", OSError(errno.ENOSPC, "No space left on device"))
     trainer = make_trainer(tmp_path, lightning_config={"async_checkpoint": background, "on_save_error": "stop"})
     with pytest.raises(CheckpointNotWritten, match="checkpoint-3 could not be written"):
@@ -196,7 +196,7 @@ def test_an_error_that_stops(tmp_path, monkeypatch, background):
     assert trainer.state.global_step <= (6 if background else 3)
 
 
-def test_a_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, caplog):
+def test_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, caplog):
     """Otherwise that thread would go on writing into a folder that is removed, or belongs to the next checkpoint."""
     events, save, discard = [], files.save, CheckpointFolder.discard
     # called as the weights are about to be written

@@ -48,7 +48,7 @@ def checkpoint(runs, tmp_path):
     return tmp_path / "out" / "checkpoint-6"
 
 
-def copy(source, folder):
+def copy_checkpoints(source, folder):
     shutil.rmtree(folder, ignore_errors=True)
     for step in (3, 6):
         shutil.copytree(source / f"checkpoint-{step}", folder / f"checkpoint-{step}")
@@ -59,22 +59,22 @@ def resumed(checkpoint, resume=None, model="bert"):
     return train_to_end(make_trainer(checkpoint.parent, model), resume or checkpoint).model.state_dict()
 
 
-def test_files_of_a_checkpoint(runs):
+def test_checkpoint_has_the_files_that_are_harmed_here(runs):
     assert tuple(names_in(runs("bert")[0] / "checkpoint-6")) == FILES
 
 
 @pytest.mark.parametrize(("harm", "name"), HARMED)
-def test_automatic_choice_gives_way(runs, tmp_path, harm, name, caplog):
+def test_resume_skips_a_harmed_checkpoint_for_an_older_one(runs, tmp_path, harm, name, caplog):
     caplog.set_level(logging.WARNING)
     source, expected = runs("bert")
-    harmed = copy(source, tmp_path / "out") / name
+    harmed = copy_checkpoints(source, tmp_path / "out") / name
     HARM[harm](harmed)
     assert_same_weights(resumed(harmed.parent, True), expected)
     assert str(harmed) in caplog.text
 
 
 @pytest.mark.parametrize(("harm", "name"), HARMED)
-def test_by_name_is_refused(checkpoint, harm, name, caplog):
+def test_harmed_checkpoint_is_refused_by_name(checkpoint, harm, name, caplog):
     HARM[harm](checkpoint / name)
     if harm == "deleted" and name not in NEEDED:  # can be meant
         resumed(checkpoint)
@@ -84,7 +84,7 @@ def test_by_name_is_refused(checkpoint, harm, name, caplog):
             resumed(checkpoint)
 
 
-def test_without_its_manifest_a_folder_is_like_one_of_transformers(runs, checkpoint, caplog):
+def test_checkpoint_without_a_manifest_resumes_without_warning(runs, checkpoint, caplog):
     caplog.set_level(logging.WARNING)
     (checkpoint / MANIFEST_NAME).unlink()
     assert_same_weights(resumed(checkpoint, True), runs("bert")[1])
@@ -93,11 +93,11 @@ def test_without_its_manifest_a_folder_is_like_one_of_transformers(runs, checkpo
 
 @pytest.mark.parametrize("harm", ["truncated", "empty", "deleted"])
 @pytest.mark.parametrize("name", FILES_OF_TRANSFORMERS)
-def test_folders_of_transformers(runs, tmp_path, harm, name, caplog):
+def test_harm_is_found_without_a_manifest(runs, tmp_path, harm, name, caplog):
     """Without a manifest damage is known from the files themselves."""
     caplog.set_level(logging.WARNING)
     source, expected = runs("plain")
-    folder = copy(source, tmp_path / "out")
+    folder = copy_checkpoints(source, tmp_path / "out")
     for manifest in folder.parent.glob(f"*/{MANIFEST_NAME}"):
         manifest.unlink()
     HARM[harm](folder / name)
@@ -107,8 +107,8 @@ def test_folders_of_transformers(runs, tmp_path, harm, name, caplog):
         assert_same_weights(end, expected)  # what save_only_model leaves out may be missing, and is another run
 
 
-def test_nothing_whole_is_left(runs, tmp_path):
-    folder = copy(runs("plain")[0], tmp_path / "out")
+def test_resume_fails_when_no_checkpoint_is_whole(runs, tmp_path):
+    folder = copy_checkpoints(runs("plain")[0], tmp_path / "out")
     for optimizer in folder.parent.glob("*/optimizer.pt"):
         truncate(optimizer)
     with pytest.raises(CheckpointNotFound, match="No valid checkpoint found"):
@@ -116,7 +116,7 @@ def test_nothing_whole_is_left(runs, tmp_path):
     assert get_last_checkpoint(str(folder.parent)) is None
 
 
-def test_auto(tmp_path):
+def test_resume_auto_skips_harmed_checkpoints(tmp_path):
     saved = []
     for steps in (3, 6, 9):
         saves = OnSave(lambda folder: saved.append(folder.name))
@@ -126,7 +126,7 @@ def test_auto(tmp_path):
     assert saved == [f"checkpoint-{step}" for step in (3, 3, 6, 6, 9)]
 
 
-def test_a_best_model_that_was_moved(tmp_path, caplog):
+def test_best_model_is_found_in_a_moved_folder(tmp_path, caplog):
     make_trainer(tmp_path / "a", **BEST).train()
     shutil.move(tmp_path / "a", tmp_path / "b")
     moved = train_to_end(make_trainer(tmp_path / "b", max_steps=12, **BEST), True)
@@ -155,7 +155,7 @@ def change_weights(folder, change):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def and_back(folder):
+def to_shards_and_back(folder):
     """Shards are made, then one file again: the index stays, and lists shards that are gone."""
     to_shards(folder)
     type(make_bert()).from_pretrained(folder).save_pretrained(folder, max_shard_size="1GB")
@@ -172,11 +172,11 @@ def unlink(name):
     return lambda folder: (folder / name).unlink()
 
 
-def writing(name, text):
+def write_file(name, text):
     return lambda folder: (folder / name).write_bytes(text)
 
 
-def harming(harm, name):
+def harm_file(harm, name):
     return lambda folder: harm(folder / name)
 
 
@@ -185,15 +185,15 @@ PURPOSES = {
     "bin beside": (to_bin_beside, ["added: pytorch_model.bin"]),
     "shards": (to_shards, ["model-00001-of-", "removed: model.safetensors"]),
     "other types": (lambda folder: change_weights(folder, torch.Tensor.double), ["different size: model.safetensors"]),
-    "there and back": (and_back, ["added: model.safetensors.index.json"]),
+    "there and back": (to_shards_and_back, ["added: model.safetensors.index.json"]),
     "config": (edit_config, ["different size: config.json"]),
     "removed": (unlink("progress.pt"), ["removed: progress.pt"]),
-    "added": (writing("notes.bin", b"\xff mine"), ["added: notes.bin"]),
+    "added": (write_file("notes.bin", b"\xff mine"), ["added: notes.bin"]),
 }
 
 
 @pytest.mark.parametrize("purpose", PURPOSES)
-def test_changed_on_purpose(runs, checkpoint, purpose, caplog):
+def test_checkpoint_changed_on_purpose_is_used_by_name_with_a_warning(runs, checkpoint, purpose, caplog):
     """Named, it is used with a warning. `True` means one that is whole; what is only added changes nothing."""
     caplog.set_level(logging.WARNING)
     change, named = PURPOSES[purpose]
@@ -211,7 +211,7 @@ def test_changed_on_purpose(runs, checkpoint, purpose, caplog):
     assert get_last_checkpoint(str(checkpoint.parent)) != str(checkpoint)
 
 
-def half_written(folder):
+def write_half(folder):
     to_bin(folder)
     truncate(folder / "pytorch_model.bin")
 
@@ -222,20 +222,20 @@ def harm_shard(folder, harm):
 
 
 DAMAGE = {
-    "half written": (half_written, "pytorch_model.bin is truncated"),
+    "half written": (write_half, "pytorch_model.bin is truncated"),
     "shard lost": (lambda folder: harm_shard(folder, os.remove), "model-00002-.* is missing"),
     "shard cut": (lambda folder: harm_shard(folder, truncate), "model-00002-.* cannot be read"),
     "no weights": (unlink("model.safetensors"), "model.safetensors is missing, and no weights replace it"),
-    "other bytes": (harming(flip, "model.safetensors"), "contents of .*model.safetensors have changed"),
-    "more bytes": (harming(grow, "optimizer.pt"), "optimizer.pt has extra bytes at its end"),
-    "no pickle": (harming(truncate, "training_args.bin"), "training_args.bin is truncated"),
-    "state": (writing("trainer_state.json", b"[]"), "trainer_state.json does not contain a state"),
-    "manifest": (harming(flip, MANIFEST_NAME), f"{MANIFEST_NAME} cannot be read"),
+    "other bytes": (harm_file(flip, "model.safetensors"), "contents of .*model.safetensors have changed"),
+    "more bytes": (harm_file(grow, "optimizer.pt"), "optimizer.pt has extra bytes at its end"),
+    "no pickle": (harm_file(truncate, "training_args.bin"), "training_args.bin is truncated"),
+    "state": (write_file("trainer_state.json", b"[]"), "trainer_state.json does not contain a state"),
+    "manifest": (harm_file(flip, MANIFEST_NAME), f"{MANIFEST_NAME} cannot be read"),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_refused(checkpoint, kind):
+def test_each_kind_of_damage_is_refused_with_its_reason(checkpoint, kind):
     harm, reason = DAMAGE[kind]
     harm(checkpoint)
     with pytest.raises(CheckpointNotFound, match=f"is damaged: .*{reason}") as refused:
@@ -243,7 +243,7 @@ def test_damage_is_refused(checkpoint, kind):
     assert ("checkpoint --accept" in str(refused.value)) == (kind in ("other bytes", "manifest"))
 
 
-def test_every_byte_of_the_manifest(checkpoint):
+def test_changed_byte_of_the_manifest_is_damage(checkpoint):
     """Damage to the list of files is never taken for a change of the files."""
     manifest = checkpoint / MANIFEST_NAME
     whole, unreadable = manifest.read_bytes(), Inspection(checkpoint, fault=f"{manifest} cannot be read")
@@ -257,7 +257,7 @@ def test_every_byte_of_the_manifest(checkpoint):
     assert CheckpointFolder(checkpoint).inspect() == Inspection(checkpoint)
 
 
-def test_forms(tmp_path):
+def test_files_of_unknown_format_are_checked_as_text(tmp_path):
     """What has no form of its own is read as a text; legacy pickles of torch are read too."""
     torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "vocab.txt").write_text("wörter\n")
@@ -274,10 +274,10 @@ def test_forms(tmp_path):
     assert set(reasons.values()) == {"is not text, and its format cannot be checked"}
 
 
-def test_best_model_that_a_callback_changes(tmp_path, caplog):
+def test_best_model_changed_in_on_save_is_loaded_unless_damaged(tmp_path, caplog):
     """As callbacks for adapters do in on_save; a damaged one loses nobody hours of training."""
     loaded = {}
-    for name, change in (("plain", lambda folder: None), ("converted", to_bin), ("cut", half_written)):
+    for name, change in (("plain", lambda folder: None), ("converted", to_bin), ("cut", write_half)):
         settings = {**BEST, "learning_rate": 1.0, "save_total_limit": 1}
         trainer = train_to_end(make_trainer(tmp_path / name, callbacks=[OnSave(change)], **settings))
         assert trainer.state.best_global_step < 9
@@ -302,7 +302,7 @@ def command(capsys):
     return run
 
 
-def test_what_a_checkpoint_says_of_its_run(checkpoint, command):
+def test_checkpoint_command_describes_the_run(checkpoint, command):
     status, printed, _ = command(checkpoint, "--json")
     found = json.loads(printed)
     assert status == 0
@@ -317,7 +317,7 @@ def test_what_a_checkpoint_says_of_its_run(checkpoint, command):
     assert command(checkpoint.parent)[0] == 2
 
 
-def test_accept(runs, checkpoint, command, caplog):
+def test_accept_updates_the_manifest_or_names_the_damage(runs, checkpoint, command, caplog):
     to_bin(checkpoint)
     flip(checkpoint / "config.json")  # no JSON any more
     status, _, errors = command("--accept", checkpoint)
@@ -334,7 +334,7 @@ def test_accept(runs, checkpoint, command, caplog):
     assert CHANGED not in caplog.text
 
 
-def test_accept_other_bytes(checkpoint, command):
+def test_accept_allows_weights_edited_in_place(checkpoint, command):
     """Weights that were edited in place have their old size: the command is how to say that it was meant."""
     change_weights(checkpoint, lambda tensor: tensor * 2)
     with pytest.raises(CheckpointNotFound, match="have changed since it was written, but not its size"):
@@ -348,12 +348,12 @@ def test_accept_other_bytes(checkpoint, command):
 @pytest.mark.parametrize(
     ("folder", "said"), [("missing", "the folder does not exist"), ("..", "it lacks trainer_state.json")]
 )
-def test_accept_what_is_none(checkpoint, command, folder, said):
+def test_accept_refuses_a_folder_without_checkpoint(checkpoint, command, folder, said):
     status, _, errors = command("--accept", checkpoint / folder)
     assert (status, f"is not a checkpoint: {said}" in errors) == (2, True), errors
 
 
-def test_accept_a_folder_of_transformers(checkpoint, command):
+def test_accept_writes_a_missing_manifest(checkpoint, command):
     (checkpoint / MANIFEST_NAME).unlink()
     assert command("--accept", checkpoint)[0] == 0
     assert (checkpoint / MANIFEST_NAME).is_file()

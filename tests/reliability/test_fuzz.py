@@ -60,7 +60,7 @@ def folder(tmp_path):
     return tmp_path / "run" / "checkpoint-3"
 
 
-def memory():
+def used_memory():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -68,11 +68,11 @@ def memory():
 @contextlib.contextmanager
 def harmless(folder):
     """What is read inside is accepted or refused; it runs no code, writes nothing elsewhere, takes little memory."""
-    before = memory()
+    before = used_memory()
     with fuzz.accepted_or_refused():
         yield
     assert names_in(folder.parents[1]) == ["run"]
-    assert memory() - before < 500 * 2**20
+    assert used_memory() - before < 500 * 2**20
 
 
 def change_json(path, draw, trace):
@@ -152,7 +152,7 @@ for _kind, _folder in SHARD_FOLDERS.items():
 
 @pytest.mark.parametrize("case", CASES)
 @fuzz.with_examples
-def test_made_up_contents(sources, folder, case, data):
+def test_random_contents_of_checkpoints_are_used_or_refused(sources, folder, case, data):
     kind, name, change, read = CASES[case]
     copy_without_manifest(sources(kind), folder)
     if name == MANIFEST_NAME:
@@ -162,23 +162,23 @@ def test_made_up_contents(sources, folder, case, data):
         read(folder)
 
 
-def of_index(shard):
+def index_of(shard):
     return "model.safetensors.index.json", {"weight_map": {"a": shard}}
 
 
-def of_manifest(name):
+def manifest_of(name):
     files = {name: {"size": 1, "crc32": 1}}
     return MANIFEST_NAME, {"files": files, "crc32": crc32_of_list(files)}
 
 
 OUTSIDE = [
-    *map(of_index, ["../outside.safetensors", "/tmp/outside.safetensors", 7, None]),
-    *map(of_manifest, ["../outside", "/etc/hostname", "a/../../outside"]),
+    *map(index_of, ["../outside.safetensors", "/tmp/outside.safetensors", 7, None]),
+    *map(manifest_of, ["../outside", "/etc/hostname", "a/../../outside"]),
 ]
 
 
 @pytest.mark.parametrize(("name", "content"), OUTSIDE, ids=str)
-def test_no_way_out_of_the_folder(sources, folder, name, content):
+def test_paths_out_of_the_checkpoint_are_refused(sources, folder, name, content):
     copy_without_manifest(sources("run"), folder)
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
     (folder / name).write_text(json.dumps(content))
@@ -198,7 +198,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_values_that_a_step_of_training_would_refuse(sources, folder, name):
+def test_values_that_would_fail_in_training_are_refused(sources, folder, name):
     file, change = STEPS[name]
     copy_without_manifest(sources("run"), folder)
     held = torch.load(folder / file, weights_only=False)
@@ -233,12 +233,12 @@ DEEPSPEED = {
 }
 
 
-def parsed(path):
+def parse_arguments(path):
     parser = HfArgumentParser(TrainingArguments)
     (parser.parse_json_file if path.suffix == ".json" else parser.parse_yaml_file)(str(path))
 
 
-def completed(path):
+def complete_deepspeed(path):
     args = TrainingArguments("out", use_cpu=True, report_to="none")
     args.deepspeed = str(path)  # afterwards: nobody asks whether DeepSpeed is installed
     build_config(args).complete_with_run_values(args, make_bert(), 10)
@@ -246,11 +246,11 @@ def completed(path):
 
 #: Kind of file → its contents, and what reads it.
 KINDS = {
-    "arguments": (ARGUMENTS, parsed),
+    "arguments": (ARGUMENTS, parse_arguments),
     "lightning": (LIGHTNING, lambda path: make_trainer("out", lightning_config=str(path))),
     "accelerator": (ACCELERATOR, lambda path: make_trainer("out", accelerator_config=str(path))),
     "fsdp": (FSDP, lambda path: read_fsdp(True, str(path), {})),
-    "deepspeed": (DEEPSPEED, completed),
+    "deepspeed": (DEEPSPEED, complete_deepspeed),
 }
 FILES = [*(f"{kind}.json" for kind in KINDS), "arguments.yaml", "lightning.yaml", "deepspeed.yaml"]
 
@@ -265,7 +265,7 @@ def place(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("way", ["values", "bytes"])
 @fuzz.with_examples
-def test_made_up_files(place, name, way, data):
+def test_random_config_files_are_used_or_refused(place, name, way, data):
     content, read = KINDS[name.partition(".")[0]]
     if way == "values":
         text = json.dumps(data.draw(fuzz.mutated(content))).encode()  # YAML reads JSON
@@ -285,7 +285,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_odd_files(place, name):
+def test_config_files_without_a_mapping_are_refused(place, name):
     """As it is, each is read."""
     content, read = KINDS[name.partition(".")[0]]
     (place / name).write_text(json.dumps(content))
@@ -324,7 +324,7 @@ def files_below(folder):
 
 
 @fuzz.with_examples
-def test_made_up_references(repos, tmp_path, data):
+def test_random_references_download_into_the_cache_only(repos, tmp_path, data):
     """What is downloaded stays in the cache, whatever is asked for and whatever the repository lists."""
     home = tmp_path / "home" / "hub"
     for reference in data.draw(st.lists(REFERENCES, min_size=5, max_size=5)):
@@ -341,6 +341,6 @@ def test_made_up_references(repos, tmp_path, data):
 @pytest.mark.parametrize(
     "place", ["..", "../..", "checkpoint-2/../../../..", "/", "//", "/tmp", "checkpoint-2//", ".", "a\\..\\.."]
 )
-def test_a_reference_that_leads_out_of_the_cache(repos, place):
+def test_reference_that_leads_out_of_the_cache_is_refused(repos, place):
     with pytest.raises(CheckpointNotFound, match="pass 'hub:owner/name'"):
         download_checkpoint(f"hub:me/run/{place}", TOKEN)

@@ -31,7 +31,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.fixture
-def waiting(processes, tmp_path):
+def start_waiting(processes, tmp_path):
     def start(**settings):
         os.mkfifo(tmp_path / "run.go")
         started = Job(tmp_path / "run", waits_at=9, **settings)
@@ -49,8 +49,8 @@ def waiting(processes, tmp_path):
         (signal.SIGTERM, BACKGROUND),
     ],
 )
-def test_signal(tmp_path, undisturbed, waiting, capsys, number, settings):
-    folder, started = tmp_path / "run", waiting(**settings)
+def test_signal_saves_and_exits_with_its_status(tmp_path, undisturbed, start_waiting, capsys, number, settings):
+    folder, started = tmp_path / "run", start_waiting(**settings)
     os.kill(started.process.pid, number)
     open(tmp_path / "run.go", "w").close()
     started.process.join()
@@ -66,8 +66,8 @@ def test_signal(tmp_path, undisturbed, waiting, capsys, number, settings):
         assert_same(end, undisturbed)
 
 
-def test_a_signal_that_stops_at_once(tmp_path, waiting):
-    started = waiting(save_on_interrupt=False)
+def test_signal_without_save_on_interrupt_stops_at_once(tmp_path, start_waiting):
+    started = start_waiting(save_on_interrupt=False)
     os.kill(started.process.pid, signal.SIGTERM)
     started.process.join()
     assert started.process.exitcode == -signal.SIGTERM
@@ -76,8 +76,8 @@ def test_a_signal_that_stops_at_once(tmp_path, waiting):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(("every", "left"), [(7, ["checkpoint-7"]), (100, [])])
-def test_a_second_signal_stops_at_once_and_says_what_is_saved(tmp_path, waiting, number, every, left):
-    started = waiting(save_steps=every, copies_within=0)
+def test_second_signal_stops_at_once_and_says_what_is_saved(tmp_path, start_waiting, number, every, left):
+    started = start_waiting(save_steps=every, copies_within=0)
     os.kill(started.process.pid, number)
     started.wait_for(f".*{NAMES.get(number, number.name)}: saving after this step")
     os.kill(started.process.pid, number)
@@ -90,9 +90,9 @@ def test_a_second_signal_stops_at_once_and_says_what_is_saved(tmp_path, waiting,
     assert (resumes if left else "No checkpoint was saved.") in last
 
 
-def test_a_copy_of_a_signal_is_ignored(tmp_path, waiting):
+def test_duplicate_of_a_signal_is_ignored(tmp_path, start_waiting):
     """`timeout --foreground` forwards the Ctrl-C of a terminal, which the process has already received."""
-    started = waiting(copies_within=1e9)
+    started = start_waiting(copies_within=1e9)
     os.kill(started.process.pid, signal.SIGINT)
     started.wait_for(".*Ctrl-C: saving after this step")
     os.kill(started.process.pid, signal.SIGINT)
@@ -105,13 +105,13 @@ def fail():
     raise RuntimeError("my own bug")
 
 
-def at(step, number=None, event="on_step_end"):
+def at_step(step, number=None, event="on_step_end"):
     return At(step, lambda: signal.raise_signal(number) if number else fail(), event)
 
 
-def test_jit_checkpoint(tmp_path):
+def test_jit_checkpoint_saves_once(tmp_path):
     """As in transformers, `train()` returns, here with one checkpoint."""
-    callbacks = [at(3, signal.SIGTERM)]
+    callbacks = [at_step(3, signal.SIGTERM)]
     trainer = make_trainer(tmp_path, callbacks=callbacks, enable_jit_checkpoint=True, save_strategy="no")
     assert trainer.train().global_step == 3
     assert names_in(tmp_path) == ["checkpoint-3"]
@@ -131,9 +131,9 @@ THIRD, EVALUATED = ["checkpoint-3"], {"eval_strategy": "steps", "eval_steps": 3}
         ("on_step_end", {"save_strategy": "no"}, []),
     ],
 )
-def test_an_error_is_saved_before(tmp_path, event, settings, left):
+def test_error_in_a_callback_saves_the_last_complete_step(tmp_path, event, settings, left):
     with pytest.raises(RuntimeError, match="my own bug"):
-        make_trainer(tmp_path, callbacks=[at(3, event=event)], **{"save_steps": 4, **settings}).train()
+        make_trainer(tmp_path, callbacks=[at_step(3, event=event)], **{"save_steps": 4, **settings}).train()
     assert names_in(tmp_path) == left
     assert not left or train_to_end(make_trainer(tmp_path), True).state.global_step == 9
 
@@ -146,39 +146,39 @@ def test_averaged_weights_are_put_back_when_an_evaluation_fails(tmp_path):
         return make_trainer(tmp_path / name, callbacks=[EMAWeightAveraging(decay=0.7), *more], **settings)
 
     with pytest.raises(RuntimeError, match="my own bug"):
-        trainer("b", at(4, event="on_prediction_step")).train()
+        trainer("b", at_step(4, event="on_prediction_step")).train()
     assert_same_end(train_to_end(trainer("b"), True), train_to_end(trainer("a")))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signals_are_the_scripts(tmp_path, number, monkeypatch):
+def test_signal_handlers_of_the_script_stay_under_slurm(tmp_path, number, monkeypatch):
     """Lightning would end training, and requeue the job under SLURM."""
     for name, value in {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "7", "PROCID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     caught = []
     before = signal.signal(number, lambda *args: caught.append(args[0]))
     try:
-        assert train_to_end(make_trainer(tmp_path, callbacks=[at(2, number)])).state.global_step == 9
+        assert train_to_end(make_trainer(tmp_path, callbacks=[at_step(2, number)])).state.global_step == 9
     finally:
         signal.signal(number, before)
     assert caught == [number]
     assert not list(tmp_path.glob("*.ckpt"))
 
 
-def test_a_signal_after_the_last_step(tmp_path):
+def test_signal_after_the_last_step_exits_with_its_status(tmp_path):
     with pytest.raises(SystemExit) as left:
-        make_trainer(tmp_path, callbacks=[at(9, signal.SIGTERM, "on_train_end")]).train()
+        make_trainer(tmp_path, callbacks=[at_step(9, signal.SIGTERM, "on_train_end")]).train()
     assert left.value.code == 143
 
 
-def test_a_signal_in_a_step_whose_save_failed(tmp_path, monkeypatch):
+def test_signal_in_a_step_whose_save_failed_saves_again(tmp_path, monkeypatch):
     FailsOnce(monkeypatch, folder, "write_manifest", OSError(28, "No space left on device"))
     with pytest.raises(SystemExit):
-        make_trainer(tmp_path, callbacks=[at(3, signal.SIGTERM)]).train()
+        make_trainer(tmp_path, callbacks=[at_step(3, signal.SIGTERM)]).train()
     assert names_in(tmp_path) == ["checkpoint-3"]
 
 
-def test_memory_runs_out_after_a_resume(tmp_path):
+def test_out_of_memory_after_resuming_retries_from_the_checkpoint(tmp_path):
     """Starting again with smaller batches needs the checkpoint that the run goes on from."""
 
     class Hungry(Trainer):
@@ -209,7 +209,7 @@ class Fails(Plain):
 
 
 @pytest.mark.parametrize(("accumulation", "calls"), [(1, [4, 5]), (3, [4, 5, 6, 7])])
-def test_place_after_an_error(tmp_path, accumulation, calls):
+def test_error_in_any_micro_batch_resumes_exactly(tmp_path, accumulation, calls):
     """At each micro-batch of a window: the run that goes on is the undisturbed one."""
 
     def make(name, call=None):
@@ -223,10 +223,10 @@ def test_place_after_an_error(tmp_path, accumulation, calls):
         assert_same_end(train_to_end(make(f"{call}"), True), whole)
 
 
-def test_an_error_before_the_data_of_an_epoch_is_read(tmp_path):
+def test_error_before_an_epoch_reads_data_resumes_exactly(tmp_path):
     settings = {"max_steps": 14, "save_steps": 20}
     with pytest.raises(RuntimeError, match="my own bug"):
-        make_trainer(tmp_path / "left", callbacks=[at(10, event="on_epoch_begin")], **settings).train()
+        make_trainer(tmp_path / "left", callbacks=[at_step(10, event="on_epoch_begin")], **settings).train()
     progress = load_progress(str(tmp_path / "left" / "checkpoint-10"), 0, 1)
     assert progress is not None and (progress.epoch, progress.data) == (None, None)
     whole = train_to_end(make_trainer(tmp_path / "whole", **settings))
@@ -234,7 +234,7 @@ def test_an_error_before_the_data_of_an_epoch_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("max_steps", [8, 14])
-def test_more_steps_after_an_end_in_mid_epoch(tmp_path, max_steps):
+def test_complete_run_trains_more_steps_from_mid_epoch(tmp_path, max_steps):
     settings = {"save_strategy": "epoch"}
     make_trainer(tmp_path, max_steps=6, **settings).train()
     further = train_to_end(make_trainer(tmp_path, max_steps=max_steps, **settings), True)
@@ -242,14 +242,14 @@ def test_more_steps_after_an_end_in_mid_epoch(tmp_path, max_steps):
     assert further.state.epoch == pytest.approx(max_steps / 10)
 
 
-def test_an_evaluation_that_was_left_is_made_up(tmp_path, caplog):
+def test_aborted_evaluation_is_repeated_after_resuming(tmp_path, caplog):
     """Else the log and the best metric would lack it; the one after a signal is not run to its end."""
     settings = {**BEST, "eval_steps": 1, "save_steps": 1, "max_steps": 11}
     whole = train_to_end(make_trainer(tmp_path / "whole", **settings))
     for error, step, number in ((SystemExit, 3, signal.SIGTERM), (RuntimeError, 10, None), (SystemExit, 10, 15)):
         folder = tmp_path / f"{step}-{number}"
         with pytest.raises(error):
-            make_trainer(folder, callbacks=[at(step, number, "on_prediction_step")], **settings).train()
+            make_trainer(folder, callbacks=[at_step(step, number, "on_prediction_step")], **settings).train()
         assert ("The evaluation was aborted" in caplog.text) == (error is SystemExit)
         assert f"checkpoint-{step}" in names_in(folder)
         caplog.clear()

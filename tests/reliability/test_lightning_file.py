@@ -11,7 +11,7 @@ from tests.support.tiny import make_plain
 
 
 @pytest.mark.parametrize("model", ["plain", "bert", "peft"])
-def test_written_within_a_run(tmp_path, model):
+def test_file_written_within_a_run_resumes_exactly(tmp_path, model):
     settings = {"max_steps": 14, "save_strategy": "no"}
     files = {step: tmp_path / f"{step}.ckpt" for step in (4, 10)}
     saves = [At(step, lambda file=file: whole.save_lightning_checkpoint(str(file))) for step, file in files.items()]
@@ -24,7 +24,7 @@ def test_written_within_a_run(tmp_path, model):
 
 
 @pytest.mark.parametrize("averaging", [False, True])
-def test_of_model_checkpoint(tmp_path, averaging):
+def test_file_of_model_checkpoint_resumes_exactly(tmp_path, averaging):
     """What Lightning's own callback wrote is as good; averaged weights and those in training are both in it."""
 
     def make(name, *more):
@@ -35,7 +35,7 @@ def test_of_model_checkpoint(tmp_path, averaging):
     assert_same_end(train_to_end(make("b"), tmp_path / "five.ckpt"), whole)
 
 
-def test_after_training(tmp_path):
+def test_file_written_after_training_continues(tmp_path):
     train_to_end(make_trainer(tmp_path / "a")).save_lightning_checkpoint(str(tmp_path / "end.ckpt"))
     further = train_to_end(make_trainer(tmp_path / "b", max_steps=12), tmp_path / "end.ckpt")
     assert further.state.global_step == 12
@@ -55,7 +55,7 @@ def test_lightning_loads_its_weights(tmp_path):
         assert torch.equal(ours, theirs)
 
 
-def test_bad_files(tmp_path):
+def test_wrong_files_are_refused(tmp_path):
     trainer = make_trainer(tmp_path / "a")
     for _ in range(2):
         with pytest.raises(InvalidArgument, match="needs a run"):

@@ -37,7 +37,7 @@ def found(text):
     return [json.loads(line.partition(" ")[2]) for line in text.splitlines() if line.startswith("found")]
 
 
-def test_two_searches(tmp_path, start):
+def test_script_and_worker_share_the_trials_of_two_searches(tmp_path, start):
     script, worker = start(8, "twice")
     output, errors = script.communicate()
     assert script.returncode == 0, errors
@@ -51,7 +51,7 @@ def test_two_searches(tmp_path, start):
     assert second == str(best_there.number)
 
 
-def test_a_worker_that_is_killed(start):
+def test_trial_of_a_killed_worker_is_tried_again(start):
     script, worker = start(4, "waits")
     os.kill(worker, signal.SIGKILL)
     output, errors = script.communicate()
@@ -63,7 +63,7 @@ def test_a_worker_that_is_killed(start):
 
 
 @pytest.mark.parametrize("mode", ["stops", "fails"])
-def test_ended_in_a_worker(start, mode):
+def test_stop_or_error_in_a_worker_ends_the_search(start, mode):
     script, worker = start(1000, mode)
     output, errors = script.communicate()
     with pytest.raises(ProcessLookupError):
@@ -105,18 +105,18 @@ def search(tmp_path):
 
 
 @pytest.mark.parametrize("count", [0, -2, 1.5, "2"])
-def test_no_number_of_jobs(search, count):
+def test_wrong_n_jobs_is_refused(search, count):
     with pytest.raises(InvalidArgument, match=f"n_jobs={count!r} must be a positive integer, or -1"):
         search(n_jobs=count)
 
 
 @pytest.mark.parametrize("storage", ["sqlite://", "sqlite:///:memory:", optuna.storages.InMemoryStorage()])
-def test_storage_that_processes_cannot_share(search, storage):
+def test_storage_in_memory_is_refused(search, storage):
     with pytest.raises(UnsupportedArgument, match="is in memory, so processes cannot share it"):
         search(n_jobs=2, storage=storage)
 
 
-def test_refused_beside_a_launcher(search, monkeypatch):
+def test_n_jobs_beside_a_launcher_is_refused(search, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     words = r"a launcher has started several processes\. Start the script without"
     with pytest.raises(UnsupportedArgument, match=words):
@@ -124,7 +124,7 @@ def test_refused_beside_a_launcher(search, monkeypatch):
 
 
 @pytest.mark.parametrize(("seconds", "states"), [(None, ["COMPLETE"] * 3), (1e-9, [])])
-def test_what_a_worker_does(search, tmp_path, monkeypatch, seconds, states):
+def test_worker_trains_the_trials_that_are_left_in_time(search, tmp_path, monkeypatch, seconds, states):
     """Its copy trains the trials of the study that are left, within the time that is left."""
 
     @contextmanager
@@ -145,7 +145,7 @@ def test_what_a_worker_does(search, tmp_path, monkeypatch, seconds, states):
     assert found == [2, states]
 
 
-def test_what_cannot_be_sent_is_named(search):
+def test_what_cannot_be_pickled_is_named(search):
     for callbacks, name in (([threading.Lock()], "The search's options"), ([], "Trainer.lock")):
         with pytest.raises(InvalidArgument, match=rf"^{name} cannot be pickled for the processes of the search \("):
             search(n_trials=3, n_jobs=2, callbacks=callbacks)
@@ -164,6 +164,6 @@ def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch):
     assert jobs.number_of_jobs(-1) == 2
 
 
-def test_one_job_starts_nothing(search, tmp_path):
+def test_one_job_starts_no_worker(search, tmp_path):
     search(n_trials=1, n_jobs=1)
     assert not list(tmp_path.glob("worker-*")) and not list(tmp_path.glob("search.journal"))

@@ -125,7 +125,7 @@ CASES: dict[str, Case] = {
     "use_cache": _given(True, LLAMA),
     "activation_checkpointing": _between(True, BERT),
     "activation_checkpointing_kwargs": _shown(
-        {"use_reentrant": False}, f"{_CHANGES}activation_checkpointing_leaves_the_same_weights", BERT
+        {"use_reentrant": False}, f"{_CHANGES}activation_checkpointing_keeps_weights", BERT
     ),
     "gradient_checkpointing": _alone(True, _CHECKPOINTING),
     "gradient_checkpointing_kwargs": _alone({"use_reentrant": False}, _CHECKPOINTING),
@@ -134,9 +134,7 @@ CASES: dict[str, Case] = {
     "torch_compile_mode": _shown("reduce-overhead", f"{_CHANGES}torch_compile_arguments_reach_module_compile"),
     "use_liger_kernel": _alone(True, f"{_CHANGES}liger_kernel_is_applied_or_its_package_asked_for"),
     "liger_kernel_config": _shown({"rope": False}, f"{_CHANGES}liger_kernel_is_applied_or_its_package_asked_for"),
-    "auto_find_batch_size": _shown(
-        True, "parity/test_batch_size_that_fits.py::test_retried_run_is_one_begun_with_that_size"
-    ),
+    "auto_find_batch_size": _shown(True, "parity/test_batch_size_that_fits.py::test_retry_equals_a_run_of_that_size"),
     "torch_empty_cache_steps": _shown(2, f"{_CHANGES}torch_empty_cache_steps_empties_the_cache"),
     # Data.
     "dataloader_drop_last": _between(True),
@@ -214,18 +212,16 @@ CASES: dict[str, Case] = {
     "save_only_model": _always(True, STEPS),
     "save_on_each_node": _shown(True, f"{_HERE}which_processes_log_and_save_on_the_second_node"),
     "checkpoint_format": _alone("dcp", "distributed/test_dcp.py::test_torch_reads_ours"),
-    "save_on_interrupt": _alone(False, "reliability/test_interruption.py::test_signal"),
-    "enable_jit_checkpoint": _shown(True, "reliability/test_interruption.py::test_jit_checkpoint", STEPS),
+    "save_on_interrupt": _alone(False, "reliability/test_interruption.py::test_signal_saves_and_exits_with_its_status"),
+    "enable_jit_checkpoint": _shown(True, "reliability/test_interruption.py::test_jit_checkpoint_saves_once", STEPS),
     "load_best_model_at_end": _always(True, {**BEST, "greater_is_better": True}),
-    "restore_callback_states_from_checkpoint": _shown(
-        True, f"{_RESUME}patience_of_early_stopping_is_restored_if_asked"
-    ),
+    "restore_callback_states_from_checkpoint": _shown(True, f"{_RESUME}callback_states_are_restored_if_asked"),
     "push_to_hub": _alone(True, f"{_HUB}each_hub_strategy_pushes_the_same_commits"),
     "hub_model_id": _alone("org/name", f"{_HUB}each_hub_strategy_pushes_the_same_commits"),
     "hub_strategy": _alone("end", f"{_HUB}each_hub_strategy_pushes_the_same_commits"),
-    "hub_token": _alone("hf_token", f"{_HUB_FAULTS}refused_at_the_start"),
+    "hub_token": _alone("hf_token", f"{_HUB_FAULTS}wrong_token_or_repository_is_refused_at_the_start"),
     "hub_private_repo": _alone(True, f"{_HUB}each_hub_setting_pushes_the_same_commits"),
-    "hub_always_push": _alone(True, f"{_HUB_FAULTS}a_hub_that_fails_for_a_while"),
+    "hub_always_push": _alone(True, f"{_HUB_FAULTS}failed_uploads_are_retried"),
     "hub_revision": _alone("dev", f"{_HUB}each_hub_setting_pushes_the_same_commits"),
     # Processes.
     "ddp_backend": _shown("gloo", _PLAN),

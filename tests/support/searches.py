@@ -91,10 +91,10 @@ class SearchBackend:
         assert trainer.hp_search_backend is None and trainer.args.learning_rate == 0.5
 
     @pytest.mark.parametrize("case", REFUSED)
-    def test_refused(self, tmp_path, case):
+    def test_wrong_search_arguments_are_refused(self, tmp_path, case):
         self.assert_refused(tmp_path, *REFUSED[case])
 
-    def test_failed_trials_are_no_candidates(self, tmp_path, caplog):
+    def test_failed_trials_cannot_be_the_best(self, tmp_path, caplog):
         """The best objective is of a trial that failed afterwards, and the next is NaN."""
         trainer = make_trainer(tmp_path / "out", {"callbacks": [Failing]})
         arguments, rates = trainer.args.to_dict(), self.grid(learning_rate=[0.5, 1e3, 1e-3])
@@ -108,7 +108,7 @@ class SearchBackend:
         """What is said of the trials that failed."""
         raise NotImplementedError
 
-    def test_no_trial_is_completed(self, tmp_path):
+    def test_search_without_a_completed_trial_fails(self, tmp_path):
         trainer = make_trainer(tmp_path / "out")
         words = r"No trial was completed \(2 \w+\).*\n- compute_objective returned nan"
         with pytest.raises(SearchFailed, match=words):
@@ -120,11 +120,11 @@ class OneProcessBackend(SearchBackend):
 
     several: str
 
-    def test_several_objectives(self, tmp_path):
+    def test_several_objectives_are_refused(self, tmp_path):
         words = "one objective; use backend='optuna'"
         self.assert_refused(tmp_path, {"direction": ["minimize", "maximize"]}, UnsupportedArgument, words)
 
-    def test_several_processes(self, tmp_path, monkeypatch):
+    def test_several_processes_are_refused(self, tmp_path, monkeypatch):
         trainer = make_trainer(tmp_path)
         monkeypatch.setattr(type(trainer.args), "world_size", 2)
         with pytest.raises(UnsupportedArgument, match=self.several):

@@ -44,7 +44,7 @@ def check_hang(folder, kind, group, number):
     assert "hftrainer_ranks_late 1.0" in ask(number, "metrics")[1]
 
 
-def test_ranks_that_hang(tmp_path):
+def test_hung_rank_is_reported_with_its_stack(tmp_path):
     """All at once, since they wait more than they compute."""
     groups = {kind: start(tmp_path, kind) for kind in HANGS}
     try:
@@ -56,7 +56,7 @@ def test_ranks_that_hang(tmp_path):
                 job.kill()
 
 
-def test_ranks_that_are_slow(tmp_path):
+def test_slow_ranks_are_not_reported_as_hung(tmp_path):
     """A rank that waits for one that saves or begins an epoch does not hang, nor does that one."""
     group, number = start(tmp_path, "slow")
     longest = {}
@@ -74,7 +74,7 @@ def test_ranks_that_are_slow(tmp_path):
     assert min(longest[0, "training"], longest[1, "training"], longest[0, "saving"]) > 15, longest
 
 
-def test_a_port_that_is_taken(tmp_path):
+def test_port_in_use_ends_all_ranks(tmp_path):
     """All ranks end, though only rank 0 would listen there."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

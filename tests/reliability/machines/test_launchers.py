@@ -20,13 +20,13 @@ def check(found, expected):
         assert one["environment"] == "LaunchedEnvironment"
 
 
-def test_torchrun(expected):
+def test_torchrun_ranks_train_and_take_turns(expected):
     check(expected, expected)
     assert [one["order"] for one in expected] == [[[], []], [["first-True-0"], ["first-False-0"]]]
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_launchers(name, expected, tmp_path):
+def test_launcher_trains_the_weights_of_torchrun(name, expected, tmp_path):
     if name == "accelerate":
         pytest.importorskip("accelerate")
     found = launch(tmp_path, LAUNCHERS[name]())
@@ -35,7 +35,7 @@ def test_launchers(name, expected, tmp_path):
     assert not any(one["compiled"] for one in found)
 
 
-def test_accelerate_compiles_and_rounds(expected, tmp_path):
+def test_accelerate_config_sets_compilation_and_bf16(expected, tmp_path):
     """The YAML of `accelerate config`: dynamo and mixed precision."""
     pytest.importorskip("accelerate")
     path = tmp_path / "accelerate.yaml"
@@ -49,7 +49,7 @@ def test_accelerate_compiles_and_rounds(expected, tmp_path):
     assert found[0]["weights"] == found[1]["weights"] != expected[0]["weights"]
 
 
-def test_accelerate_shards(tmp_path):
+def test_accelerate_config_shards_as_arguments_do(tmp_path):
     """By the documentation's file, and by arguments with `hftrainer run`: the same weights."""
     pytest.importorskip("accelerate")
     path = tmp_path / "accelerate.yaml"
@@ -80,7 +80,7 @@ def mpirun(rank):
 
 
 @pytest.mark.parametrize("variables", [deepspeed, srun, mpirun], ids=lambda variables: variables.__name__)
-def test_variables_of_launchers_that_are_not_here(variables, expected, tmp_path, processes):
+def test_variables_of_other_launchers_are_understood(variables, expected, tmp_path, processes):
     """Two processes started by hand, with what the launcher gives to each."""
     shared, jobs = free_port(), []
     for rank in (0, 1):
@@ -97,7 +97,7 @@ def test_variables_of_launchers_that_are_not_here(variables, expected, tmp_path,
 
 
 @pytest.mark.parametrize("before", [[], ["-m", "hftrainer", "run"]], ids=["python", "hftrainer run"])
-def test_a_script_that_starts_itself_again(before, expected, tmp_path):
+def test_script_with_two_devices_starts_its_second_process(before, expected, tmp_path):
     found = launch(tmp_path, before, DEVICES)
     check(found, expected)
     assert found[0]["arguments"] == found[1]["arguments"]

@@ -51,7 +51,7 @@ class Node:
             )
 
     def lose(self):
-        for pid in family(self.process.pid):  # workers are in sessions of their own
+        for pid in descendants(self.process.pid):  # workers are in sessions of their own
             os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
@@ -59,9 +59,9 @@ class Node:
         assert self.process.wait(timeout=120) == 0, self.output.read_text()[-3000:]
 
 
-def family(pid):
+def descendants(pid):
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(each for child in children for each in family(int(child)))]
+    return [pid, *(each for child in children for each in descendants(int(child)))]
 
 
 def wait_for(path, pattern):
@@ -78,7 +78,7 @@ def job(folder, **settings):
     return [str(JOB), str(folder), json.dumps(settings)]
 
 
-def test_two_nodes(tmp_path):
+def test_two_nodes_train_the_weights_of_one_node(tmp_path):
     settings = ["--max_steps=3", "--learning_rate=0.1", "--use_cpu=True", "--save_strategy=no", "--report_to=none"]
     folders = {"2": tmp_path / "two nodes", "1": tmp_path / "one node"}
     for folder in folders.values():
@@ -94,7 +94,7 @@ def test_two_nodes(tmp_path):
     assert [process["weights"] for process in found] == [process["weights"] for process in expected]
 
 
-def test_nodes_with_disks_of_their_own(tmp_path):
+def test_nodes_with_separate_disks_resume_from_their_own_checkpoints(tmp_path):
     """Each writes its checkpoints, and goes on from them; one that has lost them is named."""
     JobGroup(tmp_path / "undisturbed", max_steps=20).end()
     settings = {"save_on_each_node": True, "max_steps": 20}
@@ -138,7 +138,7 @@ def lose_and_return(tmp_path, settings):
     return folder, lost, back
 
 
-def test_a_node_that_comes_back(tmp_path):
+def test_training_continues_when_a_node_is_lost_and_returns(tmp_path):
     """It is lost: the other goes on alone from the last checkpoint. It is back: both go on from where the one was."""
     settings = {"max_steps": 60, "save_total_limit": None}
     folder, lost, back = lose_and_return(tmp_path, settings)
@@ -151,7 +151,7 @@ def test_a_node_that_comes_back(tmp_path):
     assert_same(final_weights(folder), final_weights(expected))
 
 
-def test_a_run_that_is_the_same_on_any_number_of_nodes(tmp_path):
+def test_elastic_run_ends_the_same_when_a_node_is_lost_and_returns(tmp_path):
     """With `elastic`, it ends as if both had been there all the time."""
     settings = {"max_steps": 60, "elastic": True, "exact": True, "gradient_accumulation_steps": 2}
     folder, *_ = lose_and_return(tmp_path, settings)
@@ -181,7 +181,7 @@ ELASTIC = {"elastic": True, "exact": True}
 
 
 @pytest.mark.parametrize(("tasks", "more"), [((2, 2), {}), ((2, 1), ELASTIC)], ids=["the same", "fewer tasks"])
-def test_a_job_that_slurm_requeues(slurm, tasks, more):
+def test_requeued_slurm_job_ends_as_the_undisturbed_run(slurm, tasks, more):
     """The guide's batch script, from the first start to the end: a signal, a requeued job, the undisturbed weights."""
     script = re.search(r"```text\n(#!/bin/bash.*?)```", SLURM_GUIDE.read_text(), re.DOTALL)[1]
     call = re.search(r"python train\.py .*", script)[0]

@@ -29,7 +29,7 @@ def finish(folder, **settings):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signal_to_one_process(tmp_path, undisturbed, number):
+def test_signal_to_one_rank_saves_and_ends_both_at_one_step(tmp_path, undisturbed, number):
     """Both save after the same step and leave as the signal says, though a launcher sends another after it."""
     pair = JobGroup(tmp_path / "out", pause=0.02)
     pair.jobs[1].wait_for("step 10")
@@ -45,7 +45,7 @@ def test_signal_to_one_process(tmp_path, undisturbed, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_other_ends_within_the_timeout_and_says_why(tmp_path, undisturbed, number):
+def test_rank_that_waits_for_a_lost_one_ends_and_says_why(tmp_path, undisturbed, number):
     """One that is killed, and one that hangs."""
     pair = JobGroup(tmp_path / "out", pause=0.02, ddp_timeout=5)
     pair.jobs[1].wait_for("step 16")
@@ -59,7 +59,7 @@ def test_the_other_ends_within_the_timeout_and_says_why(tmp_path, undisturbed, n
 
 
 @pytest.mark.parametrize("settings", [{}, {"fsdp": True}], ids=["replicas", "sharded"])
-def test_saved_in_the_background(tmp_path, settings):
+def test_run_killed_while_it_saves_in_the_background_resumes_exactly(tmp_path, settings):
     finish(tmp_path / "plain", **settings)
     pair = JobGroup(tmp_path / "out", **settings, **BACKGROUND)
     pair.jobs[0].wait_for("step 16")
@@ -69,7 +69,7 @@ def test_saved_in_the_background(tmp_path, settings):
     assert_same(final_weights(tmp_path / "out"), final_weights(tmp_path / "plain"))
 
 
-def test_a_killed_run_goes_on_under_torchrun(tmp_path, undisturbed):
+def test_killed_run_resumes_under_torchrun(tmp_path, undisturbed):
     pair = JobGroup(tmp_path / "out", pause=0.02)
     pair.jobs[0].wait_for("step 16")
     pair.jobs[0].kill()
@@ -97,7 +97,7 @@ for _ in range(200):
 """
 
 
-def test_a_script_that_ends_while_the_group_is_busy(tmp_path, monkeypatch):
+def test_script_may_end_while_collectives_are_running(tmp_path, monkeypatch):
     """A thread of gloo that frees a tensor when Python is gone aborts the process."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(ENDS_BUSY)
