@@ -42,37 +42,37 @@ EACH = {
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_in_both(found, name):
+def test_accelerator_names_give_both_ranks_the_same(found, name):
     assert [of_rank[name] for of_rank in found] == [BOTH[name]] * 2
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_in_each(found, name):
+def test_accelerator_names_give_each_rank_its_part(found, name):
     assert tuple(of_rank[name] for of_rank in found) == EACH[name]
 
 
-def test_reduce(found):
+def test_reduce_over_both_ranks(found):
     for of_rank, own in zip(found, ([1, 5], [2, 4]), strict=True):
         assert of_rank["reduce"] == {"sum": [3, 9], "mean": [1.5, 4.5], "max": [2, 5], "none": own}
 
 
-def test_names_that_are_elsewhere_say_where(found):
+def test_missing_names_say_what_to_use_instead(found):
     assert "train(resume_from_checkpoint=...)" in found[0]["elsewhere"]
     assert "check is_main_process" in found[0]["decorator"]
 
 
-def test_no_sync_in_a_training_step(found):
+def test_no_sync_keeps_gradients_apart_until_the_next_backward(found):
     first, second = (of_rank["no_sync"] for of_rank in found)
     assert not torch.equal(first["own"], second["own"])
     assert torch.equal(first["exchanged"], second["exchanged"])
     torch.testing.assert_close(first["exchanged"], first["own"] + second["own"])  # twice their mean
 
 
-def test_processes_that_disagree(found):
+def test_arguments_that_differ_between_ranks_are_refused(found):
     for of_rank in found:
         assert "learning_rate is 0.001 in rank 0; 0.002 in rank 1." in of_rank["disagree"]
         assert "seed is 7 in rank 0; 8 in rank 1." in of_rank["disagree"]
 
 
-def test_arguments_that_may_differ_are_there():
+def test_arguments_that_may_differ_exist():
     assert Seq2SeqTrainingArguments.__dataclass_fields__.keys() >= PER_RANK

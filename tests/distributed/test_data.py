@@ -21,7 +21,7 @@ def found(processes, folder):
 
 
 @pytest.fixture(scope="module")
-def gone_on(processes, found, folder):
+def resumptions(processes, found, folder):
     """By rank, the resumed runs by case, the run with shards of different length, and what was logged."""
     return processes.run_ranks(cases_data.go_on, 2, folder)
 
@@ -33,7 +33,7 @@ def assert_same_batches(ours, theirs):
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("case", CASES)
-def test_same_as_transformers(found, case, rank):
+def test_batches_and_training_are_those_of_transformers(found, case, rank):
     (ours, *tensors), (theirs, *expected) = (found[name][rank][case] for name in ("hftrainer", "transformers"))
     for pair in zip(tensors, expected, strict=True):
         assert_same_batches(*pair)
@@ -42,9 +42,9 @@ def test_same_as_transformers(found, case, rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("case", RESUMED)
-def test_resumed_run_reads_on(found, gone_on, case, rank):
+def test_resumed_run_reads_the_remaining_batches(found, resumptions, case, rank):
     undisturbed, expected, all_seen, _ = found["hftrainer"][rank][case]
-    resumed, random, seen, _ = gone_on[rank][0][case]
+    resumed, random, seen, _ = resumptions[rank][0][case]
     assert 0 < len(seen) < len(all_seen)
     assert_same_batches(seen, all_seen[-len(seen) :])
     assert_same_weights(resumed.weights, undisturbed.weights)
@@ -52,19 +52,19 @@ def test_resumed_run_reads_on(found, gone_on, case, rank):
     assert torch.equal(random, expected)
 
 
-def test_shards_of_different_length(gone_on):
+def test_epoch_ends_with_the_shortest_shard(resumptions):
     """The epoch ends for all with the shortest, of 3 batches; a process that leaves samples out says so."""
-    for _, different, _ in gone_on:
+    for _, different, _ in resumptions:
         assert [line["epoch"] for line in different.logs][2:4] == [0.6, 1.2]
-    warned = ["The epoch ends with the shortest shard of the stream" in " ".join(of_rank[2]) for of_rank in gone_on]
+    warned = ["The epoch ends with the shortest shard of the stream" in " ".join(of_rank[2]) for of_rank in resumptions]
     assert any(warned)
 
 
-def test_a_stream_that_goes_on_from_its_state_says_what_it_cannot_know(gone_on):
-    assert "if the last round of this epoch is incomplete" in " ".join(gone_on[0][2])
+def test_resumed_stateful_stream_warns_of_an_incomplete_last_round(resumptions):
+    assert "if the last round of this epoch is incomplete" in " ".join(resumptions[0][2])
 
 
-def test_refusals(processes, tmp_path):
+def test_wrong_data_is_refused_in_all_ranks(processes, tmp_path):
     """All processes raise, also what only the main one can see."""
     for sentences in processes.run_ranks(cases_data.refuse, 2, tmp_path):
         for sentence, (*_, expected) in zip(sentences, REFUSED, strict=True):

@@ -16,7 +16,7 @@ DATA = rows(STEPS * STEP, [BAD[0] * STEP, BAD[1] * STEP + SIZE])
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dies", [False, True])
-def test_bad_samples_of_one_rank(processes, tmp_path, strategy, dies):
+def test_bad_samples_of_one_rank_are_skipped_by_all(processes, tmp_path, strategy, dies):
     good = processes.run_ranks(train, 2, tmp_path / "good", rows_without(BAD, STEP), SETTINGS, strategy)
     if dies:
         with pytest.raises(RanksFailed):
@@ -33,6 +33,6 @@ def test_bad_samples_of_one_rank(processes, tmp_path, strategy, dies):
     assert [first["step"], second["step"]] == [5, 21]
 
 
-def test_sharded_without_a_checkpoint(processes, tmp_path):
+def test_rollback_of_shards_without_a_checkpoint_fails(processes, tmp_path):
     with pytest.raises(RanksFailed, match="save earlier"):
         processes.run_ranks(train, 2, tmp_path, DATA, {**SETTINGS, "save_steps": 50}, "fsdp")

@@ -20,7 +20,7 @@ def found(processes):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("case", [*CASES, *OTHERS])
-def test_same_as_one_process(found, alone, case, rank):
+def test_metrics_and_predictions_are_those_of_one_process(found, alone, case, rank):
     for size, result in alone[case].items():
         ours, expected = leaves(found[rank][case][size]), leaves(result)
         assert list(ours) == list(expected)
@@ -30,7 +30,7 @@ def test_same_as_one_process(found, alone, case, rank):
             assert np.array_equal(left, right, equal_nan=left.dtype.kind == "f"), (size, path)
 
 
-def test_every_sample_once(found):
+def test_every_sample_is_evaluated_once(found):
     for size, result in found[0]["plain"].items():
         assert result["predictions"].shape == (size, 3)
         assert len(result["metrics"]["eval_losses"]) == size
@@ -42,12 +42,12 @@ def test_generated_lengths_differ(found):
     assert len({int((row != -100).sum()) for row in tokens}) > 1
 
 
-def test_gather_object(found):
+def test_every_object_is_gathered(found):
     objects = found[0]["predict_objects"]
     assert [len(items) for items in objects.values()] == list(SOME)
     assert objects[4][0].keys() == {"best", "scores"}
 
 
-def test_lists_of_samples_are_not_mixed_up(processes):
+def test_lists_that_need_gather_object_are_refused(processes):
     for error in processes.run_ranks(cases_evaluation.predict_boxes, 2):
         assert "set eval_use_gather_object=True" in error

@@ -34,7 +34,7 @@ def assert_close(ours, expected):
 
 
 @pytest.mark.parametrize(("count", "name"), SHARED)
-def test_as_one_process(found, count, name):
+def test_layout_trains_as_one_process(found, count, name):
     alone = found[1][0]["one"]
     assert_close(found[count][0][name], alone)
     for of_rank in found[count]:
@@ -51,5 +51,5 @@ def test_resumed_run_ends_the_same(found, count, name):
     assert_same_weights(resumed["weights"], whole["weights"])
 
 
-def test_goes_on_from_one_process(found):
+def test_tensor_parallel_run_resumes_from_one_process(found):
     assert_close(found[2][0]["tp, from one"], found[1][0]["one"])

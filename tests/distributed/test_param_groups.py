@@ -64,7 +64,7 @@ def found(processes, tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_way_trains_alike(found, way):
+def test_each_strategy_keeps_the_groups_of_ddp(found, way):
     (weights, groups), (expected, named) = found[way, "undisturbed"], found["ddp", "undisturbed"]
     assert groups == named
     for name, value in weights.items():
@@ -73,14 +73,14 @@ def test_each_way_trains_alike(found, way):
 
 @pytest.mark.parametrize("run", ["resumed", "regrouped", "grouped"])
 @pytest.mark.parametrize("way", WAYS)
-def test_resumed_runs_end_the_same(found, way, run):
+def test_runs_with_equal_settings_resume_exactly(found, way, run):
     (weights, _), (expected, _) = found[way, run], found[way, RUNS[run][1]]
     for name, value in weights.items():  # 0.02 apart without the moments
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_states_by_name_do_not_resume_without_groups(found, way):
+def test_states_stored_by_name_do_not_resume_without_groups(found, way):
     if way == "ddp":
         assert [name for name, _ in found[way, "ungrouped"][1]] == [None, None]
     else:

@@ -10,7 +10,7 @@ def found(processes, tmp_path_factory):
     return processes.run_ranks(find_all, 2, tmp_path_factory.mktemp("search"))
 
 
-def test_both_train_the_same_trials(found):
+def test_both_ranks_train_the_same_trials(found):
     main, other = found
     assert main["best"] == other["best"] and main["params"] == other["params"]
     assert main["weights"] == other["weights"] and len(main["weights"]) == 7
@@ -18,31 +18,31 @@ def test_both_train_the_same_trials(found):
     assert complete <= set(main["folders"])
 
 
-def test_what_the_model_asks_for_is_the_same(found):
+def test_values_suggested_in_model_init_are_the_same(found):
     params = found[0]["all params"]
     assert all(sorted(each) == ["dropout", "learning_rate", "seed"] for each in params)
     assert len({each["dropout"] for each in params}) == 7
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_values_are_those_of_the_study(found, rank):
+def test_each_rank_gets_the_exact_values_of_the_study(found, rank):
     """To the last bit, and above 2**31. `optuna_integration.TorchDistributedTrial` sends 32 bits."""
     params = [{name: each[name] for name in ("learning_rate", "seed")} for each in found[0]["all params"]]
     assert found[rank]["chosen"] == params
 
 
-def test_pruned_in_both(found):
+def test_pruned_trials_end_in_both_ranks(found):
     """Where one process alone ended a trial, the other would wait for it."""
     assert {"COMPLETE", "PRUNED"} == set(found[0]["states"])
 
 
-def test_failed_trials(found):
+def test_trial_after_a_failed_one_is_the_best_in_both_ranks(found):
     assert found[0]["after a nan"] == found[1]["after a nan"]
     assert found[0]["after a nan"].run_id == "1"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_errors_reach_both(found, rank):
+def test_errors_of_the_search_reach_both_ranks(found, rank):
     misspelled, failed, caught, wrong_range, exists = found[rank]["refused"]
     assert "did you mean 'learning_rate'" in misspelled
     assert "No trial was completed (1 fail)" in failed

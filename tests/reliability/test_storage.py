@@ -19,7 +19,7 @@ from tests.support.faults import Disk
 from tests.support.jobs import names_in
 
 
-def test_a_run_that_does_not_resume_names_the_checkpoints_there(tmp_path, caplog):
+def test_run_that_does_not_resume_names_existing_checkpoints(tmp_path, caplog):
     make_trainer(tmp_path).train()
     assert "already has checkpoints" not in caplog.text
     make_trainer(tmp_path).train(resume_from_checkpoint=True)
@@ -30,7 +30,7 @@ def test_a_run_that_does_not_resume_names_the_checkpoints_there(tmp_path, caplog
     assert f"{tmp_path} already has checkpoints, up to checkpoint-9" in caplog.text
 
 
-def test_rotation_keeps_what_was_just_written(tmp_path):
+def test_rotation_keeps_the_checkpoint_just_written(tmp_path):
     make_trainer(tmp_path).train()
     later = (tmp_path / "checkpoint-9").stat().st_mtime + 60
     os.utime(tmp_path / "checkpoint-3", (later, later))  # somebody wrote into the older one
@@ -38,7 +38,7 @@ def test_rotation_keeps_what_was_just_written(tmp_path):
     assert "checkpoint-9" in names_in(tmp_path)
 
 
-def test_rotation_spares_the_last_whole_one(tmp_path):
+def test_rotation_keeps_the_last_whole_checkpoint(tmp_path):
     """Two newer ones were damaged by something else; the last whole one stays until there is another."""
     make_trainer(tmp_path).train()
     for step in (6, 9):
@@ -55,7 +55,7 @@ def test_rotation_spares_the_last_whole_one(tmp_path):
     assert names_in(tmp_path) == ["checkpoint-9"]
 
 
-def test_rotation_deletes_nothing_of_others(tmp_path):
+def test_rotation_deletes_only_checkpoints_of_the_run(tmp_path):
     for name in ("checkpoint-1", "tmp-checkpoint", "checkpoint-best"):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-1" / "notes.txt").write_text("mine")
@@ -63,14 +63,14 @@ def test_rotation_deletes_nothing_of_others(tmp_path):
     assert names_in(tmp_path) == ["checkpoint-1", "checkpoint-9", "checkpoint-best", "tmp-checkpoint"]
 
 
-def test_a_best_model_without_its_optimizer(tmp_path):
+def test_best_model_without_its_optimizer_is_loaded(tmp_path):
     """Callbacks that delete what they do not need keep the weights."""
     thrifty = OnSave(lambda folder: os.remove(folder / "optimizer.pt"))
     trainer = train_to_end(make_trainer(tmp_path, callbacks=[thrifty], learning_rate=0.5, **BEST))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric)
 
 
-def test_links_and_foreign_manifests(tmp_path):
+def test_linked_checkpoints_and_other_manifests_are_left_intact(tmp_path):
     class Own(Trainer):
         def _save(self, output_dir=None, state_dict=None):
             super()._save(output_dir, state_dict)
@@ -86,7 +86,7 @@ def test_links_and_foreign_manifests(tmp_path):
     assert (tmp_path / "elsewhere" / "trainer_state.json").is_file()
 
 
-def test_the_folder_beside_the_one_of_save_is_that_of_the_run(tmp_path):
+def test_parent_of_the_folder_in_save_is_the_output_folder(tmp_path):
     """As ms-swift, which copies a file of the run into each checkpoint, and reads the step from its name."""
     seen = []
 
@@ -103,7 +103,7 @@ def test_the_folder_beside_the_one_of_save_is_that_of_the_run(tmp_path):
     assert names_in(tmp_path) == ["args.json", "checkpoint-3", "checkpoint-6", "checkpoint-9"]
 
 
-def test_another_run_in_the_same_folder_keeps_its_own(tmp_path, monkeypatch):
+def test_staging_folder_of_a_living_process_is_kept(tmp_path, monkeypatch):
     """A run that begins and writes the same step leaves alone what a living process stages."""
     with monkeypatch.context() as other:
         other.setattr(os, "getpid", os.getppid)
@@ -115,7 +115,7 @@ def test_another_run_in_the_same_folder_keeps_its_own(tmp_path, monkeypatch):
     assert names_in(tmp_path) == [theirs.name, "checkpoint-3"]
 
 
-def test_what_another_machine_left(tmp_path):
+def test_staging_folder_of_another_machine_is_removed_after_a_day(tmp_path):
     """Whether its process still runs cannot be known, so that it is removed when nobody has written there for a day."""
     folder = tmp_path / "_tmp_node~7.lan.12.3456_checkpoint-3"
     folder.mkdir()
@@ -136,7 +136,7 @@ def no_renaming(monkeypatch):
 
 @pytest.mark.parametrize("renames", [True, False])
 @pytest.mark.parametrize("moment", range(4))
-def test_interrupted_while_one_is_replaced(tmp_path, monkeypatch, request, renames, moment):
+def test_interrupted_replacement_leaves_one_whole_checkpoint(tmp_path, monkeypatch, request, renames, moment):
     """A second Ctrl-C between two renamings leaves one of the two checkpoints of the step in its place."""
     make_trainer(tmp_path, max_steps=3).train()
     if not renames:
@@ -160,7 +160,7 @@ def test_interrupted_while_one_is_replaced(tmp_path, monkeypatch, request, renam
     assert names_in(tmp_path) == ["checkpoint-3"]
 
 
-def test_a_half_copied_one_does_not_hide_the_whole(tmp_path, monkeypatch):
+def test_half_copied_checkpoint_is_replaced_by_the_staged_one(tmp_path, monkeypatch):
     """Where folders cannot be renamed, a process may die with half of the target there."""
     make_trainer(tmp_path, max_steps=3).train()
     monkeypatch.setattr(folder_module, "has_writer_ended", lambda *_: True)
@@ -170,7 +170,7 @@ def test_a_half_copied_one_does_not_hide_the_whole(tmp_path, monkeypatch):
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
 
 
-def test_without_renaming_folders(tmp_path, monkeypatch, no_renaming, caplog):
+def test_files_are_copied_where_folders_cannot_be_renamed(tmp_path, monkeypatch, no_renaming, caplog):
     """Files are copied, `trainer_state.json` last."""
     copy = mock.Mock(side_effect=shutil.copyfile)
     monkeypatch.setattr(shutil, "copyfile", copy)
@@ -183,7 +183,7 @@ def test_without_renaming_folders(tmp_path, monkeypatch, no_renaming, caplog):
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file or directory", "/vocab"), ConnectionError("hub")])
-def test_errors_of_the_users_own_are_not_the_storages(tmp_path, error):
+def test_errors_of_an_override_are_not_taken_for_storage_errors(tmp_path, error):
     class Own(Trainer):
         def _save(self, output_dir=None, state_dict=None):
             raise error
@@ -221,7 +221,7 @@ class Fills(TrainerCallback):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_full_disk(caplog, background, make_disk):
+def test_full_disk_skips_a_checkpoint_and_training_continues(caplog, background, make_disk):
     disk = make_disk("200k")
     fills = Fills(disk, 3, 8)
     fills.trainer = make_trainer(disk.folder, callbacks=[fills], lightning_config={"async_checkpoint": background})
@@ -232,7 +232,7 @@ def test_full_disk(caplog, background, make_disk):
     assert get_last_checkpoint(str(disk.folder)) == str(disk.folder / "checkpoint-9")
 
 
-def test_full_disk_at_the_end_of_a_run_that_keeps_one_checkpoint(make_disk):
+def test_full_disk_at_the_end_keeps_the_best_and_the_newest(make_disk):
     """The best stays alone when a run ends, but not when the end could not be saved: the newest is worth more."""
     disk = make_disk("500k")
     settings = {**BEST, "greater_is_better": True, "save_total_limit": 1, "learning_rate": 5e-5}
@@ -257,7 +257,7 @@ def limit_files():
 
 
 @pytest.mark.parametrize("kind", ["no folder", "limit"])
-def test_other_failures_of_the_storage(tmp_path, caplog, kind, limit_files):
+def test_lost_folder_or_quota_skips_a_checkpoint(tmp_path, caplog, kind, limit_files):
     """A folder that is no folder any more, and a file that may not grow, as under a quota."""
     folder, away = tmp_path / "out", tmp_path / "away"
 

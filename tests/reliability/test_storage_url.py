@@ -68,7 +68,7 @@ def on_machine(folder, url=FAULTY, **settings):
 
 
 @pytest.mark.parametrize("settings", [{}, BACKGROUND], ids=["at once", "in the background"])
-def test_another_machine_goes_on(url, tmp_path, undisturbed, settings):
+def test_another_machine_resumes_a_run(url, tmp_path, undisturbed, settings):
     first = on_machine(tmp_path / "a", url, max_steps=6, save_total_limit=2, **settings)
     first.train(resume_from_checkpoint="auto")
     assert whole_checkpoints(url) == ["checkpoint-3", "checkpoint-6"]
@@ -87,7 +87,7 @@ def test_another_machine_goes_on(url, tmp_path, undisturbed, settings):
     assert {"model.safetensors", "trainer_state.json", "train_results.json", "README.md"} <= {*files_at(url)}
 
 
-def test_a_url_as_output_dir(tmp_path, monkeypatch, undisturbed):
+def test_output_dir_may_be_a_url(tmp_path, monkeypatch, undisturbed):
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
     args = TrainingArguments("s3://bucket/run/", report_to="none")
     assert (args.storage_url, args.output_dir) == ("s3://bucket/run", str(tmp_path / "home/hftrainer/s3/bucket/run"))
@@ -103,7 +103,7 @@ def test_a_url_as_output_dir(tmp_path, monkeypatch, undisturbed):
 
 
 @pytest.mark.parametrize("of_time", [1, 2, 5, 8, 9, 10, 14, 20, 26])
-def test_a_network_that_fails_once(tmp_path, of_time, undisturbed):
+def test_each_request_is_repeated_when_it_fails_once(tmp_path, of_time, undisturbed):
     """At each request: it is repeated, and nothing is missing."""
 
     def fail(request, path):
@@ -116,7 +116,7 @@ def test_a_network_that_fails_once(tmp_path, of_time, undisturbed):
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "hftrainer_manifest.json"])
-def test_a_network_that_goes_down(tmp_path, caplog, file, undisturbed):
+def test_network_lost_during_an_upload_leaves_the_earlier_checkpoint(tmp_path, caplog, file, undisturbed):
     """In the middle of a checkpoint: training goes on, the earlier one is whole, and this machine uploads the rest."""
 
     def fail(request, path):
@@ -136,7 +136,7 @@ def test_a_network_that_goes_down(tmp_path, caplog, file, undisturbed):
     assert whole_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-9"]
 
 
-def test_a_network_that_comes_back(tmp_path):
+def test_missed_uploads_are_made_with_the_next_checkpoint(tmp_path):
     """What was missing and is still here is uploaded with the next checkpoint."""
 
     def fail(request, path):
@@ -149,7 +149,7 @@ def test_a_network_that_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
-def test_a_storage_that_refuses(tmp_path, caplog, number):
+def test_refused_upload_is_reported_and_not_repeated(tmp_path, caplog, number):
     def refuse(request, path):
         if request == "put":
             raise OSError(number, os.strerror(number), path)
@@ -162,7 +162,7 @@ def test_a_storage_that_refuses(tmp_path, caplog, number):
         train_to_end(on_machine(tmp_path / "b", lightning_config={"on_save_error": "stop"}))
 
 
-def test_a_storage_that_cannot_be_written_stops_the_run_at_once(tmp_path, monkeypatch, caplog):
+def test_storage_that_cannot_be_written_ends_the_run_at_once(tmp_path, monkeypatch, caplog):
     secret = "abcdefghijkl"
     monkeypatch.setenv("SOME_SECRET", secret)
 
@@ -178,7 +178,7 @@ def test_a_storage_that_cannot_be_written_stops_the_run_at_once(tmp_path, monkey
     assert raised.value.__suppress_context__
 
 
-def test_what_a_listing_does_not_show(tmp_path, undisturbed):
+def test_incomplete_listing_hides_checkpoints_but_not_their_files(tmp_path, undisturbed):
     """A checkpoint that a listing leaves out is not found; files that it leaves out are there all the same."""
     train_to_end(on_machine(tmp_path / "a"))
     FaultyStorage.hidden = ("checkpoint-9",)
@@ -191,7 +191,7 @@ def test_what_a_listing_does_not_show(tmp_path, undisturbed):
 
 
 @pytest.mark.parametrize("harm", ["gone", "other bytes", "half a manifest"])
-def test_a_damaged_checkpoint_is_skipped(tmp_path, caplog, harm, undisturbed):
+def test_damaged_checkpoint_at_the_url_is_skipped(tmp_path, caplog, harm, undisturbed):
     train_to_end(on_machine(tmp_path / "a"))
     system = fsspec.filesystem("faulty")
     file = "/bucket/run/checkpoint-9/" + ("hftrainer_manifest.json" if harm == "half a manifest" else "optimizer.pt")
@@ -205,7 +205,7 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path, caplog, harm, undisturbed):
     assert whole_checkpoints(FAULTY)[-1] == "checkpoint-9"  # written again
 
 
-def test_local_space_is_bounded(tmp_path):
+def test_keep_local_bounds_local_checkpoints(tmp_path):
     """While uploads are slower than saves, training waits; then the older ones go."""
     free, most = threading.Event(), []
 
@@ -220,7 +220,7 @@ def test_local_space_is_bounded(tmp_path):
     assert whole_checkpoints(FAULTY) == [f"checkpoint-{step}" for step in range(1, 10)]
 
 
-def test_the_best_is_kept_and_fetched(tmp_path):
+def test_best_checkpoint_is_kept_at_the_url_and_fetched(tmp_path):
     settings = {**BEST, "learning_rate": 0.5, "save_total_limit": 1}
     whole = train_to_end(on_machine(tmp_path / "a", "memory://best", **settings))
     best = whole.state.best_model_checkpoint
@@ -233,7 +233,7 @@ def test_the_best_is_kept_and_fetched(tmp_path):
     assert_same_end(second, whole)
 
 
-def test_one_run_in_trackers(tmp_path):
+def test_tracker_run_continues_on_another_machine(tmp_path):
     """On another machine it goes on in the same folder of TensorBoard, which was fetched."""
     train_to_end(on_machine(tmp_path / "a", max_steps=6, report_to="tensorboard"))
     train_to_end(on_machine(tmp_path / "b", report_to="tensorboard"), "auto")
@@ -243,7 +243,7 @@ def test_one_run_in_trackers(tmp_path):
     assert [step for step, _ in losses] == [3, 6, 9]
 
 
-def test_what_somebody_has_deleted_is_not_resumed(tmp_path, caplog):
+def test_checkpoint_deleted_at_the_url_is_not_resumed(tmp_path, caplog):
     train_to_end(on_machine(tmp_path / "a"))
     fsspec.filesystem("faulty").rm("/bucket/run", recursive=True)
     trainer = on_machine(tmp_path / "a", max_steps=2)
@@ -257,14 +257,14 @@ def test_what_somebody_has_deleted_is_not_resumed(tmp_path, caplog):
     assert whole_checkpoints("faulty://bucket/moved") == ["checkpoint-9"]
 
 
-def test_checkpoints_of_runs_without_a_url_stay(tmp_path):
+def test_checkpoints_of_a_run_without_a_url_are_kept_locally(tmp_path):
     train_to_end(make_trainer(tmp_path / "a", **CONSTANT))
     train_to_end(on_machine(tmp_path / "a", max_steps=12), "auto")
     assert whole_checkpoints(FAULTY) == ["checkpoint-9", "checkpoint-12"]
     assert {"checkpoint-3", "checkpoint-6", "checkpoint-12"} <= {*names_in(tmp_path / "a")}
 
 
-def test_a_bucket_that_is_gone(tmp_path, caplog):
+def test_bucket_lost_during_a_run_is_reported(tmp_path, caplog):
     def gone(request, path):
         if request == "put" and len(FaultyStorage.requests) > 30:
             raise FileNotFoundError(path)
@@ -276,7 +276,7 @@ def test_a_bucket_that_is_gone(tmp_path, caplog):
     assert whole_checkpoints(FAULTY)
 
 
-def test_a_checkpoint_that_a_script_deletes_while_it_is_uploaded(tmp_path, caplog):
+def test_checkpoint_deleted_during_its_upload_leaves_the_earlier_one(tmp_path, caplog):
     """The one before it is not deleted for it."""
 
     def delete(request, path):
@@ -289,7 +289,7 @@ def test_a_checkpoint_that_a_script_deletes_while_it_is_uploaded(tmp_path, caplo
     assert whole_checkpoints(FAULTY) == ["checkpoint-6"]
 
 
-def test_a_network_that_is_down_at_the_end(tmp_path, caplog):
+def test_network_lost_at_the_end_is_reported(tmp_path, caplog):
     def fail(request, path):
         if "checkpoint-9" in path or "down" in state:
             state.add("down")
@@ -301,7 +301,7 @@ def test_a_network_that_is_down_at_the_end(tmp_path, caplog):
     assert "were not deleted: faulty://bucket/run" in caplog.text
 
 
-def test_the_best_of_another_run(tmp_path, monkeypatch):
+def test_best_checkpoint_of_another_url_is_not_deleted(tmp_path, monkeypatch):
     """Nothing is deleted there; and a damaged best one is left out when a run resumes."""
     settings = {**BEST, "learning_rate": 0.5}
     first = train_to_end(on_machine(tmp_path / "old", "memory://old", keep_local=3, **settings))
@@ -315,7 +315,7 @@ def test_the_best_of_another_run(tmp_path, monkeypatch):
     train_to_end(on_machine(tmp_path / "third", "memory://old", **settings, max_steps=12), "auto")
 
 
-def test_files_of_an_older_state_overwrite_nothing(tmp_path):
+def test_files_of_an_older_run_do_not_overwrite_newer_ones(tmp_path):
     """The first machine comes back after another one has gone on."""
     first = on_machine(tmp_path / "a", max_steps=6)
     first.train()
@@ -331,7 +331,7 @@ def test_files_of_an_older_state_overwrite_nothing(tmp_path):
     assert not (tmp_path / "a" / "data").exists()
 
 
-def test_smaller_batches_discard_what_they_uploaded(tmp_path):
+def test_retry_with_smaller_batches_removes_earlier_uploads(tmp_path):
     """Another machine must not go on with the attempt that ran out of memory."""
     there = []
 
@@ -348,7 +348,7 @@ def test_smaller_batches_discard_what_they_uploaded(tmp_path):
     assert "checkpoint-9" in whole_checkpoints(FAULTY)
 
 
-def test_a_url_that_is_named_wins(tmp_path):
+def test_checkpoint_named_by_url_wins_over_the_local_one(tmp_path):
     """Over a checkpoint of the same step that this folder has from another run."""
     train_to_end(make_trainer(tmp_path / "a", seed=3, **CONSTANT))
     train_to_end(on_machine(tmp_path / "b"))
@@ -357,14 +357,14 @@ def test_a_url_that_is_named_wins(tmp_path):
     assert (tmp_path / "a" / "checkpoint-3" / "model.safetensors").read_bytes() == mine
 
 
-def test_a_local_checkpoint_that_is_damaged(tmp_path, undisturbed):
+def test_damaged_local_checkpoint_is_fetched_from_the_url(tmp_path, undisturbed):
     train_to_end(on_machine(tmp_path / "a"))
     (tmp_path / "a" / "checkpoint-9" / "optimizer.pt").write_bytes(b"cut")
     assert_same_end(train_to_end(on_machine(tmp_path / "a", max_steps=9), True), undisturbed)
     assert whole_checkpoints(FAULTY)[-1] == "checkpoint-9"
 
 
-def test_a_run_that_does_not_resume_is_told(tmp_path, caplog):
+def test_run_that_does_not_resume_names_checkpoints_at_the_url(tmp_path, caplog):
     train_to_end(on_machine(tmp_path / "a"))
     train_to_end(on_machine(tmp_path / "b", save_total_limit=2))
     assert "faulty://bucket/run already has checkpoints, up to checkpoint-9" in caplog.text
@@ -372,7 +372,7 @@ def test_a_run_that_does_not_resume_is_told(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kind", ["file", "s3"])
-def test_killed_in_the_middle_of_uploads(request, tmp_path, kind):
+def test_runs_killed_during_uploads_lose_no_whole_checkpoint(request, tmp_path, kind):
     """Each time on a machine without local files: nothing is lost beyond the last whole checkpoint."""
     environment = request.getfixturevalue("s3") if kind == "s3" else {}
     url = f"s3://bucket/{tmp_path.name}" if kind == "s3" else f"file://{tmp_path}/bucket"
@@ -412,7 +412,7 @@ def test_killed_in_the_middle_of_uploads(request, tmp_path, kind):
         ({"keep_local": 0, "storage_url": "memory://run"}, InvalidArgument, "keep_local=0"),
     ],
 )
-def test_what_cannot_be_used(tmp_path, settings, error, words):
+def test_wrong_storage_settings_are_refused(tmp_path, settings, error, words):
     with pytest.raises(error, match=words) as raised:
         make_trainer(tmp_path, **settings)
     assert "secret" not in str(raised.value)
@@ -430,14 +430,14 @@ def test_what_cannot_be_used(tmp_path, settings, error, words):
         ("S3://bucket/run", "has the scheme 'S3', which is unknown"),
     ],
 )
-def test_malformed_urls_are_refused_with_the_arguments(url, problem):
+def test_malformed_output_urls_are_refused_at_once(url, problem):
     with pytest.raises(
         InvalidArgument, match=re.escape(f"output_dir={url!r} {problem}") + r"\b.*Use a URL such as 's3:"
     ):
         TrainingArguments(url)
 
 
-def test_the_hub_offline_is_refused_without_a_request(tmp_path, monkeypatch):
+def test_hub_url_in_offline_mode_is_refused_without_a_request(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(remote, "call_with_retries", None)
     message = "since HF_HUB_OFFLINE=1 is set: unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE"
@@ -447,7 +447,7 @@ def test_the_hub_offline_is_refused_without_a_request(tmp_path, monkeypatch):
         make_trainer(tmp_path).train(resume_from_checkpoint="hf://datasets/user/name/checkpoint-1")
 
 
-def test_a_url_of_two_kinds():
+def test_output_url_beside_storage_url_is_refused():
     with pytest.raises(InvalidArgument, match="set only one"):
         TrainingArguments("s3://a/b", storage_url="s3://c/d")
     with pytest.raises(InvalidArgument, match="like a URL without '://': use 's3://a/b'"):
@@ -457,6 +457,6 @@ def test_a_url_of_two_kinds():
     assert json.loads(again.to_json_string())["storage_url"] == "s3://a/b"
 
 
-def test_keep_local_without_a_url(tmp_path, caplog):
+def test_keep_local_without_a_url_warns(tmp_path, caplog):
     make_trainer(tmp_path, keep_local=2)
     assert "keep_local=2 has no effect without storage_url" in caplog.text

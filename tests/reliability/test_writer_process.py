@@ -19,7 +19,7 @@ from tests.support.tiny import MODELS
 
 
 @pytest.fixture
-def always(monkeypatch):
+def use_process_for_any_size(monkeypatch):
     monkeypatch.setattr(writer, "_MIN_BYTES_FOR_PROCESS", 0)
 
 
@@ -36,9 +36,9 @@ def process_of(trainer):
     return trainer._hftrainer.checkpoint_writer._process
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("use_process_for_any_size")
 @pytest.mark.parametrize("model", ["plain", "bert"])
-def test_the_same_files(tmp_path, model):
+def test_process_writes_the_same_files(tmp_path, model):
     used = []
     train_to_end(make_trainer(tmp_path / "at once", model))
     trainer = make_trainer(tmp_path / "process", model, **BACKGROUND)
@@ -52,8 +52,8 @@ def test_the_same_files(tmp_path, model):
             assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
 
 
-@pytest.mark.usefixtures("always")
-def test_killed_while_it_waits(tmp_path, caplog):
+@pytest.mark.usefixtures("use_process_for_any_size")
+def test_killed_process_costs_one_checkpoint_and_is_started_again(tmp_path, caplog):
     """Costs the next checkpoint, and is started again for the one after it."""
     trainer = make_trainer(tmp_path, **BACKGROUND)
 
@@ -70,7 +70,7 @@ def test_killed_while_it_waits(tmp_path, caplog):
     )
 
 
-def test_what_it_raises(process, tmp_path):
+def test_errors_reach_the_trainer_and_signals_are_ignored(process, tmp_path):
     started, copies = process
     state = copies.copy({"x": torch.arange(5.0), "y": 3})
     full = functools.partial(files.save, path="/dev/full")
@@ -87,7 +87,7 @@ def test_what_it_raises(process, tmp_path):
     assert started._process.pid == pid
 
 
-def test_memory_and_entries(process, tmp_path):
+def test_memory_is_reused_and_written_files_are_described(process, tmp_path):
     """Of a large state there is one copy, which is used again; its files are described and on the disk."""
     started, copies = process
     path = str(tmp_path / "state.pt")
@@ -110,7 +110,7 @@ class Own(BertForSequenceClassification):
         super().save_pretrained(*args, **kwargs)
 
 
-def test_a_class_that_it_cannot_import(process, tmp_path):
+def test_class_that_the_process_cannot_import_is_reported(process, tmp_path):
     started, _ = process
     module = types.ModuleType("only_here")
     exec("class Kept:\n    pass", vars(module))
@@ -122,8 +122,8 @@ def test_a_class_that_it_cannot_import(process, tmp_path):
     assert not (tmp_path / "x.pt").exists()
 
 
-@pytest.mark.usefixtures("always")
-def test_a_model_that_saves_itself(tmp_path):
+@pytest.mark.usefixtures("use_process_for_any_size")
+def test_model_with_its_own_save_pretrained_is_written_in_a_thread(tmp_path):
     """A thread writes it, since its `save_pretrained` may depend on what is in this process."""
     make_model, _ = MODELS["bert"]
     trainer = make_trainer(tmp_path, "bert", trainer={"model": Own(make_model().config)}, **BACKGROUND)

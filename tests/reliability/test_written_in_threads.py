@@ -68,7 +68,7 @@ def events(monkeypatch):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_flushed_before_it_is_named(tmp_path, events, background):
+def test_files_are_flushed_before_the_folder_gets_its_name(tmp_path, events, background):
     """The power may fail at any time."""
     make_trainer(tmp_path, max_steps=2, save_steps=2, lightning_config={"async_checkpoint": background}).train()
     folder = tmp_path / "checkpoint-2"
@@ -80,7 +80,7 @@ def test_flushed_before_it_is_named(tmp_path, events, background):
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice on its page cache")
-def test_large_files_leave_the_cache_once_they_are_flushed(tmp_path, events):
+def test_large_files_leave_the_page_cache_once_flushed(tmp_path, events):
     write_files(tmp_path)
     write_manifest(tmp_path)
     large = [(tmp_path / name).stat().st_ino for name in ("model.safetensors", "optimizer.pt")]
@@ -90,7 +90,7 @@ def test_large_files_leave_the_cache_once_they_are_flushed(tmp_path, events):
 
 @pytest.mark.parametrize("place", [0, 2**20 - 1, 2**20, LARGE - 1])
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
-def test_one_bit_after_the_writing(tmp_path, name, place):
+def test_one_changed_bit_is_detected(tmp_path, name, place):
     write_files(tmp_path)
     write_manifest(tmp_path)
     assert_listed(tmp_path)
@@ -104,7 +104,7 @@ def small_windows(monkeypatch):
     monkeypatch.setattr(files, "_LARGE", 0)
 
 
-def test_a_streamed_file(tmp_path, small_windows, monkeypatch):
+def test_streamed_file_is_what_torch_save_writes_and_has_its_checksum(tmp_path, small_windows, monkeypatch):
     """It holds what `torch.save` writes, and its checksum is known without reading it again."""
     value = {"a": torch.arange(5_000), "b": [torch.zeros(0), torch.ones(777, dtype=torch.bfloat16)], "c": "text"}
     path = tmp_path / "optimizer.pt"
@@ -124,7 +124,7 @@ def test_a_streamed_file(tmp_path, small_windows, monkeypatch):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_an_override_that_changes_a_streamed_file(tmp_path, small_windows, background):
+def test_streamed_file_changed_by_an_override_has_a_new_checksum(tmp_path, small_windows, background):
     """The manifest lists what is there, although the size is the same."""
 
     class Own(Trainer):
@@ -138,7 +138,7 @@ def test_an_override_that_changes_a_streamed_file(tmp_path, small_windows, backg
 
 
 @pytest.mark.parametrize("at", [1, 2, 5, "full"])
-def test_a_streamed_file_that_cannot_be_written(tmp_path, small_windows, monkeypatch, at):
+def test_streamed_file_that_cannot_be_written_raises_and_leaves_no_thread(tmp_path, small_windows, monkeypatch, at):
     """Also when the disk recovers: what a failed flush has lost is not written again. No thread is left."""
     path, message = str(tmp_path / "optimizer.pt"), "Input/output error"
     if at == "full":
@@ -152,7 +152,7 @@ def test_a_streamed_file_that_cannot_be_written(tmp_path, small_windows, monkeyp
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_checkpoints_with_streamed_files(tmp_path, small_windows, background):
+def test_checkpoints_with_streamed_files_are_whole_and_resume(tmp_path, small_windows, background):
     config = {"lightning_config": {"async_checkpoint": background}}
     found = []
     for resume in (None, tmp_path / "checkpoint-6"):
@@ -188,7 +188,7 @@ def publish_and_kill(folder, flushes):
 
 
 @pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
-def test_killed_while_files_are_flushed(tmp_path):
+def test_kill_at_any_flush_leaves_a_whole_checkpoint_or_none(tmp_path):
     """At each flush in turn: the checkpoint is whole, or the next run removes what is left of it."""
     found, killed, flushes = [], True, 0
     while killed:
