@@ -152,7 +152,7 @@ NEWER = {"loss_is_scaled_for_ga", "_train_batch_size", "_globalstep_last_logged"
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.newest_peer] * (n in NEWER)) for n in SET])
-def test_attribute_that_is_set_counts(tmp_path, name):
+def test_setting_an_attribute_has_the_same_effect(tmp_path, name):
     value, settings = SET[name]
     changed_alike(
         tmp_path,
@@ -178,7 +178,7 @@ KEPT = {
 }
 
 
-def test_what_a_subclass_sets_survives_a_new_model(tmp_path):
+def test_attributes_set_by_a_subclass_survive_model_init(tmp_path):
     def run(library_name):
         class Own(importlib.import_module(library_name).Trainer):
             def __init__(self, *args, **kwargs):
@@ -194,7 +194,7 @@ def test_what_a_subclass_sets_survives_a_new_model(tmp_path):
     assert run_both(run, assert_equal)[1] == KEPT | ({} if reads_once else {"_train_batch_size": 4})
 
 
-def test_a_handle_of_neftune_that_a_script_takes_away(tmp_path):
+def test_script_may_remove_the_neftune_hook(tmp_path):
     def training_step(self, *args, **kwargs):
         handle, self.neftune_hook_handle = self.neftune_hook_handle, None
         if handle is not None:
@@ -206,7 +206,7 @@ def test_a_handle_of_neftune_that_a_script_takes_away(tmp_path):
     assert run.extra["hooks"] == [0] * len(run.extra["hooks"])
 
 
-def test_what_nobody_has_set_follows_the_new_model(tmp_path):
+def test_attributes_that_are_not_set_follow_the_new_model(tmp_path):
     """A `model_init` may make models of several kinds; lists that a script has extended stay extended."""
 
     class Other(nn.Module):
@@ -235,7 +235,7 @@ def test_what_nobody_has_set_follows_the_new_model(tmp_path):
     assert trainer.label_names is names
 
 
-def test_search_sets_what_it_searches_by(tmp_path):
+def test_search_attributes_are_set_during_and_after_a_search(tmp_path):
     """`hp_space`, `compute_objective`, `hp_name`, `hp_search_backend` and `objective` during a search and after it."""
 
     def run(library_name):
@@ -257,7 +257,7 @@ def test_search_sets_what_it_searches_by(tmp_path):
 
 @pytest.mark.parametrize("name", ABSENT)
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_absent_name(tmp_path, name, is_sharded):
+def test_absent_name_raises_and_its_override_is_refused(tmp_path, name, is_sharded):
     """Reading it is an error, and an override that transformers calls is refused."""
     args = hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     model = make_plain()
@@ -269,7 +269,7 @@ def test_absent_name(tmp_path, name, is_sharded):
         kind(model, args)
 
 
-def test_a_checkpoint_for_ray_that_a_subclass_overrides(tmp_path, monkeypatch):
+def test_override_of_tune_save_checkpoint_is_refused(tmp_path, monkeypatch):
     args = hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     monkeypatch.setattr(RaySearch, "is_available", lambda: True)
     kind = type("Own", (hftrainer.Trainer,), {"_tune_save_checkpoint": lambda self, checkpoint_dir: None})

@@ -116,7 +116,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_named(found, case):
+def test_import_before_install_warns(found, case):
     script, expected = CASES[case]
     ((file, line, warning),) = found[case]
     for part in expected:
@@ -126,7 +126,7 @@ def test_named(found, case):
 
 
 @pytest.mark.parametrize("case", SILENT)
-def test_no_false_alarm(found, case):
+def test_imports_that_are_not_too_early_do_not_warn(found, case):
     assert found[case] == []
 
 
@@ -163,7 +163,7 @@ assert args.max_steps == 2
 """
 
 
-def test_who_keeps_the_original_saves_checkpoints(tmp_path, processes):
+def test_script_that_keeps_the_original_trainer_saves_checkpoints(tmp_path, processes):
     """Its arguments are pickled into them; when they are read, they are the original's."""
     for code in (LATE, READ):
         done = processes.run("-c", code, cwd=tmp_path, fresh=True)

@@ -68,7 +68,7 @@ def results_of(files):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_same_results(folders, name):
+def test_example_script_gives_the_same_results(folders, name):
     if MISSING[name]:
         pytest.skip(f"{name} needs {' and '.join(MISSING[name])}")
     trained = [any((folder / name).rglob("hftrainer_manifest.json")) for folder in folders]

@@ -59,7 +59,7 @@ def shown(value):
 
 
 @pytest.mark.parametrize("kind", ["TrainingArguments", "Seq2SeqTrainingArguments"])
-def test_fields(kind):
+def test_fields_are_those_of_the_release(kind):
     ours, theirs = getattr(hftrainer, kind), {field.name for field in dataclasses.fields(Theirs)} - {"_n_gpu"}
     if kind != "TrainingArguments":
         theirs |= ours.__annotations__.keys()
@@ -68,7 +68,7 @@ def test_fields(kind):
     assert theirs - {"include_for_metrics"} <= typing.get_type_hints(ours).keys()
 
 
-def test_values():
+def test_attribute_values_differ_only_as_recorded():
     """What differs is in the ledger."""
     ours, theirs = make(), make(Theirs)
     names = {name for name in {*dir(ours), *dir(theirs)} if not name.startswith("_")}
@@ -79,7 +79,7 @@ def test_values():
     assert differ - {"logging_dir"} == {name for names in expected for name in names}  # which has the time
 
 
-def test_a_copy_with_other_values():
+def test_dataclasses_replace_copies_arguments():
     """SpanMarker copies what it gets, with `include_inputs_for_metrics` where the release has it."""
     copy = dataclasses.replace(make(learning_rate=1e-3, lr_scheduler_kwargs={}, label_names=["own"]), seed=7)
     assert (copy.learning_rate, copy.label_names, copy.seed) == (1e-3, ["own"], 7)
@@ -95,7 +95,7 @@ class Before(hftrainer.TrainingArguments):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("kind", ["ours", "before", "after", "by parser", "by their parser"])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_names_of_other_releases(name, kind, tmp_path):
+def test_argument_names_of_other_releases_are_translated(name, kind, tmp_path):
     @dataclasses.dataclass
     class After(hftrainer.TrainingArguments):
         gamma: int = 7
@@ -119,7 +119,7 @@ def test_names_of_other_releases(name, kind, tmp_path):
 
 
 @pytest.mark.skipif(not BEFORE_5, reason="transformers 5 has none of these")
-def test_an_argument_of_the_release_that_a_subclass_declares():
+def test_subclass_may_redeclare_an_argument_of_the_release():
     @dataclasses.dataclass
     class Config(hftrainer.TrainingArguments):
         warmup_ratio: float = 0.5
@@ -136,7 +136,7 @@ def test_an_argument_of_the_release_that_a_subclass_declares():
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
 @pytest.mark.parametrize("declared", [False, True], ids=["given", "the default of a subclass"])
-def test_warmup_by_both(declared, ratio, steps):
+def test_warmup_ratio_and_steps_together_count_as_in_the_release(declared, ratio, steps):
     """Until v4.57 the steps overrule the ratio; in v5.0 to v5.2 the ratio overrules the steps, even if it is 0."""
 
     def warmup(library):
@@ -154,7 +154,7 @@ def test_warmup_by_both(declared, ratio, steps):
     assert warmup(hftrainer) == warmup(SimpleNamespace(TrainingArguments=Theirs))
 
 
-def test_what_is_refused_by_an_old_name():
+def test_refused_and_misspelled_arguments_raise():
     with pytest.raises(hftrainer.errors.UnsupportedArgument, match="mp_parameters='x' is not supported"):
         hftrainer.Trainer(make_plain(), make(mp_parameters="x"))
     with pytest.raises(TypeError, match="did you mean 'eval_strategy'"):

@@ -89,12 +89,12 @@ def of_both(tmp_path_factory, shown):
 
 
 @pytest.mark.parametrize("fact", FACTS)
-def test_facts(of_both, fact):
+def test_fact_is_logged_by_both_libraries(of_both, fact):
     for text, pattern in zip(of_both, FACTS[fact], strict=True):
         assert re.search(pattern, text), pattern
 
 
-def test_all_numbers_at_the_beginning(of_both):
+def test_numbers_logged_at_the_beginning_are_those_of_transformers(of_both):
     """Each that transformers logs there is in ours, in its order; steps per epoch since v5.4."""
     theirs, ours = of_both
     block = theirs[theirs.index("Running training") :].splitlines()[1:]
@@ -164,7 +164,7 @@ def of_switches(tmp_path_factory, shown):
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_switches(tmp_path, shown, of_switches, switch):
+def test_logging_switch_shows_info_lines_as_often(tmp_path, shown, of_switches, switch):
     how, expected = SWITCHES[switch]
     found = of_switches[switch]
     assert tuple(text.count(LINE) for text in found) == expected, found
@@ -174,18 +174,18 @@ def test_switches(tmp_path, shown, of_switches, switch):
 
 
 @pytest.mark.parametrize(("level", "expected"), [("info", 1), ("error", 0)])
-def test_environment(tmp_path, shown, level, expected):
+def test_verbosity_variable_shows_or_hides_info_lines(tmp_path, shown, level, expected):
     for library, line in {"hftrainer": LINE, "transformers": THEIR_LINE}.items():
         found = shown(program(tmp_path / library, library), fresh=True, TRANSFORMERS_VERBOSITY=level)
         assert [text.count(line) for text in found] == [0, expected]
 
 
-def test_explicit_format(of_switches):
+def test_explicit_format_is_used(of_switches):
     found = of_switches["enable_explicit_format"][1]
     assert re.search(r"\[INFO\|planner\.py:\d+\] .* >>   Number of examples: 38", found)
 
 
-def test_a_warning_is_shown_once(of_switches):
+def test_warning_is_shown_once(of_switches):
     assert "".join(of_switches["a warning"]).count("Resuming with max_steps=8, was 2") == 1
 
 
@@ -215,7 +215,7 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = WithoutTran
         ({"after": TO_STDOUT, "settings": INFO}, {}, (1, 0)),
     ],
 )
-def test_without_transformers(tmp_path, shown, how, environment, expected):
+def test_messages_without_transformers_installed(tmp_path, shown, how, environment, expected):
     found = shown(program(tmp_path, before=WITHOUT, **how), fresh=True, **environment)
     assert tuple(text.count(LINE) for text in found) == expected, found
     assert "[transformers]" not in "".join(found)

@@ -169,7 +169,7 @@ OFTENER = {"is_world_process_zero", "create_accelerator_and_postprocess"}
 
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize(("scenario", "way"), NEWER, ids=lambda value: getattr(value, "__name__", value))
-def test_replaced_methods_are_called_alike(scenario, way):
+def test_replaced_methods_are_called_as_often_at_the_same_events(scenario, way):
     (events, expected), runs = theirs(scenario, way), ours(scenario, way)
     found = {name: counts for _, calls in runs for name, counts in calls.items()}
     assert expected.keys() & OFTENER <= found.keys()
@@ -211,7 +211,7 @@ HELD = [*((each, "subclass") for each in HOLDERS), ("CallbackHandler", "class"),
 
 
 @pytest.mark.parametrize(("holder", "way"), HELD)
-def test_replaced_methods_of_callbacks_are_called_alike(tmp_path, holder, way, monkeypatch, capfd):
+def test_replaced_callback_methods_get_the_same_calls(tmp_path, holder, way, monkeypatch, capfd):
     """With the same arguments and flags, in a run that stops early."""
 
     def run(library_name):

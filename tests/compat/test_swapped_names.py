@@ -87,7 +87,7 @@ def run(processes, folder, order):
 
 
 @pytest.mark.parametrize("order", ["install first", "transformers first"])
-def test_as_in_transformers(found, order):
+def test_names_and_values_are_those_of_transformers(found, order):
     (library, ours), (stock, theirs) = found[order], found["transformers alone"]
     assert (library, stock) == ("hftrainer", "transformers")
     ours, theirs = dict(ours), dict(theirs)

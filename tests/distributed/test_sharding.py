@@ -50,7 +50,7 @@ RUNS = [*((model, "compared", f"{model} {name}") for model, name in COMPARED), *
 
 
 @pytest.mark.parametrize(("model", "group", "name"), RUNS)
-def test_same_as_one_process(found, model, group, name):
+def test_sharded_run_is_that_of_one_process(found, model, group, name):
     (ours, other), one = (of_rank[name] for of_rank in found(group)), found("compared", 1)[0][f"{model} ddp"]
     assert ours["logs"][:-1] == other["logs"][:-1]  # in both; the last has measured times
     if name == "fsdp1 flat":  # a flat parameter has one weight decay for all that is in it
@@ -70,13 +70,13 @@ def test_resumed_run_ends_the_same(found, strategy):
     ("count", "reader", "writer"),
     [(count, reader, writer) for count in READERS for reader in READERS[count] for writer in READERS[count][reader]],
 )
-def test_any_reads_what_any_has_written(found, count, reader, writer):
+def test_checkpoints_resume_with_other_strategies_and_process_counts(found, count, reader, writer):
     undisturbed = found("saved")[0]["ddp"]
     assert_close(found("exchanged", count)[0][f"{writer} {reader}"], undisturbed)
 
 
 @pytest.mark.parametrize("strategy", cases_sharding.LIGHTNING)
-def test_lightning_checkpoints(found, folder, strategy):
+def test_checkpoints_of_lightning_hold_whole_weights(found, folder, strategy):
     """Lightning's own callback writes whole weights by the names of the model, and one process goes on from them."""
     expected = found("lightning")[0]["ddp"]["weights"]
     kept = torch.load(folder / "lightning" / strategy / "step=10.ckpt", weights_only=False)["state_dict"]
@@ -88,7 +88,7 @@ def test_lightning_checkpoints(found, folder, strategy):
 
 
 @pytest.mark.parametrize("reader", READERS[4])
-def test_two_then_one_then_four(found, reader):
+def test_run_continues_with_one_and_then_four_processes(found, reader):
     undisturbed, alone = found("lightning")[0]["ddp"], found("chained", 1)[0]["alone"]
     ours = found("chained", 4)[0][reader]
     assert losses(ours) == pytest.approx(losses(undisturbed), rel=TOLERANCE)
@@ -98,7 +98,7 @@ def test_two_then_one_then_four(found, reader):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1 whole", "fsdp2 whole"])
-def test_files_of_whole_states(found, folder, strategy):
+def test_whole_states_are_written_to_these_files(found, folder, strategy):
     from transformers import LlamaForCausalLM
 
     found("saved")
@@ -111,7 +111,7 @@ def test_files_of_whole_states(found, folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1 parts", "fsdp2 parts"])
-def test_files_of_parts(found, folder, strategy):
+def test_sharded_states_are_written_to_these_files(found, folder, strategy):
     found("saved")
     checkpoint = folder / "saved" / strategy / "checkpoint-3"
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
@@ -120,7 +120,7 @@ def test_files_of_parts(found, folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", cases_sharding.EVALUATED)
-def test_evaluations(found, folder, strategy):
+def test_sharded_evaluation_and_generation_are_those_of_replicas(found, folder, strategy):
     from transformers import LlamaForCausalLM
 
     ours, replicas = (found("evaluated")[0][name] for name in (strategy, "ddp"))
@@ -133,7 +133,7 @@ def test_evaluations(found, folder, strategy):
 
 
 @pytest.mark.parametrize("name", cases_sharding.HALF)
-def test_half_precision(found, name):
+def test_half_precision_keeps_float32_weights_and_losses(found, name):
     """The optimizer steps in float32, and the losses are those of float32 to three digits."""
     ours, whole = found("half")[0][name], found("saved")[0]["ddp"]
     assert losses(ours) == pytest.approx(losses(whole), rel=2e-3)
@@ -141,7 +141,7 @@ def test_half_precision(found, name):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1 whole", "fsdp2 whole", "fsdp2 parts"])
-def test_adapters(found, strategy):
+def test_adapters_train_as_replicas_and_resume(found, strategy):
     ours, resumed = (found("adapters")[0][f"{strategy}{which}"] for which in ("", ", resumed"))
     assert_close(ours, found("adapters")[0]["ddp"])
     assert_same_weights(resumed["weights"], ours["weights"])
@@ -157,24 +157,24 @@ def test_infinite_gradients_skip_the_step(found, strategy):
 
 @pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize("case", ["label smoothing", "own loader"])
-def test_same_as_replicas(found, case, strategy):
+def test_sharded_run_is_that_of_replicas(found, case, strategy):
     ours, replicas = (found("regressions")[0][f"{case} {name}"] for name in (strategy, "ddp"))
     assert_close(ours, replicas)
 
 
 @pytest.mark.parametrize(("model", "strategy"), [(kind, name) for kind in ODD_MODELS for name in ODD_MODELS[kind][1]])
-def test_odd_models_resume(found, model, strategy):
+def test_models_with_unusual_parts_resume(found, model, strategy):
     undisturbed, resumed = (found("odd_models")[0][f"{model} {strategy}{which}"] for which in ("", ", resumed"))
     assert_same_weights(resumed["weights"], undisturbed["weights"])
 
 
 @pytest.mark.parametrize("strategy", ODD_MODELS["vit"][1][1:])
 @pytest.mark.parametrize("which", ["", ", from ddp"])
-def test_weights_under_other_names(found, strategy, which):
+def test_weights_saved_under_other_names_are_read(found, strategy, which):
     assert_close(found("odd_models")[0][f"vit {strategy}{which}"], found("odd_models")[0]["vit ddp"], atol=2e-5)
 
 
-def test_groups_do_not_add_up(found):
+def test_process_groups_are_destroyed_with_their_trainer(found):
     """Each has threads and sockets. Ranks that part may meet again, in new groups."""
     counts = list(found("groups")[0].values())
     of_one, of_both = counts[:2]

@@ -14,7 +14,7 @@ def found(processes, tmp_path_factory):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_as_transformers_leaves_them(found, rank):
+def test_states_are_those_of_transformers(found, rank):
     (ours, *_), (theirs, *_) = (found[name][rank] for name in ("hftrainer", "transformers"))
     for part in ("partial", "whole"):
         assert theirs[part]["device"] == "cpu:0"  # ours is the device of the arguments, which has no number
@@ -25,14 +25,14 @@ def test_as_transformers_leaves_them(found, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_nothing_else_is_touched(found, rank):
+def test_environment_and_thread_count_are_kept(found, rank):
     """accelerate would write the launcher's variables, and choose a number of threads."""
     _, environment, threads = found["hftrainer"][rank]
     assert environment == {}
     assert threads == 3
 
 
-def test_the_main_process_speaks(found):
+def test_accelerate_logger_writes_in_the_main_process_only(found):
     assert [of_rank["said"].count("said by the main process") for of_rank, *_ in found["hftrainer"]] == [1, 0]
 
 
@@ -48,7 +48,7 @@ found = find_all("hftrainer", folder, lightning_config={"devices": 2})
 """
 
 
-def test_processes_that_the_script_starts(processes, tmp_path):
+def test_states_in_processes_started_by_the_script(processes, tmp_path):
     """Before the Trainer starts the second, nobody waits for it; from then on all is as with a launcher."""
     (tmp_path / "script.py").write_text(SCRIPT)
     run = processes.run(tmp_path / "script.py", tmp_path)

@@ -18,14 +18,14 @@ def found(processes, tmp_path_factory):
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("case", [*CASES, *((*resumed, True) for resumed in RESUMED)], ids=str)
-def test_same_as_transformers(found, case, rank):
+def test_trains_as_transformers(found, case, rank):
     (ours, random), (theirs, expected) = (found[name][rank][case] for name in ("hftrainer", "transformers"))
     assert torch.equal(random, expected)
     assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_same_in_both_processes(found, case):
+def test_logs_and_weights_are_equal_in_both_ranks(found, case):
     (first, _), (second, _) = (of_rank[case] for of_rank in found["hftrainer"])
     assert first.logs[:-1] == second.logs[:-1]  # the last has the mean loss, which is each one's own
     if case != "batch norm":  # whose statistics are each one's own until the next step
@@ -43,13 +43,13 @@ def test_resumed_run_ends_the_same(found, case, step, writer, rank):
     assert torch.equal(drawn, random)
 
 
-def test_dropout_draws_the_same_in_both(found):
+def test_dropout_is_seeded_alike_in_both_ranks(found):
     """As in transformers: all processes are seeded alike."""
     for library in LIBRARIES:
         assert torch.equal(*(found[library][rank]["plain"][1] for rank in RANKS))
 
 
-def test_early_stopping_stops(found):
+def test_early_stopping_ends_the_run(found):
     assert found["hftrainer"][0]["early stopping"][0].extra["global_step"] < 45
 
 
@@ -74,20 +74,20 @@ def agreed(processes, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", FLAGS)
-def test_what_one_is_asked_to_do_all_do(agreed, case):
+def test_control_flag_set_in_one_rank_is_followed_by_both(agreed, case):
     (*first, logs), (*second, others) = (of_rank[case] for of_rank in agreed)
     assert first == second == list(FLAGS[case][3:])
     assert [sorted(line) for line in logs] == [sorted(line) for line in others]
     assert any("eval_loss" in line for line in logs) == (case == "evaluates")
 
 
-def test_a_full_disk_is_agreed_on(processes, tmp_path):
+def test_full_disk_of_one_rank_is_known_to_both(processes, tmp_path):
     for best, folders, error in processes.run_ranks(cases_training.fill_the_disk, 2, tmp_path / "full"):
         assert best is None and folders == []
         assert "No valid checkpoint found" in error
 
 
-def test_refusals(processes):
+def test_unsupported_settings_are_refused_in_both_ranks(processes):
     one, other = processes.run_ranks(cases_training.refuse, 2)
     assert one == other
     for sentence, expected in zip(
@@ -103,7 +103,7 @@ def test_refusals(processes):
 
 
 @pytest.mark.parametrize("method", ["train", "evaluate"])
-def test_a_failing_process_ends_all(processes, tmp_path, method):
+def test_failing_rank_ends_both(processes, tmp_path, method):
     with pytest.raises(processes.RanksFailed, match="only here"):
         processes.run_ranks(cases_training.fail_in_one, 2, tmp_path, method)
     assert not list(tmp_path.iterdir())

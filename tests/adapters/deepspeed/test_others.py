@@ -30,7 +30,7 @@ def found(folder):
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_from_pretrained_partitions(found, rank):
+def test_from_pretrained_partitions_and_trains_the_same(found, rank):
     loaded = found["loading"][rank]
     assert loaded["partitioned, partitioned at first"]
     assert loaded["partitioned, numbers at first"] == 0
@@ -42,7 +42,7 @@ def test_from_pretrained_partitions(found, rank):
 
 
 @pytest.mark.parametrize("attempt", range(3))
-def test_a_search_changes_the_configuration(tmp_path, attempt):
+def test_search_over_configurations_trains_as_each_alone(tmp_path, attempt):
     """And its processes end as others do: they were aborted at their end in two of five attempts."""
     run = run_python(*TORCHRUN, str(HERE / "others.py"), str(tmp_path), "searching")
     assert run.returncode == 0, run.stderr[-3000:]
@@ -53,7 +53,7 @@ def test_a_search_changes_the_configuration(tmp_path, attempt):
         assert searched["trials"][0] != searched["trials"][1]
 
 
-def test_weights_stay_in_parts(found):
+def test_weights_that_are_not_gathered_stay_in_parts(found):
     saved = found["in_parts"][0]
     for name in ("final", "checkpoint-2"):
         assert {"config.json", "latest", "zero_to_fp32.py", "training_args.bin"} <= set(saved[name])
@@ -62,7 +62,7 @@ def test_weights_stay_in_parts(found):
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_evaluates_before_and_after_training(found, rank):
+def test_evaluation_before_and_after_training_is_that_of_ddp(found, rank):
     evaluated = found["evaluating"][rank]
     until_second = 6  # which begins with a new optimizer here, and with the old one without DeepSpeed
     assert evaluated["stage 2"][:until_second] == pytest.approx(evaluated["none"][:until_second], rel=TOLERANCE)
@@ -78,17 +78,17 @@ def test_partitioned_models_generate(found, rank):
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_processes_whose_sequences_end_apart(found, rank):
+def test_generation_waits_for_the_longest_sequence_of_all_ranks(found, rank):
     """They take samples in turn: seven tokens, and two before the end."""
     assert found["ending_apart"][rank] == [7, 2, 7, 2]
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_disk_that_fails_one_process(found, rank):
+def test_full_disk_of_one_rank_skips_the_checkpoint(found, rank):
     assert found["full"][rank] == {"folders": ["checkpoint-1", "checkpoint-3", "checkpoint-4"], "steps": 4}
 
 
-def test_names(found):
+def test_deepspeed_names_of_the_trainer_and_accelerator(found):
     names = found["names"][0]
     assert "pass optimizer_cls_and_kwargs" in names.pop("refused")
     losses = names.pop("losses")
@@ -101,7 +101,7 @@ def test_names(found):
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_arguments_are_propagated(found, rank):
+def test_propagate_args_to_deepspeed_changes_the_batch_size(found, rank):
     propagated = found["propagating"][rank]
     assert propagated["changed"] == propagated["made so"]
     assert propagated["changed"][-1] == 2
@@ -109,7 +109,7 @@ def test_arguments_are_propagated(found, rank):
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_what_scripts_give(found, rank):
+def test_given_schedules_callbacks_and_types_work(found, rank):
     given = found["given"][rank]
     assert given["schedule, stage 2"] == given["schedule, stage 0"] == [0.1, 0.05, 0.025]
     assert given["monitor"]
@@ -127,11 +127,11 @@ def test_what_scripts_give(found, rank):
         ("another stage", "model, stage and optimizer must be those of the checkpoint"),
     ],
 )
-def test_refusals(found, name, words):
+def test_unsupported_setting_is_refused(found, name, words):
     assert words in found["given"][0][name]
 
 
-def test_fewer_processes(tmp_path):
+def test_fewer_processes_resume_only_from_a_universal_checkpoint(tmp_path):
     """One process cannot read the parts of two, says so, and reads a universal checkpoint made of them."""
     for launcher, script, words in (
         (TORCHRUN, "sets.py", ("hftrainer", str(tmp_path), "stage 2")),
@@ -161,7 +161,7 @@ def launch(folder, before, after=(), **environment):
     return read(folder)
 
 
-def test_launchers(tmp_path):
+def test_every_launcher_trains_the_same_weights(tmp_path):
     """torchrun, DeepSpeed's own, ours, and accelerate's with a file and with options: the same weights."""
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(CONFIG))
@@ -185,7 +185,7 @@ def test_launchers(tmp_path):
             assert one["weights"] == found["torchrun"][rank]["weights"], name
 
 
-def test_wrong_device_is_named(tmp_path):
+def test_mismatch_of_deepspeed_and_trainer_device_is_named(tmp_path):
     """DeepSpeed chooses its device by itself."""
     text = "from hftrainer_deepspeed import start as deepspeed_start\nimport datetime, torch\n"
     text += "from hftrainer.parallel.processes import Processes\n"
@@ -203,7 +203,7 @@ def test_explain_names_the_strategy(tmp_path):
     assert "strategy=DeepSpeedStrategy()" in str(args.explain())
 
 
-def test_two_processes_killed_go_on(tmp_path):
+def test_killed_run_resumes_to_the_undisturbed_weights(tmp_path):
     """Killed in the middle, the run ends with the weights of the undisturbed one."""
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(STAGES[3]))

@@ -23,7 +23,7 @@ NAMES = [*CASES, *(f"{name}, resumed at {step}" for name, step in RESUMED)]
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("case", NAMES)
-def test_same_as_transformers(found, case, rank):
+def test_training_is_that_of_transformers(found, case, rank):
     ours, theirs = dict(found[f"hftrainer-{rank}"][case]), dict(found[f"transformers-{rank}"][case])
     assert torch.equal(ours.pop("random"), theirs.pop("random"))
     assert_same(ours.pop("weights"), theirs.pop("weights"))
@@ -42,12 +42,12 @@ def test_resumed_run_ends_the_same(found, name, step, written, rank):
 
 
 @pytest.mark.parametrize("name", ["stage 0", "stage 1", "stage 2", "stage 3", "offload", "offload, stage 3"])
-def test_same_losses_as_replicas(found, name):
+def test_losses_are_those_of_replicas(found, name):
     assert_close(found["hftrainer-0"][name]["logs"], found["hftrainer-0"]["stage 0, replicas"]["logs"])
 
 
 @pytest.mark.parametrize("name", ["llama"])
-def test_same_losses_as_replicas_with_accumulation(found, name):
+def test_losses_with_accumulation_are_those_of_replicas(found, name):
     assert_close(found["hftrainer-0"][name]["logs"], found["hftrainer-0"]["llama, replicas"]["logs"])
 
 

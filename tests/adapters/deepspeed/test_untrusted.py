@@ -58,12 +58,12 @@ def resume(checkpoint, steps=3):
     return trainer.state.global_step
 
 
-def test_as_it_was_written(checkpoint):
+def test_unchanged_checkpoint_resumes(checkpoint):
     assert resume(checkpoint) == 3
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_pickle_is_not_run(checkpoint, tmp_path, name):
+def test_pickled_code_is_not_run(checkpoint, tmp_path, name):
     path = checkpoint / "global_step2" / name
     torch.save({**torch.load(path, weights_only=False), "more": fuzz.Mischief(tmp_path / "trace")}, path)
     with pytest.raises(UnsafeCheckpoint, match=r"checkpoint-2 holds a pickled posix\.mkdir"):
@@ -72,7 +72,7 @@ def test_a_pickle_is_not_run(checkpoint, tmp_path, name):
 
 
 @pytest.mark.parametrize("tag", ["../../elsewhere", "/tmp", "..", ""])
-def test_no_way_out_of_the_folder(checkpoint, tag):
+def test_tag_that_leads_out_of_the_folder_is_refused(checkpoint, tag):
     shutil.copytree(checkpoint / "global_step2", checkpoint.parent / "elsewhere")
     (checkpoint / "latest").write_text(tag)
     with pytest.raises(CheckpointNotFound, match="checkpoint-2/latest does not hold what"):
@@ -83,7 +83,7 @@ def test_no_way_out_of_the_folder(checkpoint, tag):
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("way", ["values", "bytes"])
 @fuzz.with_examples
-def test_made_up_contents(checkpoint, written, tmp_path, name, way, data):
+def test_random_contents_are_used_or_refused(checkpoint, written, tmp_path, name, way, data):
     """Read, and no step taken: DeepSpeed checks little of what it reads, and a later step may fail by it."""
     path, whole = checkpoint / "global_step2" / name, written / "checkpoint-2" / "global_step2" / name
     if way == "values":

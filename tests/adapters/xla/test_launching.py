@@ -24,7 +24,7 @@ sys.exit(int(sys.argv[2]))
 
 
 @pytest.mark.parametrize(("options", "status"), [(["--num-cores", "1"], 0), ([], 5)], ids=["one core", "all cores"])
-def test_script(tmp_path, options, status):
+def test_run_tpu_runs_the_script_and_returns_its_status(tmp_path, options, status):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = run_script("-m", "hftrainer", "run", "--tpu", *options, str(script), str(tmp_path), str(status))
@@ -32,7 +32,7 @@ def test_script(tmp_path, options, status):
     assert "device xla:0 xla hftrainer.trainer __main__" in done.stdout
 
 
-def test_too_many_cores(tmp_path):
+def test_more_cores_than_there_are_is_refused(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise AssertionError")
     done = run_script("-m", "hftrainer", "run", "--tpu", "--num-cores", "4", str(script))

@@ -42,7 +42,7 @@ def test_spmd_trains_as_the_cpu(spmd, on_cpu, kind):
 
 
 @pytest.mark.parametrize("part", ["layout", "layout_resumed", "layout_moments"])
-def test_spmd_gives_each_device_a_part(spmd, part):
+def test_spmd_gives_each_device_a_part_of_weights_and_moments(spmd, part):
     """Of every weight, and of what the optimizer keeps of it: two devices, along the longest dimension."""
     layout = spmd[1]["plain"][part]
     assert layout["model.layers.0.self_attn.q_proj.weight"] == "{devices=[2,1]0,1}"
@@ -66,7 +66,7 @@ def test_spmd_checkpoints_are_ordinary(spmd, on_cpu, tmp_path):
     assert_close(resumed, on_cpu, compared=slice(-3, -1))
 
 
-def wrapped(output_dir, name="llama", *, of_xla=None, **settings):
+def make_wrapped(output_dir, name="llama", *, of_xla=None, **settings):
     config = {"xla": True, "min_num_params": 200, **(of_xla or {})}
     return trainer(output_dir, name, fsdp=True, fsdp_config=config, **EVALUATED, **settings)
 
@@ -79,8 +79,8 @@ def wrapped(output_dir, name="llama", *, of_xla=None, **settings):
         {"xla_fsdp_settings": {"compute_dtype": "float32", "shard_param_on_dim_0": True}},
     ],
 )
-def test_wrapped_trains_as_the_cpu(tmp_path, on_cpu, of_xla):
-    run = wrapped(tmp_path, of_xla=of_xla)
+def test_xla_fsdp_trains_as_the_cpu(tmp_path, on_cpu, of_xla):
+    run = make_wrapped(tmp_path, of_xla=of_xla)
     run.train()
     assert type(run.lightning_trainer.strategy).__name__ == "XLAFSDPStrategy"
     assert type(run.model).__name__ == "XlaFullyShardedDataParallel"
@@ -93,16 +93,16 @@ def test_wrapped_trains_as_the_cpu(tmp_path, on_cpu, of_xla):
         assert line == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
 
-def test_wrapped_saves_and_resumes(tmp_path):
+def test_xla_fsdp_saves_parts_and_whole_weights_and_resumes(tmp_path):
     """A file of each process, as transformers names them, and the whole weights for everybody else."""
     saved = {"save_strategy": "steps", "save_steps": 6, "load_best_model_at_end": True}
-    run = wrapped(tmp_path, **saved)
+    run = make_wrapped(tmp_path, **saved)
     run.train()
     folder = tmp_path / "checkpoint-6"
     parts = {name for name in os.listdir(folder) if name.startswith("rank")}
     assert parts == {"rank0-of-1-optimizer.pt", "rank0-of-1-pytorch_model.bin"}
     assert not (folder / "optimizer.pt").exists()
-    resumed = wrapped(tmp_path, **saved)
+    resumed = make_wrapped(tmp_path, **saved)
     resumed.train(resume_from_checkpoint=str(folder))
     assert all(torch.equal(value, weights(run)[name]) for name, value in weights(resumed).items())
     from transformers import LlamaForCausalLM
@@ -112,9 +112,9 @@ def test_wrapped_saves_and_resumes(tmp_path):
     assert all(torch.equal(value, whole[name]) for name, value in again.state_dict().items())
 
 
-def test_wrapped_bfloat16(tmp_path):
-    run = wrapped(tmp_path, of_xla={"xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, max_steps=6)
-    full = wrapped(tmp_path, max_steps=6)
+def test_xla_fsdp_in_bfloat16_is_close_to_float32(tmp_path):
+    run = make_wrapped(tmp_path, of_xla={"xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, max_steps=6)
+    full = make_wrapped(tmp_path, max_steps=6)
     losses = [each.train().training_loss for each in (run, full)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2) and losses[0] != losses[1]
 
@@ -127,8 +127,8 @@ def test_wrapped_bfloat16(tmp_path):
         ({"transformer_layer_cls_to_wrap": ["LlamaLayer"], "min_num_params": 0}, "the model has no LlamaLayer"),
     ],
 )
-def test_wrong_settings(tmp_path, of_xla, message):
-    run = wrapped(tmp_path, of_xla=of_xla)
+def test_wrong_xla_fsdp_settings_are_refused(tmp_path, of_xla, message):
+    run = make_wrapped(tmp_path, of_xla=of_xla)
     with pytest.raises(InvalidConfig, match=message):
         run.train()
 
@@ -141,12 +141,12 @@ def test_wrong_settings(tmp_path, of_xla, message):
         ({"reshard_after_forward": "hybrid_shard"}, "reshard_after_forward"),
     ],
 )
-def test_what_only_torch_has(tmp_path, of_xla, message):
+def test_settings_of_torch_fsdp_are_refused_with_xla(tmp_path, of_xla, message):
     with pytest.raises(UnsupportedArgument, match=message):
-        wrapped(tmp_path, of_xla=of_xla)
+        make_wrapped(tmp_path, of_xla=of_xla)
 
 
-def test_needs_a_tpu(tmp_path):
+def test_xla_fsdp_on_another_device_is_refused(tmp_path):
     args = TrainingArguments(str(tmp_path), fsdp=True, fsdp_config={"xla": True}, use_cpu=True)
     assert "training is on another device" in "\n".join(_found(args))
 
