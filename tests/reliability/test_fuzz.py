@@ -109,7 +109,7 @@ def change_list(path, draw, trace):
     else:
         setattr(parts, name, draw(fuzz.mutated(value)))
     if draw(st.integers(0, 9)) == 9:
-        parts.planner_data = {"more": fuzz.Mischief(trace)}
+        parts.planner_data = {"more": fuzz.MaliciousPickle(trace)}
     path.write_bytes(pickle.dumps(parts))
 
 

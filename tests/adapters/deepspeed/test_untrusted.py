@@ -65,7 +65,7 @@ def test_unchanged_checkpoint_resumes(checkpoint):
 @pytest.mark.parametrize("name", FILES)
 def test_pickled_code_is_not_run(checkpoint, tmp_path, name):
     path = checkpoint / "global_step2" / name
-    torch.save({**torch.load(path, weights_only=False), "more": fuzz.Mischief(tmp_path / "trace")}, path)
+    torch.save({**torch.load(path, weights_only=False), "more": fuzz.MaliciousPickle(tmp_path / "trace")}, path)
     with pytest.raises(UnsafeCheckpoint, match=r"checkpoint-2 holds a pickled posix\.mkdir"):
         resume(checkpoint)
     assert not (tmp_path / "trace").exists()
