@@ -80,7 +80,7 @@ def test_argument_is_parsed_and_stored_alike(name):
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("kind", ["TrainingArguments", "Seq2SeqTrainingArguments"])
 def test_flags_without_a_value_are_those_of_transformers(kind, library):
-    """What takes no word in transformers takes none here: `--fp16`, `--no_dataloader_pin_memory`."""
+    """Such as `--fp16` and `--no_dataloader_pin_memory`."""
 
     def flags(parser):
         bare = [action for action in parser._actions if action.nargs in ("?", 0)]
@@ -171,7 +171,7 @@ def test_arguments_of_transformers_train_as_ours(tmp_path, settings):
 
 
 def test_arguments_of_transformers_are_not_changed(tmp_path):
-    """What an older release lacks is on the object, and no field of it."""
+    """Arguments that an older release lacks become attributes of the object, not fields."""
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     before = args.to_dict()
     assert hftrainer.Trainer(make_llama(), args).args is args

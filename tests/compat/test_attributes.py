@@ -258,7 +258,7 @@ def test_search_attributes_are_set_during_and_after_a_search(tmp_path):
 @pytest.mark.parametrize("name", ABSENT)
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_absent_name_raises_and_its_override_is_refused(tmp_path, name, is_sharded):
-    """Reading it is an error, and an override that transformers calls is refused."""
+    """Only overrides that transformers calls are refused."""
     args = hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     model = make_plain()
     assert not hasattr(hftrainer.Trainer(model, args), name)

@@ -1,4 +1,4 @@
-"""What took or changed transformers' Trainer before `install()` is named; nothing else is."""
+"""`install()` warns of modules that imported or changed transformers' Trainer before it, and of nothing else."""
 
 import importlib.util
 import json
@@ -164,7 +164,7 @@ assert args.max_steps == 2
 
 
 def test_script_that_keeps_the_original_trainer_saves_checkpoints(tmp_path, processes):
-    """Its arguments are pickled into them; when they are read, they are the original's."""
+    """The arguments pickled in them are of the original class."""
     for code in (LATE, READ):
         done = processes.run("-c", code, cwd=tmp_path, fresh=True)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -69,7 +69,7 @@ def test_fields_are_those_of_the_release(kind):
 
 
 def test_attribute_values_differ_only_as_recorded():
-    """What differs is in the ledger."""
+    """compatibility.toml records what differs."""
     ours, theirs = make(), make(Theirs)
     names = {name for name in {*dir(ours), *dir(theirs)} if not name.startswith("_")}
     pairs = {name: [shown(getattr(args, name, "absent")) for args in (ours, theirs)] for name in names}

@@ -1,4 +1,4 @@
-"""What is logged at info, and by which switches it is seen: those of transformers."""
+"""Info lines are logged as by transformers, and shown by the same switches."""
 
 import io
 import logging
@@ -95,7 +95,7 @@ def test_fact_is_logged_by_both_libraries(of_both, fact):
 
 
 def test_numbers_logged_at_the_beginning_are_those_of_transformers(of_both):
-    """Each that transformers logs there is in ours, in its order; steps per epoch since v5.4."""
+    """In the same order; steps per epoch since v5.4."""
     theirs, ours = of_both
     block = theirs[theirs.index("Running training") :].splitlines()[1:]
     numbers = [row.rpartition("= ")[2] for row in block[: block.index(next(x for x in block if "trainable" in x)) + 1]]

@@ -53,7 +53,7 @@ def test_resumed_run_reads_the_remaining_batches(found, resumptions, case, rank)
 
 
 def test_epoch_ends_with_the_shortest_shard(resumptions):
-    """The epoch ends for all with the shortest, of 3 batches; a process that leaves samples out says so."""
+    """It has 3 batches; a process that leaves samples out logs it."""
     for _, different, _ in resumptions:
         assert [line["epoch"] for line in different.logs][2:4] == [0.6, 1.2]
     warned = ["The epoch ends with the shortest shard of the stream" in " ".join(of_rank[2]) for of_rank in resumptions]
@@ -65,7 +65,7 @@ def test_resumed_stateful_stream_warns_of_an_incomplete_last_round(resumptions):
 
 
 def test_wrong_data_is_refused_in_all_ranks(processes, tmp_path):
-    """All processes raise, also what only the main one can see."""
+    """Also what only the main process can see."""
     for sentences in processes.run_ranks(cases_data.refuse, 2, tmp_path):
         for sentence, (*_, expected) in zip(sentences, REFUSED, strict=True):
             assert sentence.startswith(expected)

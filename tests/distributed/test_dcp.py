@@ -74,7 +74,7 @@ def test_torch_reads_our_checkpoints(written, folder, tmp_path, name):
 
 
 def test_checkpoints_written_by_torch_are_read(processes, written, checkpoint, tmp_path):
-    """A checkpoint whose folder of parts one of torch's has replaced, with weights alone."""
+    """They replace the folder of parts in ours, and have weights alone."""
     weights = {name: value + 1 for name, value in written[2]["fsdp2"]["weights"].items()}
     given = []
     for name, content in {"nested": {"model": weights}, "flat": weights, "converted": {"model": weights}}.items():
@@ -173,7 +173,7 @@ def test_damaged_or_missing_part_is_detected(checkpoint, tmp_path):
 
 
 def test_rank_that_cannot_write_skips_the_checkpoint_in_all_ranks(processes, tmp_path):
-    """They cost that checkpoint in all ranks, and training goes on; it does not wait for parts in the background."""
+    """Training continues, and does not wait for parts written in the background."""
     for found in processes.run_ranks(fail, 2, tmp_path):
         assert found["now"] == (["checkpoint-4"], True)
         assert found["later"] == (["checkpoint-4"], False)

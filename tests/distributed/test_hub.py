@@ -1,4 +1,4 @@
-"""Two processes: one uploads, both go on from the Hub, and what one is refused both raise."""
+"""With two processes one uploads, both resume from the Hub, and both raise what one is refused."""
 
 from tests.distributed.cases_hub import find_all
 from tests.support.hub_runs import TOKEN, environment

@@ -15,7 +15,7 @@ def test_observed_tokens_are_those_of_both_ranks(tmp_path, processes):
 
 
 def test_requests_are_done_by_both_ranks_at_the_same_step(tmp_path, processes):
-    """A request is done one step later, when the ranks know that it is one of them that has it."""
+    """One step later, when both ranks know of the request."""
     requested = {2: "save", 5: "evaluate", 9: "stop"}
     (done, steps, *_), (of_other, steps_of_other, *_) = processes.run_ranks(train, 2, tmp_path, requested)
     assert done == of_other == [("save", 3), ("evaluate", 6), ("save", 10)]

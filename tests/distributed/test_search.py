@@ -32,7 +32,7 @@ def test_each_rank_gets_the_exact_values_of_the_study(found, rank):
 
 
 def test_pruned_trials_end_in_both_ranks(found):
-    """Where one process alone ended a trial, the other would wait for it."""
+    """If one rank alone ended a trial, the other would wait for it."""
     assert {"COMPLETE", "PRUNED"} == set(found[0]["states"])
 
 

@@ -175,7 +175,7 @@ def test_weights_saved_under_other_names_are_read(found, strategy, which):
 
 
 def test_process_groups_are_destroyed_with_their_trainer(found):
-    """Each has threads and sockets. Ranks that part may meet again, in new groups."""
+    """Each group has threads and sockets. Ranks may make new groups after `end_training`."""
     counts = list(found("groups")[0].values())
     of_one, of_both = counts[:2]
     assert of_one < of_both

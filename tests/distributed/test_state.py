@@ -49,7 +49,7 @@ found = find_all("hftrainer", folder, lightning_config={"devices": 2})
 
 
 def test_states_in_processes_started_by_the_script(processes, tmp_path):
-    """Before the Trainer starts the second, nobody waits for it; from then on all is as with a launcher."""
+    """Until the Trainer starts the second process there is one; then all is as with a launcher."""
     (tmp_path / "script.py").write_text(SCRIPT)
     run = processes.run(tmp_path / "script.py", tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -87,7 +87,7 @@ def test_loggers_of_accelerate_work_once_there_are_arguments(monkeypatch, caplog
 
 
 def test_accelerator_state_is_that_of_the_trainer_that_trains(tmp_path):
-    """Of two with other precisions, the state is that of the last one made, and then of the one that trains."""
+    """Of two Trainers with different precisions, the newest sets the state until the other one trains."""
     seen = set()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -104,7 +104,6 @@ def test_accelerator_state_is_that_of_the_trainer_that_trains(tmp_path):
 
 @both_libraries
 def test_state_created_by_the_script_is_replaced_or_kept_on_request(library):
-    """It is taken over, unless it is to be kept."""
     mine = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     arguments(library)
     assert not mine.state._shared_state.get("_mixed_precision")
@@ -334,7 +333,7 @@ def test_accelerator_attributes_report_the_config(tmp_path, config):
 
 
 def test_gradient_state_and_accelerator_agree_on_sync_gradients(tmp_path):
-    """Loops that were copied set it by accelerate's name; the accelerator tells the same."""
+    """Training loops copied from transformers set it through accelerate's name."""
     accelerator = build("hftrainer", "plain", tmp_path)[0].accelerator
     for synchronized in (False, True):
         accelerator.gradient_state._set_sync_gradients(synchronized)
@@ -343,7 +342,7 @@ def test_gradient_state_and_accelerator_agree_on_sync_gradients(tmp_path):
 
 @pytest.mark.parametrize("count", [16, 19])
 def test_gather_for_metrics_drops_padding_of_the_last_batch(tmp_path, count):
-    """Rows beyond the last batch's samples are dropped; what has no rows stays."""
+    """Values without rows, such as scalars, are returned unchanged."""
     sizes = []
 
     def script(trainer):

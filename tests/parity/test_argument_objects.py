@@ -95,7 +95,7 @@ def test_accumulation_set_on_accelerator_config_takes_effect(tmp_path, library):
 
 @pytest.mark.parametrize("kind", [AcceleratorConfig, transformers.trainer_pt_utils.AcceleratorConfig])
 def test_accelerator_config_object_is_used_without_copying(tmp_path, kind):
-    """Code that holds it may change it."""
+    """Code that holds the object may still change it."""
     config = kind()
     args = make_args(hftrainer, tmp_path, accelerator_config=config)
     assert args.accelerator_config is config
@@ -106,8 +106,6 @@ def test_accelerator_config_object_is_used_without_copying(tmp_path, kind):
 
 
 def test_changed_accelerator_settings_affect_later_loaders(tmp_path):
-    """Loaders that are prepared from then on follow them."""
-
     def orders(library):
         trainer = make_trainer(library, make_args(library, tmp_path))
         accelerator = trainer.accelerator

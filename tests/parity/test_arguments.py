@@ -1,4 +1,4 @@
-"""Each argument has the effect that it has in transformers, until the same time; and each has a case."""
+"""Each argument has the effect that it has in transformers, until the same time, and has a case."""
 
 import dataclasses
 import functools
@@ -224,7 +224,7 @@ def test_accumulation_changed_by_an_override(tmp_path):
 @pytest.mark.parametrize("name", ["lightning_config", "deepspeed"])
 @pytest.mark.parametrize("runs", [0, 1])
 def test_changing_engine_arguments_after_construction_is_refused(tmp_path, name, runs):
-    """The engine is built by these; with DeepSpeed, transformers goes on without it."""
+    """They decide which engine is built. transformers would train on without DeepSpeed."""
     trainer = make_trainer(tmp_path)
     for _ in range(runs):
         trainer.train()
@@ -257,7 +257,7 @@ def test_replacing_the_arguments_of_a_trainer_takes_effect(tmp_path):
 
 
 def test_gradient_checkpointing_sets_activation_checkpointing(tmp_path):
-    """As in transformers until v5.22: the newest reads the new names alone, and runs out of memory in silence."""
+    """As in transformers until v5.22; later releases silently ignore the old names."""
     trainer = make_trainer(tmp_path, model="bert")
     args = trainer.args
     args.gradient_checkpointing, args.gradient_checkpointing_kwargs = True, {"use_reentrant": False}

@@ -1,4 +1,4 @@
-"""`auto_find_batch_size`: starting again with smaller batches leaves nothing of the failed attempt."""
+"""`auto_find_batch_size`: a retry with smaller batches keeps nothing of the failed attempt."""
 
 import weakref
 
@@ -59,7 +59,7 @@ def train_with_retry(tmp_path, kind=Greedy, limits=None, size=8, prepare=lambda 
 
 @pytest.mark.parametrize("momentum", [None, 0.9], ids=["own optimizer", "optimizer of the user"])
 def test_retry_equals_a_run_of_that_size(tmp_path, momentum):
-    """A resumed run begins with that size."""
+    """A resumed run also begins with the smaller size."""
     saved = {"save_strategy": "steps", "save_steps": 5, **EVALUATED}
     train_with_retry(tmp_path, limits={"limit": 4}, size=16, momentum=momentum, **saved)
     resumed, _ = make_trainer(tmp_path / "found", Greedy(limit=4), 16, momentum=momentum)
@@ -108,7 +108,6 @@ def test_retry_after_some_steps_begins_from_the_start(tmp_path, name):
 
 
 def test_retry_resets_flos_metrics_length_groups_and_checkpoints(tmp_path):
-    """FLOs, the log of metrics, and the groups of lengths begin anew; the failed attempt's checkpoints go."""
     rows = plain_data()
     columns = {"x": [row["x"].tolist() for row in rows], "labels": [int(row["labels"]) for row in rows]}
     data = Dataset.from_dict({**columns, "length": [i % 11 for i in range(38)]})

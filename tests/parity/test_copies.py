@@ -1,4 +1,4 @@
-"""Copies of a Trainer, by `copy.deepcopy` and by pickling, before and after runs."""
+"""Copies of a Trainer by `copy.deepcopy` and by pickling, made before and after runs, work as the original does."""
 
 import copy
 import math
@@ -78,7 +78,7 @@ SETTINGS = {
     ],
 )
 def test_copy_and_original_train_alike_and_independently(tmp_path, how, before, settings):
-    """Each goes on by itself, and as the other does; after training, a copy of theirs steps its original's weights."""
+    """With transformers, the copy of a trained Trainer would step the weights of its original."""
     given = {"report_to": "tensorboard"} if settings == "tensorboard" else SETTINGS[settings]
     trainer = make_trainer("hftrainer", tmp_path, callbacks=[Counts()], **given)
     call_methods(trainer, before)
@@ -93,7 +93,6 @@ def test_copy_and_original_train_alike_and_independently(tmp_path, how, before, 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle_and_load])
 def test_copy_refers_to_itself_and_keeps_optimizer_and_schedule(tmp_path, how):
-    """References to the Trainer are to the copy; Lightning's callbacks, optimizer and schedule come along."""
     checkpoints = ModelCheckpoint(tmp_path / "lightning", monitor="eval_loss")
     trainer = make_trainer("hftrainer", tmp_path, "plain", callbacks=[checkpoints])
     trainer.add_callback(Counts(trainer))

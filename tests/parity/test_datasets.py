@@ -1,4 +1,4 @@
-"""Data: streams, samples that draw random numbers, loaders, samplers and collators of the user."""
+"""Data trains as in transformers: streams, samples that draw random numbers, and the user's loaders and samplers."""
 
 import random
 

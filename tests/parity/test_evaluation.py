@@ -179,7 +179,7 @@ def test_batch_eval_metrics_are_those_of_transformers(tmp_path, source, wanted):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_full_eval_in_half_precision(tmp_path, dtype):
-    """It waits for the end of training. Inputs are not cast, as in transformers: a module of float32 inputs fails.
+    """Weights are cast outside training only. Inputs are not cast, as in transformers: float32 modules fail.
 
     transformers leaves the weights in that precision afterwards; ours gives them back.
     """
@@ -242,7 +242,7 @@ def test_overrides_apply_during_training_and_in_evaluate(tmp_path, name):
 
 
 def test_metrics_and_collators_can_compute_gradients(tmp_path):
-    """Both may need them; only the forward pass of a prediction step has none."""
+    """Only the forward pass of a prediction step runs without gradients."""
 
     def probes(prediction):
         probe = nn.Linear(3, 3)
@@ -276,7 +276,6 @@ SCORES = (math.nan, 0.5, 0.5, 0.7, math.nan, 0.7, 0.3, 0.3, math.inf, -math.inf)
 
 @pytest.mark.parametrize("greater", [True, False])
 def test_best_metric_is_not_replaced_by_ties_or_nan(tmp_path, greater):
-    """Not one that equals the best, and none that is not a number."""
     settings = {"metric_for_best_model": "score", "greater_is_better": greater, "save_strategy": "best"}
 
     def judge(trainer):
@@ -304,7 +303,7 @@ def columns_of(rows, **more):
 
 @pytest.mark.parametrize("make", [list, columns_of], ids=["rows", "columns"])
 def test_group_by_length_counts_lengths_from_samples(tmp_path, make):
-    """Lengths counted from the samples; evaluation goes by length too."""
+    """Evaluation batches are grouped by length too."""
     rows = varied_language_data(38)
     given = {"data_collator": pad if make is list else collate_columns, "eval_dataset": make(rows[:19])}
     settings = {**BY_LENGTH, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
@@ -312,7 +311,7 @@ def test_group_by_length_counts_lengths_from_samples(tmp_path, make):
 
 
 def test_group_by_length_uses_the_column_of_lengths(tmp_path):
-    """A column of lengths is taken at its word, also when it is no argument of the model."""
+    """The column is trusted, also if it is no argument of the model."""
     rows = varied_language_data(38)
     data = columns_of(rows, tokens=[100 + i for i in range(38)])
 
@@ -335,7 +334,6 @@ def test_predictions_are_in_the_order_of_the_dataset(tmp_path):
 
 
 def test_group_by_length_uses_lengths_of_the_evaluated_set(tmp_path):
-    """The column of the set that is evaluated counts, not that of the Trainer's own."""
     own, other = (columns_of(varied_language_data(12), length=each) for each in ([3] * 6 + [9] * 6, [9, 3] * 6))
 
     def script(trainer):

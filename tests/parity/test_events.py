@@ -1,4 +1,4 @@
-"""Events: what each brings, what callbacks change by it, and `train`, `evaluate` and `predict` in any order."""
+"""Both libraries announce the same events with the same state, and do what callbacks ask for in them."""
 
 import dataclasses
 import functools
@@ -205,7 +205,7 @@ def states_after_resuming(name: str, kind: type, folder: Any, restore: bool, str
 @pytest.mark.parametrize("restore", [True, False])
 @pytest.mark.parametrize("bases", LIBRARIES)
 def test_callback_state_is_saved_and_restored(tmp_path, restore, bases):
-    """Ours also saves and restores those built on transformers' classes."""
+    """Ours also handles callbacks that derive from transformers' classes."""
     ours, theirs = (
         states_after_resuming(name, counting_callback(base), tmp_path / name, restore, [2])
         for name, base in (("hftrainer", bases), ("transformers", "transformers"))

@@ -1,4 +1,4 @@
-"""Batch samplers whose `__len__` is a guess: all that they give is trained on and evaluated, as in transformers."""
+"""Batch samplers with a wrong `__len__`: every batch that they give is trained on and evaluated, as in transformers."""
 
 import itertools
 
@@ -81,8 +81,6 @@ def test_every_batch_is_used_whatever_the_claimed_length(tmp_path, claimed, left
 
 @pytest.mark.parametrize("claimed", [3, 5, 9])
 def test_compute_result_is_true_for_the_last_batch_that_comes(tmp_path, claimed):
-    """`compute_result` is True for the batch that is the last, not for that whose number is the length."""
-
     def script(trainer):
         seen = []
         trainer.compute_metrics = lambda _, compute_result: seen.append(compute_result) or {"batches": len(seen)}
@@ -96,7 +94,6 @@ def test_compute_result_is_true_for_the_last_batch_that_comes(tmp_path, claimed)
 @pytest.mark.parametrize("claimed", [8, 14])
 @pytest.mark.parametrize("step", [4, 13])
 def test_resume_within_an_epoch_of_wrong_length(tmp_path, claimed, step):
-    """A run goes on from the middle of an epoch that is shorter or longer than it says."""
     settings = {**SETTINGS, "trainer_class": make_class(claimed, 3), "save_strategy": "steps", "save_steps": step}
     whole = train("hftrainer", "plain", tmp_path, script=run_methods, **settings)
     checkpoint = str(tmp_path / f"checkpoint-{step}")
@@ -108,7 +105,7 @@ def test_resume_within_an_epoch_of_wrong_length(tmp_path, claimed, step):
 
 
 def test_fractional_limit_val_batches_is_a_share_of_the_claimed_length(tmp_path):
-    """Lightning's `limit_val_batches` as a share needs a length, and takes the guess."""
+    """The share is of the 4 claimed batches, not of the 5 that come."""
     settings = {"trainer_class": make_class(10, 4), "lightning_config": {"limit_val_batches": 0.5}}
     trainer, _ = build("hftrainer", "plain", tmp_path, **settings)
     assert trainer.evaluate()

@@ -1,4 +1,4 @@
-"""What both libraries push to a Hub that speaks the real API: the commits, their order, their files."""
+"""Both libraries push the same commits and files, in the same order, to a local Hub with the real API."""
 
 import shutil
 from pathlib import Path
@@ -90,8 +90,6 @@ def test_each_hub_setting_pushes_the_same_commits(hub, tmp_path, commits, model,
 
 
 def test_push_to_hub_without_the_argument_creates_the_repository(hub, tmp_path):
-    """`push_to_hub()` makes the repository when it is first called, private if asked."""
-
     def run(name):
         folder, settings = tmp_path / name / "my-run", {"save_strategy": "no", "max_steps": 1}
         trainer, _ = make_pushing(name, folder, push_to_hub=False, **settings)
@@ -114,7 +112,7 @@ def test_arguments_of_transformers_push_but_their_token_is_not_saved(hub, tmp_pa
 
 
 def test_offline_mode_still_pushes_by_a_custom_client(hub, tmp_path, monkeypatch):
-    """HF_HUB_OFFLINE is for the client to follow: one that reaches a local Hub, or a mock, uploads."""
+    """Only the client obeys HF_HUB_OFFLINE: one that reaches a local Hub, or a mock, uploads."""
     client = _http.default_client_factory()
     client.event_hooks = {}
     monkeypatch.setattr(_http, "_GLOBAL_CLIENT", client)

@@ -104,7 +104,7 @@ def test_trials_logs_files_and_best_are_those_of_transformers(tmp_path, case):
 
 
 def test_training_with_the_best_values_set_by_hand(tmp_path):
-    """The pattern of the documentation: the best values set one by one, and a training with them."""
+    """As the documentation of transformers shows."""
 
     def run(library):
         found, trainer, _ = search(library, tmp_path / library, EACH_EPOCH, {"hp_space": rates})

@@ -86,7 +86,7 @@ class NumberPerRow(nn.Module):
 
 
 def test_first_number_of_a_models_output_is_the_loss(tmp_path, caplog):
-    """Of a model that returns a number for each row; the evaluation has no labels and no loss."""
+    """The model returns one number per row; its evaluation has no labels and no loss."""
     ours = compare(tmp_path, (NumberPerRow, lambda: [{"x": float(number)} for number in range(38)]), **EVALUATED)
     assert ours.logs[0]["loss"] != 0
     (said,) = {line.message for line in caplog.records if line.name == "hftrainer.training.loss"}
@@ -120,7 +120,7 @@ def decoder_data(count=38):
 @pytest.mark.parametrize("model", ["bert", "llama", "peft", (make_t5, decoder_data)])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_label_smoothing_trains_alike(tmp_path, model, accumulation):
-    """The shift of causal models included; `num_items_in_batch` divides where the model takes it."""
+    """Labels of causal models are shifted; `num_items_in_batch` divides where the model takes it."""
     settings = {"gradient_accumulation_steps": accumulation, **EVALUATED}
     smoothed = compare(tmp_path, model, label_smoothing_factor=0.2, **settings)
     plain = train("hftrainer", model, tmp_path / "plain", **settings)
@@ -217,8 +217,6 @@ def training_lines(found):
 
 
 def test_log_metric_logs_the_mean_since_the_last_line(tmp_path):
-    """The mean over all steps since the last log line; nothing is read in between."""
-
     def compute_loss(self, *args, **kwargs):
         step = self.state.global_step
         self.log_metric("twice", 2.0 * step)
@@ -236,7 +234,6 @@ def test_log_metric_logs_the_mean_since_the_last_line(tmp_path):
 
 
 def test_each_log_line_reads_the_device_once(tmp_path, monkeypatch):
-    """One read of the device per log line, however many numbers it has."""
     reads = []
     original = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self.shape) or original(self))
@@ -245,8 +242,6 @@ def test_each_log_line_reads_the_device_once(tmp_path, monkeypatch):
 
 
 def test_log_metric_leaves_out_evaluations_and_earlier_runs(tmp_path):
-    """Values of an evaluation, and of a run before, are no part of the mean."""
-
     def compute_loss(self, model, inputs, *args, **kwargs):
         self.log_metric("training", float(model.training))
         self.log_metric("size", len(inputs["x"]))

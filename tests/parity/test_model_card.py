@@ -116,7 +116,7 @@ def test_task_names_are_those_of_transformers():
 
 
 def test_card_of_a_peft_model(tmp_path_factory):
-    """Theirs loses the tags that were asked for, and knows no task of an adapter."""
+    """transformers drops the given tags, and finds no task of an adapter."""
     pair = make_pair(tmp_path_factory, "peft", max_steps=2)
     for trainer in pair:
         trainer.model.base_model.model.name_or_path = "org/base"

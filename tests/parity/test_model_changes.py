@@ -1,4 +1,4 @@
-"""Models of other kinds, and what arguments change about a model: NEFTune, checkpointed activations, compilation."""
+"""Kinds of models, and arguments that change a model (NEFTune, checkpointing, compilation), beside transformers."""
 
 import functools
 import sys
@@ -44,7 +44,7 @@ class Remembers(Plain):
 
 @pytest.mark.parametrize(("index", "again"), [(1, True), (-1, False)])
 def test_past_index_feeds_an_output_into_the_next_step(tmp_path, index, again):
-    """As documented until v4.57: an output of each step goes into the next, and begins anew with each epoch."""
+    """As documented until v4.57; each epoch begins without one."""
     given = {"model": Remembers(), "train_dataset": plain_data(8), "eval_dataset": plain_data(16)}
     trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, past_index=index)
     trainer.train()
@@ -60,7 +60,7 @@ def test_torch_empty_cache_steps_empties_the_cache(tmp_path, monkeypatch):
 
 
 def test_include_tokens_per_second_reports_all_input_tokens(tmp_path):
-    """As v4.48 reports it: at the end of training, of all input tokens."""
+    """As v4.48 does, at the end of training."""
     with_it, without = (
         build("hftrainer", "llama", tmp_path, include_tokens_per_second=included, max_steps=3)[0].train().metrics
         for included in (True, False)
@@ -110,7 +110,7 @@ def test_activation_checkpointing_keeps_weights(tmp_path, model, kwargs):
 
 
 def test_gradient_checkpointing_recomputes_activations(tmp_path):
-    """By the name of v4 too."""
+    """Also by the argument's name in v4."""
     calls = []
     trainer, _ = build("hftrainer", "llama", tmp_path, gradient_checkpointing=True, max_steps=1)
     trainer.model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
@@ -127,7 +127,7 @@ def test_model_compiled_in_place_trains_alike(tmp_path):
 
 
 def test_compiled_model_is_saved_under_plain_names_and_resumes(tmp_path):
-    """Columns are found, and files have the names of the model: transformers writes `_orig_mod.` before each."""
+    """transformers writes the names with the prefix `_orig_mod.`."""
     settings = {**EVERY_STEP, "max_steps": 4}
 
     def run(folder, resume=None, compiled=True):

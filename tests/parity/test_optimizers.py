@@ -1,4 +1,4 @@
-"""Optimizers: each of `optim` equal to transformers', or why not; and those that the user brings."""
+"""Each optimizer of `optim` trains as in transformers, or its reason is here; so do those that the user passes."""
 
 import importlib
 import re
@@ -77,7 +77,7 @@ def test_optimizer_that_needs_a_gpu_gets_the_same_arguments(tmp_path, name):
 
 @pytest.mark.parametrize("name", sorted(NOT_INSTALLABLE))
 def test_missing_package_is_named_and_its_optimizer_gets_the_same_kwargs(tmp_path, monkeypatch, name):
-    """An error says how to install it; with a stand-in, it gets the keywords that transformers gives it."""
+    """A stand-in takes the place of the package's class."""
     trainer, _ = build("hftrainer", "llama", tmp_path, **settings_of(name))
     with pytest.raises(MissingPackage, match=f"optim='{name}' needs .*(pip install|build https)"):
         trainer.train()
@@ -98,7 +98,7 @@ def test_missing_package_is_named_and_its_optimizer_gets_the_same_kwargs(tmp_pat
 
 
 def test_adamw_hf_makes_the_step_computed_by_hand():
-    """`adamw_hf`, gone in v5: one step by hand. tests/compat/test_adamw_hf.py compares it beside v4."""
+    """Removed in v5; tests/compat/test_adamw_hf.py compares it with v4."""
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     weight.grad = torch.tensor([0.5, 0.1])
     AdamW([weight], lr=0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.5).step()
@@ -109,7 +109,7 @@ def test_adamw_hf_makes_the_step_computed_by_hand():
 
 
 def test_layerwise_galore_adafactor_is_galore_adafactor(tmp_path):
-    """transformers cannot build it; ours is galore_adafactor, stepping within backward."""
+    """transformers cannot build it. Ours steps within backward."""
 
     def run(name):
         model = make_llama()
@@ -166,7 +166,7 @@ def test_optim_target_modules_train_alike(tmp_path, targets):
 
 
 def test_8bit_optimizer_keeps_32_bits_for_embeddings(tmp_path):
-    """bitsandbytes keeps 32 bits of an embedding's moments, in both libraries alike."""
+    """bitsandbytes does so for embeddings, in both libraries."""
 
     def run(library):
         trainer, _ = build(library, "llama", tmp_path / library, optim="adamw_8bit", max_steps=1)

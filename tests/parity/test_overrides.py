@@ -221,7 +221,7 @@ def test_optimizer_that_needs_a_closure_fails_alike(tmp_path):
 
 
 def test_evaluation_loader_that_is_not_prepared_keeps_its_rows(tmp_path):
-    """In the last step of an epoch of 38 samples accelerate cuts each batch of 8 to 38 % 4 rows: see the ledger."""
+    """In the last step of an epoch of 38 samples accelerate cuts each of the 3 batches to 38 % 4 = 2 rows."""
 
     def get_eval_dataloader(self, eval_dataset=None):
         return torch.utils.data.DataLoader(self.eval_dataset, batch_size=8, collate_fn=self.data_collator)
@@ -234,7 +234,7 @@ def test_evaluation_loader_that_is_not_prepared_keeps_its_rows(tmp_path):
 
 
 def test_seq2seq_evaluate_counts_the_last_batch_as_a_full_one(tmp_path):
-    """It gathers by `accelerator.gather`, for that one pass."""
+    """It gathers with `accelerator.gather`, but only in that call."""
 
     def run(name):
         trainer, _ = build(name, "plain", tmp_path, trainer_class=seq2seq)
@@ -247,7 +247,6 @@ def test_seq2seq_evaluate_counts_the_last_batch_as_a_full_one(tmp_path):
 
 
 def test_lightning_counts_steps_when_backward_is_replaced_within_a_run(tmp_path):
-    """Lightning's counters go on, for its callbacks."""
     seen = []
 
     class Count(Callback):
@@ -259,7 +258,7 @@ def test_lightning_counts_steps_when_backward_is_replaced_within_a_run(tmp_path)
 
 
 def test_method_replaced_before_seq2seq_is_imported_is_called(tmp_path, processes):
-    """A library that replaces `Trainer.training_step` at once reaches subclasses that are imported later."""
+    """As by a library that patches `Trainer.training_step` when it is imported."""
     script = f"""
 import hftrainer
 from tests.support.tiny import make_plain, plain_data
@@ -326,7 +325,7 @@ def test_override_with_an_older_signature_runs_alike(tmp_path, signature):
 
 
 def test_sorted_checkpoints_override_protects_a_checkpoint(tmp_path):
-    """A checkpoint that an override of v5.0 leaves out is not deleted."""
+    """The override has the signature of v5.0."""
 
     def _sorted_checkpoints(self, output_dir=None, checkpoint_prefix="checkpoint", use_mtime=False):
         found = parent(self)._sorted_checkpoints(output_dir, checkpoint_prefix, use_mtime)
@@ -338,7 +337,7 @@ def test_sorted_checkpoints_override_protects_a_checkpoint(tmp_path):
 
 
 def test_metrics_are_passed_only_to_overrides_that_name_them(tmp_path):
-    """What passes on all that it gets, as ms-swift, may be above a method without them, as TRL's."""
+    """An override with `*args`, as in ms-swift, may call one without `metrics`, as in TRL."""
 
     class Plain(hftrainer.Trainer):
         def _save_checkpoint(self, model, trial):
@@ -353,7 +352,7 @@ def test_metrics_are_passed_only_to_overrides_that_name_them(tmp_path):
 
 
 def test_metrics_passed_on_by_an_override_decide_the_best_model(tmp_path):
-    """The metrics that an override passes on decide which model is the best, as they did until v4.46."""
+    """As in transformers until v4.46."""
 
     def _save_checkpoint(self, model, trial, metrics=None):
         parent(self)._save_checkpoint(model, trial, metrics={"eval_own": float(self.state.global_step)})
@@ -395,7 +394,7 @@ def evaluate_first(trainer):
 
 @pytest.mark.parametrize("case", COPIED)
 def test_copied_methods_of_transformers_run_alike(tmp_path, case):
-    """transformers' own functions run on our Trainer, as those do that scripts have copied and edited."""
+    """As scripts do that have copied and edited them."""
     names, further = COPIED[case]
     settings = {"gradient_accumulation_steps": 3, "change": evaluate_first, **BEST, **further}
     ours = run_changed("hftrainer", tmp_path, methods=copies(names), **settings)
@@ -513,7 +512,7 @@ def test_recompiled_but_unchanged_methods_are_accepted(tmp_path):
 
 
 def test_wrapping_overrides_are_accepted(tmp_path):
-    """Overrides that are executed from text, that wrap, or that look behind `_hftrainer` and call super()."""
+    """Also those that are executed from text, or read `_hftrainer`."""
     text = """
 class Own(Trainer):
     def training_step(self, *args, **kwargs):

@@ -199,7 +199,7 @@ TOWERS = {
 
 @pytest.mark.parametrize("make_model", TOWERS)
 def test_layer_decay_counts_the_layers_of_each_tower(make_model):
-    """Each tower is counted alone; what belongs to neither has the whole rate, except embeddings."""
+    """Parameters outside the towers have the whole rate, except embeddings."""
     layers, before, after = TOWERS[make_model]
     scales = scales_of(make_model())
     for name in layers:

@@ -1,4 +1,4 @@
-"""fp16, bf16 by the launcher, tf32."""
+"""Precision beside transformers: fp16, bf16 set by the launcher, TF32, and the true precisions of Lightning."""
 
 import itertools
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ def train_in_fp16(name, model, folder, resume=None, first_scale=HUGE, **settings
     [("llama", 2.0**16, 3), ("llama", HUGE, 1), ("plain", 2.0**16, 1), ("plain", HUGE, 3)],
 )
 def test_fp16_scales_and_skips_alike_also_after_resuming(tmp_path, model, first_scale, accumulation):
-    """Losses, norms, rates and scales; a step that is skipped does not move the schedule on."""
+    """A skipped step does not advance the schedule."""
     settings = {"gradient_accumulation_steps": accumulation, "first_scale": first_scale}
     settings |= {"save_strategy": "steps", "save_steps": 4}
     ours = run_both(lambda name: train_in_fp16(name, model, tmp_path / name, **settings))
@@ -106,7 +106,7 @@ def test_tf32_without_a_gpu_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("64-true", torch.float64)])
 def test_true_precision_of_lightning_is_that_of_a_converted_model(tmp_path, precision, dtype):
-    """As transformers trains a model, and data, that have the type already."""
+    """transformers is given a model and data of that type."""
     data = [{**row, "x": row["x"].to(dtype)} for row in plain_data()]
     settings = {"max_steps": 4, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
 

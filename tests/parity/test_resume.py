@@ -1,4 +1,4 @@
-"""Going on from a checkpoint, and files of one library in the other: the end is that of the undisturbed run.
+"""Resumed runs end as undisturbed ones, also from a checkpoint of the other library.
 
 `tests/compat/test_interchange.py` does this with v4.57.
 """
@@ -196,7 +196,6 @@ def interrupted_runs(tmp_path_factory):
 @every_way
 @pytest.mark.parametrize("case", RESUMED_CASES)
 def test_resume_restores_best_metric_log_flos_and_patience(tmp_path, interrupted_runs, case, writer, reader):
-    """The best metric, the log, the operations counted, the patience of early stopping, beside the weights."""
     whole, folder = interrupted_runs(writer, case)
     copy_checkpoint(folder, tmp_path, 2)
     resumed = run_case(reader, tmp_path, True, case)
@@ -219,7 +218,7 @@ OF_MODELS += [("bert", "sharded bin"), ("bert", "sharded"), ("llama", "bin")]
 
 @pytest.mark.parametrize(("model", "layout"), OF_MODELS)
 def test_each_layout_of_weights_resumes_and_loads(tmp_path, monkeypatch, model, layout):
-    """Written here, resumed in both with the best model loaded at the end, and read by `from_pretrained`."""
+    """Written by ours, resumed in both with the best model loaded at the end, and read by `from_pretrained`."""
     expected, more, size = LAYOUTS[layout]
     if size:
         size = 600 if model == "plain" else size  # a few files: transformers takes long to read many
@@ -261,7 +260,7 @@ def test_adapter_added_by_transformers_is_saved_alone(tmp_path, monkeypatch):
 @pytest.mark.parametrize("as_bin", [False, True], ids=["safetensors", "bin"])
 @pytest.mark.parametrize("model", ["peft", "adapters"])
 def test_adapters_are_saved_alone_and_resume(tmp_path, model, as_bin, writer, reader):
-    """Adapters alone are written, each to where PEFT looks for it, and `PeftModel.from_pretrained` reads them."""
+    """Each is where PEFT looks for it, and `PeftModel.from_pretrained` reads it."""
     given = {"hftrainer": {"save_safetensors": False} if as_bin else {}, "transformers": {}}
     whole = run(writer, model, tmp_path, **given[writer])
     copy_checkpoint(tmp_path, tmp_path / "resumed", 2)
@@ -318,7 +317,7 @@ def test_adapter_that_the_model_lacks_is_loaded_frozen(tmp_path):
 
 
 def test_v4_weights_with_renamed_parameters_resume(tmp_path):
-    """A v4 folder: `pytorch_model.bin` in names that v5 has changed, and a buffer that it has dropped."""
+    """`pytorch_model.bin` has names that v5 changed, and a buffer that it dropped."""
     whole = run("hftrainer", "bert", tmp_path)
     folder = copy_checkpoint(tmp_path, tmp_path / "resumed", 2)
     held = {"bert.embeddings.position_ids": torch.arange(32)[None]}

@@ -97,7 +97,7 @@ def test_config_may_call_the_cache_past_key_values(tmp_path):
 
 
 def test_outputs_without_tensors_are_left_out(tmp_path, caplog):
-    """Stock transformers fails: LLaVA's outputs have an output without tensors in it."""
+    """transformers fails at such an output, which LLaVA has."""
     _, shape = predict("hftrainer", tmp_path, make_llava, picture_data())
     warnings = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
     assert shape == (5, 12, 50)

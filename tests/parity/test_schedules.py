@@ -82,7 +82,7 @@ def test_every_learning_rate_is_that_of_transformers(tmp_path, name, warmup, kwa
 
 @pytest.mark.parametrize("name", NAMES)
 def test_run_with_each_schedule_resumes_from_either_library(tmp_path, name):
-    """The last of its cases in training, resumed in the middle from the other library's checkpoint."""
+    """With the last of its keyword sets in KWARGS."""
     settings = settings_of(name, 4, KWARGS.get(name, [{}])[-1])
     settings |= {"logging_steps": 1, "save_strategy": "steps", "save_steps": STEPS // 2}
     compare(tmp_path, "plain", **settings)

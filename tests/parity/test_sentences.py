@@ -1,4 +1,4 @@
-"""Words of transformers that libraries and its own tests look for are in our messages too."""
+"""Our messages contain the words of transformers that libraries and its own tests look for."""
 
 import importlib
 import logging
@@ -85,7 +85,7 @@ SENTENCES = {
 
 @pytest.mark.parametrize("words", SENTENCES)
 def test_message_has_the_words_of_transformers(tmp_path, words, recwarn):
-    """Handlers of the logger of transformers' module, as its tests have them, get our messages."""
+    """Our messages also reach handlers of transformers' loggers, which its tests install."""
     for name in LIBRARIES:
         loggers, lines = [logging.getLogger(f"transformers.{module}") for module in ("trainer", "trainer_callback")], []
         handler, level = logging.Handler(), logging.getLogger("transformers").level

@@ -101,7 +101,7 @@ def test_padding_without_a_pad_token_is_refused(tmp_path):
 
 
 def test_sortish_sampler_groups_similar_lengths(tmp_path):
-    """Training samples of similar length together: transformers has the argument, and has never read it."""
+    """transformers has the argument, but never reads it."""
     given = {"train_dataset": uneven_data(60), "data_collator": pad_left}
     grouped, shuffled = (
         [batch["input_ids"].shape[1] for batch in trainer.get_train_dataloader()]

@@ -1,4 +1,4 @@
-"""The callbacks of trackers, where and as scripts look for them. Each change here is that of public code."""
+"""Scripts find and change the callbacks of trackers as in transformers. Each change here is from public code."""
 
 import importlib
 import types
@@ -52,7 +52,6 @@ def test_callbacks_have_the_same_order(tmp_path, report_to):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_callback_has_every_public_name(name):
-    """Attributes and methods of theirs, made with nothing, are there."""
     theirs, ours = (getattr(MODULES[library], name) for library in LIBRARIES)
     wanted = {each for each in {*vars(theirs()), *dir(theirs)} if not each.startswith("__")}
     known = {"_MAX_PARAM_VAL_LENGTH", "_MAX_PARAMS_TAGS_PER_BATCH"}  # MLflow's own limits, by other names
@@ -253,7 +252,7 @@ def test_tensorboard_writer_is_shared_and_closed_at_the_end(tmp_path):
 
 
 def test_wandb_callback_without_its_module_begins_no_run(tmp_path):
-    """A script that takes the module away gets no run."""
+    """A script may set `_wandb` to None to switch it off."""
     import wandb
 
     trainer = make_trainer("hftrainer", tmp_path, report_to="wandb")
@@ -288,7 +287,7 @@ def test_classes_of_transformers_are_replaced_under_install(tmp_path, name, monk
 
 
 def test_callback_appended_to_the_list_uploads_saved_files(tmp_path, monkeypatch):
-    """One that a script has put there by hand has no Trainer to ask: it saves what it is given."""
+    """Such a callback has no Trainer: it saves the model that it is passed."""
     monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
     trainer = make_trainer("hftrainer", tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=2)
     folders, saved = [], []

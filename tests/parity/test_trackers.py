@@ -1,4 +1,4 @@
-"""What both libraries leave with trackers: one suite, which each tracker of `report_to` passes, and what is its own."""
+"""Both libraries write the same to each tracker of `report_to`: one suite for all, and tests of each."""
 
 import json
 
@@ -90,7 +90,7 @@ class TrackerSuite:
         return details
 
     def test_whole_script_writes_the_same(self):
-        """The same names, steps and values; the same arguments and configuration, once; the same run."""
+        """Names, steps and values of curves; the arguments and the configuration once."""
         ours = self.alike(self.script)
         assert ours.steps("train/loss") == [2, 4, 6, 8] * (2 if self.script is train_evaluate_predict else 1)
         assert ours.steps("eval/loss") == list(self.eval_steps)

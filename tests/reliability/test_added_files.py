@@ -109,7 +109,7 @@ def test_checkpoint_with_added_files_resumes(tmp_path, settings):
 
 
 def test_leftovers_of_a_killed_run_are_left_out(tmp_path):
-    """Half a checkpoint looks like what an override has begun; what was there before the run stays out."""
+    """Half a checkpoint looks like files that an override has begun to write."""
     half, stale = tmp_path / "checkpoint-4", {"optimizer.pt", "rng_state.pth", "stale.txt", "deeper.txt"}
     half.mkdir()
     for name in ("before.txt", *stale):
@@ -122,7 +122,7 @@ def test_leftovers_of_a_killed_run_are_left_out(tmp_path):
 
 
 def test_files_of_a_replaced_checkpoint_are_left_out(tmp_path):
-    """A run in a used folder replaces its checkpoints, in which damage to the script's files is found."""
+    """Before, damage to the script's files is found."""
     make(tmp_path).train()
     (tmp_path / "checkpoint-4" / "before.txt").write_text("broken!!")
     assert "before.txt" in str(skip_reason(tmp_path / "checkpoint-4"))
@@ -132,7 +132,7 @@ def test_files_of_a_replaced_checkpoint_are_left_out(tmp_path):
 
 
 def test_saving_a_step_twice_keeps_added_files(tmp_path):
-    """A file that is written again with the same contents is still the script's; what a callback added stays."""
+    """Files of callbacks too, and files rewritten with the same contents."""
     saves = []
 
     class Twice(hftrainer.TrainerCallback):

@@ -126,8 +126,6 @@ def test_train_after_an_error_waits_for_the_pending_checkpoint(tmp_path, hold_ba
 
 
 def test_overridden_save_sees_the_weights_of_its_step(tmp_path):
-    """A subclass that writes the model itself sees the weights of the step, not those of later ones."""
-
     class Own(Trainer):
         def _save(self, output_dir=None, state_dict=None):
             super()._save(output_dir, state_dict)
@@ -171,7 +169,7 @@ ERRORS = {"of the storage": OSError(errno.EIO, "Input/output error"), "another":
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ERRORS)
 def test_storage_error_skips_a_checkpoint_others_end_training(tmp_path, monkeypatch, caplog, place, background, kind):
-    """Training goes on after one of the storage, with nothing left of the checkpoint."""
+    """Nothing of the checkpoint is left."""
     module, function, name = PLACES[place]
     fails = FailsOnce(monkeypatch, module, function, ERRORS[kind], name)
     trainer = make_trainer(tmp_path, lightning_config={"async_checkpoint": background})

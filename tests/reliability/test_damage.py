@@ -1,4 +1,4 @@
-"""Harmed files of checkpoints give way to an older whole one or are refused; those changed on purpose are used."""
+"""Damaged checkpoints are skipped or refused; those changed on purpose are used."""
 
 import functools
 import json
@@ -94,7 +94,6 @@ def test_checkpoint_without_a_manifest_resumes_without_warning(runs, checkpoint,
 @pytest.mark.parametrize("harm", ["truncated", "empty", "deleted"])
 @pytest.mark.parametrize("name", FILES_OF_TRANSFORMERS)
 def test_harm_is_found_without_a_manifest(runs, tmp_path, harm, name, caplog):
-    """Without a manifest damage is known from the files themselves."""
     caplog.set_level(logging.WARNING)
     source, expected = runs("plain")
     folder = copy_checkpoints(source, tmp_path / "out")
@@ -194,7 +193,7 @@ PURPOSES = {
 
 @pytest.mark.parametrize("purpose", PURPOSES)
 def test_checkpoint_changed_on_purpose_is_used_by_name_with_a_warning(runs, checkpoint, purpose, caplog):
-    """Named, it is used with a warning. `True` means one that is whole; what is only added changes nothing."""
+    """`True` chooses an unchanged one instead, unless files were only added."""
     caplog.set_level(logging.WARNING)
     change, named = PURPOSES[purpose]
     change(checkpoint)
@@ -244,7 +243,7 @@ def test_each_kind_of_damage_is_refused_with_its_reason(checkpoint, kind):
 
 
 def test_changed_byte_of_the_manifest_is_damage(checkpoint):
-    """Damage to the list of files is never taken for a change of the files."""
+    """It is not taken for a change of the listed files."""
     manifest = checkpoint / MANIFEST_NAME
     whole, unreadable = manifest.read_bytes(), Inspection(checkpoint, fault=f"{manifest} cannot be read")
     for place in range(0, whole.index(b'"crc32"', whole.rindex(b"}\n },")), 7):
@@ -258,7 +257,7 @@ def test_changed_byte_of_the_manifest_is_damage(checkpoint):
 
 
 def test_files_of_unknown_format_are_checked_as_text(tmp_path):
-    """What has no form of its own is read as a text; legacy pickles of torch are read too."""
+    """Legacy pickles of torch are read too."""
     torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "vocab.txt").write_text("wörter\n")
     for name in ("old.pt", "vocab.txt"):
@@ -275,7 +274,7 @@ def test_files_of_unknown_format_are_checked_as_text(tmp_path):
 
 
 def test_best_model_changed_in_on_save_is_loaded_unless_damaged(tmp_path, caplog):
-    """As callbacks for adapters do in on_save; a damaged one loses nobody hours of training."""
+    """As callbacks for adapters do; if it is damaged, the last weights are kept."""
     loaded = {}
     for name, change in (("plain", lambda folder: None), ("converted", to_bin), ("cut", write_half)):
         settings = {**BEST, "learning_rate": 1.0, "save_total_limit": 1}
@@ -335,7 +334,7 @@ def test_accept_updates_the_manifest_or_names_the_damage(runs, checkpoint, comma
 
 
 def test_accept_allows_weights_edited_in_place(checkpoint, command):
-    """Weights that were edited in place have their old size: the command is how to say that it was meant."""
+    """They have their old size, so only the command says that the edit was meant."""
     change_weights(checkpoint, lambda tensor: tensor * 2)
     with pytest.raises(CheckpointNotFound, match="have changed since it was written, but not its size"):
         resumed(checkpoint)

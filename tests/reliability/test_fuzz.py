@@ -1,4 +1,4 @@
-"""Contents that somebody made up, of checkpoints, configurations and the Hub: a clear error, or they are used.
+"""Random changes to checkpoints, configurations and references to the Hub give a clear error, or are used.
 
 No code of theirs is run, and no other file is written.
 """
@@ -286,7 +286,7 @@ ODD = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_config_files_without_a_mapping_are_refused(place, name):
-    """As it is, each is read."""
+    """Unchanged, the same files are read."""
     content, read = KINDS[name.partition(".")[0]]
     (place / name).write_text(json.dumps(content))
     read(place / name)
@@ -325,7 +325,6 @@ def files_below(folder):
 
 @fuzz.with_examples
 def test_random_references_download_into_the_cache_only(repos, tmp_path, data):
-    """What is downloaded stays in the cache, whatever is asked for and whatever the repository lists."""
     home = tmp_path / "home" / "hub"
     for reference in data.draw(st.lists(REFERENCES, min_size=5, max_size=5)):
         try:

@@ -214,7 +214,6 @@ def test_files_of_sagemaker_are_not_uploaded(hub, tmp_path):
 
 
 def test_push_to_another_branch_leaves_the_pending_upload(hub, tmp_path):
-    """An upload to another branch does not replace a pending upload to this one."""
     trainer = make_uploading(tmp_path / "run", max_steps=2)
     hub.repos["me/run"].branches["dev"] = list(hub.repos["me/run"].branches["main"])
     hub.disturb(fail, "/commit/main")
@@ -227,7 +226,7 @@ def test_push_to_another_branch_leaves_the_pending_upload(hub, tmp_path):
 
 
 def test_search_uploads_one_at_a_time_and_no_checkpoints_of_trials(hub, tmp_path):
-    """A pruned trial does not wait, uploads never run in parallel, and checkpoints of trials are not uploaded."""
+    """A pruned trial does not wait for its uploads."""
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     in_trial = iter([lambda: hub.disturb(hub.hold, "PUT"), hub.repair])
@@ -242,7 +241,7 @@ def test_search_uploads_one_at_a_time_and_no_checkpoints_of_trials(hub, tmp_path
 
 
 def test_pickled_trainer_has_uploads_of_its_own(hub, tmp_path):
-    """The copy has no uploads of the original, and opens the repository itself."""
+    """The copy opens the repository itself."""
     trainer = make_uploading(tmp_path / "run", max_steps=2)
     unpacked = pickle_trainer(trainer._hftrainer).unpack().trainer
     assert None is not trainer._hftrainer.uploads is not unpacked._hftrainer.uploads
@@ -251,7 +250,7 @@ def test_pickled_trainer_has_uploads_of_its_own(hub, tmp_path):
 
 
 def test_timeout_error_of_the_work_is_raised():
-    """A TimeoutError of the work that others wait for is an error, and does not mean "not finished yet"."""
+    """It does not mean that the work is unfinished."""
 
     def time_out():
         raise TimeoutError("of the work")
@@ -287,7 +286,7 @@ def find_no_space(*_, **__):
     [(refuse, "storage failed (not here)"), (find_no_space, "it could not be prepared (Exception: No space left on")],
 )
 def test_upload_that_cannot_be_prepared_is_skipped(hub, tmp_path, caplog, save_pretrained, words):
-    """The upload is skipped and training goes on, even if a checkpoint has been deleted."""
+    """Training continues, also if a checkpoint has been deleted."""
     trainer, deleted = make_uploading(tmp_path / "run"), str(tmp_path / "run" / "checkpoint-2")
     uploads = trainer._hftrainer.uploads
     uploads._snapshots.processing_class = SimpleNamespace(save_pretrained=save_pretrained)
@@ -439,7 +438,7 @@ def test_unreachable_hub_is_retried_once_then_refused_at_the_start(hub, tmp_path
 
 
 def test_errors_name_the_cause_and_hide_tokens(hub, tmp_path, monkeypatch):
-    """They contain the Hub's message and no token, and do not take a local failure for one of the network."""
+    """A local failure is not reported as one of the network."""
     monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
     hidden = failures.remove_tokens(f"a {TOKEN}, b {READ_TOKEN}, https://x.co/y?X-Sig=abc", TOKEN)
     assert hidden == "a <HUB_TOKEN>, b <HUB_TOKEN>, https://x.co/y"
@@ -498,7 +497,6 @@ def test_resume_from_a_reference_to_the_hub(hub, tmp_path, undisturbed, strategy
     [("every_save", None), ("checkpoint", "last-checkpoint/"), ("all_checkpoints", "checkpoint-6/")],
 )
 def test_complete_run_started_again_uploads_what_is_missing_once(hub, tmp_path, strategy, prefix):
-    """Started again it has nothing to train, and uploads what is missing, but not twice."""
     make_uploading(tmp_path / "run", push_to_hub=False).train()  # as one that was killed with its uploads still to come
     for _ in range(2):
         again = make_uploading(tmp_path / "run", hub_strategy=strategy)

@@ -1,4 +1,4 @@
-"""Signals, Ctrl-C and errors: one checkpoint, an exit with the documented status, and an exact way on."""
+"""Signals, Ctrl-C and errors leave one checkpoint and the documented exit status, and the run resumes exactly."""
 
 import os
 import signal
@@ -110,7 +110,7 @@ def at_step(step, number=None, event="on_step_end"):
 
 
 def test_jit_checkpoint_saves_once(tmp_path):
-    """As in transformers, `train()` returns, here with one checkpoint."""
+    """`train()` returns, as in transformers."""
     callbacks = [at_step(3, signal.SIGTERM)]
     trainer = make_trainer(tmp_path, callbacks=callbacks, enable_jit_checkpoint=True, save_strategy="no")
     assert trainer.train().global_step == 3
@@ -139,7 +139,7 @@ def test_error_in_a_callback_saves_the_last_complete_step(tmp_path, event, setti
 
 
 def test_averaged_weights_are_put_back_when_an_evaluation_fails(tmp_path):
-    """A callback that has put the averaged weights in place is told of the end, so that a resumed run is exact."""
+    """Otherwise a resumed run would begin with the averaged weights."""
     settings = {"eval_strategy": "steps", "eval_steps": 4}
 
     def trainer(name, *more):
@@ -179,8 +179,6 @@ def test_signal_in_a_step_whose_save_failed_saves_again(tmp_path, monkeypatch):
 
 
 def test_out_of_memory_after_resuming_retries_from_the_checkpoint(tmp_path):
-    """Starting again with smaller batches needs the checkpoint that the run goes on from."""
-
     class Hungry(Trainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
             if self.state.global_step >= 5 and len(inputs["labels"]) > 2:
@@ -210,8 +208,6 @@ class Fails(Plain):
 
 @pytest.mark.parametrize(("accumulation", "calls"), [(1, [4, 5]), (3, [4, 5, 6, 7])])
 def test_error_in_any_micro_batch_resumes_exactly(tmp_path, accumulation, calls):
-    """At each micro-batch of a window: the run that goes on is the undisturbed one."""
-
     def make(name, call=None):
         settings = {"gradient_accumulation_steps": accumulation, "max_steps": -1, "num_train_epochs": 2}
         return make_trainer(tmp_path / name, trainer={"model": Fails(call)}, **settings)
@@ -243,7 +239,7 @@ def test_complete_run_trains_more_steps_from_mid_epoch(tmp_path, max_steps):
 
 
 def test_aborted_evaluation_is_repeated_after_resuming(tmp_path, caplog):
-    """Else the log and the best metric would lack it; the one after a signal is not run to its end."""
+    """Otherwise the log and the best metric would lack it."""
     settings = {**BEST, "eval_steps": 1, "save_steps": 1, "max_steps": 11}
     whole = train_to_end(make_trainer(tmp_path / "whole", **settings))
     for error, step, number in ((SystemExit, 3, signal.SIGTERM), (RuntimeError, 10, None), (SystemExit, 10, 15)):

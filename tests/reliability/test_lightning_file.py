@@ -1,4 +1,4 @@
-"""Lightning checkpoints of a run, written and read: the way on when there is nothing else."""
+"""Runs resume from Lightning's checkpoint files, written within a run or by ModelCheckpoint."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_file_written_within_a_run_resumes_exactly(tmp_path, model):
 
 @pytest.mark.parametrize("averaging", [False, True])
 def test_file_of_model_checkpoint_resumes_exactly(tmp_path, averaging):
-    """What Lightning's own callback wrote is as good; averaged weights and those in training are both in it."""
+    """It holds averaged weights beside those in training."""
 
     def make(name, *more):
         callbacks = [EMAWeightAveraging(decay=0.5)] * averaging

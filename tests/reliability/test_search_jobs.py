@@ -79,7 +79,7 @@ def test_stop_or_error_in_a_worker_ends_the_search(start, mode):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_the_script(start, number):
-    """Killed, it tells them nothing; at Ctrl-C it ends them first."""
+    """At Ctrl-C the script ends them; when it is killed, they notice."""
     script, worker = start(1000)
     ended = os.pidfd_open(worker)
     script.send_signal(number)
@@ -125,8 +125,6 @@ def test_n_jobs_beside_a_launcher_is_refused(search, monkeypatch):
 
 @pytest.mark.parametrize(("seconds", "states"), [(None, ["COMPLETE"] * 3), (1e-9, [])])
 def test_worker_trains_the_trials_that_are_left_in_time(search, tmp_path, monkeypatch, seconds, states):
-    """Its copy trains the trials of the study that are left, within the time that is left."""
-
     @contextmanager
     def run_workers(workers, count, function):
         found.append(count)

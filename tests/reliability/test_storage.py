@@ -1,4 +1,4 @@
-"""The folders of checkpoints: rotated, replaced, half copied, linked, on storage that fails."""
+"""Folders of checkpoints are rotated and replaced safely, also on storage that fails."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ def test_rotation_keeps_the_checkpoint_just_written(tmp_path):
 
 
 def test_rotation_keeps_the_last_whole_checkpoint(tmp_path):
-    """Two newer ones were damaged by something else; the last whole one stays until there is another."""
+    """The two newer ones are damaged."""
     make_trainer(tmp_path).train()
     for step in (6, 9):
         truncate(tmp_path / f"checkpoint-{step}" / "optimizer.pt")
@@ -64,7 +64,7 @@ def test_rotation_deletes_only_checkpoints_of_the_run(tmp_path):
 
 
 def test_best_model_without_its_optimizer_is_loaded(tmp_path):
-    """Callbacks that delete what they do not need keep the weights."""
+    """As left by callbacks that delete what they do not need."""
     thrifty = OnSave(lambda folder: os.remove(folder / "optimizer.pt"))
     trainer = train_to_end(make_trainer(tmp_path, callbacks=[thrifty], learning_rate=0.5, **BEST))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric)
@@ -87,7 +87,7 @@ def test_linked_checkpoints_and_other_manifests_are_left_intact(tmp_path):
 
 
 def test_parent_of_the_folder_in_save_is_the_output_folder(tmp_path):
-    """As ms-swift, which copies a file of the run into each checkpoint, and reads the step from its name."""
+    """ms-swift copies a file from there, and reads the step from the folder's name."""
     seen = []
 
     class Own(Trainer):
@@ -104,7 +104,6 @@ def test_parent_of_the_folder_in_save_is_the_output_folder(tmp_path):
 
 
 def test_staging_folder_of_a_living_process_is_kept(tmp_path, monkeypatch):
-    """A run that begins and writes the same step leaves alone what a living process stages."""
     with monkeypatch.context() as other:
         other.setattr(os, "getpid", os.getppid)
         theirs = staging_folder(tmp_path / "checkpoint-3")
@@ -116,7 +115,7 @@ def test_staging_folder_of_a_living_process_is_kept(tmp_path, monkeypatch):
 
 
 def test_staging_folder_of_another_machine_is_removed_after_a_day(tmp_path):
-    """Whether its process still runs cannot be known, so that it is removed when nobody has written there for a day."""
+    """Whether its process still runs cannot be known."""
     folder = tmp_path / "_tmp_node~7.lan.12.3456_checkpoint-3"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -137,7 +136,7 @@ def no_renaming(monkeypatch):
 @pytest.mark.parametrize("renames", [True, False])
 @pytest.mark.parametrize("moment", range(4))
 def test_interrupted_replacement_leaves_one_whole_checkpoint(tmp_path, monkeypatch, request, renames, moment):
-    """A second Ctrl-C between two renamings leaves one of the two checkpoints of the step in its place."""
+    """As by a second Ctrl-C between two renamings."""
     make_trainer(tmp_path, max_steps=3).train()
     if not renames:
         request.getfixturevalue("no_renaming")
@@ -161,7 +160,7 @@ def test_interrupted_replacement_leaves_one_whole_checkpoint(tmp_path, monkeypat
 
 
 def test_half_copied_checkpoint_is_replaced_by_the_staged_one(tmp_path, monkeypatch):
-    """Where folders cannot be renamed, a process may die with half of the target there."""
+    """As left by a process that died where folders cannot be renamed."""
     make_trainer(tmp_path, max_steps=3).train()
     monkeypatch.setattr(folder_module, "has_writer_ended", lambda *_: True)
     shutil.copytree(tmp_path / "checkpoint-3", staging_folder(tmp_path / "checkpoint-3"))
@@ -171,7 +170,7 @@ def test_half_copied_checkpoint_is_replaced_by_the_staged_one(tmp_path, monkeypa
 
 
 def test_files_are_copied_where_folders_cannot_be_renamed(tmp_path, monkeypatch, no_renaming, caplog):
-    """Files are copied, `trainer_state.json` last."""
+    """`trainer_state.json` comes last."""
     copy = mock.Mock(side_effect=shutil.copyfile)
     monkeypatch.setattr(shutil, "copyfile", copy)
     make_trainer(tmp_path, save_total_limit=1).train()
@@ -233,7 +232,7 @@ def test_full_disk_skips_a_checkpoint_and_training_continues(caplog, background,
 
 
 def test_full_disk_at_the_end_keeps_the_best_and_the_newest(make_disk):
-    """The best stays alone when a run ends, but not when the end could not be saved: the newest is worth more."""
+    """Normally only the best is kept, but here the final state could not be saved."""
     disk = make_disk("500k")
     settings = {**BEST, "greater_is_better": True, "save_total_limit": 1, "learning_rate": 5e-5}
     trainer = train_to_end(make_trainer(disk.folder, callbacks=[Fills(disk, 6)], **settings))
@@ -258,7 +257,7 @@ def limit_files():
 
 @pytest.mark.parametrize("kind", ["no folder", "limit"])
 def test_lost_folder_or_quota_skips_a_checkpoint(tmp_path, caplog, kind, limit_files):
-    """A folder that is no folder any more, and a file that may not grow, as under a quota."""
+    """The folder becomes a file, or files may not grow, as under a quota."""
     folder, away = tmp_path / "out", tmp_path / "away"
 
     def hide():

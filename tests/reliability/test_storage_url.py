@@ -104,8 +104,6 @@ def test_output_dir_may_be_a_url(tmp_path, monkeypatch, undisturbed):
 
 @pytest.mark.parametrize("of_time", [1, 2, 5, 8, 9, 10, 14, 20, 26])
 def test_each_request_is_repeated_when_it_fails_once(tmp_path, of_time, undisturbed):
-    """At each request: it is repeated, and nothing is missing."""
-
     def fail(request, path):
         if len(FaultyStorage.requests) == of_time:
             raise ConnectionResetError("gone")
@@ -117,7 +115,7 @@ def test_each_request_is_repeated_when_it_fails_once(tmp_path, of_time, undistur
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "hftrainer_manifest.json"])
 def test_network_lost_during_an_upload_leaves_the_earlier_checkpoint(tmp_path, caplog, file, undisturbed):
-    """In the middle of a checkpoint: training goes on, the earlier one is whole, and this machine uploads the rest."""
+    """Training continues, and this machine uploads the rest later."""
 
     def fail(request, path):
         if (request == "put" and path.endswith(f"checkpoint-6/{file}")) or "down" in state:
@@ -137,8 +135,6 @@ def test_network_lost_during_an_upload_leaves_the_earlier_checkpoint(tmp_path, c
 
 
 def test_missed_uploads_are_made_with_the_next_checkpoint(tmp_path):
-    """What was missing and is still here is uploaded with the next checkpoint."""
-
     def fail(request, path):
         if "checkpoint-3" in path and len(FaultyStorage.requests) < 12:
             raise TimeoutError("no answer")
@@ -179,7 +175,7 @@ def test_storage_that_cannot_be_written_ends_the_run_at_once(tmp_path, monkeypat
 
 
 def test_incomplete_listing_hides_checkpoints_but_not_their_files(tmp_path, undisturbed):
-    """A checkpoint that a listing leaves out is not found; files that it leaves out are there all the same."""
+    """The manifest names the files of a checkpoint."""
     train_to_end(on_machine(tmp_path / "a"))
     FaultyStorage.hidden = ("checkpoint-9",)
     resumed = OnSave(lambda folder: None)
@@ -206,7 +202,7 @@ def test_damaged_checkpoint_at_the_url_is_skipped(tmp_path, caplog, harm, undist
 
 
 def test_keep_local_bounds_local_checkpoints(tmp_path):
-    """While uploads are slower than saves, training waits; then the older ones go."""
+    """While uploads are slower than saves, training waits."""
     free, most = threading.Event(), []
 
     def slow(request, path):
@@ -234,7 +230,7 @@ def test_best_checkpoint_is_kept_at_the_url_and_fetched(tmp_path):
 
 
 def test_tracker_run_continues_on_another_machine(tmp_path):
-    """On another machine it goes on in the same folder of TensorBoard, which was fetched."""
+    """The folder of TensorBoard is fetched with the checkpoint."""
     train_to_end(on_machine(tmp_path / "a", max_steps=6, report_to="tensorboard"))
     train_to_end(on_machine(tmp_path / "b", report_to="tensorboard"), "auto")
     runs = {name.split("/")[1] for name in files_at(FAULTY) if name.startswith("runs/")}
@@ -277,8 +273,6 @@ def test_bucket_lost_during_a_run_is_reported(tmp_path, caplog):
 
 
 def test_checkpoint_deleted_during_its_upload_leaves_the_earlier_one(tmp_path, caplog):
-    """The one before it is not deleted for it."""
-
     def delete(request, path):
         if request == "put" and path.endswith("checkpoint-9/optimizer.pt"):
             shutil.rmtree(tmp_path / "a" / "checkpoint-9")
@@ -302,7 +296,7 @@ def test_network_lost_at_the_end_is_reported(tmp_path, caplog):
 
 
 def test_best_checkpoint_of_another_url_is_not_deleted(tmp_path, monkeypatch):
-    """Nothing is deleted there; and a damaged best one is left out when a run resumes."""
+    """A damaged one is left out when a run resumes."""
     settings = {**BEST, "learning_rate": 0.5}
     first = train_to_end(on_machine(tmp_path / "old", "memory://old", keep_local=3, **settings))
     best = os.path.basename(first.state.best_model_checkpoint)
@@ -316,7 +310,7 @@ def test_best_checkpoint_of_another_url_is_not_deleted(tmp_path, monkeypatch):
 
 
 def test_files_of_an_older_run_do_not_overwrite_newer_ones(tmp_path):
-    """The first machine comes back after another one has gone on."""
+    """The first machine resumes after another has trained further."""
     first = on_machine(tmp_path / "a", max_steps=6)
     first.train()
     first.save_model()
@@ -332,7 +326,7 @@ def test_files_of_an_older_run_do_not_overwrite_newer_ones(tmp_path):
 
 
 def test_retry_with_smaller_batches_removes_earlier_uploads(tmp_path):
-    """Another machine must not go on with the attempt that ran out of memory."""
+    """Another machine must not resume the attempt that ran out of memory."""
     there = []
 
     def run_out():
@@ -349,7 +343,7 @@ def test_retry_with_smaller_batches_removes_earlier_uploads(tmp_path):
 
 
 def test_checkpoint_named_by_url_wins_over_the_local_one(tmp_path):
-    """Over a checkpoint of the same step that this folder has from another run."""
+    """The local one is of the same step, but from another run."""
     train_to_end(make_trainer(tmp_path / "a", seed=3, **CONSTANT))
     train_to_end(on_machine(tmp_path / "b"))
     mine = fsspec.filesystem("faulty").cat_file("/bucket/run/checkpoint-3/model.safetensors")
@@ -373,7 +367,7 @@ def test_run_that_does_not_resume_names_checkpoints_at_the_url(tmp_path, caplog)
 
 @pytest.mark.parametrize("kind", ["file", "s3"])
 def test_runs_killed_during_uploads_lose_no_whole_checkpoint(request, tmp_path, kind):
-    """Each time on a machine without local files: nothing is lost beyond the last whole checkpoint."""
+    """Each start is on a machine without local files."""
     environment = request.getfixturevalue("s3") if kind == "s3" else {}
     url = f"s3://bucket/{tmp_path.name}" if kind == "s3" else f"file://{tmp_path}/bucket"
     last = 0

@@ -30,7 +30,7 @@ def steps_of(table, name="train/loss"):
 
 
 def test_run_killed_five_times_has_one_run_with_each_step_once(tmp_path, processes):
-    """Each tracker has one run with the numbers of the log, which a run that was never killed has too."""
+    """The numbers are those of the log, and of a run that was never killed."""
     folder, database, server = tmp_path / "run", tracking.mlflow_database(tmp_path / "mlflow.db"), WandbServer()
     settings = {"save_steps": 4, "logging_steps": 1, "num_train_epochs": 1}
     reported = {**settings, "report_to": ["tensorboard", "csv", "mlflow", "wandb"]}
@@ -115,7 +115,7 @@ def test_resume_continues_the_run_unless_asked(tracker):
 
 
 def test_resume_in_another_folder_starts_a_new_run(tracker, tmp_path):
-    """The run that it belongs to keeps its later steps."""
+    """The run of the checkpoint keeps its later steps."""
     train(tracker)
     train(tracker, resume=True, folder=tmp_path / "branch")
     assert count_runs(tracker) == 2
@@ -130,7 +130,7 @@ def test_run_continues_only_in_the_same_logging_dir(tmp_path, monkeypatch):
 
 
 def test_finished_run_is_not_continued(tracker):
-    """It has its last line; another, of a training without a step, is not written to it."""
+    """It already has its last line."""
     train(tracker)
     for count in (2, 3):
         train(tracker, resume=True, max_steps=4)
@@ -138,7 +138,7 @@ def test_finished_run_is_not_continued(tracker):
 
 
 def test_rows_logged_before_a_save_are_kept_on_resume(tmp_path, monkeypatch):
-    """What was logged there before the checkpoint is kept; what came after it is not in the checkpoint's log either."""
+    """Those logged after it are not in the checkpoint's log either."""
 
     class Logs(hftrainer.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -192,7 +192,7 @@ def test_missing_run_is_replaced_by_a_new_one(tracker, caplog):
 
 
 def test_mlflow_keeps_earlier_values_beside_new_ones(tmp_path, monkeypatch):
-    """MLflow keeps what it has: another learning rate gives values beside those of the first run."""
+    """MLflow cannot delete values; another seed gives different ones."""
     tracker = tracking.MLflow(tmp_path / "run", monkeypatch)
     train(tracker)
     train(tracker, resume=True, seed=7)
@@ -243,7 +243,7 @@ def test_wandb_run_that_cannot_be_rewound_has_steps_twice(wandb_with_a_run, capl
 
 
 def test_wandb_run_without_a_line_at_the_checkpoint_begins_again(empty_wandb):
-    """It begins again, with its name."""
+    """It keeps its name."""
     server, tracker = empty_wandb
     for resume in (False, True):
         train(tracker, resume, run_name="mine", logging_steps=5)
@@ -252,7 +252,7 @@ def test_wandb_run_without_a_line_at_the_checkpoint_begins_again(empty_wandb):
 
 
 def test_wandb_lines_lost_by_the_server_are_sent_again(wandb_with_a_run):
-    """Those that the client had not sent when its process was killed."""
+    """The client had not sent them when its process was killed."""
     server, tracker = wandb_with_a_run
     (lines,) = server.lines.values()
     del lines[1:]
@@ -291,7 +291,7 @@ def test_wandb_run_with_lines_of_the_script_is_left_as_it_is(tmp_path, monkeypat
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_comet_experiment_is_continued_by_its_key(tmp_path, monkeypatch, caplog, is_there):
-    """It is asked for by its key; what there is of a server is that an experiment counts as one online."""
+    """Offline experiments count as online ones here, since there is no server."""
     comet = pytest.importorskip("comet_ml")
     start, asked = comet.start, []
 

@@ -1,4 +1,4 @@
-"""Another process writes the large checkpoints of the background: the same files, and no harm if it is killed."""
+"""Another process writes large checkpoints in the background: the same files, and no harm if it is killed."""
 
 import errno
 import functools
@@ -54,7 +54,6 @@ def test_process_writes_the_same_files(tmp_path, model):
 
 @pytest.mark.usefixtures("use_process_for_any_size")
 def test_killed_process_costs_one_checkpoint_and_is_started_again(tmp_path, caplog):
-    """Costs the next checkpoint, and is started again for the one after it."""
     trainer = make_trainer(tmp_path, **BACKGROUND)
 
     def kill():
@@ -88,7 +87,6 @@ def test_errors_reach_the_trainer_and_signals_are_ignored(process, tmp_path):
 
 
 def test_memory_is_reused_and_written_files_are_described(process, tmp_path):
-    """Of a large state there is one copy, which is used again; its files are described and on the disk."""
     started, copies = process
     path = str(tmp_path / "state.pt")
     for round_ in range(3):

@@ -105,7 +105,7 @@ def small_windows(monkeypatch):
 
 
 def test_streamed_file_is_what_torch_save_writes_and_has_its_checksum(tmp_path, small_windows, monkeypatch):
-    """It holds what `torch.save` writes, and its checksum is known without reading it again."""
+    """The checksum is known without reading the file again."""
     value = {"a": torch.arange(5_000), "b": [torch.zeros(0), torch.ones(777, dtype=torch.bfloat16)], "c": "text"}
     path = tmp_path / "optimizer.pt"
     (tmp_path / "trainer_state.json").write_text('{"global_step": 2}')
@@ -125,7 +125,7 @@ def test_streamed_file_is_what_torch_save_writes_and_has_its_checksum(tmp_path, 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_streamed_file_changed_by_an_override_has_a_new_checksum(tmp_path, small_windows, background):
-    """The manifest lists what is there, although the size is the same."""
+    """The size stays the same."""
 
     class Own(Trainer):
         def _save_optimizer_and_scheduler(self, output_dir):
@@ -139,7 +139,7 @@ def test_streamed_file_changed_by_an_override_has_a_new_checksum(tmp_path, small
 
 @pytest.mark.parametrize("at", [1, 2, 5, "full"])
 def test_streamed_file_that_cannot_be_written_raises_and_leaves_no_thread(tmp_path, small_windows, monkeypatch, at):
-    """Also when the disk recovers: what a failed flush has lost is not written again. No thread is left."""
+    """Also if the disk recovers: what a failed flush lost is not written again."""
     path, message = str(tmp_path / "optimizer.pt"), "Input/output error"
     if at == "full":
         path, message = "/dev/full", "No space left on device"
@@ -189,7 +189,7 @@ def publish_and_kill(folder, flushes):
 
 @pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
 def test_kill_at_any_flush_leaves_a_whole_checkpoint_or_none(tmp_path):
-    """At each flush in turn: the checkpoint is whole, or the next run removes what is left of it."""
+    """The next run removes what is left."""
     found, killed, flushes = [], True, 0
     while killed:
         flushes += 1

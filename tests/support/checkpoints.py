@@ -1,4 +1,4 @@
-"""Small runs that write checkpoints, and what may happen to those."""
+"""Small runs that write checkpoints, callbacks for them, and damage to their files."""
 
 import os
 import shutil

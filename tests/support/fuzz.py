@@ -1,4 +1,4 @@
-"""Contents that somebody made up: strategies of hypothesis, and how many examples are tried.
+"""Random contents of files: strategies of hypothesis, and how many examples are tried.
 
 `make test` tries the same few each time. `make soak` tries many new ones (FUZZ=1000), and says how to repeat a failure.
 """

@@ -1,4 +1,4 @@
-"""Partitioned models are loaded, evaluated, saved and let generate; a failing disk, launchers, fewer processes."""
+"""DeepSpeed besides training: loading, evaluating, generating, full disks, launchers and fewer processes."""
 
 import json
 import pickle
@@ -43,7 +43,7 @@ def test_from_pretrained_partitions_and_trains_the_same(found, rank):
 
 @pytest.mark.parametrize("attempt", range(3))
 def test_search_over_configurations_trains_as_each_alone(tmp_path, attempt):
-    """And its processes end as others do: they were aborted at their end in two of five attempts."""
+    """Processes must exit cleanly: they were aborted at exit in two of five attempts."""
     run = run_python(*TORCHRUN, str(HERE / "others.py"), str(tmp_path), "searching")
     assert run.returncode == 0, run.stderr[-3000:]
     for rank in RANKS:
@@ -79,7 +79,7 @@ def test_partitioned_models_generate(found, rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_generation_waits_for_the_longest_sequence_of_all_ranks(found, rank):
-    """They take samples in turn: seven tokens, and two before the end."""
+    """Ranks take samples in turn: those of rank 0 get seven tokens, those of rank 1 two."""
     assert found["ending_apart"][rank] == [7, 2, 7, 2]
 
 
@@ -132,7 +132,6 @@ def test_unsupported_setting_is_refused(found, name, words):
 
 
 def test_fewer_processes_resume_only_from_a_universal_checkpoint(tmp_path):
-    """One process cannot read the parts of two, says so, and reads a universal checkpoint made of them."""
     for launcher, script, words in (
         (TORCHRUN, "sets.py", ("hftrainer", str(tmp_path), "stage 2")),
         ((), "others.py", (str(tmp_path), "one")),
@@ -186,7 +185,7 @@ def test_every_launcher_trains_the_same_weights(tmp_path):
 
 
 def test_mismatch_of_deepspeed_and_trainer_device_is_named(tmp_path):
-    """DeepSpeed chooses its device by itself."""
+    """DeepSpeed chooses its own device."""
     text = "from hftrainer_deepspeed import start as deepspeed_start\nimport datetime, torch\n"
     text += "from hftrainer.parallel.processes import Processes\n"
     text += "deepspeed_start.connect(Processes(), torch.device('cuda'), datetime.timedelta(1), None)\n"
@@ -204,7 +203,6 @@ def test_explain_names_the_strategy(tmp_path):
 
 
 def test_killed_run_resumes_to_the_undisturbed_weights(tmp_path):
-    """Killed in the middle, the run ends with the weights of the undisturbed one."""
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(STAGES[3]))
     script = [str(HERE / "killed.py"), str(path)]

@@ -72,7 +72,7 @@ def test_errors_of_an_override_are_raised_unchanged(tmp_path):
 
 
 def test_errors_of_the_compiler_are_not_taken_for_config_errors(tmp_path, monkeypatch):
-    """As on an H100 with DeepSpeed 0.19 and torch 2.11: of the list of architectures, "10.0a" is no number."""
+    """On an H100, DeepSpeed 0.19 with torch 2.11 fails to read "10.0a" in a list of architectures."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     source = "def initialize(**kwargs):\n    int('0a')"

@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed that somebody else made: none of its code is run, and no file elsewhere is read."""
+"""A checkpoint of DeepSpeed from an untrusted source: its code is not run, and no other file is read."""
 
 import shutil
 import socket
@@ -84,7 +84,7 @@ def test_tag_that_leads_out_of_the_folder_is_refused(checkpoint, tag):
 @pytest.mark.parametrize("way", ["values", "bytes"])
 @fuzz.with_examples
 def test_random_contents_are_used_or_refused(checkpoint, written, tmp_path, name, way, data):
-    """Read, and no step taken: DeepSpeed checks little of what it reads, and a later step may fail by it."""
+    """No step is taken: DeepSpeed checks little, and a later step may fail."""
     path, whole = checkpoint / "global_step2" / name, written / "checkpoint-2" / "global_step2" / name
     if way == "values":
         held = torch.load(whole, weights_only=False)

@@ -68,7 +68,7 @@ def test_trials_and_best_are_those_of_transformers(tmp_path, settings):
 
 
 def test_asha_stops_bad_trials(tmp_path, monkeypatch):
-    """Four trials one after the other; those that are plainly worse than the ones before end at their first report."""
+    """The last two of four trials are worse, and end at their first report."""
     monkeypatch.chdir(tmp_path)
     given = {"callbacks": [Diary(tmp_path / "diary"), Timer()], "loggers": [CSVLogger("csv")]}
     trainer = make_saving("out", given, max_steps=8, report_to="tensorboard")
@@ -126,7 +126,7 @@ def lines(log, first, last):
 
 
 def test_search_algorithm_of_ray_chooses_the_trials(tmp_path):
-    """One of Ray's, with its own space of floats, a name of a run, and an argument of the model."""
+    """With a space of Ray, a name for each run, and an argument of the model."""
     algorithm = OptunaSearch(metric="objective", mode="min", seed=1)
     trainer = make_saving(tmp_path / "out", model_init=make_of_trial)
     names = {"hp_name": lambda trial: f"width-{trial['width']}-{trial['learning_rate']}"}
@@ -138,7 +138,7 @@ def test_search_algorithm_of_ray_chooses_the_trials(tmp_path):
 
 
 def test_killed_search_resumes_its_second_trial(tmp_path, processes):
-    """A search that is killed in its second trial: the first is not trained again, the second goes on."""
+    """The first trial is not trained again."""
     how = {"env": {**processes.environment(), "TUNE_GLOBAL_CHECKPOINT_S": "0"}, "cwd": processes.ROOT}
     first = processes.run("-m", "tests.adapters.ray.killed", tmp_path, **how)
     assert first.returncode == -signal.SIGKILL, first.stderr
@@ -167,7 +167,7 @@ def test_truncated_state_does_not_start_a_new_search(tmp_path):
 
 
 def test_error_that_every_trial_would_have_ends_the_search(tmp_path):
-    """What every other trial would find too reaches the user as it is."""
+    """It reaches the user unchanged."""
     trainer, rates = make_saving(tmp_path / "out"), grid(learning_rate=[1e-3, 1e-2])
     with pytest.raises(InvalidArgument, match=r"compute_objective returned None: it must return a number\."):
         search(trainer, **rates, compute_objective=return_none, max_concurrent_trials=1)
@@ -175,7 +175,7 @@ def test_error_that_every_trial_would_have_ends_the_search(tmp_path):
 
 
 def test_ray_scope_chooses_the_last_or_best_objective(tmp_path, monkeypatch):
-    """The last of a trial, or with ray_scope='all' the best: here that of a trial which gets worse afterwards."""
+    """'all' chooses a trial that gets worse afterwards."""
     trainer = make_saving(tmp_path / "out", ray_scope="all")
     best = search(
         trainer, **grid(learning_rate=[2.0, 1e-5]), compute_objective=searches.worse_later, direction="maximize"
@@ -234,7 +234,7 @@ class Holding(TrainerCallback):
 
 
 def test_pickled_trainer_refers_to_itself_and_trains_alike(tmp_path):
-    """References to the Trainer are to the new one, which has an engine of its own and no bar of a notebook's."""
+    """It has an engine of its own, and no progress bar of a notebook."""
     trainer = make_saving(tmp_path / "out")
     trainer.train()
     trainer.add_callback(Holding(trainer))

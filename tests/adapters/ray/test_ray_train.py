@@ -32,7 +32,7 @@ def undisturbed(tmp_path_factory):
 
 
 def test_two_workers_train_the_weights_of_two_ranks(undisturbed, tmp_path, processes):
-    """They train the weights of two ranks without Ray, which gets each checkpoint with its metrics."""
+    """Ray gets each checkpoint with its metrics."""
     result, workers = undisturbed
     assert [worker["place"] for worker in workers] == [[2, 0], [2, 1]]
     assert workers[0]["weights"] == workers[1]["weights"]
@@ -45,7 +45,7 @@ def test_two_workers_train_the_weights_of_two_ranks(undisturbed, tmp_path, proce
 
 
 def test_killed_worker_resumes_to_the_undisturbed_weights(undisturbed, tmp_path):
-    """Ray starts both again, from the last checkpoint that it was given: the undisturbed weights."""
+    """Ray restarts both from the last checkpoint that it got."""
     _, expected = undisturbed
     result, workers = fit(tmp_path / "run", falls_at=5)
     assert (tmp_path / "run" / "fallen").exists()
@@ -56,7 +56,7 @@ def test_killed_worker_resumes_to_the_undisturbed_weights(undisturbed, tmp_path)
 
 
 def test_elastic_run_continues_with_one_worker(tmp_path):
-    """With `elastic`, the losses of each step are those of two workers."""
+    """The losses of each step are those of two workers."""
     given = {"settings": {"elastic": True}, "dropout": 0.0, "resume": "auto"}
     _, (whole, _) = fit(tmp_path / "whole", **given)
     fit(tmp_path / "run", stops_at=4, **given)
@@ -74,7 +74,6 @@ def test_code_of_the_guide_runs(processes, tmp_path, monkeypatch):
 
 
 def test_each_worker_reads_its_shard_of_ray_data(tmp_path):
-    """`prepare_trainer` reads iterators of Ray Data: each worker its shard."""
     rows = [{"x": row["x"].numpy(), "labels": int(row["labels"])} for row in plain_data(40)]
     datasets = {"train": ray.data.from_items(rows * 2), "eval": ray.data.from_items(rows[:8])}
     result, workers = fit(tmp_path / "run", datasets, shards=True)

@@ -43,7 +43,7 @@ def test_spmd_trains_as_the_cpu(spmd, on_cpu, kind):
 
 @pytest.mark.parametrize("part", ["layout", "layout_resumed", "layout_moments"])
 def test_spmd_gives_each_device_a_part_of_weights_and_moments(spmd, part):
-    """Of every weight, and of what the optimizer keeps of it: two devices, along the longest dimension."""
+    """Along the longest dimension, on two devices."""
     layout = spmd[1]["plain"][part]
     assert layout["model.layers.0.self_attn.q_proj.weight"] == "{devices=[2,1]0,1}"
     assert layout["model.layers.0.mlp.down_proj.weight"] == "{devices=[1,2]0,1}"

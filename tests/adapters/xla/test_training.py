@@ -44,7 +44,7 @@ def test_training_is_that_of_the_cpu(tmp_path, name, settings):
 
 
 def test_adamw_torch_xla_steps_as_torchs(tmp_path):
-    """A class of its own; without a scaled loss it steps as torch's."""
+    """Without a scaled loss."""
     ours = train(tmp_path / "a", optim="adamw_torch_xla")
     assert type(ours.optimizer).__module__ == "torch_xla.amp.syncfree.adamw"
     assert_close(ours, train(tmp_path / "b", optim="adamw_torch"))
@@ -160,7 +160,7 @@ def test_nothing_is_compiled_twice(tmp_path, settings):
 
 
 def test_ragged_last_batch_compiles_once_more_and_warns(tmp_path, caplog):
-    """It compiles once more, and once alone: two shapes of batches in ten epochs."""
+    """Ten epochs have two shapes of batches."""
     counts = Counts()
     settings = {"samples": 17, "per_device_train_batch_size": 7}  # shapes that no other test has compiled
     train(tmp_path, max_steps=30, callbacks=[counts], **settings)

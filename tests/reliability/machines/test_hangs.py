@@ -1,4 +1,4 @@
-"""A rank that hangs: at whatever the other waits for, it ends within `ddp_timeout` and says for whom and what."""
+"""When a rank hangs, the other ends within `ddp_timeout`, and names the rank and the operation it waited for."""
 
 import re
 import threading
@@ -48,7 +48,7 @@ def output_of_waiting_rank(group, victim):
 
 @pytest.mark.parametrize("first", range(0, len(HANGS), 6))
 def test_hung_rank_and_awaited_operation_are_named(tmp_path, first):
-    """Some at a time: they wait more than they compute."""
+    """Six at a time, since they mostly wait."""
     groups = [(start_hanging(tmp_path, *case), *case) for case in HANGS[first : first + 6]]
     for group, kind, victim in groups:
         printed = output_of_waiting_rank(group, victim)
@@ -62,7 +62,7 @@ def test_rank_that_never_connects_is_named(tmp_path, victim):
 
 
 def test_rank_that_hangs_while_connecting_is_named(tmp_path):
-    """At any of the milliseconds that it takes, in some of which gloo itself waits without end."""
+    """At each of six milliseconds, in some of which gloo waits without end."""
     after = [0.001 * number for number in range(6)]
     groups = [start_hanging(tmp_path / f"{each}", "connecting", 1, after=each) for each in after]
     printed = [output_of_waiting_rank(group, 1) for group in groups]

@@ -1,4 +1,4 @@
-"""A rank that hangs, however it does: rank 0 says so within 30 seconds, and shows where."""
+"""Rank 0 reports a hung rank within 30 seconds, and shows where it hangs."""
 
 import socket
 import time
@@ -45,7 +45,7 @@ def check_hang(folder, kind, group, number):
 
 
 def test_hung_rank_is_reported_with_its_stack(tmp_path):
-    """All at once, since they wait more than they compute."""
+    """All ways at once, since they mostly wait."""
     groups = {kind: start(tmp_path, kind) for kind in HANGS}
     try:
         for kind, (group, number) in groups.items():
@@ -57,7 +57,7 @@ def test_hung_rank_is_reported_with_its_stack(tmp_path):
 
 
 def test_slow_ranks_are_not_reported_as_hung(tmp_path):
-    """A rank that waits for one that saves or begins an epoch does not hang, nor does that one."""
+    """Neither a rank that saves or begins an epoch slowly, nor one that waits for it."""
     group, number = start(tmp_path, "slow")
     longest = {}
     while group.jobs[0].process.is_alive():
@@ -75,7 +75,7 @@ def test_slow_ranks_are_not_reported_as_hung(tmp_path):
 
 
 def test_port_in_use_ends_all_ranks(tmp_path):
-    """All ranks end, though only rank 0 would listen there."""
+    """Only rank 0 would listen there."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -20,7 +20,7 @@ def test_failing_process_ends_all(rank, tmp_path):
 
 
 def test_failure_after_rank_0_has_finished_is_reported(tmp_path):
-    """Which waits for it; Lightning, which looks every five seconds, may be faster, and kills the first."""
+    """Rank 0 waits for rank 1. Lightning, which looks every five seconds, may kill rank 0 first."""
     process = start(tmp_path, [], DEVICES, MISBEHAVE="fail late")
     printed = process.communicate()[0]
     assert process.returncode == -signal.SIGKILL or (

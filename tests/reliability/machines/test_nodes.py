@@ -95,7 +95,6 @@ def test_two_nodes_train_the_weights_of_one_node(tmp_path):
 
 
 def test_nodes_with_separate_disks_resume_from_their_own_checkpoints(tmp_path):
-    """Each writes its checkpoints, and goes on from them; one that has lost them is named."""
     JobGroup(tmp_path / "undisturbed", max_steps=20).end()
     settings = {"save_on_each_node": True, "max_steps": 20}
 
@@ -139,7 +138,7 @@ def lose_and_return(tmp_path, settings):
 
 
 def test_training_continues_when_a_node_is_lost_and_returns(tmp_path):
-    """It is lost: the other goes on alone from the last checkpoint. It is back: both go on from where the one was."""
+    """One node continues alone from the last checkpoint; both continue from where it was."""
     settings = {"max_steps": 60, "save_total_limit": None}
     folder, lost, back = lose_and_return(tmp_path, settings)
     expected = tmp_path / "expected"
@@ -152,7 +151,6 @@ def test_training_continues_when_a_node_is_lost_and_returns(tmp_path):
 
 
 def test_elastic_run_ends_the_same_when_a_node_is_lost_and_returns(tmp_path):
-    """With `elastic`, it ends as if both had been there all the time."""
     settings = {"max_steps": 60, "elastic": True, "exact": True, "gradient_accumulation_steps": 2}
     folder, *_ = lose_and_return(tmp_path, settings)
     JobGroup(tmp_path / "undisturbed", 2, **settings).end()
@@ -182,7 +180,7 @@ ELASTIC = {"elastic": True, "exact": True}
 
 @pytest.mark.parametrize(("tasks", "more"), [((2, 2), {}), ((2, 1), ELASTIC)], ids=["the same", "fewer tasks"])
 def test_requeued_slurm_job_ends_as_the_undisturbed_run(slurm, tasks, more):
-    """The guide's batch script, from the first start to the end: a signal, a requeued job, the undisturbed weights."""
+    """Runs the batch script of the guide."""
     script = re.search(r"```text\n(#!/bin/bash.*?)```", SLURM_GUIDE.read_text(), re.DOTALL)[1]
     call = re.search(r"python train\.py .*", script)[0]
     settings = json.dumps({"max_steps": 40, "pause": 0.05, **more})

@@ -30,7 +30,7 @@ def finish(folder, **settings):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signal_to_one_rank_saves_and_ends_both_at_one_step(tmp_path, undisturbed, number):
-    """Both save after the same step and leave as the signal says, though a launcher sends another after it."""
+    """Also if a launcher sends a second signal."""
     pair = JobGroup(tmp_path / "out", pause=0.02)
     pair.jobs[1].wait_for("step 10")
     os.kill(pair.jobs[1].process.pid, number)
@@ -46,7 +46,6 @@ def test_signal_to_one_rank_saves_and_ends_both_at_one_step(tmp_path, undisturbe
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_rank_that_waits_for_a_lost_one_ends_and_says_why(tmp_path, undisturbed, number):
-    """One that is killed, and one that hangs."""
     pair = JobGroup(tmp_path / "out", pause=0.02, ddp_timeout=5)
     pair.jobs[1].wait_for("step 16")
     os.kill(pair.jobs[1].process.pid, number)
