@@ -91,7 +91,7 @@ def set_switch(event: str, at: int, switch: str, how: str) -> Any:
     def handler(self, args, state, control, **kwargs):
         if state.global_step != at:
             return None
-        if how == "anew":
+        if how == "new object":
             return type(control)(**{**dataclasses.asdict(control), switch: True})
         setattr(control, switch, True)
         return control if how == "returned" else None
@@ -99,20 +99,24 @@ def set_switch(event: str, at: int, switch: str, how: str) -> Any:
     return callback(**{event: handler})
 
 
-ACCUMULATING = {**BEATS, "gradient_accumulation_steps": 3}
-#: When a switch is set, and how, and the settings of the run.
+SETTINGS = {"accumulating": {**BEATS, "gradient_accumulation_steps": 3}, "plain": {}}
+#: Event and step at which a switch is set, the switch, how it is set, and the settings of the run.
 SET = [
-    *((event, at, switch, "in place", ACCUMULATING) for event, at in ANNOUNCED.items() for switch in SWITCHES),
-    *((event, at, "should_evaluate", "anew", ACCUMULATING) for event, at in ANNOUNCED.items()),
-    *(("on_step_end", 2, switch, "returned", {}) for switch in SWITCHES),
-    *(("on_step_begin", 2, switch, "returned", {}) for switch in SWITCHES[:2]),
-    *((event, 2, switch, "returned", {}) for event in ("on_log", "on_optimizer_step") for switch in SWITCHES[1::2]),
+    *((event, at, switch, "in place", "accumulating") for event, at in ANNOUNCED.items() for switch in SWITCHES),
+    *((event, at, "should_evaluate", "new object", "accumulating") for event, at in ANNOUNCED.items()),
+    *(("on_step_end", 2, switch, "returned", "plain") for switch in SWITCHES),
+    *(("on_step_begin", 2, switch, "returned", "plain") for switch in SWITCHES[:2]),
+    *(
+        (event, 2, switch, "returned", "plain")
+        for event in ("on_log", "on_optimizer_step")
+        for switch in SWITCHES[1::2]
+    ),
 ]
 
 
 @pytest.mark.parametrize(("event", "at", "switch", "how", "settings"), SET)
 def test_control_switch_set_in_an_event_acts_alike(tmp_path, event, at, switch, how, settings):
-    compare(tmp_path, "plain", callback=set_switch(event, at, switch, how), **settings)
+    compare(tmp_path, "plain", callback=set_switch(event, at, switch, how), **SETTINGS[settings])
 
 
 def test_early_stopping_callback_of_transformers_works(tmp_path):

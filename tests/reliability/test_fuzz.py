@@ -1,6 +1,6 @@
 """Random changes to checkpoints, configurations and references to the Hub give a clear error, or are used.
 
-No code of theirs is run, and no other file is written.
+No code in them is run, and no other file is written.
 """
 
 import contextlib

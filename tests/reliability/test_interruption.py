@@ -48,6 +48,7 @@ def start_waiting(processes, tmp_path):
         (signal.SIGTERM, {"gradient_accumulation_steps": 2}),
         (signal.SIGTERM, BACKGROUND),
     ],
+    ids=repr,
 )
 def test_signal_saves_and_exits_with_its_status(tmp_path, undisturbed, start_waiting, capsys, number, settings):
     folder, started = tmp_path / "run", start_waiting(**settings)
@@ -74,7 +75,7 @@ def test_signal_without_save_on_interrupt_stops_at_once(tmp_path, start_waiting)
     assert names_in(tmp_path / "run") == ["checkpoint-7"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=repr)
 @pytest.mark.parametrize(("every", "left"), [(7, ["checkpoint-7"]), (100, [])])
 def test_second_signal_stops_at_once_and_says_what_is_saved(tmp_path, start_waiting, number, every, left):
     started = start_waiting(save_steps=every, copies_within=0)
@@ -130,6 +131,7 @@ THIRD, EVALUATED = ["checkpoint-3"], {"eval_strategy": "steps", "eval_steps": 3}
         ("on_step_end", {"save_on_interrupt": False}, []),
         ("on_step_end", {"save_strategy": "no"}, []),
     ],
+    ids=str,
 )
 def test_error_in_a_callback_saves_the_last_complete_step(tmp_path, event, settings, left):
     with pytest.raises(RuntimeError, match="my own bug"):
@@ -150,7 +152,7 @@ def test_averaged_weights_are_put_back_when_an_evaluation_fails(tmp_path):
     assert_same_end(train_to_end(trainer("b"), True), train_to_end(trainer("a")))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=repr)
 def test_signal_handlers_of_the_script_stay_under_slurm(tmp_path, number, monkeypatch):
     """Lightning would end training, and requeue the job under SLURM."""
     for name, value in {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "7", "PROCID": "0"}.items():

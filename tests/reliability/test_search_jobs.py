@@ -77,7 +77,7 @@ def test_stop_or_error_in_a_worker_ends_the_search(start, mode):
         assert "KeyError: 'in the worker'" in errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=repr)
 def test_workers_end_with_the_script(start, number):
     """At Ctrl-C the script ends them; when it is killed, they notice."""
     script, worker = start(1000)

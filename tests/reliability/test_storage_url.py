@@ -144,7 +144,7 @@ def test_missed_uploads_are_made_with_the_next_checkpoint(tmp_path):
     assert whole_checkpoints(FAULTY) == ["checkpoint-6", "checkpoint-9"]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES], ids=os.strerror)
 def test_refused_upload_is_reported_and_not_repeated(tmp_path, caplog, number):
     def refuse(request, path):
         if request == "put":
@@ -405,6 +405,7 @@ def test_runs_killed_during_uploads_lose_no_whole_checkpoint(request, tmp_path, 
         ({"storage_url": "gs://bucket/run"}, MissingPackage, "pip install gcsfs"),
         ({"keep_local": 0, "storage_url": "memory://run"}, InvalidArgument, "keep_local=0"),
     ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
 )
 def test_wrong_storage_settings_are_refused(tmp_path, settings, error, words):
     with pytest.raises(error, match=words) as raised:

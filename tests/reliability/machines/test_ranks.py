@@ -28,7 +28,7 @@ def finish(folder, **settings):
     assert not list(folder.glob("_tmp_*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=repr)
 def test_signal_to_one_rank_saves_and_ends_both_at_one_step(tmp_path, undisturbed, number):
     """Also if a launcher sends a second signal."""
     pair = JobGroup(tmp_path / "out", pause=0.02)
@@ -44,7 +44,7 @@ def test_signal_to_one_rank_saves_and_ends_both_at_one_step(tmp_path, undisturbe
     assert_same(final_weights(tmp_path / "out"), undisturbed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=repr)
 def test_rank_that_waits_for_a_lost_one_ends_and_says_why(tmp_path, undisturbed, number):
     pair = JobGroup(tmp_path / "out", pause=0.02, ddp_timeout=5)
     pair.jobs[1].wait_for("step 16")
