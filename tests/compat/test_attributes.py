@@ -80,12 +80,12 @@ def test_attributes_have_the_same_values_at_each_event(tmp_path):
         assert {*READ} == {name for _, values in theirs for name in values}
 
 
-def summed(outputs, labels, num_items_in_batch=None):
+def sum_loss(outputs, labels, num_items_in_batch=None):
     loss = 2 * nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum")
     return loss / (num_items_in_batch if num_items_in_batch is not None else len(labels))
 
 
-def smoothed(outputs, labels, **kwargs):
+def smoothed_loss(outputs, labels, **kwargs):
     return nn.functional.cross_entropy(outputs["logits"], labels, label_smoothing=0.3)
 
 
@@ -114,7 +114,7 @@ def own_optimizer(trainer):
     return trainer.optimizer
 
 
-def changed(holder, **values):
+def with_values(holder, **values):
     vars(holder).update(values)
     return holder
 
@@ -125,9 +125,9 @@ SET: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "label_names": (lambda trainer: [], {"trainer": {}}),
     "can_return_loss": (lambda trainer: setattr(trainer, "label_names", []) or True, {"trainer": {}, "same": True}),
     "model_accepts_loss_kwargs": (lambda trainer: False, {**WINDOWS, "model": "llama"}),
-    "compute_loss_func": (lambda trainer: summed, WINDOWS),
+    "compute_loss_func": (lambda trainer: sum_loss, WINDOWS),
     "loss_is_scaled_for_ga": (lambda trainer: True, WINDOWS),
-    "label_smoother": (lambda trainer: smoothed, {}),
+    "label_smoother": (lambda trainer: smoothed_loss, {}),
     "_train_batch_size": (lambda trainer: 2, {}),
     "optimizer, with its lr_scheduler": (own_optimizer, {}),
     "optimizer_cls_and_kwargs": (lambda trainer: (torch.optim.SGD, {"lr": 0.1}), {}),
@@ -137,13 +137,13 @@ SET: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "model_init": (lambda trainer: make_plain, {}),
     "model_wrapped": (lambda trainer: Doubled(trainer.model), {}),
     "callback_handler": (own_handler, {}),
-    "args": (lambda trainer: changed(copy.copy(trainer.args), learning_rate=0.5, weight_decay=0.0), {}),
+    "args": (lambda trainer: with_values(copy.copy(trainer.args), learning_rate=0.5, weight_decay=0.0), {}),
     "_globalstep_last_logged": (reset_log, {"step": 4, "logging_steps": 3}),
     "_total_loss_scalar": (lambda trainer: 5.0, {"step": 4}),
     "_tr_loss": (lambda trainer: torch.full_like(trainer._tr_loss, 7.0), {"step": 4}),
     "current_flos": (lambda trainer: 1000.0, {"step": 4}),
     "control": (lambda trainer: dataclasses.replace(trainer.control, should_epoch_stop=True), {"step": 4}),
-    "state": (lambda trainer: changed(trainer.state, global_step=trainer.state.global_step + 5), {"step": 4}),
+    "state": (lambda trainer: with_values(trainer.state, global_step=trainer.state.global_step + 5), {"step": 4}),
     "gather_function": (lambda trainer: trainer.accelerator.gather, {}),
     "_mixed_mesh_grads": (lambda trainer: True, {"same": True}),
 }

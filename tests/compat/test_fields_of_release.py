@@ -50,9 +50,9 @@ def make(kind=hftrainer.TrainingArguments, **settings):
     return kind(output_dir="x", use_cpu=True, report_to="none", **settings)
 
 
-def shown(value):
+def comparable_value(value):
     if isinstance(value, list):
-        return list(map(shown, value))
+        return list(map(comparable_value, value))
     if type(value).__name__ in ("PartialState", "ProcessState"):
         return value.process_index, value.num_processes
     return value.to_dict() if hasattr(value, "to_dict") else getattr(value, "value", value)
@@ -72,7 +72,7 @@ def test_attribute_values_differ_only_as_recorded():
     """compatibility.toml records what differs."""
     ours, theirs = make(), make(Theirs)
     names = {name for name in {*dir(ours), *dir(theirs)} if not name.startswith("_")}
-    pairs = {name: [shown(getattr(args, name, "absent")) for args in (ours, theirs)] for name in names}
+    pairs = {name: [comparable_value(getattr(args, name, "absent")) for args in (ours, theirs)] for name in names}
     differ = {name for name, (one, two) in pairs.items() if one != two and not (callable(one) and callable(two))}
     release = ".".join(map(str, TRANSFORMERS))
     expected = [row["names"].split() for row in ATTRIBUTES if release in row["releases"].split()]

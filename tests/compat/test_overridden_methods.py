@@ -143,7 +143,7 @@ def calls_of(library: Any, scenario: Any, way: str, names: frozenset[str]) -> Ca
     return events, calls
 
 
-def theirs(scenario: Any, way: str) -> Calls:
+def their_calls(scenario: Any, way: str) -> Calls:
     """The calls when all methods are replaced, without those of the construction for what is replaced later."""
     replaced_in = way if way == "accelerator" else "class"
     events, calls = calls_of(transformers, scenario, replaced_in, replaceable(transformers, way))
@@ -151,7 +151,7 @@ def theirs(scenario: Any, way: str) -> Calls:
     return events, {name: later for name, counts in calls.items() if (later := [n for n in counts if n >= first])}
 
 
-def ours(scenario: Any, way: str) -> list[Calls]:
+def our_calls(scenario: Any, way: str) -> list[Calls]:
     """The calls when all methods are replaced that do not decide who runs backward, then when each of the others is."""
     names = replaceable(hftrainer, way)
     alone = [frozenset({name}) for name in sorted(names & DECIDING)] if scenario is use else []
@@ -170,7 +170,7 @@ OFTENER = {"is_world_process_zero", "create_accelerator_and_postprocess"}
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize(("scenario", "way"), NEWER, ids=lambda value: getattr(value, "__name__", value))
 def test_replaced_methods_are_called_as_often_at_the_same_events(scenario, way):
-    (events, expected), runs = theirs(scenario, way), ours(scenario, way)
+    (events, expected), runs = their_calls(scenario, way), our_calls(scenario, way)
     found = {name: counts for _, calls in runs for name, counts in calls.items()}
     assert expected.keys() & OFTENER <= found.keys()
     compared = expected.keys() - {*ABSENT, *NOT_CALLED_ALIKE, *OFTENER}
@@ -188,14 +188,14 @@ def test_replaced_methods_are_called_as_often_at_the_same_events(scenario, way):
 @pytest.mark.newest_peer
 @pytest.mark.usefixtures("hub")
 def test_each_method_in_use_is_called():
-    assert {*METHODS} <= {name for scenario, way in CASES for name in theirs(scenario, way)[1]}
+    assert {*METHODS} <= {name for scenario, way in CASES for name in their_calls(scenario, way)[1]}
 
 
 @pytest.mark.newest_peer
 @pytest.mark.parametrize("name", NOT_CALLED_ALIKE)
 def test_ledger_of_calls_is_needed(name):
     way = "accelerator" if name in replaceable(hftrainer, "accelerator") else "subclass"
-    assert ours(use, way)[0][1].get(name, []) != theirs(use, way)[1].get(name, [])
+    assert our_calls(use, way)[0][1].get(name, []) != their_calls(use, way)[1].get(name, [])
 
 
 #: Classes of callbacks, and the handler of all → methods that are called for certain, with the number of arguments.

@@ -383,7 +383,7 @@ SKIPPED = {
 
 
 @contextlib.contextmanager
-def installed():
+def install_ours():
     hftrainer.install()
     try:
         assert transformers.Trainer is hftrainer.Trainer
@@ -412,7 +412,7 @@ def test_run_is_that_of_the_installed_release(observe, name):
     if condition:
         pytest.skip(reason)
     theirs = observe(name, "theirs")
-    with installed():
+    with install_ours():
         ours = observe(name, "ours")
     assert_same(ours, theirs)
 
@@ -439,7 +439,7 @@ def test_case_fails_without_the_difference_that_it_shows(observe, monkeypatch, k
     found = []
     for policy in (kind, later):
         monkeypatch.setattr(followed, "make_policy", lambda release, policy=policy: policy(kind.last_release))
-        with installed():
+        with install_ours():
             found.append(observe(name, str(len(found))))
     with pytest.raises(AssertionError):
         assert_same(*found)
@@ -447,7 +447,7 @@ def test_case_fails_without_the_difference_that_it_shows(observe, monkeypatch, k
 
 def test_transformers_module_held_by_the_script_is_swapped_too():
     """`import transformers` may give another module than `sys.modules` has later: it executes itself again."""
-    with installed():
+    with install_ours():
         assert {transformers.Trainer, sys.modules["transformers"].Trainer} == {transformers.trainer.Trainer}
         assert transformers.Trainer.__module__ == "hftrainer.trainer"
     assert {transformers.Trainer, sys.modules["transformers"].Trainer} == {transformers.trainer.Trainer}

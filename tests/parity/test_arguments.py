@@ -304,7 +304,7 @@ class OwnLoader(hftrainer.Trainer):
     [*((hftrainer.Trainer, *case) for case in (("4.57", 5), ("5.2", 5), ("5.3", 10))), (OwnLoader, "5.23", 5)],
 )
 def test_changed_batch_size_takes_effect_as_in_each_release(tmp_path, caplog, kind, release, steps):
-    """It is read once since v5.3, but a loader of the script may read it again."""
+    """38 samples make 5 batches of 8. Since v5.3 the Trainer keeps its 4, but the script's loader may read 8."""
     trainer = make_trainer(tmp_path, kind, max_steps=-1, num_train_epochs=1, lightning_config={"behaviour": release})
     trainer.args.per_device_train_batch_size = 8
     assert trainer.train().global_step == steps

@@ -19,16 +19,16 @@ from tests.support.parity import LIBRARIES
 from tests.support.tiny import Stream, make_plain, plain_data
 
 
-def arguments(library, folder, **settings):
+def build_arguments(library, folder, **settings):
     defaults = {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True, "max_steps": 2}
     return library.TrainingArguments(str(folder), **{**defaults, **settings})
 
 
-def trainer(library, folder, settings=None, **given):
+def build_trainer(library, folder, settings=None, **given):
     given = {"train_dataset": plain_data(8), **given}
     if "model" not in given and "model_init" not in given:
         given["model"] = make_plain()
-    return library.Trainer(args=arguments(library, folder, **(settings or {})), **given)
+    return library.Trainer(args=build_arguments(library, folder, **(settings or {})), **given)
 
 
 def module(library, name):
@@ -58,13 +58,13 @@ def without_packages(*packages):
 
 
 def make_arguments(**settings):
-    return lambda library, folder: arguments(library, folder, **settings)
+    return lambda library, folder: build_arguments(library, folder, **settings)
 
 
 def make_trainer(settings=None, missing=(), method=None, keywords=None, **given):
     def provoke(library, folder):
         with without_packages(*missing):
-            made = trainer(library, folder, settings, **given)
+            made = build_trainer(library, folder, settings, **given)
             return method and getattr(made, method)(**(keywords or {}))
 
     return provoke
@@ -92,7 +92,7 @@ def with_optimizer(**given):
 def early_stopping(**settings):
     def provoke(library, folder):
         callback = library.EarlyStoppingCallback()
-        return trainer(library, folder, settings, eval_dataset=plain_data(8), callbacks=[callback]).train()
+        return build_trainer(library, folder, settings, eval_dataset=plain_data(8), callbacks=[callback]).train()
 
     return provoke
 
@@ -107,11 +107,11 @@ class NoLoss(torch.nn.Module):
 
 
 def resume_unsafe(library, folder):
-    trainer(library, folder, {"save_strategy": "steps", "save_steps": 2}).train()
+    build_trainer(library, folder, {"save_strategy": "steps", "save_steps": 2}).train()
     torch.save({"state": NoLoss()}, folder / "checkpoint-2" / "optimizer.pt")
     for manifest in (folder / "checkpoint-2").glob("*manifest*"):
         manifest.unlink()
-    return trainer(library, folder).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return build_trainer(library, folder).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
 
 
 EACH_STEP = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
@@ -159,7 +159,7 @@ SITUATIONS = {
     "keyword of a schedule": train({"lr_scheduler_kwargs": {"speed": 1}}),
     "optim_args": create_optimizer(optim="sgd", optim_args="momentum"),
     # what a Trainer is given
-    "no model": lambda library, folder: library.Trainer(args=arguments(library, folder)),
+    "no model": lambda library, folder: library.Trainer(args=build_arguments(library, folder)),
     "model_init returns None": make_trainer(model_init=lambda: None),
     "model_init takes two": make_trainer(model_init=lambda one, two: make_plain()),
     "two optimizers": with_optimizer(optimizer_cls_and_kwargs=(torch.optim.SGD, {})),

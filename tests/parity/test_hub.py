@@ -30,7 +30,11 @@ def pop_commits(hub, name="me/my-run"):
     return repo.private, {branch: list(map(comparable, commits[1:])) for branch, commits in repo.branches.items()}
 
 
-@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
+#: Strategy → commits in three steps with a save at the second and the last; a checkpoint is a commit of its own.
+STRATEGIES = {"end": 0, "every_save": 2, "checkpoint": 4, "all_checkpoints": 4}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_hub_strategy_pushes_the_same_commits(hub, tmp_path, strategy):
     def run(name):
         settings = {"hub_model_id": "org/named", "hub_strategy": strategy}
@@ -43,7 +47,7 @@ def test_each_hub_strategy_pushes_the_same_commits(hub, tmp_path, strategy):
         message = (returned if name == "transformers" else returned.result()).commit_message
         return during, message, callback.begun, trainer.hub_model_id, pop_commits(hub, "org/named")
 
-    assert run_both(run, assert_equal)[0] == {"end": 0, "every_save": 2}.get(strategy, 4)
+    assert run_both(run, assert_equal)[0] == STRATEGIES[strategy]
 
 
 class WithModules:

@@ -74,7 +74,7 @@ def another_value(action):
     return not action.default if isinstance(action.default, bool) else kinds.get(action.type, "other")
 
 
-def actions():
+def launch_options():
     return {action.dest: action for action in launch_command_parser()._actions}
 
 
@@ -82,10 +82,10 @@ def is_known(name):
     return name in OF_OTHERS or find_variable(name) is not None
 
 
-@pytest.mark.parametrize("option", sorted(actions().keys() - OF_LAUNCHERS))
+@pytest.mark.parametrize("option", sorted(launch_options().keys() - OF_LAUNCHERS))
 def test_variables_set_by_each_launch_option_are_known(monkeypatch, option):
     before = variables_of_every_launcher(monkeypatch)
-    after = variables_of_every_launcher(monkeypatch, **{option: another_value(actions()[option])})
+    after = variables_of_every_launcher(monkeypatch, **{option: another_value(launch_options()[option])})
     changed = {name for name, value in after.items() if before.get(name) != value}
     assert changed
     assert not [name for name in before.keys() | after.keys() if not is_known(name)]
@@ -93,8 +93,8 @@ def test_variables_set_by_each_launch_option_are_known(monkeypatch, option):
 
 def test_keys_of_config_files_are_launch_options():
     found = {field.name for field in dataclasses.fields(ClusterConfig)} - OF_FILES
-    assert found <= actions().keys()
-    assert actions().keys() >= OF_LAUNCHERS
+    assert found <= launch_options().keys()
+    assert launch_options().keys() >= OF_LAUNCHERS
 
 
 def test_every_variable_that_accelerate_reads_is_known():

@@ -289,7 +289,7 @@ def test_resume_with_changed_groups_keeps_moments(tmp_path, schedule):
     entries = [{"pattern": "*.mlp.*", "lr": 3e-3, "weight_decay": 0.3}, {**EMBEDDINGS, "lr": 2e-3}]
     began, _ = resume(tmp_path, param_groups=entries, **settings)
     assert began.keys() == stored.keys()
-    factor = 1.0 if schedule == "reduce_lr_on_plateau" else 4 / 6
+    factor = 1.0 if schedule == "reduce_lr_on_plateau" else 4 / 6  # after 2 of 6 steps
     for name, (held, rate, decay) in began.items():
         assert all(torch.equal(value, stored[name][key]) for key, value in held.items())
         base = 3e-3 if ".mlp." in name else 2e-3 if ".embed" in name else 1e-2

@@ -48,7 +48,7 @@ def settings_of(name, warmup, kwargs):
     return {**settings, **BY_METRIC.get(name, {})}
 
 
-def rates(schedule, optimizer, name, first, last):
+def step_and_collect(schedule, optimizer, name, first, last):
     found = [[group["lr"] for group in optimizer.param_groups]]
     for step in range(first, last):
         optimizer.step()
@@ -68,16 +68,16 @@ def test_every_learning_rate_is_that_of_transformers(tmp_path, name, warmup, kwa
     whole, states = {}, {}
     for library in LIBRARIES:
         schedule, optimizer = make_schedule(library)
-        found = rates(schedule, optimizer, name, 0, STEPS // 2)
+        found = step_and_collect(schedule, optimizer, name, 0, STEPS // 2)
         states[library] = copy.deepcopy((schedule.state_dict(), optimizer.state_dict()))
-        whole[library] = found + rates(schedule, optimizer, name, STEPS // 2, STEPS)[1:]
+        whole[library] = found + step_and_collect(schedule, optimizer, name, STEPS // 2, STEPS)[1:]
     assert whole["hftrainer"] == whole["transformers"]
     assert len(whole["hftrainer"]) == STEPS + 1
     for reader, writer in (LIBRARIES, LIBRARIES[::-1]):
         schedule, optimizer = make_schedule(reader)
         schedule.load_state_dict(states[writer][0])
         optimizer.load_state_dict(states[writer][1])
-        assert rates(schedule, optimizer, name, STEPS // 2, STEPS) == whole[writer][STEPS // 2 :]
+        assert step_and_collect(schedule, optimizer, name, STEPS // 2, STEPS) == whole[writer][STEPS // 2 :]
 
 
 @pytest.mark.parametrize("name", NAMES)

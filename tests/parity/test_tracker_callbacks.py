@@ -27,7 +27,7 @@ for _tracker in CLASSES.values():
 MODULES = {"transformers": integrations, "hftrainer": tracker_callbacks}
 
 
-def kinds(trainer):
+def callback_names(trainer):
     return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
 
 
@@ -45,7 +45,7 @@ def callback_of(trainer, kind):
 def test_callbacks_have_the_same_order(tmp_path, report_to):
     def made(library):
         own = type("Own", (importlib.import_module(library).TrainerCallback,), {})
-        return kinds(make_trainer(library, tmp_path, report_to=report_to, trainer={"callbacks": [own]}))
+        return callback_names(make_trainer(library, tmp_path, report_to=report_to, trainer={"callbacks": [own]}))
 
     run_both(made, assert_equal)
 
@@ -279,7 +279,7 @@ def test_classes_of_transformers_are_replaced_under_install(tmp_path, name, monk
         assert integrations.get_reporting_integration_callbacks([report_to]) == [kind]
         assert issubclass(kind, importlib.import_module("transformers").TrainerCallback)
         trainer.remove_callback(kind)
-        assert name not in kinds(trainer)
+        assert name not in callback_names(trainer)
     finally:
         hftrainer.uninstall()
     assert getattr(integration_utils, name) is theirs

@@ -42,6 +42,7 @@ def evaluate(make):
 class TrackerSuite:
     tracker: type
     script = staticmethod(train_evaluate_predict)
+    #: Of the first training, `evaluate`, and the second training.
     eval_steps = (3, 6, 8, 8, 3, 6, 8)
     #: How many arguments and values of the model's configuration both libraries write.
     hyperparameters = 130
@@ -63,7 +64,7 @@ class TrackerSuite:
 
         return tracker, make
 
-    def written(self, library, script, **settings):
+    def run_and_read(self, library, script, **settings):
         tracker, make = self.open(library, **settings)
         trainer = script(make)  # when their Trainer is deleted, it ends its run
         written = tracker.read()
@@ -71,9 +72,9 @@ class TrackerSuite:
         tracker.close()
         return written
 
-    def alike(self, script, **settings):
-        ours, theirs = (self.written(library, script, **settings) for library in reversed(LIBRARIES))
-        assert self.distinct(ours.curves) == self.distinct(theirs.curves)
+    def assert_alike(self, script, **settings):
+        ours, theirs = (self.run_and_read(library, script, **settings) for library in reversed(LIBRARIES))
+        assert self.drop_duplicates(ours.curves) == self.drop_duplicates(theirs.curves)
         assert self.comparable(ours.details) == self.comparable(theirs.details)
         assert bool(ours.hyperparameters) == bool(theirs.hyperparameters)
         # transformers writes some of them at each beginning, we once
@@ -83,7 +84,7 @@ class TrackerSuite:
             assert {name: mine[name] for name in known} == {name: other[name] for name in known}
         return ours
 
-    def distinct(self, curves):
+    def drop_duplicates(self, curves):
         return curves
 
     def comparable(self, details):
@@ -91,7 +92,7 @@ class TrackerSuite:
 
     def test_whole_script_writes_the_same(self):
         """Names, steps and values of curves; the arguments and the configuration once."""
-        ours = self.alike(self.script)
+        ours = self.assert_alike(self.script)
         assert ours.steps("train/loss") == [2, 4, 6, 8] * (2 if self.script is train_evaluate_predict else 1)
         assert ours.steps("eval/loss") == list(self.eval_steps)
         assert "train/train_runtime" in ours.curves
@@ -102,10 +103,10 @@ class TrackerSuite:
         """What else is to be seen of a whole script."""
 
     def test_resumed_run_writes_the_same(self):
-        assert self.alike(train_and_resume).steps("train/loss") == [2, 4, 6, 8]
+        assert self.assert_alike(train_and_resume).steps("train/loss") == [2, 4, 6, 8]
 
     def test_evaluation_alone_writes_the_same(self):
-        assert self.alike(evaluate).steps("eval/loss") == [0]
+        assert self.assert_alike(evaluate).steps("eval/loss") == [0]
 
 
 class TestTensorBoard(TrackerSuite):
@@ -124,7 +125,7 @@ class TestTensorBoard(TrackerSuite):
 
     def test_texts_are_written_and_other_types_reported(self, caplog):
         logs = {"loss": 1.0, "eval_note": "words", "other": [1, 2], "flag": True}
-        ours = self.alike(lambda make: make().log(dict(logs)))
+        ours = self.assert_alike(lambda make: make().log(dict(logs)))
         assert ours.curves["train/flag"] == [(0, 1.0)]
         assert ours.details["texts"] == [{"eval/note/text_summary": [(0, "words")]}]
         assert "train/other=[1, 2] (list) is not a number" in caplog.text
@@ -148,7 +149,7 @@ class TestWandB(TrackerSuite):
         self.monkeypatch.setenv("WANDB_LOG_MODEL", uploads)
         found = {}
         for library in LIBRARIES:
-            artifacts = self.written(library, train, save_strategy="steps", save_steps=4).details["artifacts"]
+            artifacts = self.run_and_read(library, train, save_strategy="steps", save_steps=4).details["artifacts"]
             found[library] = [(a.name, a.type, sorted(a.aliases), sorted(json.loads(a.metadata))) for a in artifacts]
             files = {entry.path for entry in artifacts[-1].manifest.contents}
         assert found["hftrainer"] == found["transformers"]
@@ -181,7 +182,7 @@ class TestMLflow(TrackerSuite):
     eval_steps = (3, 6, 8)
     hyperparameters = 100
 
-    def distinct(self, curves):
+    def drop_duplicates(self, curves):
         """MLflow keeps one of several equal entries of the same millisecond."""
         return {name: list(dict.fromkeys(entries)) for name, entries in curves.items()}
 
@@ -190,15 +191,15 @@ class TestMLflow(TrackerSuite):
 
     def test_resumed_run_writes_the_same(self):
         """One run, where transformers begins another at each resume; with a tag that says so."""
-        ours, theirs = (self.written(library, train_and_resume) for library in reversed(LIBRARIES))
-        assert self.distinct(ours.curves) == self.distinct(theirs.curves)
+        ours, theirs = (self.run_and_read(library, train_and_resume) for library in reversed(LIBRARIES))
+        assert self.drop_duplicates(ours.curves) == self.drop_duplicates(theirs.curves)
         assert ours.details["runs"] == theirs.details["runs"][:1]
         assert ours.details["tags"][0]["hftrainer.resumed_from_step"] == "4"
 
     def test_experiment_and_tags_come_from_the_environment(self):
         self.monkeypatch.setenv("MLFLOW_TAGS", '{"release": "1"}')
         self.monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tiny")
-        assert self.alike(train, max_steps=2).details["tags"][0]["release"] == "1"
+        assert self.assert_alike(train, max_steps=2).details["tags"][0]["release"] == "1"
 
     def test_run_opened_by_the_user_is_used(self):
         import mlflow

@@ -191,7 +191,7 @@ def test_on_save_error_stop_ends_training(tmp_path, monkeypatch, background):
     with pytest.raises(CheckpointNotWritten, match="checkpoint-3 could not be written"):
         trainer.train()
     assert "checkpoint-3" not in names_in(tmp_path)
-    assert trainer.state.global_step <= (6 if background else 3)
+    assert trainer.state.global_step <= (6 if background else 3)  # in the background, by the next save
 
 
 def test_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, caplog):

@@ -31,7 +31,7 @@ HARMED = [(harm, name) for harm in HARM for name in FILES if (harm, name) != ("d
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def finished_runs(tmp_path_factory):
     """Model → a finished run of nine steps: its folder, and the weights that every resumed one must reach."""
 
     @functools.cache
@@ -43,8 +43,8 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture
-def checkpoint(runs, tmp_path):
-    shutil.copytree(runs("bert")[0] / "checkpoint-6", tmp_path / "out" / "checkpoint-6")
+def checkpoint(finished_runs, tmp_path):
+    shutil.copytree(finished_runs("bert")[0] / "checkpoint-6", tmp_path / "out" / "checkpoint-6")
     return tmp_path / "out" / "checkpoint-6"
 
 
@@ -55,21 +55,21 @@ def copy_checkpoints(source, folder):
     return folder / "checkpoint-6"
 
 
-def resumed(checkpoint, resume=None, model="bert"):
+def resume_run(checkpoint, resume=None, model="bert"):
     return train_to_end(make_trainer(checkpoint.parent, model), resume or checkpoint).model.state_dict()
 
 
-def test_checkpoint_has_the_files_that_are_harmed_here(runs):
-    assert tuple(names_in(runs("bert")[0] / "checkpoint-6")) == FILES
+def test_checkpoint_has_the_files_that_are_harmed_here(finished_runs):
+    assert tuple(names_in(finished_runs("bert")[0] / "checkpoint-6")) == FILES
 
 
 @pytest.mark.parametrize(("harm", "name"), HARMED)
-def test_resume_skips_a_harmed_checkpoint_for_an_older_one(runs, tmp_path, harm, name, caplog):
+def test_resume_skips_a_harmed_checkpoint_for_an_older_one(finished_runs, tmp_path, harm, name, caplog):
     caplog.set_level(logging.WARNING)
-    source, expected = runs("bert")
+    source, expected = finished_runs("bert")
     harmed = copy_checkpoints(source, tmp_path / "out") / name
     HARM[harm](harmed)
-    assert_same_weights(resumed(harmed.parent, True), expected)
+    assert_same_weights(resume_run(harmed.parent, True), expected)
     assert str(harmed) in caplog.text
 
 
@@ -77,41 +77,41 @@ def test_resume_skips_a_harmed_checkpoint_for_an_older_one(runs, tmp_path, harm,
 def test_harmed_checkpoint_is_refused_by_name(checkpoint, harm, name, caplog):
     HARM[harm](checkpoint / name)
     if harm == "deleted" and name not in NEEDED:  # can be meant
-        resumed(checkpoint)
+        resume_run(checkpoint)
         assert f"{CHANGED} (removed: {name}). It is used" in caplog.text
     else:
         with pytest.raises(CheckpointNotFound, match="(damaged|lacks).*" + name.replace(".", r"\.")):
-            resumed(checkpoint)
+            resume_run(checkpoint)
 
 
-def test_checkpoint_without_a_manifest_resumes_without_warning(runs, checkpoint, caplog):
+def test_checkpoint_without_a_manifest_resumes_without_warning(finished_runs, checkpoint, caplog):
     caplog.set_level(logging.WARNING)
     (checkpoint / MANIFEST_NAME).unlink()
-    assert_same_weights(resumed(checkpoint, True), runs("bert")[1])
+    assert_same_weights(resume_run(checkpoint, True), finished_runs("bert")[1])
     assert not caplog.text
 
 
 @pytest.mark.parametrize("harm", ["truncated", "empty", "deleted"])
 @pytest.mark.parametrize("name", FILES_OF_TRANSFORMERS)
-def test_harm_is_found_without_a_manifest(runs, tmp_path, harm, name, caplog):
+def test_harm_is_found_without_a_manifest(finished_runs, tmp_path, harm, name, caplog):
     caplog.set_level(logging.WARNING)
-    source, expected = runs("plain")
+    source, expected = finished_runs("plain")
     folder = copy_checkpoints(source, tmp_path / "out")
     for manifest in folder.parent.glob(f"*/{MANIFEST_NAME}"):
         manifest.unlink()
     HARM[harm](folder / name)
-    end = resumed(folder, True, model="plain")
+    end = resume_run(folder, True, model="plain")
     assert name in caplog.text or "holds no weights" in caplog.text or "lacks the optimizer" in caplog.text
     if harm != "deleted" or name in NEEDED:
         assert_same_weights(end, expected)  # what save_only_model leaves out may be missing, and is another run
 
 
-def test_resume_fails_when_no_checkpoint_is_whole(runs, tmp_path):
-    folder = copy_checkpoints(runs("plain")[0], tmp_path / "out")
+def test_resume_fails_when_no_checkpoint_is_whole(finished_runs, tmp_path):
+    folder = copy_checkpoints(finished_runs("plain")[0], tmp_path / "out")
     for optimizer in folder.parent.glob("*/optimizer.pt"):
         truncate(optimizer)
     with pytest.raises(CheckpointNotFound, match="No valid checkpoint found"):
-        resumed(folder, True, model="plain")
+        resume_run(folder, True, model="plain")
     assert get_last_checkpoint(str(folder.parent)) is None
 
 
@@ -192,17 +192,17 @@ PURPOSES = {
 
 
 @pytest.mark.parametrize("purpose", PURPOSES)
-def test_checkpoint_changed_on_purpose_is_used_by_name_with_a_warning(runs, checkpoint, purpose, caplog):
+def test_checkpoint_changed_on_purpose_is_used_by_name_with_a_warning(finished_runs, checkpoint, purpose, caplog):
     """`True` chooses an unchanged one instead, unless files were only added."""
     caplog.set_level(logging.WARNING)
     change, named = PURPOSES[purpose]
     change(checkpoint)
     older = checkpoint.with_name("checkpoint-3")
-    shutil.copytree(runs("bert")[0] / "checkpoint-3", older)
+    shutil.copytree(finished_runs("bert")[0] / "checkpoint-3", older)
     newest = checkpoint if purpose in ("added", "bin beside") else older
     assert get_last_checkpoint(str(checkpoint.parent)) == str(newest)
     caplog.clear()
-    assert_same_weights(resumed(checkpoint), runs("bert")[1])
+    assert_same_weights(resume_run(checkpoint), finished_runs("bert")[1])
     (warning,) = [record.getMessage() for record in caplog.records if CHANGED in record.getMessage()]
     assert all(part in warning for part in named)
     assert f"{command_name()} checkpoint --accept {checkpoint}" in warning
@@ -238,7 +238,7 @@ def test_each_kind_of_damage_is_refused_with_its_reason(checkpoint, kind):
     harm, reason = DAMAGE[kind]
     harm(checkpoint)
     with pytest.raises(CheckpointNotFound, match=f"is damaged: .*{reason}") as refused:
-        resumed(checkpoint)
+        resume_run(checkpoint)
     assert ("checkpoint --accept" in str(refused.value)) == (kind in ("other bytes", "manifest"))
 
 
@@ -289,7 +289,7 @@ def test_best_model_changed_in_on_save_is_loaded_unless_damaged(tmp_path, caplog
 
 
 @pytest.fixture
-def command(capsys):
+def run_command(capsys):
     def run(*words):
         capsys.readouterr()
         try:
@@ -301,62 +301,62 @@ def command(capsys):
     return run
 
 
-def test_checkpoint_command_describes_the_run(checkpoint, command):
-    status, printed, _ = command(checkpoint, "--json")
+def test_checkpoint_command_describes_the_run(checkpoint, run_command):
+    status, printed, _ = run_command(checkpoint, "--json")
     found = json.loads(printed)
     assert status == 0
     assert (found["damage"], found["step"], found["max_steps"], found["lacks"]) == (None, 6, 9, None)
     assert (found["processes"], found["global_batch"], found["samples_read_in_epoch"]) == (1, 4, 24)
     assert found["resumes_on"] == "any number of processes, with DDP, FSDP or neither"
-    assert re.search("^optimizer step +6 of 9$", command(checkpoint)[1], re.MULTILINE)
+    assert re.search("^optimizer step +6 of 9$", run_command(checkpoint)[1], re.MULTILINE)
     truncate(checkpoint / "optimizer.pt")
-    status, printed, _ = command(checkpoint)
+    status, printed, _ = run_command(checkpoint)
     assert status == 1
     assert f"no: {checkpoint / 'optimizer.pt'} has changed size since it was written" in printed
-    assert command(checkpoint.parent)[0] == 2
+    assert run_command(checkpoint.parent)[0] == 2
 
 
-def test_accept_updates_the_manifest_or_names_the_damage(runs, checkpoint, command, caplog):
+def test_accept_updates_the_manifest_or_names_the_damage(finished_runs, checkpoint, run_command, caplog):
     to_bin(checkpoint)
     flip(checkpoint / "config.json")  # no JSON any more
-    status, _, errors = command("--accept", checkpoint)
+    status, _, errors = run_command("--accept", checkpoint)
     assert status == 1
     assert f"error: {checkpoint / 'config.json'} cannot be read" in errors
-    shutil.copy(runs("bert")[0] / "checkpoint-6" / "config.json", checkpoint)
+    shutil.copy(finished_runs("bert")[0] / "checkpoint-6" / "config.json", checkpoint)
     manifest = (checkpoint / MANIFEST_NAME).read_text()
-    status, printed, errors = command("--accept", checkpoint)
+    status, printed, errors = run_command("--accept", checkpoint)
     assert (status, errors) == (0, "")
     assert "is accepted (added: pytorch_model.bin; removed: model.safetensors)." in printed
     assert (checkpoint / MANIFEST_NAME).read_text() != manifest
     assert get_last_checkpoint(str(checkpoint.parent)) == str(checkpoint)
-    assert_same_weights(resumed(checkpoint), runs("bert")[1])
+    assert_same_weights(resume_run(checkpoint), finished_runs("bert")[1])
     assert CHANGED not in caplog.text
 
 
-def test_accept_allows_weights_edited_in_place(checkpoint, command):
+def test_accept_allows_weights_edited_in_place(checkpoint, run_command):
     """They have their old size, so only the command says that the edit was meant."""
     change_weights(checkpoint, lambda tensor: tensor * 2)
     with pytest.raises(CheckpointNotFound, match="have changed since it was written, but not its size"):
-        resumed(checkpoint)
-    status, printed, errors = command("--accept", checkpoint)
+        resume_run(checkpoint)
+    status, printed, errors = run_command("--accept", checkpoint)
     assert (status, errors) == (0, "")
     assert "(same size, different contents: model.safetensors)" in printed
-    resumed(checkpoint, True)
+    resume_run(checkpoint, True)
 
 
 @pytest.mark.parametrize(
     ("folder", "said"), [("missing", "the folder does not exist"), ("..", "it lacks trainer_state.json")]
 )
-def test_accept_refuses_a_folder_without_checkpoint(checkpoint, command, folder, said):
-    status, _, errors = command("--accept", checkpoint / folder)
+def test_accept_refuses_a_folder_without_checkpoint(checkpoint, run_command, folder, said):
+    status, _, errors = run_command("--accept", checkpoint / folder)
     assert (status, f"is not a checkpoint: {said}" in errors) == (2, True), errors
 
 
-def test_accept_writes_a_missing_manifest(checkpoint, command):
+def test_accept_writes_a_missing_manifest(checkpoint, run_command):
     (checkpoint / MANIFEST_NAME).unlink()
-    assert command("--accept", checkpoint)[0] == 0
+    assert run_command("--accept", checkpoint)[0] == 0
     assert (checkpoint / MANIFEST_NAME).is_file()
     (checkpoint / "model.safetensors").unlink()
-    status, _, errors = command("--accept", checkpoint)
+    status, _, errors = run_command("--accept", checkpoint)
     assert status == 1
     assert "model.safetensors is missing, and no weights replace it: a run cannot resume from the checkpoint" in errors

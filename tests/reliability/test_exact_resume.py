@@ -260,7 +260,7 @@ def test_resume_restores_seeded_masks_of_transformers(tmp_path, workers):
 def test_stateful_stream_is_not_read_again(tmp_path, accumulation):
     more = {"max_steps": 7, "gradient_accumulation_steps": accumulation}
     data = resume_from_each(tmp_path, [1, 4, 7], make_data=lambda: StatefulStream(26), **more)
-    assert data[0].read[0] == 4 * accumulation
+    assert data[0].read[0] == 4 * accumulation  # after one step of batches of 4
     assert data[-1].read == []  # its run was complete
 
 
@@ -291,4 +291,4 @@ def test_resume_is_exact_with_a_stateful_loader_of_torchdata(tmp_path, workers):
 
     settings = {"trainer_class": Own, "make_data": lambda: StatefulStream(22, ()), "max_steps": 9}
     data = resume_from_each(tmp_path, [1, 3, 6], **settings)
-    assert workers or data[1].read[0] == 12
+    assert workers or data[1].read[0] == 12  # after three batches of 4

@@ -66,7 +66,7 @@ def used_memory():
 
 
 @contextlib.contextmanager
-def harmless(folder):
+def assert_harmless(folder):
     """What is read inside is accepted or refused; it runs no code, writes nothing elsewhere, takes little memory."""
     before = used_memory()
     with fuzz.accepted_or_refused():
@@ -158,7 +158,7 @@ def test_random_contents_of_checkpoints_are_used_or_refused(sources, folder, cas
     if name == MANIFEST_NAME:
         (folder / name).write_bytes((sources(kind) / name).read_bytes())
     change(folder / name, data.draw, folder.parents[1] / "trace")
-    with harmless(folder):
+    with assert_harmless(folder):
         read(folder)
 
 

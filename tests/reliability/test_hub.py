@@ -505,7 +505,7 @@ def test_complete_run_started_again_uploads_what_is_missing_once(hub, tmp_path, 
         for path in ("model.safetensors", *([f"{prefix}optimizer.pt"] if prefix else [])):
             expected = (tmp_path / "run" / "checkpoint-6" / path.rpartition("/")[2]).read_bytes()
             assert head(hub).files[path] == expected
-    assert len(messages(hub)) == (2 if prefix else 1)
+    assert len(messages(hub)) == (2 if prefix else 1)  # the model, and a checkpoint
 
 
 def test_resume_from_the_branch_of_the_run(hub, tmp_path):

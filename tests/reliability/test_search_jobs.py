@@ -33,7 +33,7 @@ def start(processes, tmp_path):
     return start_script
 
 
-def found(text):
+def read_found(text):
     return [json.loads(line.partition(" ")[2]) for line in text.splitlines() if line.startswith("found")]
 
 
@@ -41,7 +41,7 @@ def test_script_and_worker_share_the_trials_of_two_searches(tmp_path, start):
     script, worker = start(8, "twice")
     output, errors = script.communicate()
     assert script.returncode == 0, errors
-    (best, trials), (second, others) = found(output)
+    (best, trials), (second, others) = read_found(output)
     assert [number for number, _, _ in trials] == list(range(8))
     assert {state for _, state, _ in trials} == {"COMPLETE"}
     assert {process for _, _, process in trials} == {script.pid, worker}
@@ -56,7 +56,7 @@ def test_trial_of_a_killed_worker_is_tried_again(start):
     os.kill(worker, signal.SIGKILL)
     output, errors = script.communicate()
     assert script.returncode == 0, errors
-    ((_, trials),) = found(output)
+    ((_, trials),) = read_found(output)
     assert [process for _, state, process in trials if state == "FAIL"] == [worker]
     assert sum(state == "COMPLETE" for _, state, _ in trials) == 4
     assert "Worker 1 of n_jobs was killed by signal 9. See " in errors
@@ -70,7 +70,7 @@ def test_stop_or_error_in_a_worker_ends_the_search(start, mode):
         os.kill(worker, 0)
     assert script.returncode == (mode == "fails"), errors
     if mode == "stops":
-        ((_, trials),) = found(output)
+        ((_, trials),) = read_found(output)
         assert 2 <= len(trials) < 1000
     else:
         assert "SearchFailed: Worker 1 of n_jobs failed. See " in errors

@@ -63,16 +63,16 @@ def undisturbed(tmp_path):
     return train_to_end(make_trainer(tmp_path / "undisturbed", **CONSTANT))
 
 
-def on_machine(folder, url=FAULTY, **settings):
+def trainer_at(folder, url=FAULTY, **settings):
     return make_trainer(folder, storage_url=url, **{**CONSTANT, **settings})
 
 
 @pytest.mark.parametrize("settings", [{}, BACKGROUND], ids=["at once", "in the background"])
 def test_another_machine_resumes_a_run(url, tmp_path, undisturbed, settings):
-    first = on_machine(tmp_path / "a", url, max_steps=6, save_total_limit=2, **settings)
+    first = trainer_at(tmp_path / "a", url, max_steps=6, save_total_limit=2, **settings)
     first.train(resume_from_checkpoint="auto")
     assert whole_checkpoints(url) == ["checkpoint-3", "checkpoint-6"]
-    second = on_machine(tmp_path / "b", url, save_total_limit=2, **settings)
+    second = trainer_at(tmp_path / "b", url, save_total_limit=2, **settings)
     second.train(resume_from_checkpoint="auto")
     assert_same_end(second, undisturbed)
     assert whole_checkpoints(url) == ["checkpoint-6", "checkpoint-9"]
@@ -109,7 +109,7 @@ def test_each_request_is_repeated_when_it_fails_once(tmp_path, of_time, undistur
             raise ConnectionResetError("gone")
 
     FaultyStorage.fault = fail
-    assert_same_end(train_to_end(on_machine(tmp_path / "a")), undisturbed)
+    assert_same_end(train_to_end(trainer_at(tmp_path / "a")), undisturbed)
     assert whole_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
 
 
@@ -124,13 +124,13 @@ def test_network_lost_during_an_upload_leaves_the_earlier_checkpoint(tmp_path, c
 
     state = set()
     FaultyStorage.fault = fail
-    assert_same_end(train_to_end(on_machine(tmp_path / "a")), undisturbed)
+    assert_same_end(train_to_end(trainer_at(tmp_path / "a")), undisturbed)
     FaultyStorage.fault = None
     assert whole_checkpoints(FAULTY) == ["checkpoint-3"]
     assert "checkpoint-6 is deleted, though it was not uploaded: keep_local=1" in caplog.text
     assert "Not uploaded to faulty://bucket/run: checkpoint-9" in caplog.text
     assert [name for name in names_in(tmp_path / "a") if name.startswith("checkpoint")] == ["checkpoint-9"]
-    train_to_end(on_machine(tmp_path / "a"), resume=True)
+    train_to_end(trainer_at(tmp_path / "a"), resume=True)
     assert whole_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-9"]
 
 
@@ -140,7 +140,7 @@ def test_missed_uploads_are_made_with_the_next_checkpoint(tmp_path):
             raise TimeoutError("no answer")
 
     FaultyStorage.fault = fail
-    train_to_end(on_machine(tmp_path / "a", keep_local=3, save_total_limit=2))
+    train_to_end(trainer_at(tmp_path / "a", keep_local=3, save_total_limit=2))
     assert whole_checkpoints(FAULTY) == ["checkpoint-6", "checkpoint-9"]
 
 
@@ -151,11 +151,11 @@ def test_refused_upload_is_reported_and_not_repeated(tmp_path, caplog, number):
             raise OSError(number, os.strerror(number), path)
 
     FaultyStorage.fault = refuse
-    assert train_to_end(on_machine(tmp_path / "a")).state.global_step == 9
+    assert train_to_end(trainer_at(tmp_path / "a")).state.global_step == 9
     assert "is written but not uploaded" in caplog.text and os.strerror(number) in caplog.text
     assert len(FaultyStorage.requests) < 30  # such errors are not repeated
     with pytest.raises(CheckpointNotWritten, match="checkpoint-3 is written but not uploaded"):
-        train_to_end(on_machine(tmp_path / "b", lightning_config={"on_save_error": "stop"}))
+        train_to_end(trainer_at(tmp_path / "b", lightning_config={"on_save_error": "stop"}))
 
 
 def test_storage_that_cannot_be_written_ends_the_run_at_once(tmp_path, monkeypatch, caplog):
@@ -168,7 +168,7 @@ def test_storage_that_cannot_be_written_ends_the_run_at_once(tmp_path, monkeypat
     monkeypatch.setattr(FaultyStorage, "pipe_file", refuse)
     monkeypatch.setitem(remote._CREDENTIALS, "faulty", "A_VARIABLE")
     with pytest.raises(StorageError, match="faulty://bucket/run cannot be written: PermissionError") as raised:
-        on_machine(tmp_path / "a").train()
+        trainer_at(tmp_path / "a").train()
     assert str(raised.value).endswith(" The credentials are those of A_VARIABLE.")
     assert secret not in f"{raised.value}{caplog.text}" and "0123" not in f"{raised.value}{caplog.text}"
     assert raised.value.__suppress_context__
@@ -176,19 +176,19 @@ def test_storage_that_cannot_be_written_ends_the_run_at_once(tmp_path, monkeypat
 
 def test_incomplete_listing_hides_checkpoints_but_not_their_files(tmp_path, undisturbed):
     """The manifest names the files of a checkpoint."""
-    train_to_end(on_machine(tmp_path / "a"))
+    train_to_end(trainer_at(tmp_path / "a"))
     FaultyStorage.hidden = ("checkpoint-9",)
     resumed = OnSave(lambda folder: None)
-    trainer = train_to_end(on_machine(tmp_path / "b", callbacks=[resumed]), "auto")
+    trainer = train_to_end(trainer_at(tmp_path / "b", callbacks=[resumed]), "auto")
     assert_same_end(trainer, undisturbed)
     FaultyStorage.hidden = ("optimizer.pt", "hftrainer_manifest.json")
-    assert_same_end(train_to_end(on_machine(tmp_path / "c"), "auto"), undisturbed)
+    assert_same_end(train_to_end(trainer_at(tmp_path / "c"), "auto"), undisturbed)
     assert ("get", "/bucket/run/checkpoint-9/optimizer.pt") in FaultyStorage.requests
 
 
 @pytest.mark.parametrize("harm", ["gone", "other bytes", "half a manifest"])
 def test_damaged_checkpoint_at_the_url_is_skipped(tmp_path, caplog, harm, undisturbed):
-    train_to_end(on_machine(tmp_path / "a"))
+    train_to_end(trainer_at(tmp_path / "a"))
     system = fsspec.filesystem("faulty")
     file = "/bucket/run/checkpoint-9/" + ("hftrainer_manifest.json" if harm == "half a manifest" else "optimizer.pt")
     content = bytearray(system.cat_file(file))
@@ -196,7 +196,7 @@ def test_damaged_checkpoint_at_the_url_is_skipped(tmp_path, caplog, harm, undist
     system.rm_file(file)
     if harm != "gone":
         system.pipe_file(file, bytes(content if harm == "other bytes" else content[:100]))
-    assert_same_end(train_to_end(on_machine(tmp_path / "b"), "auto"), undisturbed)
+    assert_same_end(train_to_end(trainer_at(tmp_path / "b"), "auto"), undisturbed)
     assert "Downloading faulty://bucket/run/checkpoint-6" in caplog.text or "checkpoint-9 is skipped" in caplog.text
     assert whole_checkpoints(FAULTY)[-1] == "checkpoint-9"  # written again
 
@@ -211,28 +211,28 @@ def test_keep_local_bounds_local_checkpoints(tmp_path):
             free.wait(0.01)
 
     FaultyStorage.fault = slow
-    train_to_end(on_machine(tmp_path / "a", save_steps=1, keep_local=2, **BACKGROUND))
+    train_to_end(trainer_at(tmp_path / "a", save_steps=1, keep_local=2, **BACKGROUND))
     assert max(most) <= 4  # two, one that is uploaded, one that is written
     assert whole_checkpoints(FAULTY) == [f"checkpoint-{step}" for step in range(1, 10)]
 
 
 def test_best_checkpoint_is_kept_at_the_url_and_fetched(tmp_path):
     settings = {**BEST, "learning_rate": 0.5, "save_total_limit": 1}
-    whole = train_to_end(on_machine(tmp_path / "a", "memory://best", **settings))
+    whole = train_to_end(trainer_at(tmp_path / "a", "memory://best", **settings))
     best = whole.state.best_model_checkpoint
     assert whole_checkpoints("memory://best") == [os.path.basename(best)]
-    first = on_machine(tmp_path / "b", callbacks=[At(7, lambda: 1 / 0)], save_on_interrupt=False, **settings)
+    first = trainer_at(tmp_path / "b", callbacks=[At(7, lambda: 1 / 0)], save_on_interrupt=False, **settings)
     with pytest.raises(ZeroDivisionError):
         first.train()
-    second = train_to_end(on_machine(tmp_path / "c", **settings), "auto")
+    second = train_to_end(trainer_at(tmp_path / "c", **settings), "auto")
     assert os.path.basename(second.state.best_model_checkpoint) == os.path.basename(best)
     assert_same_end(second, whole)
 
 
 def test_tracker_run_continues_on_another_machine(tmp_path):
     """The folder of TensorBoard is fetched with the checkpoint."""
-    train_to_end(on_machine(tmp_path / "a", max_steps=6, report_to="tensorboard"))
-    train_to_end(on_machine(tmp_path / "b", report_to="tensorboard"), "auto")
+    train_to_end(trainer_at(tmp_path / "a", max_steps=6, report_to="tensorboard"))
+    train_to_end(trainer_at(tmp_path / "b", report_to="tensorboard"), "auto")
     runs = {name.split("/")[1] for name in files_at(FAULTY) if name.startswith("runs/")}
     assert len(runs) == 1
     losses = scalars(tmp_path / "b" / "runs" / runs.pop())["train/loss"]
@@ -240,22 +240,22 @@ def test_tracker_run_continues_on_another_machine(tmp_path):
 
 
 def test_checkpoint_deleted_at_the_url_is_not_resumed(tmp_path, caplog):
-    train_to_end(on_machine(tmp_path / "a"))
+    train_to_end(trainer_at(tmp_path / "a"))
     fsspec.filesystem("faulty").rm("/bucket/run", recursive=True)
-    trainer = on_machine(tmp_path / "a", max_steps=2)
+    trainer = trainer_at(tmp_path / "a", max_steps=2)
     trainer.train(resume_from_checkpoint="auto")
     assert "checkpoint-9 is skipped: it was uploaded, but is no longer at faulty://bucket/run" in caplog.text
     assert trainer.state.global_step == 2
     assert "checkpoint-9" in names_in(tmp_path / "a")
     with pytest.raises(CheckpointNotFound, match=r"neither .* nor faulty://bucket/other"):
-        train_to_end(on_machine(tmp_path / "b", "faulty://bucket/other"), True)
-    train_to_end(on_machine(tmp_path / "a", "faulty://bucket/moved"), "auto")  # a bucket that was renamed
+        train_to_end(trainer_at(tmp_path / "b", "faulty://bucket/other"), True)
+    train_to_end(trainer_at(tmp_path / "a", "faulty://bucket/moved"), "auto")  # a bucket that was renamed
     assert whole_checkpoints("faulty://bucket/moved") == ["checkpoint-9"]
 
 
 def test_checkpoints_of_a_run_without_a_url_are_kept_locally(tmp_path):
     train_to_end(make_trainer(tmp_path / "a", **CONSTANT))
-    train_to_end(on_machine(tmp_path / "a", max_steps=12), "auto")
+    train_to_end(trainer_at(tmp_path / "a", max_steps=12), "auto")
     assert whole_checkpoints(FAULTY) == ["checkpoint-9", "checkpoint-12"]
     assert {"checkpoint-3", "checkpoint-6", "checkpoint-12"} <= {*names_in(tmp_path / "a")}
 
@@ -266,7 +266,7 @@ def test_bucket_lost_during_a_run_is_reported(tmp_path, caplog):
             raise FileNotFoundError(path)
 
     FaultyStorage.fault = gone
-    train_to_end(on_machine(tmp_path / "a", save_total_limit=1))
+    train_to_end(trainer_at(tmp_path / "a", save_total_limit=1))
     FaultyStorage.fault = None
     assert "is written but not uploaded" in caplog.text and "Not uploaded to faulty://bucket/run" in caplog.text
     assert whole_checkpoints(FAULTY)
@@ -278,7 +278,7 @@ def test_checkpoint_deleted_during_its_upload_leaves_the_earlier_one(tmp_path, c
             shutil.rmtree(tmp_path / "a" / "checkpoint-9")
 
     FaultyStorage.fault = delete
-    train_to_end(on_machine(tmp_path / "a", save_total_limit=1))
+    train_to_end(trainer_at(tmp_path / "a", save_total_limit=1))
     assert "checkpoint-9 was deleted before it was uploaded" in caplog.text
     assert whole_checkpoints(FAULTY) == ["checkpoint-6"]
 
@@ -291,34 +291,34 @@ def test_network_lost_at_the_end_is_reported(tmp_path, caplog):
 
     state = set()
     FaultyStorage.fault = fail
-    assert train_to_end(on_machine(tmp_path / "a", **BEST, save_total_limit=1)).state.global_step == 9
+    assert train_to_end(trainer_at(tmp_path / "a", **BEST, save_total_limit=1)).state.global_step == 9
     assert "were not deleted: faulty://bucket/run" in caplog.text
 
 
 def test_best_checkpoint_of_another_url_is_not_deleted(tmp_path, monkeypatch):
     """A damaged one is left out when a run resumes."""
     settings = {**BEST, "learning_rate": 0.5}
-    first = train_to_end(on_machine(tmp_path / "old", "memory://old", keep_local=3, **settings))
+    first = train_to_end(trainer_at(tmp_path / "old", "memory://old", keep_local=3, **settings))
     best = os.path.basename(first.state.best_model_checkpoint)
     last = next(name for name in ("checkpoint-9", "checkpoint-6") if name != best)
     there = whole_checkpoints("memory://old")
-    train_to_end(on_machine(tmp_path / "new", "memory://new", **settings, save_total_limit=1), tmp_path / "old" / last)
+    train_to_end(trainer_at(tmp_path / "new", "memory://new", **settings, save_total_limit=1), tmp_path / "old" / last)
     assert whole_checkpoints("memory://old") == there
     system = fsspec.filesystem("memory")
     system.pipe_file(f"/old/{best}/model.safetensors", b"")
-    train_to_end(on_machine(tmp_path / "third", "memory://old", **settings, max_steps=12), "auto")
+    train_to_end(trainer_at(tmp_path / "third", "memory://old", **settings, max_steps=12), "auto")
 
 
 def test_files_of_an_older_run_do_not_overwrite_newer_ones(tmp_path):
     """The first machine resumes after another has trained further."""
-    first = on_machine(tmp_path / "a", max_steps=6)
+    first = trainer_at(tmp_path / "a", max_steps=6)
     first.train()
     first.save_model()
-    second = train_to_end(on_machine(tmp_path / "b"), "auto")
+    second = train_to_end(trainer_at(tmp_path / "b"), "auto")
     second.save_model()
     newest = fsspec.filesystem("faulty").cat_file("/bucket/run/model.safetensors")
     fsspec.filesystem("faulty").pipe_file("/bucket/run/data/train.parquet", b"of somebody")
-    again = on_machine(tmp_path / "a")
+    again = trainer_at(tmp_path / "a")
     again.save_metrics("eval", {"eval_loss": 1.0})
     assert fsspec.filesystem("faulty").cat_file("/bucket/run/model.safetensors") == newest
     train_to_end(again, "auto")
@@ -336,7 +336,7 @@ def test_retry_with_smaller_batches_removes_earlier_uploads(tmp_path):
             raise torch.OutOfMemoryError("no memory")
 
     settings = {"callbacks": [At(1, run_out), At(4, run_out)], "auto_find_batch_size": True}
-    trainer = on_machine(tmp_path / "a", **settings)
+    trainer = trainer_at(tmp_path / "a", **settings)
     train_to_end(trainer)
     assert there == [[], ["checkpoint-3"], [], ["checkpoint-3"]]
     assert "checkpoint-9" in whole_checkpoints(FAULTY)
@@ -345,22 +345,22 @@ def test_retry_with_smaller_batches_removes_earlier_uploads(tmp_path):
 def test_checkpoint_named_by_url_wins_over_the_local_one(tmp_path):
     """The local one is of the same step, but from another run."""
     train_to_end(make_trainer(tmp_path / "a", seed=3, **CONSTANT))
-    train_to_end(on_machine(tmp_path / "b"))
+    train_to_end(trainer_at(tmp_path / "b"))
     mine = fsspec.filesystem("faulty").cat_file("/bucket/run/checkpoint-3/model.safetensors")
-    train_to_end(on_machine(tmp_path / "a", max_steps=3), f"{FAULTY}/checkpoint-3")
+    train_to_end(trainer_at(tmp_path / "a", max_steps=3), f"{FAULTY}/checkpoint-3")
     assert (tmp_path / "a" / "checkpoint-3" / "model.safetensors").read_bytes() == mine
 
 
 def test_damaged_local_checkpoint_is_fetched_from_the_url(tmp_path, undisturbed):
-    train_to_end(on_machine(tmp_path / "a"))
+    train_to_end(trainer_at(tmp_path / "a"))
     (tmp_path / "a" / "checkpoint-9" / "optimizer.pt").write_bytes(b"cut")
-    assert_same_end(train_to_end(on_machine(tmp_path / "a", max_steps=9), True), undisturbed)
+    assert_same_end(train_to_end(trainer_at(tmp_path / "a", max_steps=9), True), undisturbed)
     assert whole_checkpoints(FAULTY)[-1] == "checkpoint-9"
 
 
 def test_run_that_does_not_resume_names_checkpoints_at_the_url(tmp_path, caplog):
-    train_to_end(on_machine(tmp_path / "a"))
-    train_to_end(on_machine(tmp_path / "b", save_total_limit=2))
+    train_to_end(trainer_at(tmp_path / "a"))
+    train_to_end(trainer_at(tmp_path / "b", save_total_limit=2))
     assert "faulty://bucket/run already has checkpoints, up to checkpoint-9" in caplog.text
     assert whole_checkpoints(FAULTY) == ["checkpoint-6", "checkpoint-9"]
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from multiprocessing import connection
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from tests.support import processes
+from tests.support.launching import free_port
 from tests.support.parity import assert_same_weights as assert_same
 
 __all__ = ["JOB", "SHARDED", "Job", "JobGroup", "assert_same", "final_log", "final_weights", "names_in", "read_until"]
@@ -67,11 +67,8 @@ class JobGroup:
     """
 
     def __init__(self, folder, count=2, kill_at=(0, 0), **settings):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0"}
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         places = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
         self.jobs = [
             Job(folder, place if count > 1 else None, kill_at=at, **settings)

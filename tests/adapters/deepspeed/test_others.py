@@ -114,7 +114,7 @@ def test_given_schedules_callbacks_and_types_work(found, rank):
     assert given["schedule, stage 2"] == given["schedule, stage 0"] == [0.1, 0.05, 0.025]
     assert given["monitor"]
     assert len(set(given["types"])) == 2  # before training and after it, in one type throughout
-    assert given["gathered"] == given["in parts"] == 6800
+    assert given["gathered"] == given["in parts"] == 6800  # parameters
 
 
 @pytest.mark.parametrize(

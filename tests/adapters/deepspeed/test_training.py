@@ -41,14 +41,13 @@ def test_resumed_run_ends_the_same(found, name, step, written, rank):
     assert torch.equal(resumed["random"], undisturbed["random"])
 
 
-@pytest.mark.parametrize("name", ["stage 0", "stage 1", "stage 2", "stage 3", "offload", "offload, stage 3"])
-def test_losses_are_those_of_replicas(found, name):
-    assert_close(found["hftrainer-0"][name]["logs"], found["hftrainer-0"]["stage 0, replicas"]["logs"])
+STAGES = ("stage 0", "stage 1", "stage 2", "stage 3", "offload", "offload, stage 3")
 
 
-@pytest.mark.parametrize("name", ["llama"])
-def test_losses_with_accumulation_are_those_of_replicas(found, name):
-    assert_close(found["hftrainer-0"][name]["logs"], found["hftrainer-0"]["llama, replicas"]["logs"])
+@pytest.mark.parametrize(("name", "replicas"), [*((stage, "stage 0") for stage in STAGES), ("llama", "llama")])
+def test_losses_are_those_of_replicas(found, name, replicas):
+    """`llama` accumulates."""
+    assert_close(found["hftrainer-0"][name]["logs"], found["hftrainer-0"][f"{replicas}, replicas"]["logs"])
 
 
 def assert_close(logs, others):

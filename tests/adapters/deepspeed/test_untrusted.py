@@ -1,7 +1,6 @@
 """A checkpoint of DeepSpeed from an untrusted source: its code is not run, and no other file is read."""
 
 import shutil
-import socket
 
 import pytest
 import torch
@@ -12,22 +11,13 @@ from hftrainer.errors import CheckpointNotFound, UnsafeCheckpoint
 from tests.support import fuzz
 from tests.support.tiny import make_plain, plain_data
 
+pytestmark = pytest.mark.usefixtures("one_process")
 CONFIG = {
     "zero_optimization": {"stage": 2},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
 }
 FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
 
 
 def make_trainer(folder, steps):

@@ -11,7 +11,7 @@ import ray.data
 import ray.train
 from ray.train.torch import TorchTrainer
 
-from tests.adapters.ray.trains import alone, train
+from tests.adapters.ray.trains import train, train_alone
 from tests.support.pages import ROOT, run_page
 from tests.support.tiny import plain_data
 
@@ -41,7 +41,7 @@ def test_two_workers_train_the_weights_of_two_ranks(undisturbed, tmp_path, proce
     with result.checkpoint.as_directory() as path:
         state = json.loads(Path(path, "checkpoint", "trainer_state.json").read_text())
     assert state["global_step"] == 8
-    assert processes.run_ranks(alone, 2, tmp_path) == [worker["weights"] for worker in workers]
+    assert processes.run_ranks(train_alone, 2, tmp_path) == [worker["weights"] for worker in workers]
 
 
 def test_killed_worker_resumes_to_the_undisturbed_weights(undisturbed, tmp_path):

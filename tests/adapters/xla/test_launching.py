@@ -1,7 +1,6 @@
 """`python -m hftrainer run --tpu`, and what several processes do; XLA's CPU has one core, and no collectives."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import torch
 
 from tests.adapters.xla.support import ROOT, TOLERANCE, numbers, run_script, trainer, weights
 from tests.support import processes
+from tests.support.launching import free_port
 
 SCRIPT = """
 import os, sys
@@ -42,10 +42,7 @@ def test_more_cores_than_there_are_is_refused(tmp_path):
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory):
     folder = tmp_path_factory.mktemp("replicas")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {**processes.environment(), "PJRT_LOCAL_PROCESS_COUNT": "2", "MASTER_PORT": str(port)}
+    env = {**processes.environment(), "PJRT_LOCAL_PROCESS_COUNT": "2", "MASTER_PORT": free_port()}
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.adapters.xla.replicas", str(folder)],

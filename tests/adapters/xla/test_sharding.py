@@ -14,14 +14,14 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 6}
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory):
+def cpu_run(tmp_path_factory):
     run = trainer(tmp_path_factory.mktemp("cpu"), "llama", use_cpu=True, **EVALUATED)
     run.train()
     return run
 
 
 @pytest.fixture(scope="module")
-def spmd(tmp_path_factory):
+def spmd_runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spmd")
     done = run_script("-m", "tests.adapters.xla.spmd", str(folder), CPU_NUM_DEVICES="2")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -29,22 +29,22 @@ def spmd(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpointed"])
-def test_spmd_trains_as_the_cpu(spmd, on_cpu, kind):
-    found = spmd[1][kind]
-    assert len(found["numbers"]) == len(numbers(on_cpu))
-    for line, expected in zip(found["numbers"], numbers(on_cpu), strict=True):
+def test_spmd_trains_as_the_cpu(spmd_runs, cpu_run, kind):
+    found = spmd_runs[1][kind]
+    assert len(found["numbers"]) == len(numbers(cpu_run))
+    for line, expected in zip(found["numbers"], numbers(cpu_run), strict=True):
         assert line == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
-    for name, value in weights(on_cpu).items():
+    for name, value in weights(cpu_run).items():
         torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=5 * TOLERANCE, msg=name)
         assert torch.equal(found["weights"][name], found["resumed"][name])
-    predictions = torch.tensor(on_cpu.predict(on_cpu.eval_dataset).predictions)
+    predictions = torch.tensor(cpu_run.predict(cpu_run.eval_dataset).predictions)
     torch.testing.assert_close(found["predictions"], predictions, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("part", ["layout", "layout_resumed", "layout_moments"])
-def test_spmd_gives_each_device_a_part_of_weights_and_moments(spmd, part):
+def test_spmd_gives_each_device_a_part_of_weights_and_moments(spmd_runs, part):
     """Along the longest dimension, on two devices."""
-    layout = spmd[1]["plain"][part]
+    layout = spmd_runs[1]["plain"][part]
     assert layout["model.layers.0.self_attn.q_proj.weight"] == "{devices=[2,1]0,1}"
     assert layout["model.layers.0.mlp.down_proj.weight"] == "{devices=[1,2]0,1}"
     assert layout["model.norm.weight"] == "{devices=[2]0,1}"
@@ -52,18 +52,18 @@ def test_spmd_gives_each_device_a_part_of_weights_and_moments(spmd, part):
     assert all(spec.startswith("{devices=[") for spec in layout.values())
 
 
-def test_spmd_compiles_nothing_twice(spmd):
-    compiled = spmd[1]["plain"]["compiled"]
+def test_spmd_compiles_nothing_twice(spmd_runs):
+    compiled = spmd_runs[1]["plain"]["compiled"]
     # Two shapes of batches, the last of an epoch is a ragged one; a log line; and what evaluating leaves behind.
     assert compiled[30] == compiled[13], compiled
 
 
-def test_spmd_checkpoints_are_ordinary(spmd, on_cpu, tmp_path):
-    folder = os.path.join(spmd[0], "plain", "checkpoint-6")
-    assert load_file(os.path.join(folder, "model.safetensors")).keys() == on_cpu.model.state_dict().keys()
+def test_spmd_checkpoints_are_ordinary(spmd_runs, cpu_run, tmp_path):
+    folder = os.path.join(spmd_runs[0], "plain", "checkpoint-6")
+    assert load_file(os.path.join(folder, "model.safetensors")).keys() == cpu_run.model.state_dict().keys()
     resumed = trainer(tmp_path, "llama", use_cpu=True, **EVALUATED)
     resumed.train(resume_from_checkpoint=folder)
-    assert_close(resumed, on_cpu, compared=slice(-3, -1))
+    assert_close(resumed, cpu_run, compared=slice(-3, -1))
 
 
 def make_wrapped(output_dir, name="llama", *, of_xla=None, **settings):
@@ -80,7 +80,7 @@ def make_wrapped(output_dir, name="llama", *, of_xla=None, **settings):
     ],
     ids=str,
 )
-def test_xla_fsdp_trains_as_the_cpu(tmp_path, on_cpu, of_xla):
+def test_xla_fsdp_trains_as_the_cpu(tmp_path, cpu_run, of_xla):
     run = make_wrapped(tmp_path, of_xla=of_xla)
     run.train()
     assert type(run.lightning_trainer.strategy).__name__ == "XLAFSDPStrategy"
@@ -88,9 +88,9 @@ def test_xla_fsdp_trains_as_the_cpu(tmp_path, on_cpu, of_xla):
     assert (run.is_fsdp_xla_enabled, run.is_fsdp_xla_v1_enabled, run.is_fsdp_enabled) == (True, True, False)
     assert [len(group["params"]) for group in run.optimizer.param_groups] == [16, 5]
     whole = run.accelerator.get_state_dict(run.model)
-    for name, value in weights(on_cpu).items():
+    for name, value in weights(cpu_run).items():
         torch.testing.assert_close(whole[name], value, rtol=0, atol=5 * TOLERANCE, msg=name)
-    for line, expected in zip(numbers(run)[:-1], numbers(on_cpu)[:-1], strict=True):
+    for line, expected in zip(numbers(run)[:-1], numbers(cpu_run)[:-1], strict=True):
         assert line == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
 

@@ -198,7 +198,7 @@ def test_infinite_losses_are_filtered_as_on_the_cpu(tmp_path, filters, caplog):
 @pytest.mark.filterwarnings("ignore:Old names:FutureWarning")
 def test_tpu_metrics_debug_prints_the_metrics(tmp_path, capsys, given):
     train(tmp_path, max_steps=10, eval_strategy="epoch", **given)
-    assert capsys.readouterr().out.count("Metric: CompileTime") == 2 * 1  # the end of the epoch, and its evaluation
+    assert capsys.readouterr().out.count("Metric: CompileTime") == 2  # at the end of the epoch, and of its evaluation
 
 
 def test_use_cpu_keeps_training_on_the_cpu(tmp_path):
