@@ -26,9 +26,9 @@ AS_PARSED = {
     *("ddp_backend", "deepspeed", "fsdp", "include_num_input_tokens_seen", "local_rank"),
     *("push_to_hub_model_id", "tpu_metrics_debug", "use_mps_device"),
 }
-#: Arguments that it takes from no command line: an object, and a dict made of words.
+#: Arguments that transformers takes from no command line.
 NO_WORDS = {"parallelism_config", "liger_kernel_config"}
-#: Arguments whose values in the table hold without them too: by `use_cpu`, or as the default.
+#: Arguments whose value in the table also holds when they are not given: by `use_cpu`, or as the default.
 IMPLIED = {"dataloader_pin_memory", "disable_tqdm"}
 
 

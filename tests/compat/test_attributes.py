@@ -147,7 +147,7 @@ SET: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "gather_function": (lambda trainer: trainer.accelerator.gather, {}),
     "_mixed_mesh_grads": (lambda trainer: True, {"same": True}),
 }
-#: Not there in v4.48, or without effect.
+#: Attributes that v4.48 lacks or ignores.
 NEWER = {"loss_is_scaled_for_ga", "_train_batch_size", "_globalstep_last_logged", "_tr_loss"}
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-#: A library with classes of its own, in a module of its own.
+#: Files of a library that derives from transformers' classes.
 LIBRARY = {
     "lib/__init__.py": "from lib.trainers import SFTTrainer, SFTConfig\n",
     "lib/trainers.py": """

@@ -14,7 +14,7 @@ from tests.support.releases import TRANSFORMERS
 from tests.support.tiny import make_plain, plain_data
 
 Theirs = transformers.TrainingArguments
-#: Our own, and attributes of implementations.
+#: Our own arguments, and attributes of either implementation.
 ONLY_OURS = {
     *("elastic", "eval_memmap_dir", "eval_minutes", "lightning_config", "metrics_port", "observe", "save_minutes"),
     *("save_on_interrupt", "storage_url", "keep_local", "checkpoint_format", "new_tracker_run", "param_groups"),
@@ -23,7 +23,7 @@ ONLY_OURS = {
     *("explain", "hf_deepspeed_config"),
 }
 BEFORE_5 = TRANSFORMERS < (5,)
-#: Names of some other release → the value given, and what is set by it.
+#: Argument of another release → the value given, the argument that it sets, and that one's value.
 FOREIGN = {
     "evaluation_strategy": ("steps", "eval_strategy", "steps"),
     "per_gpu_train_batch_size": (3, "per_device_train_batch_size", 3),

@@ -64,7 +64,7 @@ def tables(outputs):
     return found
 
 
-#: What else is run in the kernel of ours.
+#: Cells that only ours runs.
 OTHERS = (
     "trainer = make('hftrainer', max_steps=2)\n_ = trainer.evaluate()\n_ = trainer.evaluate()",
     "_ = trainer.predict(plain_data())",

@@ -77,7 +77,7 @@ def upload(make: Callable[..., Any], library: Any, folder: Path) -> None:
     trainer.push_to_hub()
 
 
-#: Who runs backward follows from these, so each is replaced in a run of its own.
+#: Replacing one of these decides who runs backward, so each is replaced in a separate run.
 DECIDING = {"training_step", "_prepare_context_parallel_inputs", "backward", "no_sync"}
 #: Scenarios for methods that `use` does not call.
 ONLY = {
@@ -158,12 +158,12 @@ def our_calls(scenario: Any, way: str) -> list[Calls]:
     return [calls_of(hftrainer, scenario, way, each) for each in (names - DECIDING, *alone)]
 
 
-#: Further than the ledger, beside an older release, whose runs ours follows by their results.
+#: Methods that, beside an older release, are called at other events too.
 AT_OTHER_EVENTS = """
     _get_output_dir _issue_warnings_after_load _load_best_model _load_optimizer_and_scheduler _load_rng_state
     _maybe_log_save_evaluate _prepare_context_parallel_inputs log store_flos
 """.split()
-#: Both are asked for in other places too: transformers calls them for its log, and ours for its choices.
+#: Methods that either library also calls elsewhere: transformers for its log, ours for its choices.
 OFTENER = {"is_world_process_zero", "create_accelerator_and_postprocess"}
 
 
@@ -198,7 +198,7 @@ def test_ledger_of_calls_is_needed(name):
     assert our_calls(use, way)[0][1].get(name, []) != their_calls(use, way)[1].get(name, [])
 
 
-#: Classes of callbacks, and the handler of all → methods that are called for certain, with the number of arguments.
+#: Class of callbacks, or the handler → methods that must be called, with their number of arguments.
 HOLDERS = {
     "TrainerCallback": [("on_step_end", 4), ("on_evaluate", 4), ("on_log", 4), ("on_predict", 4)],
     "DefaultFlowCallback": [("on_step_end", 4)],

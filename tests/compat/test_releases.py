@@ -112,7 +112,7 @@ def overrides_of_all_that_make_an_optimizer(folder):
 
 
 class Keywords(Plain):
-    """Takes num_items_in_batch, and labels under a name by which nobody counts them."""
+    """Takes num_items_in_batch, and labels under a name that is not counted."""
 
     def forward(self, x, target=None, **kwargs):
         return super().forward(x, target)
@@ -126,7 +126,7 @@ def items_that_nobody_counts(folder):
 
 
 class Scale(torch.nn.Module):
-    """A normalization of the script's own: no class that is known, and a name that is."""
+    """A custom normalization: its class is unknown, but its name is known."""
 
     def __init__(self):
         super().__init__()
@@ -262,7 +262,7 @@ def the_lengths_of_a_run(folder, **settings):
 
 
 class OwnDefault(transformers.BertForSequenceClassification):
-    """Saves .bin files where it is not told to write safetensors, as SpanMarker's models do."""
+    """Saves .bin files unless safe_serialization is passed, as SpanMarker's models do."""
 
     def save_pretrained(self, save_directory, safe_serialization=False, **kwargs):
         super().save_pretrained(save_directory, safe_serialization=safe_serialization, **kwargs)
@@ -287,7 +287,7 @@ CASES = {
     "bert, bf16": train_case("bert", max_steps=5, bf16=True, **STEPS),
     "llama, accumulating": train_case("llama", **ACCUMULATING, **STEPS),
     "llama, bf16": train_case("llama", max_steps=5, bf16=True),
-    # Of 20 steps the last is not a multiple of 3.
+    # The last of 20 steps is not a multiple of 3, so that no evaluation is due.
     "best model": train_case("plain", **BEST),
     "best model, one kept": train_case("plain", **BEST, save_total_limit=1),
     "accumulating, divided once": divided_by_the_loss_alone,

@@ -125,7 +125,7 @@ CASES = {
     "hub, alone": (ALONE, lambda: hub(38, 2).shuffle(seed=1, buffer_size=5), STREAM),
     "hub, alone, few shards": (ALONE, lambda: hub(38, 1), STREAM),
 }
-#: Runs that go on from a step in the middle of an epoch.
+#: Runs that are resumed from a step within an epoch.
 RESUMED = (
     *("stream with a state", "stream with a state, alone", "stream, noisy", "stream, worker", "stream, alone"),
     *("stream, alone, worker", "stream, alone, shuffled", "hub, alone"),

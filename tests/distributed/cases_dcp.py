@@ -22,9 +22,9 @@ WAYS = {
     "fsdp1": {**DCP, "fsdp": True, "fsdp_config": {"version": 1}},
     "fsdp2": {**BACKGROUND, "fsdp": True},
 }
-#: Processes → which of these write, and read.
+#: Number of processes → ways that it writes and reads.
 PLACES = {1: ("replicas",), 2: tuple(WAYS), 4: ("fsdp1", "fsdp2")}
-#: Processes of readers → processes of writers.
+#: Number of reading processes → numbers of writing ones.
 OTHERS = {1: (2, 4), 2: (1, 4), 4: (1, 2)}
 
 

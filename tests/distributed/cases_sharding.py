@@ -18,7 +18,7 @@ from tests.support.tiny import MODELS, make_t5, t5_data, without_dropout
 #: Samples in a step of all processes; 40 of them make five steps an epoch, or two with accumulation.
 GLOBAL_BATCH = 8
 FIRST, PARTS = {"version": 1}, {"state_dict_type": "SHARDED_STATE_DICT"}
-#: Name → arguments, of those whose checkpoints are not looked at.
+#: Name → arguments, for runs without checkpoints.
 STRATEGIES = {
     "ddp": {},
     "fsdp1 full_shard": {"fsdp": "full_shard auto_wrap", "fsdp_config": FIRST},
@@ -31,12 +31,12 @@ SETTINGS = {
     "bert": {"average_tokens_across_devices": False},  # which would double the loss of BERT, as in transformers
     "llama": {"gradient_accumulation_steps": 3},
 }
-#: Model and strategy of runs that end as one process does; so do those of `SAVED`.
+#: Model and strategy of runs compared with one process, beside those of `SAVED`.
 COMPARED = [
     *(("llama", name) for name in STRATEGIES if name != "fsdp2"),
     *((model, name) for model in ("plain", "bert") for name in ("ddp", "fsdp1 full_shard", "fsdp2")),
 ]
-#: Name → arguments, for checkpoints.
+#: Name → arguments, for runs with checkpoints.
 SAVED = {
     "ddp": {},
     "fsdp1 whole": {"fsdp": True, "fsdp_config": FIRST},
@@ -52,9 +52,9 @@ SAVED = {
     "fsdp2 offload": {"fsdp": "full_shard offload"},
     "fsdp2 recomputed": {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}},
 }
-#: The kinds of checkpoints. Two processes write each, and any number goes on from it with another.
+#: Kinds of checkpoints. Two processes write each, and one, two and four resume from it.
 KINDS = ("ddp", "fsdp1 whole", "fsdp1 parts", "fsdp2 whole", "fsdp2 parts")
-#: Those that train in different ways: parts and a whole differ in checkpoints alone.
+#: Strategies that train differently; "parts" and "whole" differ only in checkpoints.
 WAYS = ("ddp", "fsdp1 whole", "fsdp2 whole")
 #: Processes → reader → writers; one process has no launcher, and so no FSDP. Of two, each way of training reads all.
 READERS = {
@@ -68,7 +68,7 @@ READERS = {
     },
     4: {"fsdp1 parts": ("ddp", "fsdp1 parts", "fsdp2 parts"), "fsdp2 whole": ("fsdp1 parts", "fsdp2 whole")},
 }
-#: With which Lightning's own checkpoints are written.
+#: Strategies with which Lightning's own checkpoints are written.
 LIGHTNING = ("ddp", "fsdp1 whole", "fsdp2 parts")
 EVALUATED = ("ddp", "fsdp1 whole", "fsdp1 parts", "fsdp2 parts")
 HALF = [f"{name} {precision}" for name in WAYS for precision in ("bf16", "fp16")]
@@ -123,7 +123,7 @@ def lightning(folder):
 
 
 def chained(folder):
-    """A run that two processes have begun, gone on in one, which saves, and then in four."""
+    """A run begun by two processes, continued by one, which saves, and then by four."""
     if world_size() == 1:
         for name in LIGHTNING:
             yield name, run("plain", {}, folder / "resumed", folder / "lightning" / name / "step=5.ckpt")
@@ -199,7 +199,7 @@ def image_data(count=40):
 
 
 class OwnLoader(Trainer):
-    """Nobody asks for the model's columns before it is sharded."""
+    """Its loader does not ask for the model's columns before it is sharded."""
 
     def get_train_dataloader(self):
         return self.accelerator.prepare(torch.utils.data.DataLoader(self.train_dataset, batch_size=4))

@@ -13,7 +13,7 @@ def found(processes, tmp_path_factory):
     return processes.run_ranks(find_all, 2, tmp_path_factory.mktemp("accelerator"))
 
 
-#: What both processes find.
+#: Name → what it gives in both ranks.
 BOTH = {
     "scale": "reduce(scale=2.0) is for TPUs only: multiply the result instead.",
     "unknown": "reduction='min': it must be 'sum', 'mean', 'max' or 'none'.",
@@ -27,7 +27,7 @@ BOTH = {
     "within": [(False, 3), (True, 3)],
     "after": False,
 }
-#: What each finds.
+#: Name → what it gives in each rank.
 EACH = {
     "padded": ([[1, 1, 7], [1, 1, 7]], [[1, 1, 1], [1, 1, 1]]),
     "padded first": ([[0, 1, 1], [0, 1, 1]], [[1, 1, 1], [1, 1, 1]]),

@@ -25,7 +25,7 @@ WAYS = {
     "fsdp2 parts": {"fsdp": True, "fsdp_config": PARTS},
     "fsdp2 dcp": {"fsdp": True, "checkpoint_format": "dcp"},
 }
-#: What changes nothing: a run that resumes without `param_groups` under FSDP needs it.
+#: Groups that change nothing: under FSDP, a run that resumes without `param_groups` needs them.
 SAME = [{"pattern": "*", "lr_scale": 1.0}]
 #: Name → the entries, and the run that it resumes.
 RUNS = {

@@ -36,7 +36,7 @@ def test_accelerate_logger_writes_in_the_main_process_only(found):
     assert [of_rank["said"].count("said by the main process") for of_rank, *_ in found["hftrainer"]] == [1, 0]
 
 
-#: Started with Lightning's devices, the script runs again in a process of its own.
+#: With two `devices`, Lightning runs the script again in a second process.
 SCRIPT = """
 import os, pickle, sys
 from pathlib import Path

@@ -40,7 +40,7 @@ def test_case_names_an_existing_test(name):
 
 
 def changed_run(library_name, folder, needs, time, **change):
-    """What a run leaves behind in which arguments get other values at one of `TIMES`."""
+    """Everything comparable of a run whose arguments are changed at one of `TIMES`."""
     library = importlib.import_module(library_name)
     settings = {**DEFAULTS, **needs, **(change if time == "given" else {})}
     make_model, make_data = MODELS[settings.pop("model", "plain")]

@@ -41,7 +41,7 @@ def make_trainer(folder, model, size=8, find=True, momentum=None, trainer=None, 
 
 
 def train_with_retry(tmp_path, kind=Greedy, limits=None, size=8, prepare=lambda trainer: None, **settings):
-    """The Trainer of a run that memory drove to 4 samples, after asserting that it is as one that began there."""
+    """Train until batches of 4 fit; returns the Trainer, after asserting that a run begun with 4 is the same."""
     outcomes = []
     for folder, given, first, find in (("found", limits or {"at_call": 4}, size, True), ("started", {}, 4, False)):
         trainer, recorder = make_trainer(tmp_path / folder, kind(**given), first, find, **settings)
@@ -72,7 +72,7 @@ def use_a_large_scale(trainer):
 
 
 class Buffered(Greedy):
-    """With a buffer that no checkpoint has, which comes back too, and frozen weights that cannot be loaded."""
+    """Has a buffer that is in no checkpoint but must be reset too, and frozen weights that cannot be loaded."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -92,9 +92,9 @@ class Buffered(Greedy):
 
 BY_LAYER = {"optim": "galore_adamw_layerwise", "optim_target_modules": ["layers.0", "layers.4"], "optim_args": "rank=2"}
 LATER = {
-    # the run begins again where it began, not with what the failed one left
+    # the retry begins with the first weights and random states
     "memory that runs out later": {"max_steps": 6},
-    # the hooks of the failed attempt's optimizers step no more
+    # the hooks of the failed attempt's optimizers are removed
     "layer-wise optimizers": {**BY_LAYER, "max_steps": 6},
     "fp16": {"limits": {"at_call": 6}, "prepare": use_a_large_scale, "fp16": True, "max_steps": 12, "logging_steps": 1},
     "buffers and quantized weights": {"kind": Buffered, "max_steps": 6},

@@ -52,7 +52,7 @@ CASES = {
     "stream that ends in a window": given_data(Stream(38), Stream(19), max_steps=9),
     "stream that ends before training": given_data(Stream(12), Stream(16), max_steps=9),
     "stream with a length": given_data(SizedStream(38), SizedStream(13)),
-    # dropout and augmentation take turns at one generator, so samples must be fetched when transformers does
+    # dropout and augmentation share a generator, so samples must be read when transformers reads them
     "samples that draw random numbers": given_data(Noisy(), Noisy(11)),
     "a table with more columns": given_data(Table.from_list(ROWS), Table.from_list(ROWS[:9])),
 }

@@ -54,7 +54,7 @@ def without_packages(*packages):
         yield
 
 
-# What provokes an error: functions of a library and a folder.
+# Functions that return a function of a library and a folder, which provokes an error.
 
 
 def make_arguments(**settings):
@@ -200,7 +200,7 @@ SITUATIONS = {
     "search by what has ended": search("sigopt", model_init=make_plain),
     "search without ray": search("ray", "optuna", "ray", "wandb", model_init=make_plain),
     "search without any": search(None, "optuna", "ray", "wandb", model_init=make_plain),
-    # small ones
+    # functions and small classes
     "parser: key": lambda library, folder: library.HfArgumentParser(library.TrainingArguments).parse_dict({"x": 1}),
     "parser: truth": lambda library, folder: module(library, "hf_argparser").string_to_bool("perhaps"),
     "schedule without steps": lambda library, folder: module(library, "optimization").get_scheduler(
@@ -209,7 +209,7 @@ SITUATIONS = {
     "prediction out of range": lambda library, folder: library.EvalPrediction([1], [2])[7],
     "state that is not defined": lambda library, folder: module(library, "trainer_callback").ExportableState().state(),
 }
-#: Where ours cannot be of that class: one error names all wrong arguments, and huggingface_hub need not be there.
+#: Situations where ours is of another class: one error names all wrong arguments, or huggingface_hub is optional.
 NOT_THE_SAME = {
     "clipping to a word": train({"max_grad_norm": "a"}),
     "JSON that is malformed": make_arguments(lr_scheduler_kwargs="{bad"),

@@ -90,7 +90,7 @@ KEYS = {"evaluate": {"ignore_keys": ["levels"]}, "predict": {"ignore_keys": ["bo
 INPUTS = {"include_for_metrics": ["inputs", "loss"]}
 SETS = {"first": plain_data(9), "second": plain_data(20)[9:]}
 BEST_ROWS = {"trainer": {"preprocess_logits_for_metrics": keep_best}}
-#: Name of a case → its model, and what is set or given.
+#: Name of a case → its model, and settings for `compare_evaluations`.
 RUNS = {
     **{f"model {case}": (case, {}) for case in CASES},
     "ignore keys": ("detector", KEYS),
@@ -134,7 +134,7 @@ def test_data_without_labels_has_no_loss_and_no_metrics(tmp_path):
 
 
 class HalfStream(SizedStream):
-    """A stream whose workers share it, and whose length is that of the samples, not of its batches."""
+    """A stream of 18 samples that its workers share, and that claims another length."""
 
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()

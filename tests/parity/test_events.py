@@ -15,7 +15,7 @@ ALL_EVENTS = (*parity.EVENTS, "on_push_begin")
 
 
 def describe(name: str, value: Any) -> Any:
-    """What two libraries can agree on of a keyword: accelerate's wrappers are what they wrap."""
+    """What is comparable of an event's keyword; accelerate's wrappers count as what they wrap."""
     if name in ("logs", "metrics"):
         return list(value), comparable([value])
     if name in ("optimizer", "lr_scheduler"):
@@ -79,7 +79,7 @@ def test_every_event_passes_the_same_state_and_keywords(tmp_path, run):
 
 
 SWITCHES = ["should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save"]
-#: Event → the step at which a run that accumulates announces it, and the switch is set.
+#: Event → the step at which the accumulating run announces it and the switch is set.
 ANNOUNCED = {
     **{"on_init_end": 0, "on_train_begin": 0, "on_epoch_begin": 4, "on_epoch_end": 4, "on_step_begin": 2},
     **{"on_substep_end": 2, "on_pre_optimizer_step": 2, "on_optimizer_step": 2, "on_step_end": 2, "on_log": 6},

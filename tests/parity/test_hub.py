@@ -14,12 +14,12 @@ from tests.support.hub_server import Commit, Repo
 from tests.support.parity import assert_equal, run_both
 from tests.support.tiny import tokenizer
 
-#: Whose contents both libraries write alike.
+#: Files whose contents are the same in both libraries.
 SAME_BYTES = (".safetensors", "config.json", "tokenizer.json", "notes.txt", "modules.json")
 
 
 def pop_commits(hub, name="me/my-run"):
-    """Whether the repository, which is then deleted, is private; what can be compared of each commit of each branch."""
+    """Remove a repository; returns whether it was private, and what is comparable of its commits, by branch."""
 
     def comparable(commit):
         names = sorted(name for name in commit.changed if name.split("/")[-1] not in OWN_FILES)
@@ -66,7 +66,7 @@ def with_modules(library):
     return type("WithModules", (WithModules, library.Trainer), {})
 
 
-#: How many commits, the model, the arguments.
+#: Name → number of commits, the model, the arguments.
 SETTINGS = {
     "peft": (2, "peft", {}),
     "plain by epoch": (1, "plain", {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 1}),

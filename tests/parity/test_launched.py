@@ -1,6 +1,6 @@
 """Every setting of accelerate's launchers is followed or refused: its own options, files and variables are enumerated.
 
-A new one fails a test here, and gets a row in `hftrainer.arguments.accelerate` or in `OF_LAUNCHERS`.
+A new setting fails a test here, and gets a row in `hftrainer.arguments.accelerate` or in `OF_LAUNCHERS`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from accelerate.utils import launch
 from hftrainer.arguments.accelerate import VARIABLES, check_launch_variables, find_unknown_variables, find_variable
 from tests.support.parity import build
 
-#: Options of which no process that is launched sees anything but its rank, its devices and the script's arguments.
+#: Options of the launcher alone: launched processes see only their rank, devices and the script's arguments.
 OF_LAUNCHERS = {
     *("help", "config_file", "quiet", "cpu", "multi_gpu", "tpu", "num_processes", "num_machines", "machine_rank"),
     *("main_process_ip", "main_process_port", "same_network", "rdzv_backend", "rdzv_conf", "max_restarts"),
@@ -31,13 +31,13 @@ OF_LAUNCHERS = {
     # switches, without which the settings below them have no effect
     *("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config"),
 }
-#: Keys of accelerate's files that are no options: folders of settings, and those for pods of TPUs.
+#: Keys of accelerate's files that are no options: groups of settings, and keys for pods of TPUs.
 OF_FILES = {
     *("compute_environment", "distributed_type", "use_cpu", "fp8_config", "deepspeed_config", "fsdp_config"),
     *("parallelism_config", "megatron_lm_config", "mpirun_config", "dynamo_config"),
     *("tpu_name", "tpu_zone", "command_file", "commands", "tpu_vm", "tpu_env"),
 }
-#: Variables of other libraries that the launchers set, and which those read themselves.
+#: Variables that the launchers set for other libraries.
 OF_OTHERS = {
     *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "KMP_AFFINITY", "KMP_BLOCKTIME", "MASTER_ADDR", "MASTER_PORT"),
     *("PYTHONPATH", "XLA_USE_BF16", "XLA_DOWNCAST_BF16"),

@@ -128,7 +128,7 @@ def test_label_smoothing_trains_alike(tmp_path, model, accumulation):
 
 
 class OwnLlama(transformers.LlamaForCausalLM):
-    """Of a name that transformers does not know."""
+    """A class whose name transformers does not know."""
 
 
 class Wrapper(nn.Module):

@@ -21,16 +21,16 @@ from tests.support.tiny import make_llama, make_plain
 
 transformers = importlib.import_module("transformers")
 LOW_RANK = {"optim_target_modules": ["q_proj", "v_proj"], "optim_args": "rank=4,update_proj_gap=2"}
-#: name → the module of a library that no index here has, or that needs another machine, and the class in it.
+#: Optimizer whose package cannot be installed here → the module and the class that it needs.
 NOT_INSTALLABLE = {
     "adamw_torch_xla": ("torch_xla.amp.syncfree", "AdamW"),
     "adamw_torch_npu_fused": ("torch_npu.optim", "NpuFusedAdamW"),
     "adamw_apex_fused": ("apex.optimizers", "FusedAdam"),
     "adamw_anyprecision": ("torchdistx.optimizers", "AnyPrecisionAdamW"),
 }
-#: Their kernels need a GPU: what would be built is compared.
+#: Optimizers whose kernels need a GPU: only their arguments are compared.
 NEED_A_GPU = {"galore_adamw_8bit", "galore_adamw_8bit_layerwise", "adalomo"}
-#: transformers 5.23 no longer has it, or cannot build it.
+#: Optimizers that transformers 5.23 has removed, or cannot build.
 NO_PEER = {"adamw_hf", "adamw_apex_fused", "galore_adafactor_layerwise"}
 EQUAL = [name for name in OPTIMIZERS if name not in NOT_INSTALLABLE.keys() | NEED_A_GPU | NO_PEER]
 
@@ -229,7 +229,7 @@ def test_optim_beside_a_given_optimizer_is_refused(tmp_path):
 
 
 class Factory:
-    """Since v5.0 anything that is no optimizer class is made first, and then called with the model."""
+    """Since v5.0, a class that is no optimizer is instantiated, and the instance called with the model."""
 
     def __call__(self, model, momentum):
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)

@@ -272,7 +272,7 @@ hftrainer.Seq2SeqTrainer(make_plain(), args, train_dataset=plain_data(20)).train
     assert done.stdout.splitlines().count("called") == 3, done.stderr
 
 
-#: Signature of an older release, and what it passes on if not that → what is true of its values; `bool`: anything.
+#: Signature of an older release [-> arguments it passes on] → a check of its values; `bool` accepts any.
 OLDER: dict[str, Callable[[dict[str, Any]], Any]] = {
     "_get_eval_sampler(*args, **kwargs)": lambda given: given["args"],
     "_get_train_sampler()": bool,
@@ -367,7 +367,7 @@ def test_metrics_passed_on_by_an_override_decide_the_best_model(tmp_path):
     assert (state.best_metric, state.best_model_checkpoint) == (20, str(tmp_path / "checkpoint-20"))
 
 
-#: What needs attributes of the copied construction, and the loop, which Lightning's takes the place of.
+#: Methods that need attributes of transformers' `__init__`, and the loop, which Lightning replaces.
 NOT_COPIED = """
     _build_accelerator_args _inner_training_loop _run_epoch _validate_args create_accelerator_and_postprocess
 """.split()
@@ -411,7 +411,7 @@ def test_copied_train_method_resumes(tmp_path):
 
 
 def loop_of_v4_30(self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"):
-    """What an edited loop of v4.2x and v4.3x does, in short, with the helpers that it had."""
+    """The core of an edited evaluation loop of v4.2x and v4.3x, with the helpers of that time."""
     model = self._wrap_model(self.model, training=False, dataloader=dataloader)
     if len(self.accelerator._models) == 0 and model is self.model:
         model = self.accelerator.prepare_model(model, evaluation_mode=True)
@@ -445,7 +445,7 @@ def test_evaluation_loop_with_older_helpers(tmp_path, settings):
 
 
 def recompile(function, old="self._hftrainer", new="(self or None)._hftrainer"):
-    """A function made of the text of another, in the namespace of a tool: the shape of what Unsloth and Axolotl do."""
+    """Compile the changed text of a function in the module of a tool, as Unsloth and Axolotl do."""
     text = textwrap.dedent(inspect.getsource(function)).replace(function.__name__, "_fast", 1).replace(old, new)
     exec("from __future__ import annotations\n" + text, namespace := {"__name__": "a_tool.patches", "torch": torch})
     return namespace["_fast"]
@@ -499,7 +499,7 @@ def test_replaced_loop_is_refused_with_the_reason(tmp_path, case):
 
 
 def recompile_unchanged(function):
-    """What Axolotl makes of a text in which it finds nothing to replace, with the names of the module that it uses."""
+    """As Axolotl leaves a function in which it finds nothing to replace."""
     made = recompile(function, "tr_loss_scalar = nested_gather", "")
     made.__globals__.update({name: value for name, value in function.__globals__.items() if name != "__name__"})
     return made

@@ -250,7 +250,7 @@ def test_each_group_is_logged_and_named(tmp_path, caplog):
 
 
 def resume(folder, **settings):
-    """The optimizer's state by name, and settings by name, when a resumed run begins; and what it ends with."""
+    """State and settings of each parameter when the resumed run begins, by name, and the record of the run."""
     began = {}
 
     class Look(TrainerCallback):

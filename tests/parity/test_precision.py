@@ -56,7 +56,7 @@ def test_fp16_scales_and_skips_alike_also_after_resuming(tmp_path, model, first_
 
 
 OTHER_WAYS = {
-    # it leaves steps out by itself, which transformers does not see, and moves the rate on
+    # the fused optimizer skips steps itself, unnoticed by transformers, whose schedule advances
     "fused steps": ("llama", 1, {"optim": "adamw_torch_fused"}),
     "a training step of one's own": ("plain", 2, {"trainer_class": with_own_step}),
 }
@@ -73,7 +73,7 @@ def test_fp16_with_fused_steps_or_overridden_training_step(tmp_path, way):
         assert_same_weights(other.weights, plain.weights)
 
 
-#: tf32, torch_compile, fp16 → whether TF32 is allowed afterwards, where it was before.
+#: tf32, torch_compile, fp16 → whether TF32 is allowed afterwards.
 TF32 = {
     **{(True, False, False): True, (False, False, False): False, (None, False, False): "as before"},
     **{(None, True, False): True, (None, True, True): "as before", (False, True, False): False},

@@ -27,7 +27,7 @@ WAYS = {
     "ours-theirs": ("hftrainer", "transformers"),
 }
 every_way = pytest.mark.parametrize(("writer", "reader"), WAYS.values(), ids=WAYS)
-#: Micro-batches in a step, and the step to go on from. An epoch has 10 micro-batches: with 3 in a step it has 4 steps,
+#: Micro-batches in a step, and the step to resume from. An epoch has 10 micro-batches: with 3 in a step it has 4 steps,
 #: the last of one micro-batch. In the middle of an epoch, at its end, and in the middle of the second.
 PLACES = [(1, 4), (1, 10), (1, 13), (3, 2), (3, 4), (3, 6)]
 
@@ -203,7 +203,7 @@ def test_resume_restores_best_metric_log_flos_and_patience(tmp_path, interrupted
     assert_same_weights(resumed.weights, whole.weights)
 
 
-#: Layout → names of files begin so, what ours is given, the limit of a file's size.
+#: Layout → beginnings of file names, settings of ours, the limit of a file's size.
 LAYOUTS = {
     "safetensors": (["model.safetensors"], {}, None),
     "bin": (["pytorch_model.bin"], {"save_safetensors": False}, None),

@@ -18,7 +18,7 @@ from tests.support.tiny import make_plain
 
 theirs = importlib.import_module("transformers.optimization")
 STEPS = 16
-#: Those that look at evaluations.
+#: Schedules that depend on evaluations.
 BY_METRIC = {name: {"eval_strategy": "steps", "eval_steps": 1} for name in ("reduce_lr_on_plateau", "greedy")}
 KWARGS = {
     "cosine": [{}, {"num_cycles": 1.5}],
@@ -52,7 +52,7 @@ def step_and_collect(schedule, optimizer, name, first, last):
     found = [[group["lr"] for group in optimizer.param_groups]]
     for step in range(first, last):
         optimizer.step()
-        # Better, then worse, and the same: what each of the two waits for.
+        # The metric gets better, then worse, then stays: each of the two schedules reacts.
         schedule.step(*([abs(step - 5) // 2 + 0.5 * (step % 2)] if name in BY_METRIC else []))
         found.append([group["lr"] for group in optimizer.param_groups])
     return found

@@ -59,7 +59,7 @@ def wrong_generation(name, folder):
 
 
 STOPS = {"callback": lambda library: library.EarlyStoppingCallback()}
-#: Words → what brings them about: an error, a warning or a line of the log.
+#: Words → what provokes them in an error, a warning or a log line.
 SENTENCES = {
     "missing keys": load,
     "unexpected keys": load,

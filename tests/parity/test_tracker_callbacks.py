@@ -62,7 +62,7 @@ CHANGES = {}
 
 
 def case(name, left=""):
-    """Registers a function of a Trainer, its callback, the callback's class and a folder; it returns a look back."""
+    """Registers a change: a function of a Trainer, its callback, the class and a folder. Its result is called last."""
     return lambda function: CHANGES.setdefault(function, (name, left)) and function
 
 
@@ -216,7 +216,7 @@ def test_changed_callback_writes_alike(tmp_path, monkeypatch, change):
         seen = look and look()
         written = tracker.read()
         tracker.close()
-        # their PrinterCallback takes the flops out of the line, for all behind it
+        # transformers' PrinterCallback removes the flops from the line for all later callbacks
         curves = {name: curve for name, curve in written.curves.items() if not name.endswith("total_flos")}
         for tags in written.details.get("scalars", []):
             tags[:] = [tag for tag in tags if not tag.endswith("total_flos")]
@@ -263,7 +263,7 @@ def test_wandb_callback_without_its_module_begins_no_run(tmp_path):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_of_transformers_are_replaced_under_install(tmp_path, name, monkeypatch):
-    # of what other tests import
+    # other tests have imported transformers' Trainer
     monkeypatch.setattr("hftrainer.cli.install.check_earlier_imports", lambda: [])
     theirs = getattr(integration_utils, name)
     report_to = next(key for key, kind in integration_utils.INTEGRATION_TO_CALLBACK.items() if kind is theirs)

@@ -8,7 +8,7 @@ from tests.support import tracking
 from tests.support.parity import LIBRARIES
 from tests.support.tracking import make_trainer
 
-#: Arguments that transformers fills in by the machine, and the folder of each run.
+#: Arguments that transformers sets by the machine, and the folder of the run.
 DIFFERENT = {"accelerator_config", "dataloader_pin_memory", "output_dir"}
 
 
@@ -44,7 +44,7 @@ class TrackerSuite:
     script = staticmethod(train_evaluate_predict)
     #: Of the first training, `evaluate`, and the second training.
     eval_steps = (3, 6, 8, 8, 3, 6, 8)
-    #: How many arguments and values of the model's configuration both libraries write.
+    #: Minimum number of arguments and configuration values that both libraries write.
     hyperparameters = 130
 
     @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ class TrackerSuite:
         assert self.drop_duplicates(ours.curves) == self.drop_duplicates(theirs.curves)
         assert self.comparable(ours.details) == self.comparable(theirs.details)
         assert bool(ours.hyperparameters) == bool(theirs.hyperparameters)
-        # transformers writes some of them at each beginning, we once
+        # transformers writes some of them again in each training
         for mine, other in zip(ours.hyperparameters, theirs.hyperparameters, strict=False):
             known = mine.keys() & other.keys() - DIFFERENT
             assert len(known) >= self.hyperparameters

@@ -35,13 +35,13 @@ from tests.support.jobs import SHARDED, JobGroup, assert_same, final_log, final_
 TOKEN = "hf_ofTheSoak"
 #: What the errors of a full or read-only disk say; the last one is torch's, of a file that the job itself saves.
 FULL = ("No space left", "Read-only file system", "iostream error")
-#: In the traceback of a loading process whose parent is killed while it hands over a batch.
+#: Part of the traceback of a loader's worker whose parent is killed while it passes on a batch.
 HANDS_OVER = ", in _serve\n"
 #: The fault that a job does to itself.
 AT_A_TOUCH = "kill at a touch of a file"
-#: A run is disturbed at most so often: it should end, too.
+#: Maximum number of disturbances of a run, so that it ends.
 MOST = 6
-#: Of the disk of a run.
+#: Size of the disk of a run.
 SIZE = "24m"
 #: A run that has not ended after so many seconds hangs.
 SECONDS = 120
@@ -118,7 +118,7 @@ def left_over(output):
 
 
 def what_is_left(folder):
-    """What is in a folder, with as many checkpoints; only the last is the same, since a signal saves between two."""
+    """The number of whole checkpoints, the last one, and other files; a signal saves others in between."""
     checkpoints = sorted(folder.glob("checkpoint-*"), key=step_of)
     whole = [path for path in checkpoints if (path / "trainer_state.json").exists()]  # a script may have begun others
     return len(whole), whole[-1].name, set(names_in(folder)) - {path.name for path in checkpoints}

@@ -155,7 +155,7 @@ def test_overridden_optimizer_save_finds_the_files_written_before_it(tmp_path):
         assert CheckpointFolder(tmp_path / f"checkpoint-{step}").inspect().changes == ""
 
 
-#: Each but the last is in a thread of its own also without `async_checkpoint`.
+#: All but the last run in a thread also without `async_checkpoint`.
 PLACES = {
     "writing": (files, "save", "optimizer.pt"),
     "flushing": (files, "flush_to_disk", "model.safetensors"),

@@ -121,7 +121,7 @@ def test_resume_auto_skips_harmed_checkpoints(tmp_path):
         saves = OnSave(lambda folder: saved.append(folder.name))
         train_to_end(make_trainer(tmp_path, callbacks=[saves], max_steps=steps), "auto")
         truncate(tmp_path / f"checkpoint-{steps}" / "optimizer.pt")
-    # checkpoint-3 was written anew by the second
+    # the second run has found checkpoint-3 damaged, and wrote it again; the third did so with checkpoint-6
     assert saved == [f"checkpoint-{step}" for step in (3, 3, 6, 6, 9)]
 
 

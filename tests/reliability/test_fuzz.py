@@ -137,7 +137,7 @@ CHANGES = {
     **dict.fromkeys(["progress.pt", "rng_state.pth", "optimizer.pt", "scheduler.pt"], change_torch),
     **dict.fromkeys(["lightning_callbacks.pt", "training_args.bin"], change_torch),
 }
-#: What is changed → the checkpoint it is in, the file, how, and what reads it.
+#: Case → kind of checkpoint, the file that is changed, how, and what reads it.
 CASES = {
     **{f"values of {name}": ("run", name, change, resume) for name, change in CHANGES.items()},
     **{f"bytes of {name}": ("run", name, scramble, resume) for name in CHANGES},
@@ -277,7 +277,7 @@ def test_random_config_files_are_used_or_refused(place, name, way, data):
     assert set(names_in(place)) <= {name, "out"}
 
 
-#: Which no reader takes for a mapping of arguments.
+#: Contents that are no mapping of arguments.
 ODD = {
     **{"deep": b"[" * 1_000, "deeper": b"[" * 10_000, "empty": b"", "zero": b"\x00", "letters": "é".encode() * 3},
     **{"no anchor": b"a: &a [x, x]\nb: *c", "deep keys": b'{"a": 1' * 2_000, "no UTF-8": b'{"devices": "\xff\xfe"}'},
@@ -306,7 +306,7 @@ REFERENCES = st.builds(
     st.lists(st.sampled_from(WORDS), max_size=3).map("/".join),
 )
 STATE = b'{"global_step": 2}'
-#: Names of files in a repository that somebody made up.
+#: Malicious names of files in a repository.
 PATHS = {
     **{"../outside": STATE, "checkpoint-2/../../outside": STATE, "/tmp/hftrainer-outside": STATE},
     **{"checkpoint-2/trainer_state.json": STATE, "a\\..\\b": STATE},

@@ -356,7 +356,7 @@ from tests.support.hub_runs import make_uploading
 make_uploading("run", max_steps=100000).train()
 """
 GIVES_UP = TRAINS.format("uploads._GRACE = 0.5")
-#: By itself, when it logs that it waits for the uploads.
+#: Sends itself Ctrl-C again when it logs that it waits for the uploads.
 AGAIN = TRAINS.format(
     "from hftrainer.training import stopping\n"
     "stopping._DUPLICATE_WINDOW[False] = 0.0\n"

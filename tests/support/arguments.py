@@ -11,9 +11,9 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from tests.support.tiny import MODELS
 
-#: When a script sets an argument: with the others, before the first run, before the second, in `on_train_begin`.
+#: When a script sets an argument: in the constructor, before the first run, before the second, in `on_train_begin`.
 TIMES = ("given", "before", "between", "at the start")
-#: What is set unless a case says otherwise.
+#: Arguments of every run unless a case has others.
 DEFAULTS = {
     **{"num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 2},
     **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True},

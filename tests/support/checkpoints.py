@@ -107,7 +107,7 @@ def grow(path: Path) -> None:
         file.write(b"\0" * 100)
 
 
-#: What a disk may do to a file.
+#: Kinds of damage that a disk does to a file.
 HARM = {"truncated": truncate, "flipped": flip, "deleted": os.remove, "empty": empty, "grown": grow}
 
 
@@ -122,7 +122,7 @@ class MaliciousPickle:
 
 
 def copy_without_manifest(source: Path, folder: Path) -> Path:
-    """A copy of a checkpoint in the place of what is there; who means harm would mend the manifest."""
+    """Replace a folder by a copy of a checkpoint without its manifest, which an attacker would adapt."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(source, folder)
     (folder / MANIFEST_NAME).unlink()

@@ -23,7 +23,7 @@ class Rows(IterableDataset):
 
 
 class Sensitive(torch.nn.Module):
-    """A model whose loss, or whose gradients alone, are as bad as the samples' `ill` says."""
+    """A model whose loss, or only its gradient, diverges by the `ill` of its samples."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class _Explodes(torch.autograd.Function):
         return gradient * float("inf")
 
 
-#: Name → what makes a sample bad.
+#: Kind of divergence → the value of `ill` that causes it.
 KINDS = {"nan loss": float("nan"), "infinite gradient": 1e31, "spike": 200.0}
 
 
@@ -59,7 +59,7 @@ def rows_without(windows, size):
 
 
 def fit(folder, data, resume=None, **settings):
-    """A Trainer that has trained a model with dropout; the samples are in order."""
+    """Train a model with dropout on the samples in order; returns the Trainer."""
     settings = {**SEQUENTIAL, "per_device_train_batch_size": SIZE, **settings}
     torch.manual_seed(0)
     return train_to_end(make_trainer(folder, trainer={"model": Sensitive(), "train_dataset": data}, **settings), resume)

@@ -87,7 +87,7 @@ SIGNALS = {
     # asleep for a while, and lost a moment after it has woken up
     "stop": [(signal.SIGSTOP, 0.1, 0.6), (signal.SIGCONT, 0.0, 0.3), (signal.SIGKILL, 0.0, 0.0)],
 }
-#: What happens to a `Disk` that is mounted.
+#: Faults of a mounted `Disk`.
 DISK_FAULTS = {"fill disk": Disk.fill, "forbid writing": Disk.forbid}
 
 

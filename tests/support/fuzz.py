@@ -32,14 +32,14 @@ def accepted_or_refused() -> contextlib.AbstractContextManager[None]:
     return contextlib.suppress(*CLEAR)
 
 
-#: What a writer of JSON might have put somewhere.
+#: Values that JSON can hold.
 _odd = st.sampled_from([-1, 0, 10**12, -(10**30), "x" * 300, "../../outside"])
 values = st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=9) | _odd,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("0ab"), inner, max_size=2),
     max_leaves=4,
 )
-#: What torch.save might have put there.
+#: Values that torch.save can write.
 tensors = values | st.sampled_from(
     [torch.zeros(0), torch.zeros(3, 5), torch.full((2,), float("nan")), torch.tensor(7)]
 ).map(torch.clone)

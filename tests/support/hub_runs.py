@@ -14,7 +14,7 @@ from tests.support.hub_server import HubServer
 from tests.support.parity import build
 
 TOKEN, READ_TOKEN = "hf_aVeryPrivateTokenIndeed", "hf_mayOnlyRead"
-#: Of a run that uploads.
+#: Optimizer steps of a run that uploads.
 STEPS = 6
 
 
@@ -46,7 +46,7 @@ def hub(monkeypatch, tmp_path):
         yield server
 
 
-#: Of a run that pushes each second step.
+#: Arguments of a run that pushes every second step.
 PUSHES = {"push_to_hub": True, "hub_token": TOKEN, "save_strategy": "steps", "save_steps": 2}
 
 

@@ -72,7 +72,7 @@ def accelerate(*options):
     return ["-m", "accelerate.commands.launch", *options]
 
 
-#: Name → what stands before the script.
+#: Launcher → words of the command line before the script.
 LAUNCHERS = {
     "torch.distributed.launch": lambda: (
         f"-m torch.distributed.launch --nproc_per_node=2 --master_port={free_port()}".split()
@@ -83,7 +83,7 @@ LAUNCHERS = {
     ),
     "hftrainer": lambda: ["-m", "hftrainer", "run", "--nproc", "2"],
 }
-#: How accelerate ends each of its files.
+#: Last lines of each of accelerate's files.
 END_OF_FILE = """\
 rdzv_backend: static
 same_network: true

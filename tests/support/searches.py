@@ -46,7 +46,7 @@ def return_none(metrics):
     """No objective."""
 
 
-#: What is given to a search → the error, and its words. Functions make what differs between the backends.
+#: Case → keywords of the search, or a function of the backend that makes them; the error and its words.
 REFUSED = {
     "direction": ({"direction": "down"}, InvalidArgument, "direction='down': use 'minimize' or 'maximize'"),
     "no space": ({"hp_space": lambda trial: None}, InvalidArgument, "hp_space returned None"),

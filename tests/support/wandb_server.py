@@ -58,7 +58,7 @@ class WandbServer:
         count = {"historyLineCount": len(self.lines[name]), "logLineCount": 0, "eventsLineCount": 0}
         tails = {"historyTail": json.dumps([json.dumps(line) for line in self.lines[name][-1:]]), "eventsTail": "[]"}
         named = {"id": name, "name": name, "displayName": name, "config": "{}", "summaryMetrics": "{}"}
-        # What says that the client has set up the run.
+        # By this the client knows that it has set up the run.
         named["wandbConfig"] = '{"t": {}}'
         return {**texts, **count, **tails, **named, "project": project}
 

@@ -10,7 +10,7 @@ from hftrainer.errors import RanksLost
 from hftrainer.parallel import process_group
 from tests.support.jobs import JobGroup
 
-#: Kind of operation → what the message says that was awaited.
+#: Kind of operation → what the message says the rank waited for.
 AWAITED = {
     "barrier": "a barrier",
     "vote": "the maximum over all ranks",

@@ -8,7 +8,7 @@ from tests.support.health import ask, read_health, wait_until
 from tests.support.jobs import JobGroup
 from tests.support.launching import free_port
 
-#: Way to hang → the function where; a process that is stopped cannot show its stack.
+#: Way to hang → the function in the reported stack; a stopped process has none.
 HANGS = {
     "forward": "in hang_for_good",
     "collator": "in hang_in_the_collator",

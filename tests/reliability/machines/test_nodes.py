@@ -20,7 +20,7 @@ from tests.support.launching import SCRIPT, free_port, read
 #: Nodes wait a second for more of them, and miss one after six: on a busy machine, one that is there may be silent for
 #: three.
 QUICKLY = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
-#: A torchrun that has been in an earlier round tells a new one nothing of the store that both would share.
+#: Otherwise a torchrun that took part in an earlier round would expect a shared store that a new one does not know.
 REJOIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
