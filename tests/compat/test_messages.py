@@ -214,7 +214,6 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = WithoutTran
         ({"after": "logging.basicConfig(level=logging.INFO, stream=sys.stdout)"}, {}, (1, 0)),
         ({"after": TO_STDOUT, "settings": INFO}, {}, (1, 0)),
     ],
-    ids=str,
 )
 def test_messages_without_transformers_installed(tmp_path, output_of, how, environment, expected):
     found = output_of(program(tmp_path, before=WITHOUT, **how), fresh=True, **environment)

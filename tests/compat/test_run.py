@@ -169,7 +169,6 @@ print(sorted(ours), sorted(back))
         (["--tpu", "--nproc", "2"], "remove one or the other"),
         (["--tpu", "--num-cores", "0"], "--num-cores 0 is not a number >= 1"),
     ],
-    ids=str,
 )
 def test_wrong_launch_options_are_refused(words, message, monkeypatch, capsys):
     from hftrainer.__main__ import main
@@ -194,7 +193,6 @@ def test_wrong_launch_options_are_refused(words, message, monkeypatch, capsys):
             ["--nproc-per-node=1", "--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port=5"],
         ),
     ],
-    ids=str,
 )
 def test_launch_options_are_passed_to_torchrun(words, expected, monkeypatch):
     from torch.distributed import run as torchrun

@@ -54,7 +54,7 @@ def test_arguments_create_only_the_partial_state():
     run_both(run, assert_equal)
 
 
-@pytest.mark.parametrize("settings", [{}, {"bf16": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}])
 def test_trainer_creates_the_same_accelerator_state(tmp_path, settings):
     def script(trainer):
         state = AcceleratorState()
@@ -72,7 +72,7 @@ def test_gather_and_broadcast_helpers_of_accelerate_work(tmp_path):
     assert gather_object([3]) == [3] and broadcast_object_list([4]) == [4]
 
 
-@pytest.mark.parametrize("launched", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}], ids=str)
+@pytest.mark.parametrize("launched", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}])
 def test_loggers_of_accelerate_work_once_there_are_arguments(monkeypatch, caplog, launched):
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
@@ -297,7 +297,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("given", "sentence"), WRONG, ids=str)
+@pytest.mark.parametrize(("given", "sentence"), WRONG)
 def test_wrong_config_is_refused(tmp_path, given, sentence):
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "cut.json").write_text("{")
@@ -317,7 +317,7 @@ NAMES = "split_batches dispatch_batches even_batches use_seedable_sampler non_bl
 NAMES_OF_STATE = "num_steps adjust_scheduler sync_with_dataloader plugin_kwargs"
 
 
-@pytest.mark.parametrize("config", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize("config", CONFIGURATIONS)
 def test_accelerator_attributes_report_the_config(tmp_path, config):
     def run(name):
         settings = {"accelerator_config": copy.deepcopy(config), "gradient_accumulation_steps": 2}

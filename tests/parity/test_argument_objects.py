@@ -45,9 +45,7 @@ def test_accelerator_config_can_be_changed_in_place(tmp_path, library):
     assert json.loads(args.to_json_string())["accelerator_config"]["dispatch_batches"] is False
 
 
-@pytest.mark.parametrize(
-    "given", [None, {"split_batches": True}, {"gradient_accumulation_kwargs": {"num_steps": 3}}], ids=str
-)
+@pytest.mark.parametrize("given", [None, {"split_batches": True}, {"gradient_accumulation_kwargs": {"num_steps": 3}}])
 def test_accelerator_config_is_serialized_as_in_transformers(tmp_path, given):
     ours, theirs = (make_args(each, tmp_path, accelerator_config=copy.deepcopy(given)) for each in LIBRARIES)
     assert ours.to_dict()["accelerator_config"] == theirs.to_dict()["accelerator_config"]

@@ -151,7 +151,6 @@ def test_out_of_memory_in_the_optimizer_step_is_retried(tmp_path):
         ({"evaluates": False}, True, InvalidArgument, "reduce per_device_eval_batch_size=8"),
         ({"limit": 0}, False, torch.OutOfMemoryError, "CUDA out of memory"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else None,
 )
 def test_out_of_memory_that_smaller_batches_cannot_cure_is_raised(tmp_path, limits, find, error, message):
     trainer, _ = make_trainer(tmp_path, Greedy(**limits), 4, find, **EVALUATED)

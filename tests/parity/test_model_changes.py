@@ -89,7 +89,6 @@ def test_neftune_noise_trains_alike_and_its_hook_is_removed(tmp_path, model):
         ({"neftune_noise_alpha": 5.0}, "Plain has no get_input_embeddings"),
         ({"gradient_checkpointing": True}, "which Plain lacks: add it"),
     ],
-    ids=str,
 )
 def test_model_without_the_needed_method_is_refused(tmp_path, settings, message):
     with pytest.raises(InvalidArgument, match=message):
@@ -103,7 +102,6 @@ def test_model_without_the_needed_method_is_refused(tmp_path, settings, message)
         ("llama", {"use_reentrant": False}),
         *((model, {"use_reentrant": False, "every_n_layers": 2}) for model in ("bert", "llama")),
     ],
-    ids=str,
 )
 def test_activation_checkpointing_keeps_weights(tmp_path, model, kwargs):
     settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
@@ -148,7 +146,6 @@ def test_compiled_model_is_saved_under_plain_names_and_resumes(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "mode"),
     [({"torch_compile": True}, None), ({"torch_compile_mode": "reduce-overhead"}, "reduce-overhead")],
-    ids=str,
 )
 def test_torch_compile_arguments_reach_module_compile(tmp_path, monkeypatch, settings, mode):
     asked = []

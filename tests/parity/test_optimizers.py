@@ -212,7 +212,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), WRONG, ids=str)
+@pytest.mark.parametrize(("settings", "message"), WRONG)
 def test_wrong_optimizer_or_schedule_settings_are_refused(tmp_path, settings, message):
     with pytest.raises(InvalidArgument, match=message):
         train("hftrainer", "llama", tmp_path, **{"max_steps": 2, **settings})

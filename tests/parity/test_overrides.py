@@ -433,7 +433,7 @@ def loop_of_v4_30(self, dataloader, description, prediction_loss_only=None, igno
     return hftrainer.trainer_utils.EvalLoopOutput(*pair, metrics, count)
 
 
-@pytest.mark.parametrize("settings", [{}, {"bf16": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}])
 def test_evaluation_loop_with_older_helpers(tmp_path, settings):
     def values(**methods):
         before = []

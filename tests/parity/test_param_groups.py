@@ -65,7 +65,6 @@ def test_groups_on_the_command_line(tmp_path):
         ([{"pattern": "*", "frozen": True}], ["requires_grad_(False)"]),
         ([{"pattern": "*", "weight_decay": "0.1"}], ["weight_decay='0.1' is not a number"]),
     ],
-    ids=str,
 )
 def test_malformed_entries_are_refused(tmp_path, given, messages):
     with pytest.raises(InvalidArgument) as caught:
@@ -88,7 +87,6 @@ def test_malformed_entries_are_refused(tmp_path, given, messages):
         ("plain", [{"pattern": "*", "layer_decay": 0.9}], ["layer_decay finds no layers: Plain"]),
         ("peft", [{"pattern": "*.embed*"}], ["matches only frozen parameters"]),
     ],
-    ids=str,
 )
 def test_entries_that_do_not_fit_the_model_are_refused(tmp_path, model, entries, messages):
     trainer, _ = build("hftrainer", (make_peft, MODELS["llama"][1]) if model == "peft" else model, tmp_path)

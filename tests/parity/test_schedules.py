@@ -58,7 +58,7 @@ def step_and_collect(schedule, optimizer, name, first, last):
     return found
 
 
-@pytest.mark.parametrize(("name", "warmup", "kwargs"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "warmup", "kwargs"), CASES)
 def test_every_learning_rate_is_that_of_transformers(tmp_path, name, warmup, kwargs):
     def make_schedule(library):
         trainer, _ = build(library, "plain", tmp_path, **settings_of(name, warmup, kwargs))

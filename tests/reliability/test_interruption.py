@@ -131,7 +131,6 @@ THIRD, EVALUATED = ["checkpoint-3"], {"eval_strategy": "steps", "eval_steps": 3}
         ("on_step_end", {"save_on_interrupt": False}, []),
         ("on_step_end", {"save_strategy": "no"}, []),
     ],
-    ids=str,
 )
 def test_error_in_a_callback_saves_the_last_complete_step(tmp_path, event, settings, left):
     with pytest.raises(RuntimeError, match="my own bug"):

@@ -181,9 +181,7 @@ def test_files_are_copied_where_folders_cannot_be_renamed(tmp_path, monkeypatch,
     assert "copying its files one by one" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "error", [FileNotFoundError(2, "No such file or directory", "/vocab"), ConnectionError("hub")], ids=str
-)
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file or directory", "/vocab"), ConnectionError("hub")])
 def test_errors_of_an_override_are_not_taken_for_storage_errors(tmp_path, error):
     class Own(Trainer):
         def _save(self, output_dir=None, state_dict=None):

@@ -405,7 +405,6 @@ def test_runs_killed_during_uploads_lose_no_whole_checkpoint(request, tmp_path, 
         ({"storage_url": "gs://bucket/run"}, MissingPackage, "pip install gcsfs"),
         ({"keep_local": 0, "storage_url": "memory://run"}, InvalidArgument, "keep_local=0"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else None,
 )
 def test_wrong_storage_settings_are_refused(tmp_path, settings, error, words):
     with pytest.raises(error, match=words) as raised:

@@ -166,7 +166,6 @@ def test_rows_logged_before_a_save_are_kept_on_resume(tmp_path, monkeypatch):
         ({"runs": {"csv": {"folder": "a"}}}, "a new run starts: this release cannot read it"),
         ({"runs": {"csv": {"folder": "a", "version": "x", "rows": "1"}}}, "this release cannot read it"),
     ],
-    ids=str,
 )
 def test_run_ids_of_a_later_release_start_a_new_run(tmp_path, monkeypatch, caplog, saved, why):
     tracker = Table(tmp_path / "run", monkeypatch)

@@ -78,7 +78,6 @@ def make_wrapped(output_dir, name="llama", *, of_xla=None, **settings):
         {"xla_fsdp_grad_ckpt": True},
         {"xla_fsdp_settings": {"compute_dtype": "float32", "shard_param_on_dim_0": True}},
     ],
-    ids=str,
 )
 def test_xla_fsdp_trains_as_the_cpu(tmp_path, cpu_run, of_xla):
     run = make_wrapped(tmp_path, of_xla=of_xla)
@@ -127,7 +126,6 @@ def test_xla_fsdp_in_bfloat16_is_close_to_float32(tmp_path):
         ({"xla_fsdp_settings": {"compute_dtype": "bfloat17"}}, "torch has no such type"),
         ({"transformer_layer_cls_to_wrap": ["LlamaLayer"], "min_num_params": 0}, "the model has no LlamaLayer"),
     ],
-    ids=str,
 )
 def test_wrong_xla_fsdp_settings_are_refused(tmp_path, of_xla, message):
     run = make_wrapped(tmp_path, of_xla=of_xla)
@@ -142,7 +140,6 @@ def test_wrong_xla_fsdp_settings_are_refused(tmp_path, of_xla, message):
         ({"activation_checkpointing": True}, "xla_fsdp_grad_ckpt"),
         ({"reshard_after_forward": "hybrid_shard"}, "reshard_after_forward"),
     ],
-    ids=str,
 )
 def test_settings_of_torch_fsdp_are_refused_with_xla(tmp_path, of_xla, message):
     with pytest.raises(UnsupportedArgument, match=message):

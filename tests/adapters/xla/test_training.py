@@ -215,7 +215,6 @@ def test_use_cpu_keeps_training_on_the_cpu(tmp_path):
         ({"tpu_num_cores": 8}, "run --tpu"),
         ({"fsdp": True}, r"fsdp_config=\{'xla': True\}"),
     ],
-    ids=str,
 )
 def test_unsupported_settings_are_refused(tmp_path, settings, message):
     with pytest.raises(UnsupportedArgument, match=message):
