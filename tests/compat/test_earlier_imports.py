@@ -60,7 +60,7 @@ def file_of(case: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, processes):
+def warnings_of(tmp_path_factory, processes):
     """Case → the warnings of its script: file, line, and message."""
     folder = tmp_path_factory.mktemp("scripts")
     for name, text in LIBRARY.items():
@@ -116,9 +116,9 @@ SILENT = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_import_before_install_warns(found, case):
+def test_import_before_install_warns(warnings_of, case):
     script, expected = CASES[case]
-    ((file, line, warning),) = found[case]
+    ((file, line, warning),) = warnings_of[case]
     for part in expected:
         assert part in warning
     assert file == file_of(case)  # the warning is at the call
@@ -126,8 +126,8 @@ def test_import_before_install_warns(found, case):
 
 
 @pytest.mark.parametrize("case", SILENT)
-def test_imports_that_are_not_too_early_do_not_warn(found, case):
-    assert found[case] == []
+def test_imports_that_are_not_too_early_do_not_warn(warnings_of, case):
+    assert warnings_of[case] == []
 
 
 LATE = """

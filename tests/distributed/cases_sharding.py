@@ -78,7 +78,7 @@ def world_size():
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def found_by(trainer):
+def result_of(trainer):
     weights = trainer.accelerator.get_state_dict(trainer.model)
     return {"logs": trainer.state.log_history, "weights": {name: value.clone() for name, value in weights.items()}}
 
@@ -88,24 +88,24 @@ def run(model, strategy, folder, resume=None, **settings):
     settings = {**size, **SETTINGS.get(model, {}), **copy.deepcopy(strategy), **settings}
     trainer, _ = build("hftrainer", model, folder, **settings)
     trainer.train(resume_from_checkpoint=resume)
-    return found_by(trainer)
+    return result_of(trainer)
 
 
-def compared(folder):
+def compare(folder):
     """Each strategy with one model, and each model; alone only without a strategy."""
     for model, strategy in COMPARED:
         if world_size() > 1 or strategy == "ddp":
             yield f"{model} {strategy}", run(model, STRATEGIES[strategy], folder / f"{model}-{strategy}")
 
 
-def saved(folder):
+def save(folder):
     for name, strategy in SAVED.items():
         where = folder / "saved" / name
         yield name, run("llama", strategy, where, save_strategy="steps", save_steps=3)
         yield f"{name}, resumed", run("llama", strategy, folder / "resumed", where / "checkpoint-3")
 
 
-def exchanged(folder):
+def exchange(folder):
     """Checkpoints of two processes, read by these with another strategy, by one and by four."""
     for reader, writers in READERS[world_size()].items():
         for writer in writers:
@@ -113,7 +113,7 @@ def exchanged(folder):
             yield f"{writer} {reader}", run("llama", SAVED[reader], folder / "exchanged", checkpoint)
 
 
-def lightning(folder):
+def save_by_lightning(folder):
     for name in LIGHTNING:
         where = folder / "lightning" / name
         kept = ModelCheckpoint(dirpath=where, filename="{step}", every_n_train_steps=5, save_top_k=-1)
@@ -122,7 +122,7 @@ def lightning(folder):
         yield name, run("plain", SAVED[name], where, **saving, trainer={"callbacks": [kept, best]})
 
 
-def chained(folder):
+def change_sizes(folder):
     """A run begun by two processes, continued by one, which saves, and then by four."""
     if world_size() == 1:
         for name in LIGHTNING:
@@ -134,7 +134,7 @@ def chained(folder):
             yield reader, run("plain", SAVED[reader], folder / "resumed", folder / "chained" / "checkpoint-8")
 
 
-def evaluated(folder):
+def evaluate(folder):
     for name in EVALUATED:
         where, strategy = folder / "evaluated" / name, copy.deepcopy(SAVED[name])
         best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
@@ -147,17 +147,17 @@ def evaluated(folder):
         tokens = {"use_cpu": True, "predict_with_generate": True, "report_to": "none"}
         seq2seq = Seq2SeqTrainer(make_t5(), Seq2SeqTrainingArguments(str(where / "tokens"), **tokens, **strategy))
         predictions = seq2seq.predict(t5_data(5), max_length=9, num_beams=2).predictions
-        yield name, {**found_by(trainer), "before": before, "after": after, "tokens": predictions}
+        yield name, {**result_of(trainer), "before": before, "after": after, "tokens": predictions}
 
 
-def half(folder):
+def train_in_half_precision(folder):
     for name in HALF:
         strategy, precision = name.rsplit(" ", 1)
         settings = {precision: True, "save_strategy": "steps", "save_steps": 4}
         yield name, run("llama", SAVED[strategy], folder / "half" / name, **settings)
 
 
-def adapters(folder):
+def train_adapters(folder):
     for name in ("ddp", "fsdp1 whole", "fsdp2 whole", "fsdp2 parts"):
         where = folder / "peft" / name
         yield name, run("peft", SAVED[name], where, save_strategy="steps", save_steps=4, num_train_epochs=1)
@@ -205,7 +205,7 @@ class OwnLoader(Trainer):
         return self.accelerator.prepare(torch.utils.data.DataLoader(self.train_dataset, batch_size=4))
 
 
-def regressions(folder):
+def rerun_regressions(folder):
     """Trainings that went wrong once."""
     own = {"trainer_class": lambda library: OwnLoader, "eval_strategy": "epoch", "num_train_epochs": 1}
     for name in WAYS:
@@ -214,7 +214,7 @@ def regressions(folder):
         trainer, _ = build("hftrainer", "llama", folder / "overflow", **settings)
         trainer.accelerator.scaler._init_scale = 2.0**30  # all processes find infinite gradients at first
         trainer.train()
-        yield f"overflow {name}", found_by(trainer)
+        yield f"overflow {name}", result_of(trainer)
         smooth = {"label_smoothing_factor": 0.1, "max_steps": 3}
         yield f"label smoothing {name}", run("llama", strategy, folder / "smooth", **smooth)
         yield f"own loader {name}", run("plain", strategy, folder / "own", **own)
@@ -242,7 +242,7 @@ def odd_models(folder):
                 yield f"vit {name}, from ddp", go(folder / "resumed", folder / "odd" / "vit ddp" / "checkpoint-3")
 
 
-def groups(folder):
+def count_groups(folder):
     for number, ends in enumerate((False, True, True)):
         for kind in ("full_shard", "hybrid_shard"):
             trainer, _ = build("hftrainer", "plain", folder / "groups", max_steps=1, fsdp=kind)

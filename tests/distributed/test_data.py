@@ -16,12 +16,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(processes, folder):
+def results(processes, folder):
     return {name: processes.run_ranks(cases_data.train_all, 2, name, folder) for name in LIBRARIES}
 
 
 @pytest.fixture(scope="module")
-def resumptions(processes, found, folder):
+def resumptions(processes, results, folder):
     """By rank, the resumed runs by case, the run with shards of different length, and what was logged."""
     return processes.run_ranks(cases_data.go_on, 2, folder)
 
@@ -33,8 +33,8 @@ def assert_same_batches(ours, theirs):
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("case", CASES)
-def test_batches_and_training_are_those_of_transformers(found, case, rank):
-    (ours, *tensors), (theirs, *expected) = (found[name][rank][case] for name in ("hftrainer", "transformers"))
+def test_batches_and_training_are_those_of_transformers(results, case, rank):
+    (ours, *tensors), (theirs, *expected) = (results[name][rank][case] for name in ("hftrainer", "transformers"))
     for pair in zip(tensors, expected, strict=True):
         assert_same_batches(*pair)
     assert_same(ours, theirs)
@@ -42,8 +42,8 @@ def test_batches_and_training_are_those_of_transformers(found, case, rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("case", RESUMED)
-def test_resumed_run_reads_the_remaining_batches(found, resumptions, case, rank):
-    undisturbed, expected, all_seen, _ = found["hftrainer"][rank][case]
+def test_resumed_run_reads_the_remaining_batches(results, resumptions, case, rank):
+    undisturbed, expected, all_seen, _ = results["hftrainer"][rank][case]
     resumed, random, seen, _ = resumptions[rank][0][case]
     assert 0 < len(seen) < len(all_seen)
     assert_same_batches(seen, all_seen[-len(seen) :])

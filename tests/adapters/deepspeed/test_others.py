@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hftrainer import TrainingArguments
+from tests.adapters.deepspeed.others import CASES
 from tests.adapters.deepspeed.sets import AUTO, STAGES, TOLERANCE
 from tests.support.jobs import assert_same
 from tests.support.launching import TORCHRUN, accelerate, free_port, read, run_python, start as start_script
@@ -25,13 +26,13 @@ def folder(tmp_path_factory):
 def found(folder):
     run = run_python(*TORCHRUN, str(HERE / "others.py"), str(folder))
     assert run.returncode == 0, run.stderr[-3000:]
-    names = ("loading", "in_parts", "evaluating", "generating", "ending_apart", "full", "names", "propagating", "given")
+    names = [case.__name__ for case in CASES]
     return {name: [pickle.loads((folder / f"{name}-{rank}.pkl").read_bytes()) for rank in RANKS] for name in names}
 
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_from_pretrained_partitions_and_trains_the_same(found, rank):
-    loaded = found["loading"][rank]
+    loaded = found["load_pretrained"][rank]
     assert loaded["partitioned, partitioned at first"]
     assert loaded["partitioned, numbers at first"] == 0
     assert not loaded["whole, partitioned at first"]
@@ -44,17 +45,17 @@ def test_from_pretrained_partitions_and_trains_the_same(found, rank):
 @pytest.mark.parametrize("attempt", range(3))
 def test_search_over_configurations_trains_as_each_alone(tmp_path, attempt):
     """Processes must exit cleanly: they were aborted at exit in two of five attempts."""
-    run = run_python(*TORCHRUN, str(HERE / "others.py"), str(tmp_path), "searching")
+    run = run_python(*TORCHRUN, str(HERE / "others.py"), str(tmp_path), "search_configurations")
     assert run.returncode == 0, run.stderr[-3000:]
     for rank in RANKS:
-        searched = pickle.loads((tmp_path / f"searching-{rank}.pkl").read_bytes())
+        searched = pickle.loads((tmp_path / f"search_configurations-{rank}.pkl").read_bytes())
         assert searched["stages"] == [2, 3, 0]
         assert searched["trials"] == searched["alone"]
         assert searched["trials"][0] != searched["trials"][1]
 
 
 def test_weights_that_are_not_gathered_stay_in_parts(found):
-    saved = found["in_parts"][0]
+    saved = found["save_in_parts"][0]
     for name in ("final", "checkpoint-2"):
         assert {"config.json", "latest", "zero_to_fp32.py", "training_args.bin"} <= set(saved[name])
         assert not any(file.endswith((".safetensors", ".bin")) and "args" not in file for file in saved[name])
@@ -63,7 +64,7 @@ def test_weights_that_are_not_gathered_stay_in_parts(found):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_evaluation_before_and_after_training_is_that_of_ddp(found, rank):
-    evaluated = found["evaluating"][rank]
+    evaluated = found["evaluate_and_train"][rank]
     until_second = 6  # which begins with a new optimizer here, and with the old one without DeepSpeed
     assert evaluated["stage 2"][:until_second] == pytest.approx(evaluated["none"][:until_second], rel=TOLERANCE)
     assert evaluated["stage 3"] == pytest.approx(evaluated["stage 2"], rel=1e-6)  # the sum is of 5,400 numbers
@@ -72,7 +73,7 @@ def test_evaluation_before_and_after_training_is_that_of_ddp(found, rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_partitioned_models_generate(found, rank):
-    generated = found["generating"][rank]
+    generated = found["generate"][rank]
     assert [line[:8] for line in generated["partitioned"]] == generated["whole"]
     assert len({tuple(line) for line in generated["whole"]}) > 1
 
@@ -80,16 +81,16 @@ def test_partitioned_models_generate(found, rank):
 @pytest.mark.parametrize("rank", RANKS)
 def test_generation_waits_for_the_longest_sequence_of_all_ranks(found, rank):
     """Ranks take samples in turn: those of rank 0 get seven tokens, those of rank 1 two."""
-    assert found["ending_apart"][rank] == [7, 2, 7, 2]
+    assert found["generate_unequal_lengths"][rank] == [7, 2, 7, 2]
 
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_full_disk_of_one_rank_skips_the_checkpoint(found, rank):
-    assert found["full"][rank] == {"folders": ["checkpoint-1", "checkpoint-3", "checkpoint-4"], "steps": 4}
+    assert found["fill_one_disk"][rank] == {"folders": ["checkpoint-1", "checkpoint-3", "checkpoint-4"], "steps": 4}
 
 
 def test_deepspeed_names_of_the_trainer_and_accelerator(found):
-    names = found["names"][0]
+    names = found["use_deepspeed_names"][0]
     assert "pass optimizer_cls_and_kwargs" in names.pop("refused")
     losses = names.pop("losses")
     assert len(losses) == 3
@@ -102,7 +103,7 @@ def test_deepspeed_names_of_the_trainer_and_accelerator(found):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_propagate_args_to_deepspeed_changes_the_batch_size(found, rank):
-    propagated = found["propagating"][rank]
+    propagated = found["propagate_arguments"][rank]
     assert propagated["changed"] == propagated["made so"]
     assert propagated["changed"][-1] == 2
     assert "set per_device_train_batch_size" in propagated["refused"]
@@ -110,7 +111,7 @@ def test_propagate_args_to_deepspeed_changes_the_batch_size(found, rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_given_schedules_callbacks_and_types_work(found, rank):
-    given = found["given"][rank]
+    given = found["use_given_objects"][rank]
     assert given["schedule, stage 2"] == given["schedule, stage 0"] == [0.1, 0.05, 0.025]
     assert given["monitor"]
     assert len(set(given["types"])) == 2  # before training and after it, in one type throughout
@@ -128,18 +129,18 @@ def test_given_schedules_callbacks_and_types_work(found, rank):
     ],
 )
 def test_unsupported_setting_is_refused(found, name, words):
-    assert words in found["given"][0][name]
+    assert words in found["use_given_objects"][0][name]
 
 
 def test_fewer_processes_resume_only_from_a_universal_checkpoint(tmp_path):
     for launcher, script, words in (
         (TORCHRUN, "sets.py", ("hftrainer", str(tmp_path), "stage 2")),
-        ((), "others.py", (str(tmp_path), "one")),
+        ((), "others.py", (str(tmp_path), "resume_alone")),
     ):
         run = run_python(*launcher, str(HERE / script), *words)
         assert run.returncode == 0, run.stderr[-3000:]
     (both,) = (pickle.loads(path.read_bytes())["stage 2"]["logs"] for path in tmp_path.glob("hftrainer-0.pkl"))
-    one = pickle.loads((tmp_path / "one-0.pkl").read_bytes())
+    one = pickle.loads((tmp_path / "resume_alone-0.pkl").read_bytes())
     assert "holds shards of 2 processes, but this run has 1" in one["parts"]
     assert "ds_to_universal" in one["parts"]
     written = load_file(tmp_path / "hftrainer" / "stage 2" / "checkpoint-4" / "model.safetensors")
