@@ -98,6 +98,7 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         fields = [*legacy.HIDDEN_FIELDS.values(), *dataclasses.fields(self)]
         defaults = {field.name: field.default for field in fields}
         legacy.translate(self, defaults)
+        given = dict(vars(self))
         normalize(self)
         if self.use_cpu:
             self.dataloader_pin_memory = False
@@ -108,6 +109,9 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         self._join_process_group()
         initialize_state(ResolvedArguments(self))
         legacy.set_release_values(self)
+        values = vars(self).items()
+        # As text, since a script may change a list or dict in place.
+        vars(self)["_derived"] = {name: repr(v) for name, v in values if given.get(name) == defaults.get(name) != v}
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude resolved arguments, which belong to one Trainer and process, from copies and pickles."""

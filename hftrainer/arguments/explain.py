@@ -38,7 +38,7 @@ class Explanation:
     """How training arguments are handled.
 
     Attributes:
-        lines: the arguments that differ from their defaults.
+        lines: the arguments that differ from their defaults, without those that other arguments set.
         errors: the errors in their values.
         call: the equivalent `lightning.Trainer(...)`.
         policy: the policy of the followed release.

@@ -52,7 +52,7 @@ def non_neutral_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]
         # Compared first, since most arguments have their default.
         if (value := getattr(args, name)) != field.default
         and not known[name].has_no_effect(value, field.default)
-        and not legacy.is_set_by_release(args, name)
+        and not legacy.is_derived(args, name)
     }
 
 
@@ -148,7 +148,7 @@ def find_unused_settings(resolved: ResolvedArguments) -> list[str]:
         warnings.append(
             f"debug='tpu_metrics_debug' prints nothing: training is on {resolved.device}, which is not an XLA device."
         )
-    if args.fsdp_config and not args.fsdp and not legacy.is_set_by_release(args, "fsdp_config"):
+    if args.fsdp_config and not args.fsdp and not legacy.is_derived(args, "fsdp_config"):
         warnings.append("fsdp_config has no effect without fsdp=True.")
     if args.fsdp and (ddp_names := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
         warnings.append(f"{' and '.join(ddp_names)} have no effect with fsdp, which does not use DDP.")

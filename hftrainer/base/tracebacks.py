@@ -46,6 +46,9 @@ class HideEngineFrames:
         while link is not None and id(link) not in visited_ids:
             visited_ids.add(id(link))
             frames = _frames(link.__traceback__)
+            # The last frames handle the signal, or stop the run after it.
+            while isinstance(link, KeyboardInterrupt) and frames and _package(frames[-1]) in _ENGINE - {"torch"}:
+                frames.pop()
             # The first frame is that of `train()`.
             first = frames[:1] if link is error else []
             rest = frames[len(first) :]

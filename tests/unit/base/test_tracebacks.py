@@ -3,6 +3,7 @@
 import re
 import sys
 import traceback
+from signal import SIGINT, raise_signal
 from types import SimpleNamespace
 
 import pytest
@@ -106,6 +107,13 @@ def test_all_frames_on_request(tmp_path, monkeypatch):
     error = fail_to_train(tmp_path, {"data_collator": fail})
     assert len(traceback.extract_tb(error.__traceback__)) > 20
     assert len(error.__notes__) == 1
+
+
+def test_ctrl_c_shows_the_script_alone(tmp_path):
+    callback = type("Stop", (hftrainer.TrainerCallback,), {"on_step_end": lambda *_, **__: raise_signal(SIGINT)})
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fail_to_train(tmp_path, {"callbacks": [callback]})
+    assert [frame.name for frame in traceback.extract_tb(caught.tb)][1:] == ["fail_to_train"]
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 11)])
