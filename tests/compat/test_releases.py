@@ -428,7 +428,7 @@ def test_every_difference_between_releases_has_a_case():
     [(kind, name) for kind in reversed(POLICIES[:-1]) for name in SHOWN_BY[str(kind.last_release)]],
 )
 def test_case_fails_without_the_difference_that_it_shows(observe, monkeypatch, kind, decision):
-    """In the last release that has it."""
+    """Each difference is tried in the last release that has it."""
     name = SHOWN_BY[str(kind.last_release)][decision]
     if name not in CASES:
         assert Path(__file__).parents[2].joinpath(name).is_file()

@@ -52,7 +52,7 @@ class Shuffled(IterableDataset):
 
 
 class Counting(IterableDataset):
-    """Can be brought back to where it was."""
+    """Samples whose position is saved and restored."""
 
     def __init__(self, count=40):
         self.samples, self.at = plain_data(count), 0

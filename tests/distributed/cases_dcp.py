@@ -53,7 +53,6 @@ def read_all(folder):
 
 
 def read_given(folder, way, checkpoints):
-    """The weights of these checkpoints."""
     given = {"max_steps": 2, "save_strategy": "no"}
     return [run("plain", WAYS[way], folder / "read", each, **given)["weights"] for each in checkpoints]
 

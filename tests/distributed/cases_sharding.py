@@ -206,7 +206,6 @@ class OwnLoader(Trainer):
 
 
 def rerun_regressions(folder):
-    """Trainings that went wrong once."""
     own = {"trainer_class": lambda library: OwnLoader, "eval_strategy": "epoch", "num_train_epochs": 1}
     for name in WAYS:
         strategy = SAVED[name]

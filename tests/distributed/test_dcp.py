@@ -45,7 +45,7 @@ def checkpoint(written, folder):
 
 
 @pytest.mark.parametrize("count", OTHERS)
-def test_any_number_of_processes_reads_what_any_has_written(processes, folder, written, count):
+def test_any_number_of_processes_reads_checkpoints_of_any_other(processes, folder, written, count):
     found = processes.run_ranks(read_all, count, folder)[0]
     for (of, writer, reader, steps), read in found.items():
         if steps == 2:

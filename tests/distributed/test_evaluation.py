@@ -36,7 +36,7 @@ def test_every_sample_is_evaluated_once(results):
         assert len(result["metrics"]["eval_losses"]) == size
 
 
-def test_generated_lengths_differ(results):
+def test_generated_rows_of_uneven_lengths_are_padded(results):
     tokens = results[0]["generation of uneven lengths"][13]["predictions"]
     assert tokens.shape[0] == 13
     assert len({int((row != -100).sum()) for row in tokens}) > 1

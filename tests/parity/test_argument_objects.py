@@ -95,7 +95,7 @@ def test_accumulation_set_on_accelerator_config_takes_effect(tmp_path, library):
 
 @pytest.mark.parametrize("kind", [AcceleratorConfig, transformers.trainer_pt_utils.AcceleratorConfig])
 def test_accelerator_config_object_is_used_without_copying(tmp_path, kind):
-    """Code that holds the object may still change it."""
+    """A script that keeps the object may change it later."""
     config = kind()
     args = make_args(hftrainer, tmp_path, accelerator_config=config)
     assert args.accelerator_config is config

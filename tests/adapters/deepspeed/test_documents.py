@@ -138,7 +138,7 @@ def test_fp16_section_of_the_document_is_read(line):
 
 @pytest.mark.parametrize("line", ["trainer_api_v4.1:491"])
 def test_amp_section_of_the_document_is_refused(line):
-    """Given to DeepSpeed as it is, which has removed it."""
+    """DeepSpeed, which gets the section unchanged, no longer has it."""
     args = TrainingArguments("o", use_cpu=True, deepspeed={**STAGE_2, **json.loads(AMP)})
     assert args.hf_deepspeed_config.config["amp"] == {"enabled": True, "opt_level": "O1"}
     with pytest.raises(InvalidConfig, match=r"deepspeed: amp=.* is refused by DeepSpeed .*has been removed"):
@@ -206,7 +206,7 @@ FILES = {"trainer_guide_zh_v4.48:448": FILE, "trainer_guide_zh_v4.48:467": PLUGI
 
 @pytest.mark.parametrize("line", FILES)
 def test_accelerate_file_of_the_document_trains(line, tmp_path):
-    """With two processes instead of four."""
+    """With two processes instead of its four."""
     (tmp_path / "ds_zero3_config.json").write_text(json.dumps(STAGES[3]))
     (tmp_path / "config.yaml").write_text(SHARED + FILES[line])
     launcher = f"accelerate launch --config_file config.yaml --main_process_port {free_port()} trainer-program.py"

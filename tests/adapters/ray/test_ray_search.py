@@ -167,7 +167,7 @@ def test_truncated_state_does_not_start_a_new_search(tmp_path):
 
 
 def test_error_that_every_trial_would_have_ends_the_search(tmp_path):
-    """It reaches the user unchanged."""
+    """The user gets that error itself."""
     trainer, rates = make_saving(tmp_path / "out"), grid(learning_rate=[1e-3, 1e-2])
     with pytest.raises(InvalidArgument, match=r"compute_objective returned None: it must return a number\."):
         search(trainer, **rates, compute_objective=return_none, max_concurrent_trials=1)

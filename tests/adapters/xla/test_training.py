@@ -44,7 +44,6 @@ def test_training_is_that_of_the_cpu(tmp_path, name, settings):
 
 
 def test_adamw_torch_xla_steps_as_torchs(tmp_path):
-    """Without a scaled loss."""
     ours = train(tmp_path / "a", optim="adamw_torch_xla")
     assert type(ours.optimizer).__module__ == "torch_xla.amp.syncfree.adamw"
     assert_close(ours, train(tmp_path / "b", optim="adamw_torch"))
