@@ -47,7 +47,7 @@ MODELS["plain without dropout"] = (without_dropout(make_plain), functools.partia
 MODELS["wide"] = (make_wide, plain_data)
 
 
-class Watch(TrainerCallback):
+class ForbidWaiting(TrainerCallback):
     """Makes waiting for the device an error in all steps from the fourth, but for their log lines; counts the steps."""
 
     def __init__(self):

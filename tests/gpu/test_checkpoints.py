@@ -19,7 +19,7 @@ from tests.gpu.support import DEVICE, HERE, assert_same_weights, build, train
 SAVING = {**HERE, "save_strategy": "steps", "save_steps": 7}
 
 
-def test_resume_after_kill(tmp_path):
+def test_resume_after_kill_is_exact(tmp_path):
     """BERT has dropout in each layer, whose masks come from the device's own generator."""
     whole = train("hftrainer", "bert", tmp_path / "whole", **SAVING)
     with pytest.raises(ProcessExitedException) as ended:
@@ -46,7 +46,7 @@ class Copies(TrainerCallback):
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["written at once", "written two steps later"])
-def test_background_save(tmp_path, monkeypatch, held):
+def test_background_save_has_weights_of_its_step(tmp_path, monkeypatch, held):
     """It has the weights of its step: what is written at once was copied whole, what is written later is a copy."""
     copies, threads, publish = Copies(), [], writer.CheckpointWriter._publish_checkpoint
 
@@ -76,7 +76,7 @@ def test_background_save(tmp_path, monkeypatch, held):
     assert all(changed), "training has not gone on"
 
 
-def test_host_copies():
+def test_host_copies_are_separate_tied_and_reused():
     """They are apart from the originals, tied where these are, and in memory that is used again."""
     weight = torch.randn(1024, 1024, device=DEVICE)  # large enough to be pinned
     added = OrderedDict(weight=weight, tied=weight.t(), part=weight[3:5], parameter=nn.Parameter(weight[0]))

@@ -21,7 +21,7 @@ TWO = pytest.param(2, marks=pytest.mark.skipif(ranks.DEVICES < 2, reason="needs 
 def outcome(tmp_path_factory):
     found = {}
 
-    def ask(name, count):
+    def outcome_of(name, count):
         if (name, count) not in found:
             try:
                 by_rank = ranks.run(ranks.train_strategies, count, GROUPS[name], tmp_path_factory.mktemp("ranks"))
@@ -33,7 +33,7 @@ def outcome(tmp_path_factory):
             raise found[name, count]
         return found[name, count]
 
-    return ask
+    return outcome_of
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ class TestStrategy:
                 assert first[run]["logs"] == other[run]["logs"]
                 assert_same_weights(first[run]["weights"], other[run]["weights"])
 
-    def test_devices(self, outcome, name, count):
+    def test_each_rank_has_its_device_and_backend(self, outcome, name, count):
         """A device for each rank, and its own backend; one rank needs a group for sharding only."""
         found = outcome(name, count)
         devices = [f"cuda:{rank}" for rank in range(count)] if ON_GPU else ["cpu"] * count

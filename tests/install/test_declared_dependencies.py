@@ -20,7 +20,7 @@ def run(command, cwd, **variables):
     return done.stdout
 
 
-def test_an_environment_with_only_the_declared_dependencies(tmp_path):
+def test_declared_dependencies_suffice_to_import_and_train(tmp_path):
     """Without transformers, accelerate, datasets: importing works, and the plain example trains."""
     python = tmp_path / "venv" / "bin" / "python"
     run([sys.executable, "-m", "venv", tmp_path / "venv"], tmp_path)
@@ -63,14 +63,14 @@ def resolve(tmp_path_factory):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libraries for TPUs are for Linux")
-def test_torch_xla_comes_with_its_torch(resolve):
+def test_tpu_extra_resolves_to_the_torch_of_torch_xla(resolve):
     versions = resolve("tpu")
     assert versions["torch"].startswith("2.9.") and versions["torch-xla"].startswith("2.9.")
     assert "libtpu" in versions
 
 
 @pytest.mark.skipif(sys.platform != "linux" or sys.version_info < (3, 11), reason="torch_tpu: Linux, Python 3.11")
-def test_torch_tpu_comes_with_what_it_imports(resolve):
+def test_torch_tpu_extra_brings_what_it_imports(resolve):
     imported = {"absl-py", "frozendict", "immutabledict", "libtpu", "portpicker", "pyzmq", "torch"}
     assert imported <= resolve("torch-tpu").keys()
 
@@ -83,7 +83,7 @@ def newest(package, folder, *options):
     return Version(found["metadata"]["version"])
 
 
-def test_a_pre_release_of_lightning(tmp_path):
+def test_newest_pre_release_of_lightning_is_reported(tmp_path):
     """A report: pyproject.toml does not admit it, so what fails with it is the reason of a skip, and no failure."""
     candidate = newest("lightning", tmp_path, "--pre")
     if candidate <= newest("lightning", tmp_path):

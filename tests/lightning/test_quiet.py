@@ -38,7 +38,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_nothing_but_the_log_lines(tmp_path, processes, run):
+def test_run_prints_no_tips_or_announcements_of_lightning(tmp_path, processes, run):
     text = textwrap.dedent(SCRIPT) + textwrap.dedent(RUNS[run])
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHONWARNINGS")}
     script = text.format(folder=str(tmp_path / "out"))

@@ -13,7 +13,7 @@ def deepspeed_installed(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def nobody_to_meet(monkeypatch):
+def _no_process_group(monkeypatch):
     """The launchers of these tests are made up: their variables name processes that are not there."""
     monkeypatch.setattr(TrainingArguments, "_join_process_group", lambda self: None)
 

@@ -41,14 +41,14 @@ def test_loading_processes_end_with_the_run(make_trainer):
 
 
 @pytest.mark.newest_peer  # it was a method before
-def test_metrics_format_is_that_of_transformers(make_trainer):
+def test_metrics_format_matches_transformers(make_trainer):
     metrics = {"train_runtime": 3725.6789, "total_flos": 5 << 33, "init_mem_cpu_alloc_delta": 5 << 20}
     metrics |= {"train_loss": 0.123456, "epoch": 3, "note": "text"}
     assert make_trainer().metrics_format(metrics) == transformers.trainer_pt_utils.metrics_format(metrics)
 
 
 @pytest.mark.parametrize("make_model", [make_plain, make_bert, make_llama])
-def test_decay_parameter_names(make_trainer, tmp_path, make_model):
+def test_decay_parameter_names_match_transformers(make_trainer, tmp_path, make_model):
     model = make_model()
     ours = make_trainer(model).get_decay_parameter_names(model)
     theirs = transformers.Trainer(model, transformers.TrainingArguments(str(tmp_path), use_cpu=True))
@@ -56,7 +56,7 @@ def test_decay_parameter_names(make_trainer, tmp_path, make_model):
     assert 0 < len(ours) < len(dict(model.named_parameters()))
 
 
-def test_optimizer_questions(make_trainer):
+def test_optimizer_getters_give_rates_and_groups(make_trainer):
     trainer = make_trainer(learning_rate=0.25, weight_decay=0.5)
     with pytest.raises(ValueError, match="no optimizer yet"):
         trainer.get_learning_rates()
@@ -69,7 +69,7 @@ def test_optimizer_questions(make_trainer):
     assert trainer.get_num_trainable_parameters() == sum(p.numel() for p in trainer.model.parameters())
 
 
-def test_counting(make_trainer):
+def test_examples_tokens_and_flops_are_counted(make_trainer):
     trainer = make_trainer(make_bert(), text_data(), remove_unused_columns=True)
     loader = trainer.get_train_dataloader()
     assert trainer.num_examples(loader) == 38
@@ -94,7 +94,7 @@ def test_counting(make_trainer):
         ("label_ids", [torch.tensor([1, 2]), torch.tensor([3, 4])]),
     ],
 )
-def test_default_collator_as_transformers(name, values):
+def test_default_collator_matches_transformers(name, values):
     others = {"x": torch.ones(2), "y": np.arange(3), "z": [1, 2], "text": "no", "nothing": None}
     features = [{**others, name: value} for value in values]
     ours, theirs = (library.default_data_collator(features) for library in (hftrainer, transformers))
@@ -110,7 +110,7 @@ def make_vit():
 
 
 @pytest.mark.parametrize("make_model", [make_tied, make_vit])
-def test_weights_under_fewer_or_other_names(make_trainer, tmp_path, caplog, make_model):
+def test_resume_restores_tied_and_renamed_weights(make_trainer, tmp_path, caplog, make_model):
     """A plain module's shared tensor is written once; transformers v5 saves a ViT in the names of older releases."""
     images = [{"pixel_values": torch.randn(1, 4, 4), "labels": i % 3} for i in range(20)]
     data = images if make_model is make_vit else plain_data()
@@ -122,7 +122,7 @@ def test_weights_under_fewer_or_other_names(make_trainer, tmp_path, caplog, make
     assert "lacks" not in caplog.text
 
 
-def test_adapters_into_a_model_without(make_trainer, tmp_path):
+def test_resume_of_adapters_needs_a_peft_model(make_trainer, tmp_path):
     make_trainer(make_peft(), language_data()).train()
     with pytest.raises(CheckpointNotFound, match="get_peft_model"):
         make_trainer(make_llama(), language_data()).train(resume_from_checkpoint=True)
@@ -146,7 +146,7 @@ def test_model_stays_in_use_after_training(make_trainer):
     assert trainer.model is model
 
 
-def test_accelerator_names(make_trainer):
+def test_accelerator_methods_work_in_one_process(make_trainer):
     accelerator, model, tensor = make_trainer().accelerator, make_plain(), torch.ones(3)
     assert accelerator.prepare(model) is accelerator.unwrap_model(model) is model
     assert accelerator.num_processes == accelerator.state.num_processes == 1
@@ -174,7 +174,7 @@ assert drawn == random.getstate()
     assert done.returncode == 0, done.stderr
 
 
-def test_methods_before_init(tmp_path):
+def test_methods_may_be_called_before_init(tmp_path):
     """SpanMarker and sentence-transformers call them on a Trainer that is not made yet."""
 
     class Own(Trainer):

@@ -35,7 +35,7 @@ ScriptArguments = make_dataclass(
 )
 
 
-def choose(name):
+def make_model_and_data(name):
     """A tiny model of the kind that was named, and data for it."""
     kinds = {"bert": (make_bert, text_data), "t5": (make_t5, t5_data), "mbart": (make_t5, t5_data)}
     make_model, make_data = next((kinds[kind] for kind in kinds if kind in name), (make_plain, plain_data))
@@ -58,7 +58,7 @@ def parse(words):
 def logs_of_release(words):
     """What the installed transformers itself logs, in the same processes."""
     script, args = make_parser(PARSERS[0], transformers.Seq2SeqTrainingArguments).parse_args_into_dataclasses(words)
-    model, data = choose(script.model_name_or_path)
+    model, data = make_model_and_data(script.model_name_or_path)
     trainer = transformers.Seq2SeqTrainer(model, args, train_dataset=data, eval_dataset=data)
     trainer.train()
     return trainer.state.log_history
@@ -66,7 +66,7 @@ def logs_of_release(words):
 
 def run(words):
     script, args = parse(words)
-    model, data = choose(script.model_name_or_path)
+    model, data = make_model_and_data(script.model_name_or_path)
     trainer = LIBRARY.Seq2SeqTrainer(model, args, train_dataset=data, eval_dataset=data)
     devices = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")}
     found = {"script": asdict(script), "environment": devices, "device": str(args.device)}

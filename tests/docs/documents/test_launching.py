@@ -70,13 +70,13 @@ def settings_of(run):
     return FsdpSettings(**{**run["sharding"], "wrap_classes": classes and tuple(classes)})
 
 
-def test_torchrun_trains_as_the_release(by_torchrun):
+def test_torchrun_logs_match_transformers(by_torchrun):
     running.assert_as_release([[runs["replicas"], runs["release"]] for runs in by_torchrun])
     assert {runs["replicas"]["environment"]["CUDA_VISIBLE_DEVICES"] for runs in by_torchrun} == {"2,0"}
 
 
 @pytest.mark.parametrize("words", FSDP)
-def test_fsdp(words, by_torchrun):
+def test_fsdp_option_shards_with_losses_of_replicas(words, by_torchrun):
     """Sharded as the option says, with the losses of replicas."""
     for runs in by_torchrun:
         assert runs[words]["kind"] == "FSDP"
@@ -86,7 +86,7 @@ def test_fsdp(words, by_torchrun):
     assert first[words]["weights"] == pytest.approx(first["replicas"]["weights"], abs=1e-5)
 
 
-def test_fsdp_config(by_torchrun):
+def test_fsdp_config_keys_reach_the_settings(by_torchrun):
     for runs in by_torchrun:
         for name, expected in {"file": READ, "size": BY_SIZE}.items():
             assert settings_of(runs[name]) == expected
@@ -95,7 +95,7 @@ def test_fsdp_config(by_torchrun):
     assert ResolvedArguments(args).fsdp == READ
 
 
-def test_whole_model_saved_from_shards(by_torchrun, folder):
+def test_save_model_writes_whole_model_from_shards(by_torchrun, folder):
     """Though checkpoints are in parts."""
     written = load_file(folder / "final" / "model.safetensors")
     sums = {name: value.sum().item() for name, value in written.items()}
@@ -104,7 +104,7 @@ def test_whole_model_saved_from_shards(by_torchrun, folder):
         assert sums == pytest.approx(runs["shards"]["weights"], abs=1e-6)
 
 
-def test_sharded_model_generates(by_torchrun):
+def test_sharded_model_generates_same_tokens(by_torchrun):
     for runs in by_torchrun:
         assert runs["generates"]["kind"] == "FSDP"
         assert runs["generates"]["tokens"] == runs["generates whole"]["tokens"]
@@ -147,13 +147,13 @@ def by_launch(tmp_path_factory):
     return [dict(zip([*chosen, "release"], runs, strict=True)) for runs in ranks]
 
 
-def test_launch_trains_as_the_release(by_launch):
+def test_distributed_launch_logs_match_transformers(by_launch):
     running.assert_as_release([[runs[NORMAL, ""], runs["release"]] for runs in by_launch])
     assert {runs[NORMAL, ""]["environment"]["CUDA_VISIBLE_DEVICES"] for runs in by_launch} == {"0,2"}
 
 
 @pytest.mark.parametrize(("words", "option"), SHARDED, ids=[option for _, option in SHARDED])
-def test_sharded_ddp(words, option, by_launch):
+def test_sharded_ddp_has_losses_of_replicas(words, option, by_launch):
     """The losses are those of replicas, as FairScale's were."""
     for rank, runs in enumerate(by_launch):
         sharded, whole = runs[words, option], runs[words, ""]
@@ -170,7 +170,7 @@ def test_sharded_ddp(words, option, by_launch):
 
 
 @functools.cache
-def release_alone():
+def logs_of_transformers():
     return comparable(program.logs_of_release(several(NORMAL).split()))
 
 
@@ -179,11 +179,11 @@ VARIABLES += ["DEVICE_ORDER=PCI_BUS_ID", "DEVICE_ORDER=FASTEST_FIRST"]
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
-def test_variables_of_gpus(variable, tmp_path):
+def test_gpu_variables_reach_a_cpu_script_unchanged(variable, tmp_path):
     """Without a GPU the script trains on the CPU as the release does; it sees the variable as it is."""
     name, _, value = f"CUDA_{variable}".partition("=")
     (run,) = running.run_python(tmp_path, several(NORMAL), **{name: value})
-    assert comparable(run["logs"]) == release_alone()
+    assert comparable(run["logs"]) == logs_of_transformers()
     assert (run["place"], run["device"], run["environment"][name]) == ([0, 0, 1], "cpu", value)
 
 
@@ -199,7 +199,7 @@ def glue_words(size, rate):
     return several(" ".join(WORDS.format(size=size, rate=rate).split()))
 
 
-def test_accelerate_trains_as_the_release(tmp_path):
+def test_accelerate_launch_logs_match_transformers(tmp_path):
     """On a machine without GPUs it would start one process: it is told that there are two."""
     block = f"accelerate launch --num_processes 2 trainer-program.py {several(NORMAL)}"
     found = running.run(tmp_path, block, "trainer-program.py", RELEASE=several(NORMAL))
@@ -207,7 +207,7 @@ def test_accelerate_trains_as_the_release(tmp_path):
     running.assert_as_release(found)
 
 
-def test_run_glue(tmp_path):
+def test_run_glue_trains_and_evaluates(tmp_path):
     given = glue_words(32, "2e-5").replace("$TASK_NAME", "mrpc")
     (run,) = running.run_python(tmp_path, given, fresh=True, INSTALL="1")
     assert run["trainer"] == "hftrainer.trainer_seq2seq"
@@ -216,7 +216,7 @@ def test_run_glue(tmp_path):
     assert run["metrics"]["eval_loss"] < run["logs"][0]["loss"]
 
 
-def test_run_glue_with_fsdp(tmp_path):
+def test_run_glue_fsdp_by_file_and_options_gives_same_weights(tmp_path):
     """By a file that `accelerate config` has written, and by options: the same weights."""
     (tmp_path / "default_config.yaml").write_text(FSDP_FILE)
     options = (
@@ -255,7 +255,7 @@ num_processes: 2
 {END_OF_FILE}"""
 
 
-def test_two_machines(tmp_path):
+def test_accelerate_launch_joins_two_machines(tmp_path):
     free = port()
     for rank in (0, 1):
         (tmp_path / f"{rank}.yaml").write_text(TWO_MACHINES.format(rank=rank, port=free))

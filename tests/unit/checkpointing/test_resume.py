@@ -14,7 +14,7 @@ from tests.support.parts import stepped
 @pytest.mark.parametrize(
     ("now", "warns"), [(2, False), (3, True), (1, True), (0.5, False)], ids=["same", "other", "every step", "ratio"]
 )
-def test_changed_steps(tmp_path, caplog, name, now, warns):
+def test_changed_number_of_steps_warns(tmp_path, caplog, name, now, warns):
     """A state has the number of steps that came of a ratio: it says nothing of a change."""
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **{name: now})
     warn_about_changed_arguments(args, TrainerState(**{name: 2}))
@@ -25,7 +25,7 @@ def test_changed_steps(tmp_path, caplog, name, now, warns):
     ("name", "value", "error"),
     [("amsgrad", None, "amsgrad is None"), ("maximize", None, "maximize is None"), ("fused", None, None)],
 )
-def test_settings_without_a_value(name, value, error):
+def test_optimizer_setting_of_none_is_refused(name, value, error):
     _, optimizer = stepped()
     state = optimizer.state_dict()
     state["param_groups"][0][name] = value

@@ -23,7 +23,7 @@ def test_replaced_gathering_is_called_for_each_batch(make_trainer, replaced):
     assert len(gathered) == 3 * 5  # losses, predictions and labels of five batches
 
 
-def test_gathering_that_is_replaced_during_the_pass(make_trainer):
+def test_gathering_replaced_during_the_pass_is_used(make_trainer):
     trainer, seen = make_trainer(trainer={"compute_metrics": lambda p: {"rows": len(p.predictions)}}), []
     original = trainer.prediction_step
 
@@ -38,7 +38,7 @@ def test_gathering_that_is_replaced_during_the_pass(make_trainer):
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_loss_in_a_buffer_that_the_model_uses_again(make_trainer, batch_size):
+def test_loss_in_a_buffer_that_is_reused_is_copied(make_trainer, batch_size):
     """As graphs of CUDA do; each batch's loss is kept until four have been moved to the CPU."""
 
     class Reuses(torch.nn.Module):
@@ -55,7 +55,7 @@ def test_loss_in_a_buffer_that_the_model_uses_again(make_trainer, batch_size):
 
 
 @pytest.mark.parametrize(("loss", "mean"), [(np.float64(2), 2), (torch.tensor([1.0, 3.0]), 69 / 35)])
-def test_loss_of_an_override_may_be_an_array(make_trainer, loss, mean):
+def test_prediction_step_may_return_an_array_as_loss(make_trainer, loss, mean):
     """As in transformers, it is repeated: two numbers become eight for a batch of four, and three for the last."""
     trainer = make_trainer()
     trainer.prediction_step = lambda *args, **kwargs: (loss, None, None)

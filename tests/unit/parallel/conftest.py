@@ -20,17 +20,17 @@ def _no_tpu(monkeypatch):
 
 
 @pytest.fixture
-def put(monkeypatch):
-    def put(variables):
+def set_variables(monkeypatch):
+    def set_variables(variables):
         for word in variables.split():
             monkeypatch.setenv(*word.split("=", 1))
 
-    return put
+    return set_variables
 
 
 @pytest.fixture
-def two_processes(put):
-    put(SECOND)
+def two_processes(set_variables):
+    set_variables(SECOND)
 
 
 @pytest.fixture
