@@ -171,6 +171,7 @@ def test_training_step_with_batch_idx_is_refused(make_args):
         lambda self, model, inputs, batch_idx=None: Trainer.training_step(self, model, inputs, batch_idx),
         lambda self, model, inputs, number=None, batch_idx=0: Trainer.training_step(self, model, inputs, number),
     ],
+    ids=["in place of num_items_in_batch", "after it"],
 )
 def test_training_step_with_optional_batch_idx_is_accepted(make_args, step):
     kind = type("Own", (Trainer,), {"training_step": step})

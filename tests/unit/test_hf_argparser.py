@@ -119,7 +119,7 @@ def test_documented_command_line_is_parsed_and_used(line, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("parser", [HfArgumentParser, theirs])
+@pytest.mark.parametrize("parser", [HfArgumentParser, theirs], ids=["ours", "theirs"])
 @pytest.mark.parametrize(
     ("line", "fsdp", "debug"),
     [

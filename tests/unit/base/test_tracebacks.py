@@ -199,7 +199,7 @@ def test_refused_construction_shows_where_the_script_made_it(tmp_path):
 
 
 @pytest.mark.parametrize(("error", "is_shown"), [(ModuleNotFoundError("no"), False), (ImportError("broken"), True)])
-def test_missing_package_error_shows_a_broken_import(monkeypatch, error, is_shown):
+def test_missing_package_error_shows_its_cause(monkeypatch, error, is_shown):
     def fail_to_import(*_):
         raise error
 

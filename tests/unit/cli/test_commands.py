@@ -167,25 +167,14 @@ def test_folder_of_runs_suggests_one_of_them(tmp_path, capsys):
     assert f"no run has written in {tmp_path}; did you mean {tmp_path / 'run'}?" in capsys.readouterr().err
 
 
-def test_run_of_several_processes_needs_a_script(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["run", "--nproc", "2"])
-    assert ended.value.code == 2
-    assert "error: a script is missing\nusage: python -m hftrainer run [--nproc N ...]" in capsys.readouterr().err
-
-
-def test_unknown_options_of_run_name_the_nearest(capsys):
-    with pytest.raises(SystemExit):
-        main(["run", "--nprocs", "2", "x.py"])
-    assert "unknown option --nprocs; did you mean '--nproc'?" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--bogus"], "unknown option --bogus"),
         (["-n", "0", "x.py"], "unknown option -n; did you mean '--nproc'?"),
+        (["--nprocs", "2", "x.py"], "unknown option --nprocs; did you mean '--nproc'?"),
         (["--nproc"], "expected one argument"),
+        (["--nproc", "2"], "error: a script is missing\nusage: python -m hftrainer run [--nproc N ...]"),
         (["train.p"], "the script 'train.p' does not exist; did you mean 'train.py'?"),
         (["--nproc", "2", "train.p"], "the script 'train.p' does not exist; did you mean 'train.py'?"),
     ],

@@ -35,7 +35,7 @@ def test_value_that_json_lacks_is_named_once(caplog):
     ]
 
 
-@pytest.mark.parametrize("value", [np.arange(3.0), torch.ones(2), {1, 2}, {"a": np.float64(1)}, object()])
+@pytest.mark.parametrize("value", [np.arange(3.0), torch.ones(2), {1, 2}, {"a": np.float64(1)}, object], ids=str)
 def test_metric_that_is_no_number_survives_save_and_resume(tmp_path, value):
     """Reported in huggingface/transformers#39616: the first save ended the run, and left no checkpoint."""
 

@@ -159,10 +159,10 @@ def test_growing_array_widens_its_type():
     assert result.tolist() == [[1.0, 2.0], [0.5, -100.0]]
 
 
-@pytest.mark.parametrize("wrong", [np.zeros((2, 3, 5)), np.zeros(2), np.zeros((2, 3))])
-def test_growing_array_refuses_other_shapes(wrong):
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2,), (2, 3)])
+def test_growing_array_refuses_other_shapes(shape):
     with pytest.raises(ValueError, match="eval_do_concat_batches=False"):
-        grow([np.zeros((2, 3, 4)), wrong])
+        grow([np.zeros((2, 3, 4)), np.zeros(shape)])
 
 
 def test_memory_mapped_predictions_equal_those_in_memory(make_trainer, tmp_path):

@@ -8,11 +8,11 @@ from tests.support.parity import assert_same_weights, build
 from tests.support.tiny import make_bert, make_plain, text_data, without_dropout
 
 
-@pytest.mark.parametrize("act", [lambda trainer: trainer.evaluate(), lambda trainer: trainer.predict(text_data(4))])
-def test_float32_weights_are_restored_exactly(tmp_path, act):
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_float32_weights_are_restored_exactly(tmp_path, method):
     trainer, _ = build("hftrainer", "bert", tmp_path, bf16_full_eval=True, max_steps=3)
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
-    act(trainer)
+    getattr(trainer, method)(text_data(4))
     assert {weight.dtype for weight in trainer.model.state_dict().values()} == {torch.float32}
     assert_same_weights(trainer.model.state_dict(), before)
 

@@ -34,7 +34,7 @@ CONTAINERS = [
 ]
 
 
-@pytest.mark.parametrize("make", CONTAINERS)
+@pytest.mark.parametrize("make", CONTAINERS, ids=lambda make: type(make(0)).__name__)
 def test_map_leaves_keeps_container_types(make):
     found, expected = map_leaves(make(torch.tensor([3])), torch.Tensor, lambda leaf: leaf.item() * 2), make(6)
     assert type(found) is type(expected)

@@ -206,7 +206,7 @@ def test_errors_of_a_model_pass_through(make_args, kind):
     assert not trainer.is_in_train
 
 
-@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(3).numpy(), [1.0, 2.0], "high", None])
+@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(3).numpy(), [1.0, 2.0], "high", None], ids=repr)
 def test_best_metric_that_is_no_number_is_refused(make_args, value):
     args = make_args(**STEPS, eval_steps=1, save_steps=1, metric_for_best_model="score")
     data = {"train_dataset": plain_data(), "eval_dataset": plain_data(8)}
@@ -214,7 +214,7 @@ def test_best_metric_that_is_no_number_is_refused(make_args, value):
         Trainer(make_plain(), args, compute_metrics=lambda _: {"score": value}, **data).train()
 
 
-@pytest.mark.parametrize("value", [torch.ones(1), torch.ones(1).numpy(), torch.tensor(1.0), 1])
+@pytest.mark.parametrize("value", [torch.ones(1), torch.ones(1).numpy(), torch.tensor(1.0), 1], ids=repr)
 def test_best_metric_may_be_an_array_of_one_element(make_args, value):
     class Own(Trainer):
         def evaluate(self, *_, **__):
