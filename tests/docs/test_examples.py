@@ -1,7 +1,6 @@
-"""The examples and notebooks of the gallery, as a new user runs them, but for six steps.
+"""The examples and notebooks of the gallery run as a new user runs them, but for six steps.
 
-Most know nothing of hftrainer but an import line: with transformers in it they leave the same logs and weights. What
-they reach in full length is for readers to see.
+Most use hftrainer in one import line only: with transformers in that line they leave the same logs and weights.
 """
 
 import re
@@ -77,7 +76,7 @@ def test_lightning_callbacks_example_runs_its_callbacks(tmp_path, processes):
 
 
 def test_killed_run_resumes_to_same_weights(tmp_path, processes):
-    """Long enough to be killed in the middle: the first save ends it."""
+    """The run is long enough to be killed in the middle, by its first save."""
     words = ("--max_steps", "40", "--save_steps", "5", "--eval_strategy", "no")
     printed, output = run_example(processes, "killed_and_resumed", tmp_path, *words)
     assert "It had ended before" not in printed

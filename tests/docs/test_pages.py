@@ -22,7 +22,7 @@ def test_code_blocks_run(page, processes):
 
 
 def anchors(page):
-    """Of a page's headings, as GitHub and mkdocs make them."""
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 

@@ -47,7 +47,7 @@ class Copies(TrainerCallback):
 
 @pytest.mark.parametrize("held", [False, True], ids=["written at once", "written two steps later"])
 def test_background_save_has_weights_of_its_step(tmp_path, monkeypatch, held):
-    """It has the weights of its step: what is written at once was copied whole, what is written later is a copy."""
+    """Whether it is written at once or two steps later, while training goes on."""
     copies, threads, publish = Copies(), [], writer.CheckpointWriter._publish_checkpoint
 
     def observed(self, *args):
@@ -77,7 +77,7 @@ def test_background_save_has_weights_of_its_step(tmp_path, monkeypatch, held):
 
 
 def test_host_copies_are_separate_tied_and_reused():
-    """They are apart from the originals, tied where these are, and in memory that is used again."""
+    """They do not change with the originals, are tied where these are, and the next copy reuses their memory."""
     weight = torch.randn(1024, 1024, device=DEVICE)  # large enough to be pinned
     added = OrderedDict(weight=weight, tied=weight.t(), part=weight[3:5], parameter=nn.Parameter(weight[0]))
     added.update(none=torch.empty(0, device=DEVICE), sparse=torch.eye(3, device=DEVICE).to_sparse())

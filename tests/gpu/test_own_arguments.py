@@ -47,7 +47,7 @@ class Greedy(nn.Module):
 
 
 def test_auto_find_batch_size_ends_as_run_with_that_size(tmp_path):
-    """An error of the allocator leads to the run that a smaller batch would have been; dropout draws the same masks."""
+    """After running out of memory, the run is that of the smaller batch size, with the same dropout masks."""
     model = (Greedy, text_data)
     smaller = {"per_device_train_batch_size": 16, "auto_find_batch_size": True}
     found, began = (
@@ -99,7 +99,7 @@ def test_search_in_two_processes_gives_same_values(tmp_path):
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_gpu("nothing is counted there"))])
 def test_observe_logs_speed_memory_and_mfu(tmp_path, compiled):
-    """Speed, memory and the share of the device's operations, whose count changes no value."""
+    """Counting the operations for `mfu` changes no loss."""
     settings = {**HERE, "bf16": True, "logging_steps": 2, "torch_compile": compiled}
     plain = train("hftrainer", "llama without dropout", tmp_path / "plain", **{**settings, "torch_compile": False})
     trainer, _ = build("hftrainer", "llama without dropout", tmp_path / "observed", observe=True, **settings)

@@ -84,7 +84,7 @@ def newest(package, folder, *options):
 
 
 def test_newest_pre_release_of_lightning_is_reported(tmp_path):
-    """A report: pyproject.toml does not admit it, so what fails with it is the reason of a skip, and no failure."""
+    """pyproject.toml does not admit pre-releases, so what fails with one is reported by a skip, not as a failure."""
     candidate = newest("lightning", tmp_path, "--pre")
     if candidate <= newest("lightning", tmp_path):
         pytest.skip("no pre-release of lightning is newer than its newest release")

@@ -1,4 +1,4 @@
-"""Every class of `lightning.pytorch.callbacks` in the four ways of training, and what each does besides."""
+"""Every class of `lightning.pytorch.callbacks` works while training, accumulating, evaluating and resuming."""
 
 import functools
 import itertools
@@ -223,7 +223,7 @@ CASES = {
     "EMAWeightAveraging": (ends_with_the_average, {"decay": 0.8}),
     "WeightAveraging": (ends_with_the_average, {}),
 }
-#: In place of classes that are to be derived from, or do nothing.
+#: Subclasses in place of classes that are to be derived from, or do nothing.
 OWN = {
     **{"BaseFinetuning": Freezes, "BasePredictionWriter": Writer},
     **{"Callback": Counts, "Checkpoint": Saves, "ProgressBar": Bar},
@@ -261,7 +261,7 @@ def train_plain(tmp_path_factory):
 def test_callback_works_when_training_and_resuming(tmp_path, train_plain, name, mode, capfd, monkeypatch):
     (check, options), folder = CASES[name], tmp_path / "a"
     settings, kind = {**SETTINGS.get(name, {}), **MODES[mode]}, OWN.get(name, getattr(of, name))
-    # the level of the tests leaves its table out
+    # the log level of the tests would hide its table
     monkeypatch.setattr(logging.getLogger("lightning.pytorch.callbacks.model_summary"), "info", print)
 
     def assert_works(trainer, callback, folder, mode=mode):
@@ -301,7 +301,7 @@ AVERAGING = {
 
 @pytest.mark.parametrize("make", AVERAGING.values(), ids=AVERAGING)
 def test_averaging_callback_serves_several_runs(tmp_path, make):
-    """Each is what it is with a callback of its own; an evaluation after training is of the model."""
+    """Each run is as with a new callback; an evaluation after training uses the model, not the average."""
     settings = {"max_steps": -1, "save_strategy": "no", "logging_steps": 1}
     callback = make()
     train(tmp_path, callback, **settings)
@@ -319,7 +319,7 @@ def test_averaging_callback_serves_several_runs(tmp_path, make):
 
 
 def test_ema_evaluations_and_checkpoints_hold_the_average(tmp_path):
-    """Those too that overrides write, as libraries do that save the model themselves; a resumed run is exact."""
+    """Also those that an overridden `_save` writes, as in some libraries; a resumed run is exact."""
 
     class Own(Trainer):
         def _save(self, output_dir=None, state_dict=None):

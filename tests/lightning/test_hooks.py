@@ -1,4 +1,4 @@
-"""What Lightning's callbacks see of evaluations: hooks of the right loop, and every metric under its name."""
+"""Lightning's callbacks get the hooks of each evaluation, and every metric under its name."""
 
 import sys
 
@@ -57,7 +57,7 @@ def test_evaluate_and_predict_call_the_hooks_of_their_stage(tmp_path):
 
 
 def test_several_eval_sets_are_one_validation_in_training(tmp_path):
-    """In training; alone, each is one."""
+    """`evaluate()` alone has a validation for each set."""
     recorder = Recorder()
     trainer = make_trainer(tmp_path, [recorder], SETS, **EVALUATED)
     trainer.train()
@@ -86,7 +86,7 @@ def test_monitors_find_the_metric_of_each_set(tmp_path, monitor):
 
 
 def test_best_model_is_chosen_by_mean_loss_of_eval_sets(tmp_path):
-    """transformers stops at the first evaluation with a KeyError; the mean of the losses is what was meant."""
+    """transformers stops with a KeyError at the first evaluation; we compare the mean of the losses."""
     saved = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
     trainer = make_trainer(tmp_path, [], SETS, **EVALUATED, **saved)
     trainer.train()

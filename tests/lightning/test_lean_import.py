@@ -1,4 +1,4 @@
-"""What a first training run imports, and that torchmetrics is as always for whoever imports it afterwards."""
+"""A first run imports little, and torchmetrics is complete for whoever imports it afterwards."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def run(processes, tmp_path_factory):
     return run_code
 
 
-#: Each in a process of its own.
+#: Name → code that runs in a new process.
 FRESH = {
     # neither metrics, nor transformers and its models, which torchmetrics would import
     "a run needs no metrics": f"""{TRAIN}
@@ -48,7 +48,7 @@ lightning_adapter()
 assert sys.modules["torchmetrics"] is torchmetrics and "__getattr__" not in vars(torchmetrics)
 """,
     # a release of Lightning may ask for more while it is imported
-    "any other name makes it whole": """
+    "any other name completes torchmetrics": """
 import sys
 import hftrainer_lightning
 hftrainer_lightning._defer_torchmetrics()

@@ -1,4 +1,4 @@
-"""What every logger does, those of `report_to` and those that users pass; and what is refused."""
+"""Loggers of `report_to` and those that users pass get every log line; wrong ones are refused."""
 
 import dataclasses
 import importlib
@@ -144,7 +144,7 @@ def test_logger_is_finalized_as_failed_after_an_error(tmp_path):
 
 
 def test_log_folders_appear_when_something_is_written(tmp_path, monkeypatch):
-    """Nothing is there before something is written; earlier tables are kept."""
+    """`predict()` writes nothing; earlier tables are kept."""
     logs = tmp_path / "logs"
     for earlier in range(2):
         trainer = make_trainer(tmp_path, report_to=["tensorboard", "csv"], logging_dir=str(logs))
@@ -162,7 +162,7 @@ def test_log_folders_appear_when_something_is_written(tmp_path, monkeypatch):
 
 
 def test_each_search_trial_has_its_own_log_folder(tmp_path, monkeypatch):
-    """As `model_init` with a trial; their names are those in the state."""
+    """The folder has the name of the trial in the state."""
     recorder = Recorder()
     trainer = make_trainer(tmp_path, recorder, report_to="tensorboard", max_steps=2)
     begin = trainer._init_training_state
@@ -272,7 +272,7 @@ def test_tracker_unknown_to_installed_transformers_needs_upgrade(monkeypatch, in
             select_trackers(name)
 
 
-#: Of a Trainer's `report_to` or further arguments, where no package is installed but those that are named.
+#: `report_to` or other arguments of a Trainer; no package of a tracker is installed but those that are named.
 REFUSED = [
     ("wanbd", InvalidArgument, r"report_to='wanbd' is not a tracker; did you mean 'wandb'\? Valid names"),
     (["none", "tensorboard"], InvalidArgument, "'none' cannot be"),
@@ -302,7 +302,7 @@ def test_invalid_trackers_and_loggers_are_refused(tmp_path, install_only, given,
 
 @pytest.mark.parametrize(("release", "default"), [("4.57.6", ["all"]), ("5.0.0", [])])
 def test_install_gives_report_to_default_of_the_release(monkeypatch, release, default):
-    """As in the release of transformers that is installed, through each way to make arguments; and undone."""
+    """However arguments are made, the default is that of the installed transformers, until `uninstall()`."""
     monkeypatch.setattr("hftrainer.releases.followed.importlib.metadata.version", lambda name: release)
     # of what other tests import
     monkeypatch.setattr("hftrainer.cli.install.check_earlier_imports", lambda: [])

@@ -1,4 +1,4 @@
-"""What a user sees who has set no logging: nothing of Lightning's tips, advertisements and announcements."""
+"""A user who has not configured logging sees none of Lightning's tips, advertisements and announcements."""
 
 import os
 import re

@@ -7,7 +7,7 @@ from hftrainer import TrainingArguments
 
 @pytest.fixture
 def deepspeed_installed(monkeypatch):
-    """As if DeepSpeed were there, for what asks whether it is and runs none of it."""
+    """Pretend that DeepSpeed is installed, for code that only asks."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: True if name == "deepspeed" else find(name, *of))
 

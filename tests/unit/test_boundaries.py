@@ -1,4 +1,4 @@
-"""Who may import whom, as far as import-linter cannot say it: its contracts are in pyproject.toml, for `make lint`."""
+"""Import rules that import-linter cannot express; its contracts are in pyproject.toml, for `make lint`."""
 
 import ast
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def test_optional_libraries_are_imported_in_functions_only():
 
 
 def test_adapters_import_deepspeed_in_functions_only():
-    """Inside functions, too. That it imports no other library, and not its host, import-linter sees."""
+    """import-linter checks the other imports of the adapters."""
     assert not imports_by_file("adapters", {"deepspeed"})
 
 
@@ -45,7 +45,7 @@ def test_adapters_folder_is_no_package():
 
 
 def names_used_of_adapters() -> Iterator[tuple[str, str, str]]:
-    """Where, the module of an adapter, and what is asked of it; mypy does not know the type of such a module."""
+    """File, module of an adapter, and name that the file uses of it; mypy does not know the type of such a module."""
     for path in sorted([*ROOT.glob("hftrainer/**/*.py"), *ROOT.glob("adapters/**/*.py")]):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         modules = {ast.unparse(node): node for node in nodes if isinstance(node, ast.Call)}
@@ -65,7 +65,7 @@ def names_used_of_adapters() -> Iterator[tuple[str, str, str]]:
 
 
 def test_adapters_define_every_name_used_of_them():
-    """`run --tpu` and `observe` on a GPU asked for functions that were not there, where no test runs."""
+    """`run --tpu` and `observe` on a GPU once called functions that did not exist, where no test runs."""
     asked = set(names_used_of_adapters())
     assert len(asked) > 25
     for path, module, name in asked:

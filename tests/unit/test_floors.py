@@ -1,4 +1,4 @@
-"""What pyproject.toml claims as the oldest release of a package is what `make test-versions RELEASES=floor` tries."""
+"""`make test-versions RELEASES=floor` tries the oldest release of each package that pyproject.toml claims."""
 
 import sys
 from pathlib import Path

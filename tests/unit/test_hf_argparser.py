@@ -201,7 +201,7 @@ class Switches:
     [("", (None, None)), ("--either --other", (True, True)), ("--either false --other no", (False, False))],
 )
 def test_optional_switch_without_a_value_is_true(words, expected):
-    """huggingface/transformers#43469: as those that are not optional."""
+    """As those that are not optional (huggingface/transformers#43469)."""
     (parsed,) = HfArgumentParser(Switches).parse_args_into_dataclasses(words.split())
     assert (parsed.either, parsed.other) == expected
 

@@ -353,7 +353,7 @@ def test_wrong_search_function_is_named(make_trainer, case):
 
 
 def test_model_config_with_objects_is_logged(make_trainer):
-    """#37518: it ended the run at its beginning."""
+    """#37518: TensorBoard's text of the configuration ended the run."""
     pytest.importorskip("tensorboard")
     model = make_bert()
     model.config.further = {"dtype of a script": torch.Size([1]), "set": {1}}

@@ -1,4 +1,4 @@
-"""The methods of Trainer that a run does not show."""
+"""Methods and side effects of a Trainer that other tests of runs do not show."""
 
 import importlib
 import multiprocessing
@@ -31,7 +31,7 @@ def make_trainer(tmp_path):
 
 
 def test_loading_processes_end_with_the_run(make_trainer):
-    """Also those that stay between epochs: collected as garbage, each would be waited for 5 seconds in vain."""
+    """Also persistent ones: left to garbage collection, each would take 5 seconds to end."""
     others = multiprocessing.active_children()
     trainer = make_trainer(max_steps=12, dataloader_num_workers=2, dataloader_persistent_workers=True)
     trainer.train()
@@ -73,11 +73,11 @@ def test_examples_tokens_and_flops_are_counted(make_trainer):
     trainer = make_trainer(make_bert(), text_data(), remove_unused_columns=True)
     loader = trainer.get_train_dataloader()
     assert trainer.num_examples(loader) == 38
-    assert Trainer.num_tokens(loader) == 38 * 12
-    assert Trainer.num_tokens(loader, max_steps=5) == 4 * 12 * 5
+    assert Trainer.num_tokens(loader) == 38 * 12  # tokens in each sample
+    assert Trainer.num_tokens(loader, max_steps=5) == 4 * 12 * 5  # a batch in each step
     batch = next(iter(loader))
     flos = trainer.floating_point_ops(batch)
-    assert flos == 6 * 48 * trainer.model.num_parameters(exclude_embeddings=True)
+    assert flos == 6 * 48 * trainer.model.num_parameters(exclude_embeddings=True)  # 48 tokens in a batch
     assert make_trainer().floating_point_ops(plain_data()[0]) == 0
 
 

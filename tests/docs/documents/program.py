@@ -26,7 +26,7 @@ LIBRARY = transformers if "INSTALL" in os.environ else hftrainer
 PARSERS = (transformers.HfArgumentParser, hftrainer.HfArgumentParser)
 TEXTS = "task task_name data_dir src_lang tgt_lang dataset_name dataset_config_name source_lang target_lang final_model"
 NUMBERS = "max_seq_length n_train max_train_samples"
-#: Those of the documents' scripts, which make a tiny model and data of them here.
+#: Arguments of the documents' scripts; here they choose a tiny model and its data.
 ScriptArguments = make_dataclass(
     "ScriptArguments",
     [("model_name_or_path", str, "plain"), ("freeze_embeds", bool, False)]
@@ -48,7 +48,7 @@ def make_parser(kind, arguments):
 
 
 def parse(words):
-    """By both parsers, which must agree."""
+    """Parse with both parsers, which must agree."""
     found = [make_parser(kind, LIBRARY.Seq2SeqTrainingArguments).parse_args_into_dataclasses(words) for kind in PARSERS]
     (script, args), (others, same) = found
     assert (script, args.to_dict()) == (others, same.to_dict())

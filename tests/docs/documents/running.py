@@ -69,7 +69,7 @@ def found_in(folder):
 
 
 def assert_as_release(found):
-    """The last run of each process is the release's own, with the arguments of the run before: the same log lines."""
+    """The last run of each process is by transformers, with the arguments of the run before; both log the same."""
     for *_, ours, theirs in found:
         assert comparable(ours["logs"]) == comparable(theirs)
     assert found[0][-2]["weights"] == found[-1][-2]["weights"]

@@ -48,7 +48,7 @@ def test_every_test_is_named_in_the_table():
 
 
 def text_by_number(document, text):
-    """Line → what stands there; of the document that is one line, number → block."""
+    """Number → text, of each line; of each block in the document that is a single line."""
     if document != "trainer_api_v4.48":
         return dict(enumerate(text.splitlines(), 1))
     fenced = re.findall(r"```\w+ (.*?)```", text)
@@ -61,7 +61,7 @@ def text_by_number(document, text):
 )
 @pytest.mark.parametrize("document", TABLE)
 def test_table_lists_exactly_the_blocks_of_the_document(document):
-    """At their lines; and no others, where the document marks its blocks."""
+    """Each is at its line; where the document marks its blocks, there are no others."""
     text = Path(os.environ["DOCUMENTS"], f"{document}.txt").read_text(encoding="utf-8")
     found = text_by_number(document, text)
     listed = [int(line) for lines in TABLE[document] for line in lines.split()]

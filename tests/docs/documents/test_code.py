@@ -1,4 +1,4 @@
-"""What the documents say in code, signatures and docstrings, one block after the other: see blocks.toml."""
+"""What transformers' documents show in code, signatures and docstrings works, block after block: see blocks.toml."""
 
 import functools
 import inspect
@@ -31,7 +31,7 @@ def my_custom_loss(logits, labels):
 
 
 class MyTrainer(Trainer):
-    """Of v4.1, with a loss of its own."""
+    """From the documents of v4.1, with its own loss."""
 
     def compute_loss(self, model, inputs):
         labels = inputs.pop("labels")
@@ -41,7 +41,7 @@ class MyTrainer(Trainer):
 
 
 class MultilabelTrainer(Trainer):
-    """Of v4.15."""
+    """From the documents of v4.15."""
 
     def compute_loss(self, model, inputs, return_outputs=False):
         labels = inputs.get("labels")
@@ -55,7 +55,7 @@ class MultilabelTrainer(Trainer):
 
 
 class CustomTrainer(Trainer):
-    """Of the Chinese guide."""
+    """From the Chinese guide."""
 
     def compute_loss(self, model, inputs, return_outputs=False):
         labels = inputs.pop("labels")
@@ -76,7 +76,6 @@ LOSSES = {
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_overridden_compute_loss_is_used_by_training_and_evaluation(kind, tmp_path):
-    """Trains on its loss, which is the evaluation's too."""
     model, data = tiny.without_dropout(tiny.make_bert)(), tiny.text_data(8)
     for row in data:
         row["labels"] = torch.tensor(row.pop("label"))
@@ -153,7 +152,7 @@ def parameters(function):
 
 @pytest.mark.parametrize(("name", "text"), re.findall(r"(\w+): (.*)", SIGNATURES))
 def test_method_accepts_documented_parameters(name, text):
-    """Called by position or by name: what later releases have added comes after it, with a default."""
+    """By position or by name; parameters that later releases added come after them, with a default."""
     documented = read_parameters(text)
     ours = parameters(getattr(TrainingArguments if name == "main_process_first" else Trainer, name))
     assert dict(list(ours.items())[: len(documented)]) == documented
@@ -215,7 +214,7 @@ DEFAULTS = {TrainingArguments: ARGUMENTS, Seq2SeqTrainingArguments: f"{ARGUMENTS
 
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_documented_defaults_change_nothing(kind):
-    """Each is there; given with the documented default, it changes nothing but what the releases have changed since."""
+    """Each argument exists, and giving its documented default changes only what releases have changed since."""
     documented = read_parameters(DEFAULTS[kind])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -287,7 +286,6 @@ def test_ignore_keys_drop_outputs_from_predictions(tmp_path):
 
 
 def test_preprocess_logits_gets_none_without_labels(tmp_path):
-    """`preprocess_logits_for_metrics` is given None."""
     seen = []
     trainer = make_trainer(tmp_path, preprocess_logits_for_metrics=lambda x, y: seen.append(y) or x.argmax(-1))
     for data in ([{"x": row["x"]} for row in tiny.plain_data(4)], tiny.plain_data(4)):

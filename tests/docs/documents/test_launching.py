@@ -1,4 +1,4 @@
-"""The documents' blocks for a shell, with their options: launchers, sharding, which GPUs. See blocks.toml."""
+"""The documents' shell blocks run with their options for launchers, sharding and GPUs: see blocks.toml."""
 
 import functools
 import json
@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_torchrun(folder):
-    """By rank and line; the last is what the release itself logs."""
+    """Results by rank and command line; `release` is what transformers itself logs."""
     block = "CUDA_VISIBLE_DEVICES=2,0 torchrun --nproc_per_node=2 trainer-program.py " + several(*LINES.values())
     ranks = running.run(folder, block, "trainer-program.py", RELEASE=several(NORMAL))
     return [dict(zip([*LINES, "release"], runs, strict=True)) for runs in ranks]
@@ -77,7 +77,6 @@ def test_torchrun_logs_match_transformers(by_torchrun):
 
 @pytest.mark.parametrize("words", FSDP)
 def test_fsdp_option_shards_with_losses_of_replicas(words, by_torchrun):
-    """Sharded as the option says, with the losses of replicas."""
     for runs in by_torchrun:
         assert runs[words]["kind"] == "FSDP"
         assert settings_of(runs[words]) == FsdpSettings(**FSDP[words])
@@ -96,7 +95,7 @@ def test_fsdp_config_keys_reach_the_settings(by_torchrun):
 
 
 def test_save_model_writes_whole_model_from_shards(by_torchrun, folder):
-    """Though checkpoints are in parts."""
+    """Although its checkpoints are sharded."""
     written = load_file(folder / "final" / "model.safetensors")
     sums = {name: value.sum().item() for name, value in written.items()}
     for runs in by_torchrun:
@@ -138,7 +137,7 @@ SHARDED = {
 
 @pytest.fixture(scope="module")
 def by_launch(tmp_path_factory):
-    """By rank and words; the last is what the release itself logs."""
+    """Results by rank and options; `release` is what transformers itself logs."""
     chosen = [*SHARDED, (OF_V4_1, ""), (OF_V4_15, ""), (NORMAL, "")]
     lines = several(*(" ".join(f"{words} {option}".split()) for words, option in chosen))
     script, given = "examples/seq2seq/finetune_trainer.py", "export CUDA_VISIBLE_DEVICES=0,2\ncd examples/seq2seq\n"
@@ -180,7 +179,7 @@ VARIABLES += ["DEVICE_ORDER=PCI_BUS_ID", "DEVICE_ORDER=FASTEST_FIRST"]
 
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_gpu_variables_reach_a_cpu_script_unchanged(variable, tmp_path):
-    """Without a GPU the script trains on the CPU as the release does; it sees the variable as it is."""
+    """Without a GPU the script trains on the CPU like transformers, and sees the variable unchanged."""
     name, _, value = f"CUDA_{variable}".partition("=")
     (run,) = running.run_python(tmp_path, several(NORMAL), **{name: value})
     assert comparable(run["logs"]) == logs_of_transformers()
@@ -200,7 +199,7 @@ def glue_words(size, rate):
 
 
 def test_accelerate_launch_logs_match_transformers(tmp_path):
-    """On a machine without GPUs it would start one process: it is told that there are two."""
+    """accelerate is told that there are two GPUs; without any it would start one process."""
     block = f"accelerate launch --num_processes 2 trainer-program.py {several(NORMAL)}"
     found = running.run(tmp_path, block, "trainer-program.py", RELEASE=several(NORMAL))
     assert len(found) == 2

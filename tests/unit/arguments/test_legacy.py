@@ -1,4 +1,4 @@
-"""Old spellings: each does what it did, by its new name, or is refused with the reason."""
+"""Old names of arguments do what they did, by their new names, or are refused with the reason."""
 
 import dataclasses
 import functools
@@ -162,7 +162,7 @@ def test_old_names_are_not_serialized():
 
 
 def test_instance_attributes_are_only_the_arguments():
-    """Libraries write them as they are; ms-swift's arguments do not call our `__post_init__` at once."""
+    """Libraries save `vars(args)`; ms-swift's arguments do not call our `__post_init__` at once."""
 
     class Own(TrainingArguments):
         def __post_init__(self):

@@ -1,4 +1,4 @@
-"""`lightning_config`: Lightning's own keywords, and what the Trainer's arguments rule instead."""
+"""`lightning_config` passes keywords to Lightning's Trainer, but for those that the Trainer's arguments set."""
 
 import inspect
 import logging
@@ -50,7 +50,7 @@ def test_profiler_report_is_logged_once(tmp_path, profiler, caplog):
 
 
 def test_profiler_report_goes_to_its_file(tmp_path, capfd):
-    """Also with a profiler that a checkpoint's arguments must hold."""
+    """Also when the arguments in a checkpoint hold the profiler."""
     profiler = SimpleProfiler(dirpath=tmp_path, filename="profile")
     trainer = train_with_profiler(tmp_path, profiler, save_strategy="steps", save_steps=4)
     report = next(tmp_path.glob("fit-profile*")).read_text()

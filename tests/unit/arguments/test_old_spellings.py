@@ -1,4 +1,4 @@
-"""Spellings of the documents of v4.1 to v4.48 that are more than a name: values, flags, positions, methods."""
+"""Old values, flags, positional arguments and methods from the documents of v4.1 to v4.48 still work."""
 
 import dataclasses
 import warnings
@@ -79,7 +79,7 @@ def test_positional_arguments_of_v4_are_accepted():
 
 
 def test_positional_arguments_of_other_releases_are_refused():
-    """v5 begins with the batch size; after those above the releases of v4 differ too."""
+    """v5 begins with the batch size, and the releases of v4 differ after the thirteenth argument."""
     with pytest.raises(InvalidArgument, match=r"overwrite_output_dir=8 by position: .*Pass arguments by name"):
         TrainingArguments("x", 8, 3.0)
     before = ("x", True, True, False, False, "no", False, 2, 2, None, None, 1, 1)

@@ -26,7 +26,7 @@ def test_config_file_is_not_read_again_after_construction(tmp_path):
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda args: pickle.loads(pickle.dumps(args))])
 def test_copied_arguments_are_resolved_anew(tmp_path, monkeypatch, copied):
-    """It belongs to a Trainer and to this process."""
+    """What was parsed belongs to one Trainer and to this process."""
     args = make(tmp_path)
     trainer = Trainer(make_plain(), args, train_dataset=plain_data())
     assert ResolvedArguments.from_args(args) is trainer._hftrainer.resolved

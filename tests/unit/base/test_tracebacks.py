@@ -1,4 +1,4 @@
-"""An error in the code of a script: what its traceback shows, and what is said of where it happened."""
+"""An error in a script's code shows the frames of the script, and notes say where in the run it happened."""
 
 import re
 import sys
@@ -183,7 +183,7 @@ def test_callback_method_with_wrong_parameters_is_named(tmp_path, event, paramet
 
 
 def test_refused_construction_shows_where_the_script_made_it(tmp_path):
-    """Arguments and a Trainer that are refused: where the script makes them, and where the message is."""
+    """The traceback goes from the line of the script to the function with the message."""
     with pytest.raises(ValueError, match="no_such") as of_arguments:
         hftrainer.TrainingArguments(str(tmp_path), optim="no_such")
 

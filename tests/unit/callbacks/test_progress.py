@@ -1,4 +1,4 @@
-"""The progress bar: which one there is, and what it writes where."""
+"""Which progress bar a Trainer has, and what it writes to a terminal and to a file."""
 
 import fcntl
 import importlib
@@ -173,7 +173,7 @@ def test_transformers_class_removes_our_callback(tmp_path, name):
 
 
 def test_notebook_callback_of_transformers_replaces_the_bar(tmp_path, monkeypatch):
-    """That of transformers, which takes the place of the bar; without it, the bar."""
+    """Where it cannot be imported, our bar is used."""
     pytest.importorskip("IPython")
     theirs = pytest.importorskip("transformers.utils.notebook").NotebookProgressCallback
     assert hftrainer.NotebookProgressCallback is theirs
@@ -263,7 +263,7 @@ def test_only_the_main_process_prints(tmp_path, capfd):
 
 
 def test_callback_classes_of_transformers_change_nothing(tmp_path):
-    """All of them, and a user's, given as classes: the run is the one without them."""
+    """A run with all of them, and a user's, given as classes is the run without them."""
     counted = []
 
     class Counting(transformers.TrainerCallback):

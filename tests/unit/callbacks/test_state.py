@@ -1,4 +1,4 @@
-"""`TrainerState` as JSON: the text of transformers, though log lines become text once."""
+"""`TrainerState` is saved as the JSON of transformers, though each log line is converted only once."""
 
 import dataclasses
 import json

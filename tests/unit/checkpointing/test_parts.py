@@ -1,4 +1,4 @@
-"""Which checkpoints in parts are whole, by the names of their files; needs no DeepSpeed."""
+"""Missing and damaged parts of sharded checkpoints are found by the names of files, without DeepSpeed."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_missing_part_is_named_without_a_manifest(tmp_path, names, damage):
 @pytest.mark.parametrize("latest", ["latest", "latest_universal"])
 @pytest.mark.parametrize("tag", ["global_step4", "../run/global_step4"])
 def test_latest_must_name_a_folder_of_the_checkpoint(tmp_path, latest, tag):
-    """A damaged name gives way to an older checkpoint."""
+    """A checkpoint with another name in it is not used."""
     found = CheckpointFolder(write(tmp_path / "run", EXPERTS, tag, latest)).inspect().fault
     assert found is None if tag == "global_step4" else f"{latest} does not hold what" in str(found)
 
@@ -62,7 +62,7 @@ def test_changed_or_removed_part_is_named(tmp_path):
 
 
 def test_truncated_part_is_named(tmp_path):
-    """Whether its checkpoint is found or named."""
+    """The reason is the same for a checkpoint that is found and one that is named."""
     folder = write(tmp_path / "run", ZERO_3)
     (folder / names.DCP_FOLDER).mkdir()
     for name in ("__0_0.distcp", names.LIST_OF_PARTS):

@@ -1,4 +1,4 @@
-"""torch's distributed checkpoints, of a part from each process, are read as data too."""
+"""torch's distributed checkpoints, with a part from each process, are read without running code in them."""
 
 import dataclasses
 import pickle
@@ -68,7 +68,7 @@ def test_class_allowed_by_the_user_is_loaded(tmp_path):
 
 
 def test_dcp_folder_of_model_and_optimizer_is_read(tmp_path):
-    """Read as data too; one that another program wrote may lack the optimizer."""
+    """It is read without running code; one that another program wrote may lack the optimizer."""
     model, optimizer = stepped()
     for folder, given in (("both", optimizer), ("weights", None)):
         sharded.save_dcp(sharded.states_for_dcp(model, given), str(tmp_path / folder), is_only_writer=True)
@@ -103,10 +103,10 @@ def resize_tensors(parts):
 
 
 WRONG = {
-    "up": (rename_files("../pytorch_model_fsdp_0/__0_0.distcp"), "is not in this folder"),
-    "absolute": (rename_files("/etc/hostname"), "is not in this folder"),
+    "parent folder": (rename_files("../pytorch_model_fsdp_0/__0_0.distcp"), "is not in this folder"),
+    "absolute path": (rename_files("/etc/hostname"), "is not in this folder"),
     "no name": (rename_files(7), "does not hold what"),
-    "no list": (lambda parts: {"a": 1}, "it is a dict"),
+    "no metadata": (lambda parts: {"a": 1}, "it is a dict"),
     "other names": (lambda parts: parts.state_dict_metadata.clear(), "does not hold what"),
     "a number as name": (lambda parts: parts.state_dict_metadata.update({3: None}), "no dict of names"),
     "no names": (lambda parts: vars(parts).pop("state_dict_metadata") and None, "does not hold what"),
@@ -135,7 +135,7 @@ def test_missing_or_truncated_file_is_refused(tmp_path, name, length):
 
 
 def test_torch_reads_the_same_metadata(tmp_path):
-    """Nothing that torch writes is missing among the classes."""
+    """No class that torch writes is missing among those that we allow."""
     write(tmp_path)
     assert FileSystemReader(tmp_path / SHARD_FOLDERS["model"]).read_metadata().state_dict_metadata.keys() == {
         f"model.{name}" for name in make_plain().state_dict()

@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint is run by reading it, and what cannot be read is named."""
+"""Reading a checkpoint runs no code in it, and a file that cannot be read is named."""
 
 import functools
 import json
@@ -57,7 +57,7 @@ def test_training_args_file_is_never_read(tmp_path, checkpoint):
 
 
 def test_class_allowed_by_the_user_is_loaded(checkpoint):
-    """By torch's own means: the optimizer's state has an object in it."""
+    """By torch's `safe_globals`; the state of the optimizer has an object in it."""
     folder = checkpoint()
     held = torch.load(folder / "optimizer.pt")
     held["param_groups"][0]["note"] = Note()

@@ -1,4 +1,4 @@
-"""What is said of arguments that have changed since a checkpoint; tests/parity/test_resume.py resumes from them."""
+"""Arguments and optimizer settings that do not match a checkpoint are named; see also tests/parity/test_resume.py."""
 
 import contextlib
 
@@ -15,7 +15,7 @@ from tests.support.parts import stepped
     ("now", "warns"), [(2, False), (3, True), (1, True), (0.5, False)], ids=["same", "other", "every step", "ratio"]
 )
 def test_changed_number_of_steps_warns(tmp_path, caplog, name, now, warns):
-    """A state has the number of steps that came of a ratio: it says nothing of a change."""
+    """A ratio cannot be compared: the state has the number of steps that came of it."""
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **{name: now})
     warn_about_changed_arguments(args, TrainerState(**{name: 2}))
     assert (f"{name}={now}, was 2" in caplog.text) == warns

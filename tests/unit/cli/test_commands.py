@@ -196,7 +196,7 @@ def test_wrong_run_command_says_what_to_type(tmp_path, capsys, monkeypatch, word
     ],
 )
 def test_missing_module_is_named_without_a_traceback(tmp_path, processes, module, error):
-    """An import inside a module that exists has a traceback."""
+    """A failing import inside an existing module keeps its traceback."""
     (tmp_path / "imports.py").write_text("import nomod")
     words = [sys.executable, "-m", "hftrainer", "run", "-m", module]
     done = subprocess.run(words, cwd=tmp_path, env=processes.environment(), capture_output=True, text=True)

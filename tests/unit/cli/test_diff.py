@@ -1,4 +1,4 @@
-"""`python -m hftrainer diff`: where two runs part, and in what."""
+"""`python -m hftrainer diff` names the step from which two runs differ, and in what."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`python -m hftrainer doctor`: what is there, what is missing, and no secret."""
+"""`python -m hftrainer doctor` shows what is installed, what is missing, and no secret."""
 
 import importlib.metadata
 import json
@@ -120,7 +120,7 @@ def test_variables_with_printed_values_are_no_secrets():
 
 
 def test_every_variable_that_the_sources_read_is_shown(monkeypatch):
-    """Those of MPI, SLURM and TPUs are read by tables, and shown by what they lead to."""
+    """Variables of MPI, SLURM and TPUs are read from tables, and shown by their effect."""
     files = [*(ROOT / "hftrainer").rglob("*.py"), *(ROOT / "adapters").rglob("*.py")]
     read = {name for path in files for name in re.findall(r'environ(?:\.get\(|\[)"([A-Z_]+)"', path.read_text())}
     assert {"COMET_MODE", "OMP_NUM_THREADS", "MASTER_PORT"} <= read

@@ -1,4 +1,4 @@
-"""`python -m hftrainer explain`: what becomes of each argument."""
+"""`python -m hftrainer explain` says what becomes of each argument."""
 
 import inspect
 import json
@@ -112,7 +112,7 @@ def test_name_of_an_argument_alone_shows_its_help(explain):
     assert explain("--help").stdout.count("\n") < 24 and explain("--help-all").stdout.count("\n") > 500
 
 
-#: The other two have their default in the table.
+#: The cases of the other two have their defaults, which are not explained.
 EXPLAINED = [name for name in CASES if name not in ("use_cpu", "disable_tqdm")]
 
 

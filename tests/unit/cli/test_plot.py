@@ -1,4 +1,4 @@
-"""`python -m hftrainer plot`: a picture and a page of one run or several."""
+"""`python -m hftrainer plot` draws a picture and a page of one run or several."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from tests.support.tiny import make_plain, plain_data
 
 
 def test_logs_without_weights_are_drawn(tmp_path):
-    """As they are in git: folders of checkpoints with the log alone, and lines that scripts have added."""
+    """As kept in git: checkpoint folders with the log alone, and lines that scripts have added."""
     log = [{"epoch": 1, "loss": 3.0, "step": 4}, {"predict_loss": 0.5}, {"epoch": 2, "loss": 2.0, "step": 8}]
     for step in (8, 10):
         folder = tmp_path / f"checkpoint-{step}"
@@ -100,7 +100,7 @@ def test_curves_have_colours_dashes_and_a_best_value(tmp_path):
 
 
 def test_marks_separate_coinciding_curves_of_runs():
-    """In black and white: about ten marks each, at other points. One run has marks only where points are few."""
+    """Each has about ten marks, at other points than the other; one run has marks only where points are few."""
     steps = [float(step) for step in range(100)]
     first, second = (Curve("loss", "loss", steps, steps, run=mark, mark=mark).marked for mark in "os")
     assert len(first) == len(second) == 10 and not set(first) & set(second)
@@ -288,7 +288,7 @@ def test_evaluation_sets_share_a_panel_in_their_order(tmp_path, capsys):
 
 
 def test_curves_and_runs_differ_in_black_and_white(tmp_path):
-    """Also where colours repeat: losses in their dash, runs in their mark."""
+    """Where colours repeat, losses differ in their dash and runs in their mark."""
     losses = {f"{name}_loss": 1.0 for name in "abcdefghijkl"}
     runs = [write_log(tmp_path / str(number), [{"step": 1, "loss": 1.0, **losses}]) for number in range(9)]
     assert len({(line.colour, line.dash) for line in read_curves(runs[:1])}) == 13
@@ -542,7 +542,7 @@ def test_100_losses_or_more_get_a_running_mean():
 
 
 def test_legend_names_runs_and_their_best_values(tmp_path):
-    """Arguments without effect do not tell runs apart."""
+    """Arguments without effect on the result are not named."""
     for run in ("a", "b"):
         write_log(tmp_path / run, [{"step": step, "loss": 1.0, "eval_f1": 0.5, "eval_loss": 1.0} for step in (1, 2)])
         args = TrainingArguments(str(tmp_path / run), logging_steps=1 + (run == "b"), observe=run == "b", use_cpu=True)
@@ -560,7 +560,7 @@ def test_legend_names_runs_and_their_best_values(tmp_path):
 
 @pytest.mark.parametrize("loss", [1.0, 2.0])
 def test_last_of_several_runs_in_a_folder_is_read(tmp_path, loss):
-    """A copy of one run, whose log begins the other's, may have any times."""
+    """The times of files do not count for a copy, whose log begins like the other's."""
     for step, value in ((20, 1.0), (10, loss)):
         folder = tmp_path / f"checkpoint-{step}"
         write_log(folder, [{"step": each, "loss": value} for each in range(step)])

@@ -1,4 +1,4 @@
-"""Metrics that are no numbers: a checkpoint is written, and read again."""
+"""Metrics that are not numbers are written to a checkpoint and read again."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Columns that `remove_unused_columns` removes: an error of who reads them names it."""
+"""Code that reads a column which `remove_unused_columns` has removed gets an error that names it."""
 
 import datasets
 import pytest

@@ -1,4 +1,4 @@
-"""What the main process hands out is what that of accelerate does, over many sizes."""
+"""The main process dispatches batches to the ranks as accelerate's does, over many sizes."""
 
 import itertools
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from tests.support.tiny import Numbers
 
 
 def dispatched_by_accelerate(count, size, processes, split, drop_last):
-    """The parts of each round, as its slices of the main process's batch are cut."""
+    """The parts of each round, as accelerate slices the main process's batch."""
     from accelerate.data_loader import DataLoaderDispatcher
 
     found = []

@@ -1,4 +1,4 @@
-"""Runs that change their size: which samples each global batch has, whatever cuts it into micro-batches of ranks."""
+"""A run that changes its size keeps the samples of each global batch, however ranks and micro-batches divide it."""
 
 import os
 import random
@@ -42,7 +42,7 @@ class Stream(IterableDataset):
 
 
 class StreamWithState(Stream):
-    """Knows where it is, and what it has passed on."""
+    """Saves its position, and notes the samples that it has passed on."""
 
     def __init__(self, count):
         super().__init__(count)

@@ -1,4 +1,4 @@
-"""Which random states are recorded before a batch is read: none where reading draws nothing."""
+"""Random states are recorded before a batch is read, but not where reading draws no random numbers."""
 
 import datasets
 import pytest

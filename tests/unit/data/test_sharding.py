@@ -19,7 +19,7 @@ def in_order(count, size, drop_last):
 @pytest.mark.parametrize("processes", [2, 3, 4])
 @pytest.mark.parametrize("split", [False, True])
 def test_sharded_batches_match_accelerate(processes, split, even, drop_last):
-    """Where each process gets as many; elsewhere it is refused."""
+    """Where all processes get equally many batches; other sizes are refused."""
     from accelerate.data_loader import BatchSamplerShard
 
     honoured = refused = 0

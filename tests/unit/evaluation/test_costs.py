@@ -1,4 +1,4 @@
-"""What an evaluation saves per batch: calls that change nothing; and what it must not share."""
+"""An evaluation leaves out calls without effect, but respects replaced methods, reused buffers and array losses."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_gathering_replaced_during_the_pass_is_used(make_trainer):
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_loss_in_a_buffer_that_is_reused_is_copied(make_trainer, batch_size):
-    """As graphs of CUDA do; each batch's loss is kept until four have been moved to the CPU."""
+    """As CUDA graphs do; the losses of four batches are kept before they are moved to the CPU."""
 
     class Reuses(torch.nn.Module):
         def __init__(self):
@@ -56,7 +56,7 @@ def test_loss_in_a_buffer_that_is_reused_is_copied(make_trainer, batch_size):
 
 @pytest.mark.parametrize(("loss", "mean"), [(np.float64(2), 2), (torch.tensor([1.0, 3.0]), 69 / 35)])
 def test_prediction_step_may_return_an_array_as_loss(make_trainer, loss, mean):
-    """As in transformers, it is repeated: two numbers become eight for a batch of four, and three for the last."""
+    """As in transformers it is repeated: four batches of four have 1, 3, ... eight times, and the last 1, 3, 1."""
     trainer = make_trainer()
     trainer.prediction_step = lambda *args, **kwargs: (loss, None, None)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(mean)

@@ -1,4 +1,4 @@
-"""What an evaluation cannot do without or cannot use is named."""
+"""An evaluation names the data, loss or metric that is missing or that it cannot use."""
 
 import numpy as np
 import pytest
@@ -26,11 +26,12 @@ def test_unknown_evaluation_set_is_named(make_args, own, message):
     assert isinstance(caught.value, TypeError)  # as in transformers for a list
 
 
-def test_evaluation_without_data_is_refused(make_args):
+def test_evaluation_without_data_is_refused(make_args, recwarn):
     with pytest.raises(InvalidArgument, match="needs an eval_dataset"):
         Trainer(make_plain(), make_args()).evaluate()
     with pytest.raises(InvalidArgument, match="Evaluation has no batches"):
         Trainer(make_plain(), make_args(), eval_dataset=[]).evaluate()
+    assert not any("_EvaluationBatches" in str(each.message) for each in recwarn)  # by Lightning
 
 
 def test_compute_loss_without_outputs_is_named(make_args):
@@ -88,9 +89,3 @@ def test_empty_evaluation_set_is_refused_before_training(make_args, data, settin
 def test_unused_empty_evaluation_set_is_accepted(make_args, settings):
     trainer = Trainer(make_plain(), make_args(**settings), train_dataset=plain_data(), eval_dataset=[])
     assert trainer.train().global_step == 2
-
-
-def test_lightning_warns_of_none_of_our_batches(make_args, recwarn):
-    with pytest.raises(InvalidArgument, match="Evaluation has no batches"):
-        Trainer(make_plain(), make_args(), eval_dataset=[]).evaluate()
-    assert not any("_EvaluationBatches" in str(each.message) for each in recwarn)

@@ -78,7 +78,7 @@ def test_torchmetrics_get_inputs_and_losses(make_trainer):
 
 
 def test_torchmetrics_need_labels_or_an_adapter(make_trainer):
-    """Nor is anything measured with prediction_loss_only; an adapter may do without them."""
+    """They are not computed with prediction_loss_only either; an adapter may do without labels."""
     trainer, data = make_trainer(trainer={"compute_metrics": MulticlassAccuracy(3)}), plain_data(5)
     unlabelled = [{"x": row["x"]} for row in data]
     output = trainer.predict(unlabelled)
@@ -276,7 +276,7 @@ def test_eval_runtime_is_positive(make_trainer):
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8])
 def test_ranks_get_batches_in_turn_and_fillers_at_the_end(count, processes):
-    """Every batch once, in turn; the others get the first as a filler."""
+    """A rank without a batch in the last round gets the first one."""
     whole = [[2 * i, 2 * i + 1] for i in range(count)]
     rounds = -(-count // processes)
     for rank in range(processes):

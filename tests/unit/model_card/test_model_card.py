@@ -70,7 +70,7 @@ def test_plain_module_card_has_results_table_and_plot(trained_trainer):
 
 
 def test_card_without_training_has_no_results_table(tmp_path):
-    """Of the main process alone, even if the output folder has been deleted; then of an evaluation."""
+    """The main process alone writes it, also into a deleted folder; an evaluation adds its metrics."""
     trainer = make_trainer(tmp_path / "out", trainer=MEASURED)
     trainer.is_world_process_zero = lambda: False
     trainer.create_model_card()
@@ -201,7 +201,7 @@ def raise_no_network():
     ids=["answers", "refuses"],
 )
 def test_licence_is_that_of_the_base_model(tmp_path, monkeypatch, answer, expected):
-    """The Hub is asked once, and the card does not depend on its answer."""
+    """The Hub is asked once; without its answer the card has no licence."""
     asked = queue.SimpleQueue()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(HfApi, "model_info", lambda self, name, **_: asked.put(name) or answer())
@@ -255,7 +255,7 @@ def test_card_without_matplotlib_has_no_plot(trained_trainer, monkeypatch, caplo
     assert "![" not in texts[1] and "| Training Loss" in texts[1]
 
 
-#: As if those libraries were not there, neither to be imported nor to be found among the installed.
+#: Hides these libraries: they can neither be imported nor found among the installed.
 BARE = """
 import importlib.machinery, importlib.metadata, sys
 ABSENT = ("transformers", "jinja2", "matplotlib", "datasets", "peft", "accelerate")

@@ -1,4 +1,4 @@
-"""`metrics_port`: what /health and /metrics say during a run, in one process with short limits."""
+"""`metrics_port` serves /health and /metrics during a run; here in one process with short limits."""
 
 import functools
 import json
@@ -165,7 +165,7 @@ def hang_until_it_is_red(port, said):
 
 
 def test_hanging_thread_turns_health_red_with_its_stack(tmp_path, port):
-    """Which ends once /health is red, and then it is not."""
+    """It hangs until /health is red, which then turns green again."""
     said, metrics = [], []
 
     def hang():
@@ -187,7 +187,7 @@ def test_hanging_thread_turns_health_red_with_its_stack(tmp_path, port):
 
 
 def compile_something(port):
-    """As a function that torch.compile calls while it compiles."""
+    """Be slow in a function that seems to belong to torch.compile."""
     code = "def convert(wait): wait()"
     module = types.ModuleType("torch._dynamo.convert_frame")
     exec(code, vars(module))
@@ -195,7 +195,7 @@ def compile_something(port):
 
 
 def be_slow(port):
-    """Until a rank that hangs would have turned it red long ago."""
+    """Wait until a rank that hangs would have turned /health red long ago."""
 
     def is_long_quiet(said):
         assert said["status"] != "stalled", said
@@ -256,7 +256,7 @@ def test_failed_run_ends_the_server(tmp_path, port, error):
 
 
 def test_next_run_listens_on_the_same_port(tmp_path, port):
-    """While processes of the loader, which have a copy of the socket, live on; and beside files of a killed run."""
+    """While loading processes still have a copy of the socket, and beside files of a killed run."""
     trainer = make_trainer(
         tmp_path,
         metrics_port=port,

@@ -1,4 +1,4 @@
-"""`observe`: values of the interval in log lines, the journal, warnings; and training that does not change by it."""
+"""`observe` adds measurements to log lines, a journal and warnings, and does not change the training."""
 
 import copy
 import json

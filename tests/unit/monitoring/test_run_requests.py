@@ -1,4 +1,4 @@
-"""Requests to a live run, and saves and evaluations by minutes."""
+"""`python -m hftrainer ask` makes requests to a live run; `save_minutes` and `eval_minutes` act by the clock."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""`python -m hftrainer watch`: a page of runs, from their journals or checkpoints."""
+"""`python -m hftrainer watch` shows a page of runs, from their journals or checkpoints."""
 
 import functools
 import json
@@ -113,7 +113,7 @@ def test_killed_process_is_reported(tmp_path, capsys, monkeypatch):
 
 
 def test_run_without_new_lines_is_reported_silent(tmp_path):
-    """On another machine only silence tells, and a process that is there may hang."""
+    """On another machine only silence tells, and a process that exists here may hang."""
     for name, host in (("here", socket.gethostname()), ("there", "another-machine")):
         train(begin(tmp_path / name, host=host, pid=os.getpid()), 10)
         assert WatchedRun(str(tmp_path / name)).read()["state"] == "running"

@@ -1,4 +1,4 @@
-"""`deepspeed`: what the configuration says, what the arguments fill in, what contradicts them. Needs no DeepSpeed."""
+"""The `deepspeed` configuration is read, filled in from the arguments and checked against them, without DeepSpeed."""
 
 import base64
 import copy
@@ -168,7 +168,7 @@ def test_misspelled_configuration_is_refused(config, words):
 
 
 def test_old_key_names_are_translated():
-    """fp16 was what weights were gathered in, and 'bfloat16' is another name of DeepSpeed's."""
+    """A key once said fp16 for 16bit, and DeepSpeed accepts 'bfloat16' for 'bf16'."""
     gathers = "stage3_gather_16bit_weights_on_model_save"
     old = {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}
     config = configure_only({"zero_optimization": old, "bfloat16": {"enabled": True}})
@@ -179,7 +179,7 @@ def test_old_key_names_are_translated():
 
 
 def configure_only(config):
-    """With ZeRO-3 arguments connect the processes, which needs DeepSpeed."""
+    """Read a configuration alone: arguments with ZeRO-3 would connect processes, which needs DeepSpeed."""
     args = make_args(ZERO_2)
     args.deepspeed = config
     return build_config(args).config
@@ -271,7 +271,7 @@ def test_launcher_variables_must_be_numbers_or_auto(name):
 
 
 def test_launcher_settings_beside_a_file_are_refused(tmp_path):
-    """As accelerate refuses them: the file would win, in silence."""
+    """accelerate refuses them too: the file would win silently."""
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(ZERO_2))
     launched = {**LAUNCHED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}

@@ -1,4 +1,4 @@
-"""Devices that no test machine has: what is planned for them, with torch told that they are there."""
+"""What is planned for devices that no test machine has, while torch is made to report them."""
 
 import json
 import sys
@@ -184,7 +184,7 @@ def test_random_state_of_mps_is_saved_and_restored(monkeypatch, tmp_path):
 )
 @pytest.mark.parametrize("call", ["train", "evaluate", "evaluate in train"])
 def test_operator_missing_on_mps_gets_a_hint(tmp_path, caplog, error, hint, call):
-    """An operator that the device lacks, as torch says it: a note of the error, which Python 3.10 does not show."""
+    """The hint is a note of the error; Python 3.10 does not show notes, so there it is logged."""
     error.__notes__ = []
 
     class Broken(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Where a process stands, by what each launcher puts into the environment."""
+"""Rank, world size and address of a process follow from the variables that each launcher sets."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What cannot run on a device or in several processes: the sentences with which a Trainer refuses it."""
+"""A Trainer refuses what cannot run on a device or in several processes, and says what to do instead."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def layout(settings=(), **sizes):
     return {**CPU, "parallelism_config": sizes, **dict(settings)}
 
 
-#: Fixtures → arguments, and what is said of them; None for nothing.
+#: Fixtures → arguments, each with the message that refuses them, or None.
 CASES = {
     "deepspeed_installed": [
         ({**CPU, "fsdp": True}, "fsdp=True shards the model over processes, but there is only one"),
@@ -91,7 +91,7 @@ CASES = {
         (TWO, START),
     ],
 }
-#: Where another sentence may be said too, as of the number of processes.
+#: Fixtures with which there may be a second problem, such as the number of processes.
 SEVERAL = ("deepspeed_installed", "on_xla two_processes")
 
 

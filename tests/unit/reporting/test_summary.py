@@ -1,4 +1,4 @@
-"""What a run says of itself: where it resumes, how it went, and how to go on."""
+"""A run logs where it resumes, how it went, and how to continue."""
 
 import re
 import subprocess
@@ -49,6 +49,8 @@ def test_run_reports_its_size_time_best_and_last_checkpoint(tmp_path, run_messag
 
 
 class SpikesAtStep3(Trainer):
+    """Has its best accuracy between the checkpoints of steps 2 and 4."""
+
     def evaluate(self, *args, **kwargs):
         return {"eval_accuracy": {2: 0.5, 3: 0.75}.get(self.state.global_step, 0.25)}
 
@@ -69,14 +71,14 @@ class Stop(TrainerCallback):
 
 @pytest.mark.parametrize("callback", [Stop(), EarlyStopping("eval_loss", stopping_threshold=99.0)])
 def test_run_stopped_by_a_callback_names_it(tmp_path, run_messages, callback):
-    """On purpose, so that nothing is said of how to go on."""
+    """The stop is intended, so nothing is said of how to continue."""
     train(tmp_path, callbacks=[callback], **{**SAVED, "eval_steps": 3, "max_steps": 40, "num_train_epochs": 9})
     assert f"Stopped at step 3 of 40, by {type(callback).__name__}." in run_messages()
     assert run_messages()[-1] == f"Last checkpoint: {tmp_path}/checkpoint-2."
 
 
 def test_resumed_run_names_what_stops_it_this_time(tmp_path, run_messages, monkeypatch):
-    """The checkpoint has the reason of the stop before, and so has the same object."""
+    """The reason of the earlier stop, in the checkpoint and in a reused callback, is not repeated."""
     monkeypatch.setattr(run_requests, "_PERIOD", 0.0)
     settings, stopping = {**SAVED, "max_steps": 40}, EarlyStopping("eval_loss", stopping_threshold=99.0)
     train(tmp_path, callbacks=[stopping], **settings)
@@ -149,7 +151,7 @@ def test_observed_run_splits_its_time_once(tmp_path, run_messages):
     [(True, SAVED, True), (False, SAVED, False), (True, {"save_strategy": "no", "logging_steps": 1}, False)],
 )
 def test_terminal_is_told_of_the_plot_command(tmp_path, run_messages, monkeypatch, is_terminal, settings, is_told):
-    """If there is a file that plot can read."""
+    """Only if there is a log that plot can read."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     train(tmp_path / "an out", **settings)
     assert (run_messages()[-1] == f"{command_name()} plot '{tmp_path}/an out' draws its curves.") is is_told

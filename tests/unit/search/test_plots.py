@@ -1,4 +1,4 @@
-"""`python -m hftrainer plot --study`: which files it writes, and what it says when there is nothing to draw."""
+"""`python -m hftrainer plot --study` draws the trials of a search, or says why there is nothing to draw."""
 
 import os
 import sys
@@ -46,9 +46,7 @@ def test_command_writes_pictures_and_pages_of_a_study(url, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "pass the output folders of runs, or --study for a search"),
         (("folder", "--study", "x"), "folder and --study cannot go together"),
-        (("folder", "--output", "x"), "--output is for --study"),
         (("--study", "x", "--out", "a.png"), "--out is for runs"),
         (("--study", "sqlite:///nowhere/a.db"), "sqlite:///nowhere/a.db: the file does not exist"),
     ],

@@ -151,7 +151,7 @@ class Interrupting(TrainerCallback):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_interrupted_search_continues_with_the_lost_trial(tmp_path, error):
-    """Ctrl-C keeps what is finished; the same call goes on, and another trial takes the place of the one cut off."""
+    """Ctrl-C keeps finished trials; the same call continues, and tries the values of the interrupted one again."""
     keywords = {**in_storage(tmp_path), "n_trials": 3}
     trainer = make_trainer(tmp_path, {"callbacks": [Interrupting(4, error)]})
     with pytest.raises(error):
@@ -228,7 +228,7 @@ def test_lost_trial_is_tried_again_once(study):
 
 
 def test_interrupted_trial_is_tried_again_by_the_next_search(study):
-    """It had said that the trial was cut off: the next search tries it, and the one after that does not."""
+    """Its process had said so before it was killed; only the next search tries it, not the one after that."""
     trial = study.ask()
     trial.suggest_float("x", 0, 1)
     trial.set_user_attr(INTERRUPTED, "its process has ended")
@@ -265,7 +265,7 @@ def test_trial_without_an_owner_counts_as_lost_after_a_wait(study, monkeypatch):
 
 
 def test_surplus_trial_begun_at_the_same_time_is_dropped(tmp_path, monkeypatch):
-    """Another process takes the last one between our look and our trial."""
+    """Another process begins the last trial between our count and our own trial."""
     trainer, original = make_trainer(tmp_path), optuna.Study.ask
 
     def ask(study, *args):
@@ -280,7 +280,7 @@ def test_surplus_trial_begun_at_the_same_time_is_dropped(tmp_path, monkeypatch):
 
 
 def test_trials_running_on_another_machine_count(tmp_path, caplog):
-    """Nobody here knows whether they are still running: they count, and the result says that they are not in it."""
+    """They may still be running: they count, and the result says that they are not in it."""
     begin_trial(optuna.create_study(**in_storage(tmp_path)), "elsewhere 1 1")
     trainer = make_trainer(tmp_path)
     trainer.hyperparameter_search(rates, n_trials=3, **in_storage(tmp_path))

@@ -39,7 +39,7 @@ def make(tmp_path):
 
 
 def train_by_hand(args, data, accumulation=1):
-    """The losses and weights of a TFTrainer, computed with the formulas of Keras in float64's place: plain torch."""
+    """The losses and weights of a TFTrainer, computed with the formulas of Keras in plain torch."""
     model = Still()
     steps_per_epoch = math.ceil(len(data) / (4 * accumulation))
     steps = steps_per_epoch * int(args.num_train_epochs)
@@ -214,7 +214,7 @@ def test_dict_of_labels_counts_as_one_instance(make):
 
 
 def test_keras_optimizer_is_translated_to_torch():
-    """Read by what Keras shows of them; momentum has the rate of its step in it."""
+    """Read from `get_config()`; the momentum contains the learning rate of its step."""
     model = Still()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -250,6 +250,7 @@ def test_keras_optimizer_is_translated_to_torch():
     ("clipping", "factor"), [({"clipnorm": 1.0}, 1 / 5), ({"global_clipnorm": 1.0}, 1 / 13), ({"clipnorm": 9.0}, 1)]
 )
 def test_clipnorm_scales_the_gradients(clipping, factor):
+    """The first gradient has a norm of 5, and both together have one of 13."""
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
     first.grad, second.grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
     optimizers.clip([first, second], clipping)
@@ -330,7 +331,7 @@ def test_length_of_a_stream_is_counted(make):
 
 
 def test_datasets_and_torch_pairs_train_alike(make):
-    """The columns that the model does not take go; pairs of a torch dataset are as those of tf.data."""
+    """Columns that the model does not take are dropped; pairs of a torch dataset are as those of tf.data."""
     datasets = pytest.importorskip("datasets")
     named = datasets.Dataset.from_list([{**row, "x": row["x"].tolist(), "text": "a word"} for row in rows()])
 

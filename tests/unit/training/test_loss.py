@@ -100,10 +100,10 @@ def count(release="5.20", batches=LABELS, **settings):
 
 def test_items_are_the_labels_that_count():
     items = count()
-    assert items == 5 and items.dtype == torch.float32
+    assert items == 5 and items.dtype == torch.float32  # labels that are not -100
     # A causal model does not predict the first label of a row.
     assert count(_loss_shifts_labels=True) == 3
-    assert count(averages_tokens=True, world_size=3) == 15
+    assert count(averages_tokens=True, world_size=3) == 15  # each rank has 5
 
 
 def test_items_are_not_counted_where_unused():
