@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 from tests.support.gallery import EXAMPLES, SHORT, assert_same, files, logs
 
-#: The examples of what only we do, each with a test below.
+#: Examples of what only hftrainer does; each has its own test below.
 ALONE = {"digits_vit", "killed_and_resumed", "lightning_callbacks", "multi_task"}
 #: plain_torch is run by tests/install, the others by tests/adapters.
 ELSEWHERE = {"plain_torch", "tf_trainer", "dpo", "embeddings"}
@@ -30,7 +30,7 @@ def run(processes, script, folder, *words, count=1):
 
 @pytest.mark.parametrize("name", SAME)
 def test_example_matches_transformers(name, tmp_path, processes):
-    """FSDP in two processes. Without a GPU transformers trains replicas, which add up in another order."""
+    """FSDP runs in two processes; without a GPU transformers trains replicas, which add up in another order."""
     text = (EXAMPLES / f"{name}.py").read_text()
     assert text.split('"""', 2)[2].count("hftrainer") == 1, "one line is all that a transformers user would change"
     of_transformers = tmp_path / f"{name}.py"
@@ -93,7 +93,7 @@ CLAIMS["resume"] = "the same weights: True"
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_notebook_runs_from_first_to_last_cell(path, tmp_path, processes):
-    """From its first cell to its last; an error in a cell fails the test."""
+    """An error in a cell fails the test."""
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")

@@ -1,4 +1,4 @@
-"""Paths and symbols of this repository that its pages name exist."""
+"""Paths and symbols of this repository exist if its pages name them."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Checkpoints of a device: exact resume with its random states, and saves in the background from its memory."""
+"""Checkpoints of a device resume exactly with its random states, and are saved in the background."""
 
 import threading
 from collections import OrderedDict, defaultdict

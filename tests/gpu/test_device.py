@@ -1,4 +1,4 @@
-"""What a run asks of its device: memory, waiting for it, and its statistics."""
+"""A run needs no more memory of its device than transformers, does not wait for it, and logs its statistics."""
 
 import gc
 
@@ -29,7 +29,7 @@ def test_evaluation_memory_is_flat(tmp_path, metrics):
     few, many = plain_data(4 * 64), plain_data(64 * 64)
     trainer.evaluate(few)  # allocates what cuBLAS keeps
     needed = [allocated_above_start(lambda data=data: trainer.evaluate(data)) for data in (few, many)]
-    # Outputs that stayed would take 60 batches more; less than one is what blocks of other sizes can make.
+    # Outputs that stayed would take 60 batches more; blocks of other sizes may take less than one.
     assert needed[1] - needed[0] < 64 * WIDTH * 4, [size / MB for size in needed]
 
 

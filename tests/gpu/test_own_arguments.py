@@ -1,4 +1,4 @@
-"""What only hftrainer does, on a device: rollbacks, flattened and smaller batches, searches in processes, `observe`."""
+"""Arguments that only hftrainer has work on a device: rollbacks, flattened batches, searches, `observe`."""
 
 import optuna
 import pytest

@@ -1,4 +1,4 @@
-"""The same numbers as transformers on the same device: precisions, the gradient scaler, torch.compile."""
+"""Precisions, the gradient scaler and torch.compile give the numbers of transformers on the same device."""
 
 import itertools
 
@@ -75,7 +75,7 @@ def test_torch_compile_matches_transformers(tmp_path, model, bf16):
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"fp16": True}, {"tf32": True}, {"tf32": False}], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_tf32_setting_matches_transformers(tmp_path, compiled, settings):
-    """Products of float32 matrices after a Trainer was made, by the same GPU, have the bits of float32 or of TF32."""
+    """Products of float32 matrices, after a Trainer was made, have the bits of float32 or of TF32."""
     factor = torch.randn(512, 512, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
 
     def product(library):

@@ -1,4 +1,4 @@
-"""DDP and both generations of FSDP, with NCCL on one and on two GPUs, or with gloo on the CPU."""
+"""DDP and both generations of FSDP train like one process, with NCCL on one and two GPUs, or gloo on the CPU."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.gpu.support import DEVICE, HERE, ON_GPU, assert_close, assert_same_we
 #: Strategies that share processes: all on the CPU, where it is the imports that take long. On a GPU each has its own,
 #: so that an error of NCCL fails one of them.
 GROUPS = {name: (name,) for name in STRATEGIES} if ON_GPU else dict.fromkeys(STRATEGIES, tuple(STRATEGIES))
-#: By whether it is bfloat16, of 8 bits, which FSDP rounds weights to once a layer, and autocast in each operation.
+#: Tolerance by whether it is bfloat16, of 8 bits: FSDP rounds weights once a layer, autocast in each operation.
 #: In float32, of 24 bits, ranks add up parts of a loss or gradient in another order, and each batch size may have its
 #: own kernel: ten steps lose a few bits.
 CLOSE = {False: 1e-5, True: 2e-2}
@@ -53,7 +53,7 @@ class TestStrategy:
         assert_close(ours["logs"], expected.logs, CLOSE[bf16])
         assert ours["weights"].keys() == expected.weights.keys()
         for key, value in expected.weights.items():
-            # AdamW divides a gradient by its size: of one that is nothing but rounding, bfloat16 leaves the sign open.
+            # AdamW divides a gradient by its size: in bfloat16, one that is nothing but rounding may have either sign.
             if not bf16:
                 assert torch.allclose(ours["weights"][key], value.cpu(), rtol=0, atol=CLOSE[bf16]), key
 

@@ -1,4 +1,4 @@
-"""The package in an environment that pip has made: `make test-install`."""
+"""The package works in an environment that pip has made: `make test-install`."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def test_torch_tpu_extra_brings_what_it_imports(resolve):
 
 
 def newest(package, folder, *options):
-    """The version that pip would install, which it asks for without installing it."""
+    """The version that pip would install, found without installing it."""
     line = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--dry-run"]
     line += ["--ignore-installed", "--no-deps", "--report", "-", *options, package]
     (found,) = json.loads(run(line, folder))["install"]

@@ -166,7 +166,7 @@ def prunes_weights(run):
 
 
 def looks_for_spikes(run):
-    first = run.folder if run.mode != "resume" else run.folder.parent / "a"  # its place is part of its state
+    first = run.folder if run.mode != "resume" else run.folder.parent / "a"  # the path is part of its state
     return run.callback.exclude_batches_path == str(first / "skip_batches.json") and run.callback.last_val > 0
 
 
@@ -178,7 +178,7 @@ def logs_metric(name):
     return lambda run: any(name in key for key in run.logs)
 
 
-#: Class → what must be seen of a run with it, and how it is made.
+#: Class → what a run with it must show, and the options that it is made with.
 CASES = {
     "BackboneFinetuning": (ends_with_three_groups, {"unfreeze_backbone_at_epoch": 1, "verbose": False}),
     "BaseFinetuning": (ends_with_three_groups, {}),
@@ -244,7 +244,7 @@ MODES = {
     "accumulation 2": {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2},
     "evaluation, and resume": EVALUATED,
 }
-#: As `test_refusals_say_why` asserts.
+#: As `test_unsupported_callback_is_refused_with_the_reason` shows.
 REFUSED = {("GradientAccumulationScheduler", "accumulation 2"), ("EarlyStopping", "fit")}
 
 

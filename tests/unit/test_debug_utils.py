@@ -1,4 +1,4 @@
-"""The memory report, and the search for infinite numbers."""
+"""`skip_memory_metrics=False` reports memory, and `debug='underflow_overflow'` finds infinite numbers."""
 
 import sys
 
@@ -12,7 +12,7 @@ from tests.support.tiny import Plain, plain_data
 
 
 def test_memory_metric_names_match_transformers(tmp_path):
-    """The same names in the same metrics; the first stage also reports the construction."""
+    """The first stage also reports the memory of the construction."""
     names = []
     for name in ("hftrainer", "transformers"):
         trainer, _ = build(name, "plain", tmp_path / name, skip_memory_metrics=False, eval_strategy="epoch")

@@ -1,4 +1,4 @@
-"""What a Trainer cannot be given is refused when it is made, with what to pass instead."""
+"""A Trainer refuses wrong arguments when it is made, and says what to pass instead."""
 
 import lightning.pytorch as pl
 import pytest

@@ -1,4 +1,4 @@
-"""Our HfArgumentParser gives what that of transformers gives, on the same classes."""
+"""Our HfArgumentParser parses the same classes to the same objects as that of transformers."""
 
 import dataclasses
 import enum

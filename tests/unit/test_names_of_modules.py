@@ -1,4 +1,4 @@
-"""Names that libraries import from the modules of transformers, and what arguments and state show."""
+"""Names of files, trackers and process types that libraries rely on are those of transformers."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The table of the documents' blocks, blocks.toml: each block has its test, or the reason why it has none."""
+"""blocks.toml lists the blocks of transformers' documents, each with its test or the reason why it has none."""
 
 import ast
 import functools

@@ -221,7 +221,7 @@ def test_documented_defaults_change_nothing(kind):
         given, left_out = (kind("x", **settings).to_dict() for settings in (documented, {}))
     assert {name for name in left_out if given[name] != left_out[name]} == {"log_level_replica"}
     assert given.keys() == left_out.keys()
-    # The defaults that the classes have are these too, but for the ones that follow from others.
+    # The classes have these defaults too, except for two that have changed.
     assert set(documented) & {
         name for name, about in old_fields.ARGUMENTS.items() if about.past_defaults and not about.until
     } == {"log_level_replica", "report_to"}

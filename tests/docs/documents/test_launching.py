@@ -14,7 +14,7 @@ from tests.docs.documents.running import NORMAL, losses, several
 from tests.support.launching import END_OF_FILE, FSDP_FILE, port
 from tests.support.parity import comparable
 
-#: Option → what it becomes.
+#: Option → settings that it becomes.
 FSDP = {
     "full_shard": {},
     "shard_grad_op": {"strategy": "shard_grad_op"},
@@ -216,7 +216,7 @@ def test_run_glue_trains_and_evaluates(tmp_path):
 
 
 def test_run_glue_fsdp_by_file_and_options_gives_same_weights(tmp_path):
-    """By a file that `accelerate config` has written, and by options: the same weights."""
+    """The file is one that `accelerate config` has written."""
     (tmp_path / "default_config.yaml").write_text(FSDP_FILE)
     options = (
         "--num_processes=2 --use_fsdp --mixed_precision=bf16 --fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP "

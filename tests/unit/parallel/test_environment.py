@@ -82,7 +82,7 @@ def test_launcher_variables_give_the_place_of_the_process(make, name):
 
 
 def test_every_launcher_has_a_case():
-    # Of a process of torch_xla only torch_xla knows where it stands: tests/adapters/xla has those.
+    # Only torch_xla knows the place of its processes: tests/adapters/xla has those.
     assert {expected.split()[0] for _, expected in PLACES.values()} == set(LAUNCHERS) - {"xla"}
 
 

@@ -1,4 +1,4 @@
-"""`fsdp`, `fsdp_config` and what `accelerate launch --use_fsdp` leaves in the environment, read into one form."""
+"""`fsdp`, `fsdp_config` and the variables of `accelerate launch --use_fsdp` are read into one form."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The sizes of `parallelism_config`: where they come from, and which models they fit."""
+"""The sizes of `parallelism_config` are read from several places, and must fit the loaded model."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""TPUs, which no test machine has: when they are chosen, what is refused and what is to be installed."""
+"""When TPUs, which no test machine has, are chosen, what is refused, and what has to be installed."""
 
 import os
 import sys

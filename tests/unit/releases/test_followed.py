@@ -1,4 +1,4 @@
-"""What earlier releases do differently, and how a release is chosen."""
+"""A Trainer follows the configured or installed release of transformers, whose differences are listed."""
 
 import json
 import re

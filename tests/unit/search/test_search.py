@@ -1,4 +1,4 @@
-"""Searches with Optuna: what is refused, which trials count, and what a trial changes in the Trainer."""
+"""Searches with Optuna: wrong arguments, counting and retrying of trials, and what a trial changes in the Trainer."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""`ControlActions`: what the control flags request, in its order, with the ranks synchronized after each action."""
+"""`ControlActions` does what the control flags request, in order, and synchronizes the ranks after each action."""
 
 import contextlib
 from types import SimpleNamespace

@@ -37,7 +37,7 @@ def test_rollback_skips_bad_samples_exactly(tmp_path, kind, accumulation):
     ]
 
 
-#: Bad windows of the 36 in the data, steps of the run, and how many windows it skips: again in each epoch that meets them.
+#: Bad windows of the 36, steps of the run, and the number of windows that it skips, again in each epoch that has them.
 PLACES = {
     "first and last": ([0, 1, STEPS - 1], STEPS - 2, 5),  # its last step begins a second epoch
     "stream": ([3, 4, 9], STEPS - 3, 3),
@@ -101,7 +101,7 @@ def test_divergence_without_the_argument_only_warns(tmp_path, caplog):
 
 @pytest.mark.slow
 def test_resumed_run_skips_known_bad_samples(tmp_path):
-    """Also if it resumes from before the step, or from a copy of the checkpoint elsewhere.
+    """Also if it resumes from before the bad step, or from a copy of the checkpoint elsewhere.
 
     A torn line is ignored, and a run from the start forgets the list.
     """

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: what divides it, and the items that are counted for it."""
+"""The loss of a micro-batch is divided by the micro-batches of a step, or by the items that are counted for it."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""What `on_step_end` may ask for: the loss, the inputs and the outputs of its step."""
+"""`on_step_end` may ask for the loss, the inputs and the outputs of its step."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_only_requested_values_are_recorded(tmp_path, monkeypatch):
     trainer.train()
     trainer.add_callback(some)
     trainer.train()
-    assert nothing.seen == [[], [], ["loss"], ["loss"]]  # what one asks for, all get
+    assert nothing.seen == [[], [], ["loss"], ["loss"]]  # all callbacks get what one asks for
 
 
 def test_requesting_values_does_not_change_the_run(tmp_path):

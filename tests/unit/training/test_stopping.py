@@ -1,4 +1,4 @@
-"""`ControlSync`: when the requests of one rank, or of all, take effect in a rank of two."""
+"""`ControlSync`: requests of one of two ranks take effect in both at the same step."""
 
 import signal
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ def request(**values):
 
 
 def make_sync(*requests, world_size=2):
-    """A rank with another one that sends these requests, and what the all-reduces were given and have returned."""
+    """A `ControlSync` beside a rank that sends these requests, and what the all-reduces were given and returned."""
     answers, given, returned, saves = iter(requests), [], [], []
 
     def start_max_over_ranks(values):
