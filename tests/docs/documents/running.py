@@ -25,7 +25,7 @@ TINY = "--use_cpu True --max_steps 2 --logging_steps 1 --save_strategy no --repo
 NORMAL = "--output_dir out --learning_rate 0.01"
 
 
-def quiet(folder, kind=TrainingArguments, **settings):
+def make_args(folder, kind=TrainingArguments, **settings):
     defaults = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
     return kind(str(folder), **{**defaults, "max_steps": 2, **settings})
 
@@ -34,7 +34,7 @@ def losses(logs):
     return [line["loss"] for line in logs if "loss" in line]
 
 
-def several(*lines):
+def join_runs(*lines):
     return " + ".join(f"{line} {TINY}" for line in lines)
 
 

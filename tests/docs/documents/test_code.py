@@ -14,7 +14,7 @@ from torch import nn
 from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from hftrainer.arguments import old_fields
 from hftrainer.trainer_callback import ProgressCallback
-from tests.docs.documents.running import losses, quiet
+from tests.docs.documents.running import losses, make_args
 from tests.support import tiny
 from tests.support.parity import alike, assert_equal, assert_same_weights, build
 
@@ -23,7 +23,7 @@ def make_trainer(folder, trainer_class=Trainer, model=None, data=8, **given):
     fields = TrainingArguments.__dataclass_fields__
     settings = {name: given.pop(name) for name in list(given) if name in fields}
     given.setdefault("train_dataset", tiny.plain_data(data))
-    return trainer_class(tiny.make_plain() if model is None else model, quiet(folder, **settings), **given)
+    return trainer_class(tiny.make_plain() if model is None else model, make_args(folder, **settings), **given)
 
 
 def my_custom_loss(logits, labels):
@@ -179,7 +179,7 @@ def test_generation_settings_by_position_and_by_name(tmp_path, monkeypatch):
         return generate(*inputs, **settings)
 
     monkeypatch.setattr(model, "generate", generate_and_record)
-    args = quiet(tmp_path, Seq2SeqTrainingArguments, predict_with_generate=True)
+    args = make_args(tmp_path, Seq2SeqTrainingArguments, predict_with_generate=True)
     trainer = Seq2SeqTrainer(model, args, compute_metrics=lambda prediction: {})
     evaluated = [trainer.evaluate(data, None, "eval", 7, 2), trainer.evaluate(data, max_length=7, num_beams=2)]
     predicted = [trainer.predict(data, None, "eval", 7, 2), trainer.predict(data, max_length=7, num_beams=2)]

@@ -10,7 +10,7 @@ from hftrainer import TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.parallel.fsdp_settings import FsdpSettings
 from tests.docs.documents import program, running
-from tests.docs.documents.running import NORMAL, losses, several
+from tests.docs.documents.running import NORMAL, join_runs, losses
 from tests.support.launching import END_OF_FILE, FSDP_FILE, port
 from tests.support.parity import comparable
 
@@ -60,8 +60,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def by_torchrun(folder):
     """Results by rank and command line; `release` is what transformers itself logs."""
-    block = "CUDA_VISIBLE_DEVICES=2,0 torchrun --nproc_per_node=2 trainer-program.py " + several(*LINES.values())
-    ranks = running.run(folder, block, "trainer-program.py", RELEASE=several(NORMAL))
+    block = "CUDA_VISIBLE_DEVICES=2,0 torchrun --nproc_per_node=2 trainer-program.py " + join_runs(*LINES.values())
+    ranks = running.run(folder, block, "trainer-program.py", RELEASE=join_runs(NORMAL))
     return [dict(zip([*LINES, "release"], runs, strict=True)) for runs in ranks]
 
 
@@ -139,10 +139,10 @@ SHARDED = {
 def by_launch(tmp_path_factory):
     """Results by rank and options; `release` is what transformers itself logs."""
     chosen = [*SHARDED, (OF_V4_1, ""), (OF_V4_15, ""), (NORMAL, "")]
-    lines = several(*(" ".join(f"{words} {option}".split()) for words, option in chosen))
+    lines = join_runs(*(" ".join(f"{words} {option}".split()) for words, option in chosen))
     script, given = "examples/seq2seq/finetune_trainer.py", "export CUDA_VISIBLE_DEVICES=0,2\ncd examples/seq2seq\n"
     block = f"{given}python -m torch.distributed.launch --nproc_per_node=2 ./finetune_trainer.py {lines}"
-    ranks = running.run(tmp_path_factory.mktemp("launch"), block, script, RELEASE=several(NORMAL))
+    ranks = running.run(tmp_path_factory.mktemp("launch"), block, script, RELEASE=join_runs(NORMAL))
     return [dict(zip([*chosen, "release"], runs, strict=True)) for runs in ranks]
 
 
@@ -170,7 +170,7 @@ def test_sharded_ddp_has_losses_of_replicas(words, option, by_launch):
 
 @functools.cache
 def logs_of_transformers():
-    return comparable(program.logs_of_release(several(NORMAL).split()))
+    return comparable(program.logs_of_release(join_runs(NORMAL).split()))
 
 
 VARIABLES = ["VISIBLE_DEVICES=2,0", "VISIBLE_DEVICES=", "VISIBLE_DEVICES=1,0"]
@@ -181,7 +181,7 @@ VARIABLES += ["DEVICE_ORDER=PCI_BUS_ID", "DEVICE_ORDER=FASTEST_FIRST"]
 def test_gpu_variables_reach_a_cpu_script_unchanged(variable, tmp_path):
     """Without a GPU the script trains on the CPU like transformers, and sees the variable unchanged."""
     name, _, value = f"CUDA_{variable}".partition("=")
-    (run,) = running.run_python(tmp_path, several(NORMAL), **{name: value})
+    (run,) = running.run_python(tmp_path, join_runs(NORMAL), **{name: value})
     assert comparable(run["logs"]) == logs_of_transformers()
     assert (run["place"], run["device"], run["environment"][name]) == ([0, 0, 1], "cpu", value)
 
@@ -195,13 +195,13 @@ WORDS = """
 
 
 def glue_words(size, rate):
-    return several(" ".join(WORDS.format(size=size, rate=rate).split()))
+    return join_runs(" ".join(WORDS.format(size=size, rate=rate).split()))
 
 
 def test_accelerate_launch_logs_match_transformers(tmp_path):
     """accelerate is told that there are two GPUs; without any it would start one process."""
-    block = f"accelerate launch --num_processes 2 trainer-program.py {several(NORMAL)}"
-    found = running.run(tmp_path, block, "trainer-program.py", RELEASE=several(NORMAL))
+    block = f"accelerate launch --num_processes 2 trainer-program.py {join_runs(NORMAL)}"
+    found = running.run(tmp_path, block, "trainer-program.py", RELEASE=join_runs(NORMAL))
     assert len(found) == 2
     running.assert_as_release(found)
 
@@ -258,7 +258,7 @@ def test_accelerate_launch_joins_two_machines(tmp_path):
     free = port()
     for rank in (0, 1):
         (tmp_path / f"{rank}.yaml").write_text(TWO_MACHINES.format(rank=rank, port=free))
-    start = f"accelerate launch --config_file {{}}.yaml trainer-program.py {several(NORMAL)}"
+    start = f"accelerate launch --config_file {{}}.yaml trainer-program.py {join_runs(NORMAL)}"
     found = running.run(tmp_path, f"{start.format(1)} &\n{start.format(0)}\nwait $!", "trainer-program.py")
     for rank, (run,) in enumerate(found):
         assert (run["place"], run["kind"], run["precision"]) == ([rank, 0, 2], "MULTI_CPU", "fp16")
