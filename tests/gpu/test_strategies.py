@@ -47,7 +47,7 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("count", [1, TWO])
 @pytest.mark.parametrize("name", STRATEGIES)
 class TestStrategy:
-    def test_same_as_one_process(self, outcome, alone, name, count):
+    def test_training_equals_that_of_one_process(self, outcome, alone, name, count):
         bf16 = "bfloat16" in name
         ours, expected = outcome(name, count)[0]["plain"], alone[bf16]
         assert_close(ours["logs"], expected.logs, CLOSE[bf16])
@@ -62,7 +62,7 @@ class TestStrategy:
             assert rank["resumed"]["logs"][:-1] == rank["saving"]["logs"][:-1]  # the last has a mean of its own steps
             assert_same_weights(rank["resumed"]["weights"], rank["saving"]["weights"])
 
-    def test_ranks_agree(self, outcome, name, count):
+    def test_ranks_have_the_same_logs_and_weights(self, outcome, name, count):
         first, *others = outcome(name, count)
         for run in ("plain", "saving", "resumed"):
             for other in others:

@@ -180,7 +180,7 @@ def test_each_search_trial_has_its_own_log_folder(tmp_path, monkeypatch):
     assert len(recorder.written.hyperparameters) == 2
 
 
-def test_two_processes_write_one_file(tmp_path, processes):
+def test_only_the_main_process_of_two_writes_logs(tmp_path, processes):
     """The main process writes; Lightning's callbacks, which want a logger, run in both."""
     assert processes.run_ranks(evaluate_with_trackers, 2, tmp_path) == [2, 0]
     (folder,) = (tmp_path / "runs").iterdir()

@@ -143,7 +143,7 @@ class Second:
     extra: str = "none"
 
 
-def test_several_classes_and_remaining_words():
+def test_several_classes_are_parsed_and_other_words_returned():
     parser = HfArgumentParser((Example, Second))
     first, second = parser.parse_args_into_dataclasses(["--needed", "1", "--extra", "e"])
     assert (first.needed, second.extra) == (1, "e")

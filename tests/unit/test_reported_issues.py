@@ -273,7 +273,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_error_names_the_cause(make_trainer, case):
+def test_error_of_a_wrong_argument_names_the_cause(make_trainer, case):
     make_settings, expected = MISFITS[case]
     settings = make_settings()
     with pytest.raises((ValueError, TypeError), match=expected):

@@ -136,7 +136,7 @@ def test_rotation_spares_a_fresh_run_in_a_used_folder(make_trainer, tmp_path):
     assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-2", "checkpoint-3"]
 
 
-def test_model_stays_in_use_after_training(make_trainer):
+def test_training_leaves_no_hook_or_wrapper_on_the_model(make_trainer):
     """No hook, wrapper or moved weight is left on the user's model, with autocast either."""
     model = make_plain()
     trainer = make_trainer(model, bf16=True)
@@ -159,7 +159,7 @@ def test_accelerator_methods_work_in_one_process(make_trainer):
     assert model.layers[0].weight.grad is not None
 
 
-def test_the_seed_holds_in_a_fresh_process(processes):
+def test_first_trainer_of_a_process_is_seeded(processes):
     """Libraries that the engine imports draw random numbers; the first Trainer of a process is seeded all the same."""
     code = """
 import random, tempfile

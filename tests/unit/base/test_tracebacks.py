@@ -120,7 +120,7 @@ def test_checkpoint_note_after_ctrl_c_is_shown_once(monkeypatch, caplog, capsys,
 
 
 @pytest.mark.parametrize("names", [["RANK", "LOCAL_RANK"], ["LOCAL_RANK", "NODE_RANK"]], ids=["torchrun", "devices"])
-def test_only_the_main_process_shows_ctrl_c(monkeypatch, capsys, names):
+def test_only_the_main_process_shows_the_ctrl_c_traceback(monkeypatch, capsys, names):
     variables = {"WORLD_SIZE": "2", **dict.fromkeys(names, "1"), "NODE_RANK": "0"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

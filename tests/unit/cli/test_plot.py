@@ -295,7 +295,7 @@ def test_curves_and_runs_differ_in_black_and_white(tmp_path):
     assert len({(line.colour, line.mark) for line in read_curves(runs)}) == 9
 
 
-def test_a_long_run_is_drawn_by_its_extremes(tmp_path):
+def test_long_run_is_drawn_with_its_extremes(tmp_path):
     losses = [float(step % 7) for step in range(10_000)]
     losses[1234], losses[8765] = 90.0, -90.0
     path = write_log(tmp_path / "long", [{"step": step, "loss": loss} for step, loss in enumerate(losses)])
@@ -399,7 +399,7 @@ def show_plot(tmp_path, monkeypatch, capsys):
     return plot_and_read
 
 
-def test_a_terminal_without_a_desktop_shows_text(runs, tmp_path, monkeypatch, opened_urls, show_plot):
+def test_terminal_without_a_desktop_shows_text(runs, tmp_path, monkeypatch, opened_urls, show_plot):
     monkeypatch.setattr("sys.platform", "linux")
     text = show_plot(runs[0])
     picture, _, first, *_ = text.splitlines()
@@ -407,7 +407,7 @@ def test_a_terminal_without_a_desktop_shows_text(runs, tmp_path, monkeypatch, op
     assert "eval_accuracy " in text and " lowest " in text and opened_urls == []
 
 
-def test_a_desktop_shows_the_file(runs, tmp_path, monkeypatch, opened_urls, show_plot):
+def test_desktop_opens_the_file(runs, tmp_path, monkeypatch, opened_urls, show_plot):
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("DISPLAY", ":0")
     assert show_plot(runs[0]) == f"{tmp_path / 'a.png'}\n"
@@ -417,7 +417,7 @@ def test_a_desktop_shows_the_file(runs, tmp_path, monkeypatch, opened_urls, show
     assert len(opened_urls) == 2
 
 
-def test_a_notebook_shows_the_picture(runs, tmp_path, monkeypatch, opened_urls, show_plot):
+def test_notebook_shows_the_picture(runs, tmp_path, monkeypatch, opened_urls, show_plot):
     shown = []
     monkeypatch.setattr("hftrainer.callbacks.progress_bar.is_in_notebook", lambda: True)
     monkeypatch.setattr("hftrainer.callbacks.progress_bar.show_in_notebook", shown.append)
@@ -601,14 +601,14 @@ def test_argument_in_the_names_of_runs_is_not_repeated(names, settings):
     assert describe_differences([{"learning_rate": rate} for rate in (0.01, 0.001)], names) == settings
 
 
-def test_a_slow_first_interval_does_not_squeeze_the_others(tmp_path):
+def test_slow_first_interval_does_not_squeeze_the_others(tmp_path):
     log = [{"step": step, "step_seconds": 12.0 if step == 1 else 0.1} for step in range(1, 11)]
     plot([write_log(tmp_path / "run", log)], html=True)
     page = (tmp_path / "run" / "training.html").read_text()
     assert '"Seconds per step (highest: 12)"},"type":"linear","range":[0,0.21' in page
 
 
-def test_a_picture_has_twelve_metrics_and_a_page_all(tmp_path):
+def test_picture_has_twelve_metrics_and_page_has_all(tmp_path):
     metrics = {f"eval_f{number}": 0.5 for number in range(20)}
     folder = write_log(tmp_path / "run", [{"step": 1, "loss": 1.0, **metrics}])
     args = TrainingArguments(folder, metric_for_best_model="f19", use_cpu=True)
@@ -621,7 +621,7 @@ def test_a_picture_has_twelve_metrics_and_a_page_all(tmp_path):
     assert all(f'"text":"{name}"' in page for name in metrics)
 
 
-def test_a_page_in_a_narrow_window_has_one_column(tmp_path):
+def test_page_in_a_narrow_window_has_one_column(tmp_path):
     plot([write_log(tmp_path / "run", [{"step": 1, "loss": 1.0, "eval_f1": 0.5}])], html=True)
     script = (tmp_path / "run" / "training.html").read_text().split("wide.matches ? ")[1]
     wide, end = json.JSONDecoder().raw_decode(script)

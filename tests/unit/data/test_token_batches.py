@@ -68,7 +68,7 @@ def test_batches_keep_the_budget_and_ranks_get_equally_many(kind: Any) -> None:
     assert other != batches
 
 
-def test_a_bucket_has_one_shape_when_completed_or_dropped() -> None:
+def test_bucket_has_one_shape_when_completed_or_dropped() -> None:
     for options in ({"complete": True}, {"drop_last": True}):
         sampler = TokenBatchSampler(LENGTHS, 4096, 0, **options)
         bounds = np.asarray(sampler.boundaries)
@@ -175,7 +175,7 @@ def test_torch_compile_compiles_once_for_each_bucket(tmp_path: Any) -> None:
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= len(buckets)
 
 
-def test_padding_in_the_samples_is_left_out():
+def test_flattening_leaves_out_padding_of_the_samples():
     collator = FlatCollator(transformers.DataCollatorWithFlattening())
     padded = [
         {"input_ids": [0, 0, 5, 6], "attention_mask": [0, 0, 1, 1]},
@@ -206,7 +206,7 @@ def test_embedding_adapters_train_on_flattened_batches(tmp_path: Any, settings: 
     assert run.state.global_step == 2 and not all(map(torch.equal, before, after))
 
 
-def test_samples_of_a_flat_row_are_counted(tmp_path: Any) -> None:
+def test_samples_of_a_flattened_row_are_counted(tmp_path: Any) -> None:
     row = {"input_ids": torch.ones(1, 5, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
     assert count_batch(trainer(tmp_path, flatten_batches=True), row) == (2, 5)
     assert count_batch(trainer(tmp_path), row) == (1, 5)

@@ -298,7 +298,7 @@ def test_enqueued_trials_come_first(tmp_path):
     assert trainer.hp_study.trials[0].params == {"learning_rate": 0.03}
 
 
-def test_a_seeded_sampler_does_not_repeat_itself(tmp_path):
+def test_seeded_sampler_does_not_repeat_values_in_a_later_search(tmp_path):
     for n_trials in (2, 4):
         trainer, sampler = make_trainer(tmp_path), optuna.samplers.RandomSampler(seed=1)
         trainer.hyperparameter_search(rates, n_trials=n_trials, sampler=sampler, **in_storage(tmp_path))

@@ -142,7 +142,7 @@ def test_each_sample_is_evaluated_once(make):
     assert make(None, data, dataloader_drop_last=True).get_eval_tfdataset()[1:] == (2, 8)
 
 
-def test_evaluates_before_it_logs(make):
+def test_evaluation_comes_before_the_log_line(make):
     trainer = make(rows(), rows(4), max_steps=2, eval_strategy="steps", eval_steps=1)
     trainer.train()
     for lines in (trainer.seen, trainer._engine.state.log_history):
@@ -461,7 +461,7 @@ def test_unsupported_objects_are_refused(make, name):
         make(rows(), **given).train()
 
 
-def test_a_schedule_needs_an_optimizer(make):
+def test_schedule_needs_an_optimizer(make):
     with pytest.raises(InvalidArgument, match="a schedule but no optimizer"):
         make(rows(), optimizers=(None, lambda step: 0.1)).train()
 
