@@ -246,7 +246,7 @@ def test_callbacks_are_added_and_removed_by_class_and_object(tmp_path):
     trainer.add_callback(OwnCallback)
     trainer.add_callback(kept)
     assert "ProgressCallback" in before
-    assert names() == [*(name for name in before if name != "ProgressCallback"), "Own", "Own"]
+    assert names() == [*(name for name in before if name != "ProgressCallback"), "OwnCallback", "OwnCallback"]
     assert trainer.pop_callback(kept) is kept
     assert isinstance(trainer.pop_callback(OwnCallback), OwnCallback)
     assert trainer.pop_callback(OwnCallback) is None

@@ -108,7 +108,8 @@ def test_killed_process_is_reported(tmp_path, capsys, monkeypatch):
     process.wait()
     train(begin(tmp_path, pid=process.pid), 10)
     make_older(tmp_path, 200)
-    assert f"no sign of life for 3 min; process {process.pid} has ended" in show(capsys, monkeypatch, tmp_path)
+    page = show(capsys, monkeypatch, tmp_path, width=160)
+    assert f"no sign of life for 3 min; process {process.pid} has ended" in page
     assert WatchedRun(str(tmp_path)).read()["seconds_left"] is None
 
 
