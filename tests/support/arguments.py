@@ -66,11 +66,11 @@ def _alone(value: Any, by: str, needs: Mapping[str, Any] = {}) -> Case:
 
 
 def _refused(value: Any, reason: str) -> Case:
-    return Case(value, shown=f"tests/{_FIELDS}refused", alone=True, refusal=reason)
+    return Case(value, shown=f"tests/{_FIELDS}unsupported_argument_is_refused_by_name", alone=True, refusal=reason)
 
 
 def _old(new: str, *meanings: tuple[Any, Any]) -> Case:
-    return Case(meanings[0][0], shown=f"tests/{_LEGACY}translated", alone=True, new=new, meanings=meanings)
+    return Case(meanings[0][0], shown=f"tests/{_LEGACY}", alone=True, new=new, meanings=meanings)
 
 
 def _same(new: str, value: Any) -> Case:
@@ -82,16 +82,16 @@ _HERE = "parity/test_arguments.py::test_"
 _CHECKPOINTING = f"{_HERE}gradient_checkpointing_sets_activation_checkpointing"
 _ENGINE = f"{_HERE}changing_engine_arguments_after_construction_is_refused"
 _HUB, _HUB_FAULTS = "parity/test_hub.py::test_", "reliability/test_hub.py::test_"
-_TRACKERS = "lightning/test_loggers.py::test_callbacks_of_transformers"
+_TRACKERS = "lightning/test_loggers.py::test_transformers_tracker_callbacks_get_our_log_lines"
 _RESUME = "parity/test_resume.py::test_"
 _GENERATION = "parity/test_seq2seq.py::test_"
 _FIELDS = "unit/arguments/test_fields.py::test_"
-_PLAN = f"{_FIELDS}plan"
+_PLAN = f"{_FIELDS}only_mapped_arguments_change_the_plan"
 _EVALUATION = "unit/evaluation/test_evaluation.py::test_"
 _PREDICTION = "parity/test_evaluation.py::test_"
 _MONITORING = "unit/monitoring/"
 _DIVERGENCE = "unit/training/test_divergence.py::test_"
-_LEGACY = "unit/arguments/test_legacy.py::test_"
+_LEGACY = "unit/arguments/test_legacy.py::test_old_name_sets_the_new_argument"
 _SPELLINGS = "unit/arguments/test_old_spellings.py::test_"
 CASES: dict[str, Case] = {
     # Optimization.
@@ -156,12 +156,12 @@ CASES: dict[str, Case] = {
     "logging_first_step": _always(True),
     "logging_nan_inf_filter": _shown(False, "parity/test_losses.py::test_nan_losses_are_filtered_from_the_log_alike"),
     "log_level": _given("error"),
-    "log_level_replica": _shown("error", f"{_FIELDS}log_levels"),
+    "log_level_replica": _shown("error", f"{_FIELDS}log_level_is_that_of_the_rank"),
     "log_on_each_node": _shown(False, f"{_HERE}which_processes_log_and_save_on_the_second_node"),
     "disable_tqdm": _given(False),
     "include_num_input_tokens_seen": _always(True, BERT),
-    "skip_memory_metrics": _shown(False, "unit/test_debug_utils.py::test_memory_metrics_as_in_transformers"),
-    "debug": _shown("underflow_overflow", "unit/test_debug_utils.py::test_underflow_overflow"),
+    "skip_memory_metrics": _shown(False, "unit/test_debug_utils.py::test_memory_metric_names_match_transformers"),
+    "debug": _shown("underflow_overflow", "unit/test_debug_utils.py::test_underflow_overflow_names_the_bad_module"),
     "report_to": _alone("tensorboard", "parity/test_tracker_callbacks.py::test_callbacks_have_the_same_order"),
     "new_tracker_run": _alone(True, "reliability/test_tracker_runs.py::test_resume_continues_the_run_unless_asked"),
     "run_name": _alone("a run", "parity/test_trackers.py::test_run_can_be_chosen_by_id_or_nested"),
@@ -169,7 +169,7 @@ CASES: dict[str, Case] = {
     "trackio_space_id": _alone("space", _TRACKERS),
     "trackio_bucket_id": _alone("bucket", _TRACKERS),
     "trackio_static_space_id": _alone("space", _TRACKERS),
-    "metrics_port": _alone(9400, "unit/monitoring/test_health.py::test_run"),
+    "metrics_port": _alone(9400, "unit/monitoring/test_health.py::test_health_and_metrics_follow_a_run"),
     # Evaluation.
     "eval_strategy": _always("epoch"),
     "eval_steps": _between(3, {"eval_strategy": "steps"}),
@@ -182,24 +182,24 @@ CASES: dict[str, Case] = {
     "include_for_metrics": _always(["loss"], STEPS),
     "batch_eval_metrics": _always(True, STEPS),
     "eval_use_gather_object": _shown(True, "distributed/test_evaluation.py::test_every_object_is_gathered", STEPS),
-    "eval_memmap_dir": _alone("here", f"{_EVALUATION}memory_mapped_predictions"),
-    "observe": _alone("speed", f"{_MONITORING}test_observer.py::test_what_log_lines_get"),
-    "save_minutes": _alone(5, f"{_MONITORING}test_run_requests.py::test_saves_and_evaluations_by_minutes"),
-    "eval_minutes": _alone(5, f"{_MONITORING}test_run_requests.py::test_saves_and_evaluations_by_minutes"),
+    "eval_memmap_dir": _alone("here", f"{_EVALUATION}memory_mapped_predictions_equal_those_in_memory"),
+    "observe": _alone("speed", f"{_MONITORING}test_observer.py::test_log_lines_get_the_requested_measurements"),
+    "save_minutes": _alone(5, f"{_MONITORING}test_run_requests.py::test_save_and_eval_minutes_set_the_intervals"),
+    "eval_minutes": _alone(5, f"{_MONITORING}test_run_requests.py::test_save_and_eval_minutes_set_the_intervals"),
     "storage_url": _alone("memory://arguments", "reliability/test_storage_url.py::test_another_machine_resumes_a_run"),
     "keep_local": _alone(2, "reliability/test_storage_url.py::test_keep_local_bounds_local_checkpoints"),
-    "mixture_weights": _alone({"a": 1.0}, "unit/data/test_mixture.py::test_proportions"),
-    "mixture_temperature": _alone(2.0, "unit/data/test_mixture.py::test_weights_by_size"),
-    "mixture_column": _alone("kind", "unit/data/test_mixture.py::test_column_names_the_source"),
+    "mixture_weights": _alone({"a": 1.0}, "unit/data/test_mixture.py::test_plan_keeps_the_proportions_at_every_step"),
+    "mixture_temperature": _alone(2.0, "unit/data/test_mixture.py::test_temperature_flattens_weights_by_size"),
+    "mixture_column": _alone("kind", "unit/data/test_mixture.py::test_mixture_column_names_the_source"),
     "param_groups": _alone(
         [{"pattern": "*", "weight_decay": 0.1}], "parity/test_param_groups.py::test_groups_equal_those_made_by_hand"
     ),
-    "on_divergence": _alone("rollback", f"{_DIVERGENCE}ends_as_a_run_without_the_samples"),
-    "divergence_threshold": _alone(8, f"{_DIVERGENCE}ends_as_a_run_without_the_samples", {"on_divergence": "stop"}),
-    "max_rollbacks": _alone(2, f"{_DIVERGENCE}gives_up", {"on_divergence": "rollback"}),
+    "on_divergence": _alone("rollback", f"{_DIVERGENCE}rollback_skips_bad_samples_exactly"),
+    "divergence_threshold": _alone(8, f"{_DIVERGENCE}rollback_skips_bad_samples_exactly", {"on_divergence": "stop"}),
+    "max_rollbacks": _alone(2, f"{_DIVERGENCE}divergence_error_names_step_and_samples", {"on_divergence": "rollback"}),
     "elastic": _alone(True, "distributed/test_elastic.py::test_run_that_changes_its_size_is_the_undisturbed_one"),
-    "tokens_per_batch": _alone(64, "unit/data/test_token_batches.py::test_resuming_within_an_epoch"),
-    "flatten_batches": _alone(True, "unit/data/test_token_batches.py::test_flattened_gradients_are_the_padded_ones"),
+    "tokens_per_batch": _alone(64, "unit/data/test_token_batches.py::test_resume_within_an_epoch_is_exact"),
+    "flatten_batches": _alone(True, "unit/data/test_token_batches.py::test_flattened_gradients_match_padded_ones"),
     "bf16_full_eval": _shown(True, f"{_PREDICTION}full_eval_in_half_precision", STEPS),
     "fp16_full_eval": _shown(True, f"{_PREDICTION}full_eval_in_half_precision", STEPS),
     "metric_for_best_model": _always("accuracy", STEPS),
@@ -276,16 +276,16 @@ CASES: dict[str, Case] = {
     ),
     "split_batches": _old("accelerator_config", (True, AcceleratorConfig(split_batches=True))),
     # Old arguments without a new name.
-    "logging_dir": _alone("logs", "lightning/test_loggers.py::test_folders"),
+    "logging_dir": _alone("logs", "lightning/test_loggers.py::test_log_folders_appear_when_something_is_written"),
     "save_safetensors": _alone(False, f"{_RESUME}each_layout_of_weights_resumes_and_loads"),
-    "use_legacy_prediction_loop": _alone(True, f"{_EVALUATION}loops_and_steps_that_call_super"),
+    "use_legacy_prediction_loop": _alone(True, f"{_EVALUATION}overridden_loops_and_steps_may_call_super"),
     "past_index": _alone(2, f"{_CHANGES}past_index_feeds_an_output_into_the_next_step"),
     "include_tokens_per_second": _alone(True, f"{_CHANGES}include_tokens_per_second_reports_all_input_tokens"),
-    "use_mps_device": _alone(True, "unit/parallel/test_devices.py::test_use_mps_device_where_it_is_not"),
-    "tpu_num_cores": _alone(8, "unit/parallel/test_refused.py::test_refused"),
+    "use_mps_device": _alone(True, "unit/parallel/test_devices.py::test_use_mps_device_without_mps_is_refused"),
+    "tpu_num_cores": _alone(8, "unit/parallel/test_refused.py::test_unsupported_combination_is_refused"),
     "ray_scope": _alone("all", "adapters/ray/test_ray_search.py::test_ray_scope_chooses_the_last_or_best_objective"),
-    "fp16_backend": _alone("cpu_amp", f"{_SPELLINGS}apex_is_autocast"),
-    "half_precision_backend": _alone("cpu_amp", f"{_SPELLINGS}apex_is_autocast"),
+    "fp16_backend": _alone("cpu_amp", f"{_SPELLINGS}apex_backend_becomes_torch_autocast"),
+    "half_precision_backend": _alone("cpu_amp", f"{_SPELLINGS}apex_backend_becomes_torch_autocast"),
     "overwrite_output_dir": _alone(True, f"{_HERE}argument_without_effect_changes_nothing"),
     "jit_mode_eval": _alone(True, f"{_HERE}argument_without_effect_changes_nothing", STEPS),
     "use_ipex": _alone(True, f"{_HERE}argument_without_effect_changes_nothing", STEPS),

@@ -14,7 +14,7 @@ from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer_deepspeed.start import check_config
 from tests.adapters.deepspeed.sets import STAGES
 from tests.docs.documents import running
-from tests.docs.documents.running import losses, quiet
+from tests.docs.documents.running import losses, make_args
 from tests.support.launching import END_OF_FILE, free_port
 from tests.support.tiny import make_plain, plain_data
 
@@ -74,7 +74,7 @@ def found(tmp_path_factory):
     for line, (config, words) in RUNS.items():
         (folder / f"ds_config-{line}.json").write_text(json.dumps(config))
         lines.append(f"{words} --deepspeed ds_config-{line}.json")
-    block = f"deepspeed --num_gpus=2 your_program.py {running.several(*lines)}"
+    block = f"deepspeed --num_gpus=2 your_program.py {running.join_runs(*lines)}"
     ranks = running.run(folder, block, "your_program.py")
     return [dict(zip(RUNS, runs, strict=True)) for runs in ranks]
 
@@ -170,8 +170,8 @@ def test_deepspeed_launcher_uses_all_devices(line, tmp_path):
 @pytest.mark.parametrize("line", ["trainer_api_v4.48:3"])
 def test_deepspeed_launcher_without_a_config_trains_replicas(line, tmp_path):
     """Without its integration: replicas, as the release trains them."""
-    block = f"deepspeed --num_gpus 2 trainer-program.py {running.several(running.NORMAL)}"
-    found = running.run(tmp_path, block, "trainer-program.py", RELEASE=running.several(running.NORMAL))
+    block = f"deepspeed --num_gpus 2 trainer-program.py {running.join_runs(running.NORMAL)}"
+    found = running.run(tmp_path, block, "trainer-program.py", RELEASE=running.join_runs(running.NORMAL))
     assert [run["kind"] for run, _ in found] == ["MULTI_CPU"] * 2
     running.assert_as_release(found)
 
@@ -210,7 +210,7 @@ def test_accelerate_file_of_the_document_trains(line, tmp_path):
     (tmp_path / "ds_zero3_config.json").write_text(json.dumps(STAGES[3]))
     (tmp_path / "config.yaml").write_text(SHARED + FILES[line])
     launcher = f"accelerate launch --config_file config.yaml --main_process_port {free_port()} trainer-program.py"
-    found = running.run(tmp_path, f"{launcher} {running.several(running.NORMAL)}", "trainer-program.py")
+    found = running.run(tmp_path, f"{launcher} {running.join_runs(running.NORMAL)}", "trainer-program.py")
     for rank, (run,) in enumerate(found):
         assert (run["place"], run["kind"]) == ([rank, rank, 2], "DEEPSPEED")
         config = run["deepspeed"]
@@ -227,7 +227,7 @@ def test_accelerate_file_of_the_document_trains(line, tmp_path):
 
 @pytest.mark.parametrize("line", ["trainer_behaviours_v4.48:521"])
 def test_changed_arguments_are_propagated_to_the_configuration(line, tmp_path):
-    args = quiet(tmp_path, deepspeed=STAGES[2])
+    args = make_args(tmp_path, deepspeed=STAGES[2])
     trainer = Trainer(make_plain(), args, train_dataset=plain_data(8))
     args.per_device_train_batch_size, args.max_grad_norm = 2, 0.25
     trainer.propagate_args_to_deepspeed()

@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint is run by reading it, and what cannot be read is named."""
+"""Reading a checkpoint runs no code in it, and a file that cannot be read is named."""
 
 import functools
 import json
@@ -39,7 +39,7 @@ def checkpoint(sources, tmp_path):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before torch 1.6"])
-def test_a_pickle_is_not_run(tmp_path, checkpoint, name, zipped):
+def test_pickle_in_a_checkpoint_is_not_executed(tmp_path, checkpoint, name, zipped):
     folder = checkpoint(**FILES[name])
     held = torch.load(folder / name, weights_only=name != "rng_state.pth")
     held["more"] = MaliciousPickle(tmp_path / "trace")
@@ -49,15 +49,15 @@ def test_a_pickle_is_not_run(tmp_path, checkpoint, name, zipped):
     assert not (tmp_path / "trace").exists()
 
 
-def test_the_arguments_are_never_read(tmp_path, checkpoint):
+def test_training_args_file_is_never_read(tmp_path, checkpoint):
     folder = checkpoint()
     torch.save(MaliciousPickle(tmp_path / "trace"), folder / "training_args.bin")
     train_to_end(make(folder.parent), folder)
     assert not (tmp_path / "trace").exists()
 
 
-def test_a_class_that_the_user_allows(checkpoint):
-    """By torch's own means: the optimizer's state has an object in it."""
+def test_class_allowed_by_the_user_is_loaded(checkpoint):
+    """By torch's `safe_globals`; the state of the optimizer has an object in it."""
     folder = checkpoint()
     held = torch.load(folder / "optimizer.pt")
     held["param_groups"][0]["note"] = Note()
@@ -70,7 +70,7 @@ def test_a_class_that_the_user_allows(checkpoint):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "model.bin"])
-def test_damaged_files(tmp_path, name):
+def test_damaged_file_is_named(tmp_path, name):
     path = tmp_path / name
     weights = {"a": torch.zeros(1000)}
     save_file(weights, path) if name.endswith("safetensors") else torch.save(weights, path)
@@ -81,7 +81,7 @@ def test_damaged_files(tmp_path, name):
             load_torch_file(str(path)) if name.endswith("pt") else read_weights(str(path))
 
 
-def test_a_missing_shard_is_named(tmp_path):
+def test_missing_weight_shard_is_named(tmp_path):
     trainer = make(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     with pytest.raises(FileNotFoundError, match=r"model-1\.safetensors"):
