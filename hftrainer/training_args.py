@@ -29,7 +29,7 @@ from hftrainer.arguments.choices import (
 )
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
 from hftrainer.arguments.setters import ChainingSetters
-from hftrainer.arguments.support import explain_keyword
+from hftrainer.arguments.support import check_keywords, explain_keyword
 from hftrainer.arguments.validation import ALIASES, check_values, normalize
 from hftrainer.base.tracebacks import HideEngineFrames
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument
@@ -102,7 +102,8 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         normalize(self)
         if self.use_cpu:
             self.dataloader_pin_memory = False
-        errors = check_values(ResolvedArguments(self), complete=False)
+        resolved = ResolvedArguments(self)
+        errors = [*check_values(resolved, complete=False), *check_keywords(resolved.config_or_empty)]
         if errors:
             raise InvalidArgument("\n".join(errors))
         self.hf_deepspeed_config = set_up_deepspeed(self)

@@ -15,7 +15,7 @@ from typing import Any
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import check_launch_variables, find_unknown_variables
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.arguments.device_checks import check_device, check_fsdp, check_xla
+from hftrainer.arguments.device_checks import check_backend, check_device, check_fsdp, check_xla
 from hftrainer.arguments.field import Argument, arguments_of
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
@@ -86,7 +86,7 @@ def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool =
         if resolved.deepspeed is not None:
             errors += load("deepspeed", "settings").check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
         errors += check_layout(resolved.layout, resolved.fsdp, resolved.rank_info.world_size)
-        errors += check_device(resolved)
+        errors += [*check_device(resolved), *check_backend(resolved)]
     except InvalidConfig as error:
         errors.append(str(error))
     return errors + check_launch(resolved)

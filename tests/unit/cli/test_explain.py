@@ -62,7 +62,7 @@ def test_wrong_values_are_refused_once(explain):
     assert refused.startswith("  learning_rate=-1.0: use a number of at least 0.\n  mp_parameters=")
     assert "A Trainer refuses learning_rate, mp_parameters, for" in refused
     assert "no backend is called 'glooo'; did you mean 'gloo'?" in explain("--ddp_backend", "glooo").stdout
-    assert "no such argument" in explain("--lightning_config", '{"max_epochz": 3}').stdout
+    assert "no such argument" in explain("--lightning_config", '{"max_epochz": 3}').stderr
 
 
 @pytest.mark.parametrize("words", [("--json", "--max_steps", "3"), ("--max_steps", "3", "--json")])
