@@ -130,7 +130,6 @@ def test_run_continues_only_in_the_same_logging_dir(tmp_path, monkeypatch):
 
 
 def test_finished_run_is_not_continued(tracker):
-    """It already has its last line."""
     train(tracker)
     for count in (2, 3):
         train(tracker, resume=True, max_steps=4)
@@ -208,7 +207,7 @@ class Online(tracking.WandB):
 
 @pytest.fixture
 def empty_wandb(tmp_path, monkeypatch):
-    """The server, and what writes to it."""
+    """A server of W&B, and the tracker that writes to it."""
     server = WandbServer()
     with server.serving() as address:
         for name, value in address.items():
@@ -218,7 +217,7 @@ def empty_wandb(tmp_path, monkeypatch):
 
 @pytest.fixture
 def wandb_with_a_run(empty_wandb):
-    """The same; it holds a run of eight steps."""
+    """The server and its tracker, after a run of eight steps."""
     server, tracker = empty_wandb
     train(tracker)
     assert server.steps("train/loss") == [2, 4, 6, 8]

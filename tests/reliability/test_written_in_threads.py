@@ -69,7 +69,6 @@ def events(monkeypatch):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_files_are_flushed_before_the_folder_gets_its_name(tmp_path, events, background):
-    """The power may fail at any time."""
     make_trainer(tmp_path, max_steps=2, save_steps=2, lightning_config={"async_checkpoint": background}).train()
     folder = tmp_path / "checkpoint-2"
     named = events.index(("rename", str(folder)))

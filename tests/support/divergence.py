@@ -54,7 +54,6 @@ def rows(count, bad=(), value=float("nan")):
 
 
 def rows_without(windows, size):
-    """The samples without those of the windows."""
     return [row for index, row in enumerate(rows(STEPS * size)) if index // size not in windows]
 
 

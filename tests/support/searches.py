@@ -76,7 +76,6 @@ class SearchBackend:
         raise NotImplementedError
 
     def keywords(self, trainer):
-        """What every search is given."""
         return {}
 
     def search(self, trainer, **keywords):
