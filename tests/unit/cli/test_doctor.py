@@ -63,10 +63,13 @@ def test_ready_machine_has_no_problems(installed_versions, capsys):
     assert status == 0 and "  transformers not installed" in text and "Not installed, and needed" not in text
 
 
-def test_missing_packages_are_named_with_the_pip_command(installed_versions, capsys):
+def test_missing_packages_are_named_with_the_pip_command(installed_versions, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: [*REQUIRES, "mlflow>=2.14; extra == 'mlflow'"])
     del installed_versions["matplotlib"], installed_versions["gcsfs"]
+    assert "needs mlflow" in run_doctor(capsys)[1]
+    installed_versions["mlflow-skinny"] = "3.1"
     status, text = run_doctor(capsys)
-    assert status == 0
+    assert status == 0 and "needs mlflow" not in text
     assert "output_dir='gs://...' (needs gcsfs): pip install gcsfs" in text and "s3fs 1" in text
     assert "plots in model cards (needs matplotlib): pip install 'hftrainer[plot]'" in text
     installed_versions["lightning"] = "2.7.1"
