@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hftrainer.errors import MissingPackage, unless_absent
+from hftrainer.errors import MissingPackage, cause_if_installed
 
 if TYPE_CHECKING:
     from hftrainer_lightning.engine import LightningEngine as LightningEngine
@@ -50,7 +50,7 @@ def load(name: str, module: str = "") -> Any:
             raise
         raise MissingPackage(
             f"{name} cannot be used ({error}): pip install 'hftrainer[{adapter.extra}]'."
-        ) from unless_absent(error)
+        ) from cause_if_installed(error)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The strategy for a model that DeepSpeed's engine trains."""
+"""`DeepSpeedStrategy`, the strategy for a model that DeepSpeed's engine trains."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DeepSpeedStrategy(Strategy):
     card_name = "DeepSpeed"
     distributed_type = DistributedType.DEEPSPEED
     shards_model = True
-    writes_parts = True
+    writes_shards = True
     needs_single_process_group = True
     has_fixed_accumulation = True
     autocasts_own_loops = False
@@ -193,11 +193,11 @@ class DeepSpeedStrategy(Strategy):
             return {}
         return prepare_for_saving(self.holder.gather_full_weights(model, only_trainable=adapters), model)
 
-    def _write_parts(self, folder: str, write: CallWrite) -> None:
+    def _write_shards(self, folder: str, write: CallWrite) -> None:
         if self._saves_states:
             self.holder.save(folder, self.plan.processes)
 
-    def save_remaining_parts(self, folder: str) -> None:
+    def save_remaining_shards(self, folder: str) -> None:
         """Write the partitioned weights too, if full weights are not saved in training."""
         if self.holder.saves_full_weights or not self.holder.is_training:
             return

@@ -36,7 +36,7 @@ from hftrainer.base.tracebacks import add_note
 from hftrainer.checkpointing.names import MODEL_PREFIX
 from hftrainer.compat.overrides import can_call
 from hftrainer.errors import suggest
-from hftrainer_lightning.private_api import callbacks as hidden
+from hftrainer_lightning.private_api import callbacks as private_callbacks
 from hftrainer_lightning.private_api.training import use_previous_epoch
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _find_problems(callback: Callback, run: CallbackConditions) -> Iterator[str]
     name, strategy = type(callback).__name__, run.strategy.argument
     if isinstance(callback, (ModelPruning, *TRAINING_ONLY)) and run.strategy.shards_model:
         yield f"{name} changes full weights, but {strategy} shards them: train without {strategy}, or without {name}."
-    if isinstance(callback, ModelPruning) and hidden.leaves_masks(callback):
+    if isinstance(callback, ModelPruning) and private_callbacks.leaves_masks(callback):
         yield (
             f"{name}(make_pruning_permanent=False) would leave masks in the model and in its checkpoints, which "
             "from_pretrained cannot read: leave it at True."
@@ -141,7 +141,8 @@ def _find_problems(callback: Callback, run: CallbackConditions) -> Iterator[str]
             yield f"{name} cannot work with an override of training_step: {advice}"
         if (steps := run.accumulate_grad_batches) != 1:
             yield f"gradient_accumulation_steps={steps} and {name} both set accumulation steps: leave the former at 1."
-    if isinstance(callback, StochasticWeightAveraging) and hidden.starts_at_fraction(callback) and not run.knows_epochs:
+    needs_epochs = isinstance(callback, StochasticWeightAveraging) and private_callbacks.starts_at_fraction(callback)
+    if needs_epochs and not run.knows_epochs:
         yield f"{name}: swa_epoch_start is a fraction of the epochs, but the data has no length. Use an integer."
     if not run.evaluates:
         yield from _find_problems_without_evaluation(callback, name)
@@ -152,11 +153,11 @@ def _find_problems(callback: Callback, run: CallbackConditions) -> Iterator[str]
 
 
 def _find_problems_without_evaluation(callback: Callback, name: str) -> Iterator[str]:
-    if isinstance(callback, EarlyStopping) and not hidden.checks_on_train_epoch_end(callback):
+    if isinstance(callback, EarlyStopping) and not private_callbacks.checks_on_train_epoch_end(callback):
         yield f"{name}(monitor={callback.monitor!r}): the run does not evaluate, so set eval_strategy."
     if isinstance(callback, ModelCheckpoint) and str(callback.monitor).startswith("eval_"):
         yield f"{name}(monitor={callback.monitor!r}): the run does not evaluate, so set eval_strategy."
-    elif isinstance(callback, ModelCheckpoint) and hidden.saves_after_evaluations_only(callback):
+    elif isinstance(callback, ModelCheckpoint) and private_callbacks.saves_after_evaluations_only(callback):
         logger.warning(
             "%s saves after evaluations, but the run has none: set eval_strategy, or its save_on_train_epoch_end.", name
         )
@@ -193,7 +194,7 @@ def collect_state(
         The weights to save instead of the model's, by the keys of its state dict (None: save the model's weights), and
         the other state to save, `{"callbacks": states by state_key, ...}`, which may be empty.
     """
-    states = {callback.state_key: state for callback in callbacks if (state := hidden.checkpoint_state(callback))}
+    states = {each.state_key: state for each in callbacks if (state := private_callbacks.checkpoint_state(each))}
     other_state: dict[str, Any] = {"callbacks": states} if states else {}
     if (
         find_callback(callbacks, _EPOCH_END_CALLBACKS) is not None
@@ -340,7 +341,8 @@ def _pruning_state(pruning: ModelPruning, module: torch.nn.Module) -> dict[str, 
         for buffer, mask in module.named_buffers()
         if (name := buffer.removesuffix("_mask")) != buffer and f"{name}_orig" in dict(module.named_parameters())
     }
-    return {"masks": masks, "first_values": [layer["data"].state_dict() for layer in hidden.original_layers(pruning)]}
+    first_values = [layer["data"].state_dict() for layer in private_callbacks.original_layers(pruning)]
+    return {"masks": masks, "first_values": first_values}
 
 
 def _restore_pruning(pruning: ModelPruning, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
@@ -350,11 +352,11 @@ def _restore_pruning(pruning: ModelPruning, module: torch.nn.Module, state: Mapp
         owner = module.get_submodule(parent)
         prune.custom_from_mask(owner, name, tensors["mask"])
         getattr(owner, f"{name}_orig").data.copy_(tensors["original"])
-    for layer, first_values in zip(hidden.original_layers(pruning), state["first_values"], strict=True):
+    for layer, first_values in zip(private_callbacks.original_layers(pruning), state["first_values"], strict=True):
         layer["data"].load_state_dict(first_values)
         for index, name in layer["names"]:
             first_value = getattr(layer["data"], name)
-            parameter = getattr(hidden.pruned_module(pruning, index), f"{name}_orig", None)
+            parameter = getattr(private_callbacks.pruned_module(pruning, index), f"{name}_orig", None)
             if parameter is not None and torch.equal(first_value, parameter):
                 # After a reset to these values, copy and parameter share storage, so training changes the copy too.
                 first_value.data = parameter.data

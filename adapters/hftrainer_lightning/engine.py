@@ -27,7 +27,7 @@ from hftrainer_lightning.launching import LaunchedEnvironment, start_other_proce
 from hftrainer_lightning.loggers import CallbackMetricsLogger, is_lightning_logger as is_lightning_logger
 from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.precision import precision_plugin
-from hftrainer_lightning.private_api import evaluation as loops, finders
+from hftrainer_lightning.private_api import evaluation as evaluation_loops, finders
 from hftrainer_lightning.private_api.callbacks import release_callbacks, reset_averages
 from hftrainer_lightning.private_api.trainer import NoProfiler, TrainerWithoutSignals, copy_profiler, quiet_lightning
 from hftrainer_lightning.private_api.training import install_window_accumulation, restore_progress
@@ -79,7 +79,7 @@ class LightningEngine:
         self.is_fitting = self.is_evaluating = False
         strategy.start()
         self.scaler = strategy.make_scaler()
-        self._validation_group: loops.ValidationGroup | None = None
+        self._validation_group: evaluation_loops.ValidationGroup | None = None
         self._saved_values: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
 
     def fit(
@@ -197,12 +197,14 @@ class LightningEngine:
         batches = _EvaluationBatches(evaluation, is_limited=self.plan.has_fractional_limit)
         if lightning_callbacks.find_callback(self._training_callbacks, pl.callbacks.BasePredictionWriter) is not None:
             indices = evaluation.record_batches()
-            batches.batch_sampler = None if indices is None else loops.SeenBatches(indices)
+            batches.batch_sampler = None if indices is None else evaluation_loops.SeenBatches(indices)
         if self.is_fitting:
             assert self.trainer is not None and self.module is not None
             # limit_val_batches does not limit predictions.
             all_batches = stage == "predict"
-            loops.validate_in_fit(self.trainer, self.module, batches, evaluation, self._validation_group, all_batches)
+            evaluation_loops.validate_in_fit(
+                self.trainer, self.module, batches, evaluation, self._validation_group, all_batches
+            )
             return
         outer_state = self.trainer, self.module, self.is_evaluating
         with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
@@ -223,7 +225,7 @@ class LightningEngine:
             try:
                 getattr(self.trainer, stage)(module, dataloaders=batches, **options)
             finally:
-                loops.release_data(module.active_evaluation[1])
+                evaluation_loops.release_data(module.active_evaluation[1])
                 self.trainer.loggers = loggers
                 module.detach()
                 self.is_evaluating = outer_state[2]
@@ -241,13 +243,13 @@ class LightningEngine:
         if not self.is_fitting or self._validation_group is not None:
             yield metrics
             return
-        group = self._validation_group = loops.ValidationGroup()
+        group = self._validation_group = evaluation_loops.ValidationGroup()
         try:
             yield metrics
         finally:
             self._validation_group = None
         assert self.trainer is not None and self.module is not None
-        loops.end_group(self.trainer, self.module, group, metrics)
+        evaluation_loops.end_group(self.trainer, self.module, group, metrics)
 
     @contextlib.contextmanager
     def apply_callback_weights(
@@ -285,7 +287,7 @@ class LightningEngine:
     def show_values(self, values: Mapping[str, Any]) -> None:
         """Show the numbers of a log line in Lightning's progress bars."""
         if self.trainer is not None and self.is_fitting and self.callbacks:
-            loops.show_values(self.trainer, values)
+            evaluation_loops.show_values(self.trainer, values)
 
     @property
     def _training_callbacks(self) -> list[pl.Callback]:
@@ -382,7 +384,7 @@ class LightningEngine:
             use_distributed_sampler=False,
             inference_mode=False,
         )
-        loops.install_fast_evaluation(trainer)
+        evaluation_loops.install_fast_evaluation(trainer)
         return trainer
 
 
@@ -398,7 +400,7 @@ class _EvaluationBatches:
     """
 
     #: Prediction writers read the sample indices of each batch from this attribute.
-    batch_sampler: loops.SeenBatches | None = None
+    batch_sampler: evaluation_loops.SeenBatches | None = None
 
     def __init__(self, evaluation: EvaluationPass, *, is_limited: bool) -> None:
         self.evaluation = evaluation

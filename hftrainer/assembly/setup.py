@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import copy_accelerator_settings
+from hftrainer.arguments.changes import apply_changed_arguments
 from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
-from hftrainer.arguments.support import apply_changed_arguments, check_supported, find_unused_settings, make_plan
+from hftrainer.arguments.support import check_supported, find_unused_settings, make_plan
 from hftrainer.arguments.validation import check_accelerator_config, check_types, check_values, set_accumulation_steps
 from hftrainer.base.messages import log_once
 from hftrainer.callbacks.handler import (
@@ -41,7 +42,7 @@ from hftrainer.plugins import lightning_adapter
 from hftrainer.releases.followed import describe_older_release
 from hftrainer.reporting.tracking import ReportingCallback
 from hftrainer.strategies import make_strategy
-from hftrainer.strategies.strategy import FLAGS, Strategy
+from hftrainer.strategies.strategy import TRAINER_FLAGS, Strategy
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training_args import TrainingArguments
 
@@ -198,7 +199,7 @@ class TrainerSetup(Part):
         copy_accelerator_settings(self.parts.resolved, trainer.accelerator)
         trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)
         strategy.check_optimizers(*parts.script_optimizers)
-        for name in FLAGS:
+        for name in TRAINER_FLAGS:
             setattr(trainer, name, name in strategy.flags)
         trainer.deepspeed = None
 

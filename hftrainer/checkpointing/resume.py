@@ -213,12 +213,13 @@ def load_optimizer_and_scheduler(
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
     scheduler_file = os.path.join(folder, names.SCHEDULER_NAME)
-    has_parts, has_full_state = _has_optimizer_parts(folder), has_state_files(FULL_STATE_FILES, "optimizer", folder)
-    if not ((os.path.isfile(optimizer_file) or has_parts or has_full_state) and os.path.isfile(scheduler_file)):
+    has_shards, has_full_state = _has_optimizer_shards(folder), has_state_files(FULL_STATE_FILES, "optimizer", folder)
+    if not ((os.path.isfile(optimizer_file) or has_shards or has_full_state) and os.path.isfile(scheduler_file)):
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return
     initial_groups = [dict(group) for group in optimizer.param_groups]
-    is_regrouped = _load_optimizer(folder, model, optimizer, sharded=is_sharded or has_full_state, has_parts=has_parts)
+    is_by_name = is_sharded or has_full_state
+    is_regrouped = _load_optimizer(folder, model, optimizer, sharded=is_by_name, has_shards=has_shards)
     if is_regrouped or optimizer_groups.has_named_groups(optimizer):
         has_changed = optimizer_groups.apply_settings(initial_groups, optimizer, is_regrouped=is_regrouped)
         load_scheduler_or_scaler(
@@ -226,13 +227,13 @@ def load_optimizer_and_scheduler(
         )
         optimizer_groups.follow_schedule(scheduler, optimizer, has_changed=has_changed)
     else:
-        if is_sharded or has_full_state or has_parts:
+        if is_by_name or has_shards:
             _check_group_count(scheduler_file, len(initial_groups))
         load_scheduler_or_scaler(scheduler, folder, "scheduler")
 
 
 def _load_optimizer(
-    folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool, has_parts: bool
+    folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool, has_shards: bool
 ) -> bool:
     """Load the optimizer's state, and return whether its parameters were put into other groups.
 
@@ -241,12 +242,12 @@ def _load_optimizer(
         model: the model that the optimizer trains.
         optimizer: the optimizer.
         sharded: whether the model is sharded, or the state is keyed by name.
-        has_parts: whether a folder of parts holds the state.
+        has_shards: whether a folder of shards holds the state.
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
-    parts_dir = names.folder_of_parts("optimizer", folder) if has_parts else None
-    has_dcp = parts_dir is not None and os.path.basename(parts_dir) == names.DCP_FOLDER
-    if sharded or (has_parts and not has_dcp):
+    shard_dir = names.find_shard_folder("optimizer", folder) if has_shards else None
+    has_dcp = shard_dir is not None and os.path.basename(shard_dir) == names.DCP_FOLDER
+    if sharded or (has_shards and not has_dcp):
         # Imported late, since the module imports torch's FSDP.
         from hftrainer.checkpointing.sharded import load_optimizer
 
@@ -258,7 +259,7 @@ def _load_optimizer(
     if has_dcp:
         from hftrainer.checkpointing.sharded import read_dcp_optimizer
 
-        _load_whole_optimizer(read_dcp_optimizer(str(parts_dir), model, optimizer), str(parts_dir), model, optimizer)
+        _load_whole_optimizer(read_dcp_optimizer(str(shard_dir), model, optimizer), str(shard_dir), model, optimizer)
         return False
     saved_state = _read_optimizer(optimizer_file)
     with name_file_in_errors(optimizer_file):
@@ -309,15 +310,15 @@ def _check_group_count(scheduler_file: str, count: int) -> None:
         )
 
 
-def _has_optimizer_parts(folder: str) -> bool:
-    """Whether a folder of parts holds the optimizer's state. A DCP folder may lack it."""
-    parts_folder = names.folder_of_parts("optimizer", folder)
-    if parts_folder is None or os.path.basename(parts_folder) != names.DCP_FOLDER:
-        return parts_folder is not None
+def _has_optimizer_shards(folder: str) -> bool:
+    """Whether a folder of shards holds the optimizer's state. A DCP folder may lack it."""
+    shard_dir = names.find_shard_folder("optimizer", folder)
+    if shard_dir is None or os.path.basename(shard_dir) != names.DCP_FOLDER:
+        return shard_dir is not None
     # Imported late, since the module imports torch's FSDP.
     from hftrainer.checkpointing.sharded import holds_optimizer
 
-    return holds_optimizer(parts_folder)
+    return holds_optimizer(shard_dir)
 
 
 #: Keys of a parameter group that are not user settings, such as how a device computes the step.

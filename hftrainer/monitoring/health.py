@@ -24,7 +24,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from hftrainer.arguments.choices import read_address
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
+from hftrainer.errors import InvalidArgument, MissingPackage, cause_if_installed
 from hftrainer.parallel.processes import Processes
 
 _GetState = Callable[[], TrainerState]
@@ -120,15 +120,6 @@ class Heartbeat:
             return None
         longest = self._longest[self.phase]
         return _SLOW_LIMIT if self._is_slow or not longest else max(_SHORTEST_LIMIT, _LIMIT_PER_PAUSE * longest)
-
-
-class NoHeartbeat(Heartbeat):
-    """Takes the place of `Heartbeat` in a run without `metrics_port`."""
-
-    __slots__ = ()
-
-    def beat(self, is_slow: bool = False) -> None:
-        """Do nothing."""
 
 
 class _Recorder(threading.Thread):
@@ -348,7 +339,7 @@ def _run_server(address: int | str, reporter: _Reporter) -> Iterator[None]:
     except ImportError as error:
         raise MissingPackage(
             "metrics_port needs prometheus_client: pip install 'hftrainer[metrics]'"
-        ) from unless_absent(error)
+        ) from cause_if_installed(error)
     host, port = read_address(address)
     registry = CollectorRegistry()
     registry.register(reporter)
@@ -395,7 +386,7 @@ def serve_health(args: Any, processes: Processes, state: _GetState, last_checkpo
         MissingPackage: on all ranks, if a rank that serves has no prometheus_client.
     """
     if (address := args.metrics_port) is None:
-        yield NoHeartbeat()
+        yield Heartbeat()
         return
     folder, rank = Path(args.output_dir, HEALTH_FOLDER), processes.rank
     ranks = range(processes.world_size) if rank == 0 else range(rank, rank + processes.local_world_size)

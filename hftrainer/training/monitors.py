@@ -129,7 +129,7 @@ def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:
 
 def _make_requests(parts: TrainerParts, folder: str) -> Requests | None:
     """The requests to a run; None except on the main process."""
-    trainer, args, progress = parts.trainer, parts.trainer.args, parts.run.progress
+    trainer, args, progress = parts.trainer, parts.trainer.args, parts.run.resumed_progress
     if not trainer.is_world_process_zero():
         return None
     return Requests(

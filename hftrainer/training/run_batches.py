@@ -56,7 +56,7 @@ class RunBatches(Part):
         self.window = AccumulationWindow()
         self.is_between_steps = True
         self.reader = EpochReader(train_dataloader)
-        self._data_state = None if self.run.progress is None else self.run.progress.data
+        self._data_state = None if self.run.resumed_progress is None else self.run.resumed_progress.data
         self._has_restored_rng = False
 
     def __len__(self) -> int:

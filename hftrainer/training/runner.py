@@ -265,8 +265,8 @@ class TrainingRunner(Part):
         events, model = self._prepare_attempt(args, folder, trial, ignore_keys)
         self._announce_run(trial, events)
         self.run.set_start_values(trainer.state)
-        if self.run.progress is not None:
-            events.loss_accumulator.restore(self.run.progress)
+        if self.run.resumed_progress is not None:
+            events.loss_accumulator.restore(self.run.resumed_progress)
         if events.is_finished:
             self._resume_finished_run(events, folder)
         else:
@@ -304,7 +304,7 @@ class TrainingRunner(Part):
         skipped_samples = self.run.skipped_samples
         schedule = planned_schedule if skipped_samples is None else skipped_samples.extend_schedule(planned_schedule)
         self.run.schedule = schedule
-        self.run.progress = self.parts.saver.load_progress(folder, schedule)
+        self.run.resumed_progress = self.parts.saver.load_progress(folder, schedule)
         first_epoch, position = self.trainer._init_training_state(
             schedule.max_steps, schedule.num_update_steps_per_epoch, planned_schedule.num_train_epochs, folder, trial
         )
@@ -324,7 +324,7 @@ class TrainingRunner(Part):
 
         Trackers do not continue a finished run, which already has its last log line.
         """
-        trainer, progress = self.trainer, self.run.progress
+        trainer, progress = self.trainer, self.run.resumed_progress
         if trainer.is_world_process_zero():
             tracker_runs: Mapping[str, Any] = {}
             if progress is not None and (progress.owes_evaluation or not events.is_finished):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hftrainer import HfArgumentParser, TrainingArguments
 from hftrainer.checkpointing.files import crc32_of_list
 from hftrainer.checkpointing.names import MANIFEST_NAME, SHARD_FOLDERS
-from hftrainer.checkpointing.sharded import load_model_parts, load_optimizer
+from hftrainer.checkpointing.sharded import load_model_shards, load_optimizer
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.hub.download import download_checkpoint
 from hftrainer.parallel.fsdp_settings import read_fsdp
@@ -125,7 +125,7 @@ def load(kind):
     def load_parts(folder):
         model, optimizer = stepped()
         if kind == "model":
-            load_model_parts(model, str(folder))
+            load_model_shards(model, str(folder))
         else:
             load_optimizer(model, optimizer, str(folder), read_unsharded=dict)
 
