@@ -190,7 +190,7 @@ def test_callback_method_with_wrong_parameters_is_named(tmp_path, event, paramet
 
 
 def test_refused_construction_shows_where_the_script_made_it(tmp_path):
-    """The traceback goes from the line of the script to the function with the message."""
+    """The traceback has only the frames of the script, and no note on hidden frames of the engine."""
     with pytest.raises(ValueError, match="no_such") as of_arguments:
         hftrainer.TrainingArguments(str(tmp_path), optim="no_such")
 

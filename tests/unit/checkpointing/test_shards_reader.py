@@ -1,4 +1,4 @@
-"""torch's distributed checkpoints, with a part from each process, are read without running code in them."""
+"""torch's distributed checkpoints, with a shard from each process, are read without running code in them."""
 
 import dataclasses
 import pickle
@@ -28,12 +28,12 @@ def load_optimizer(folder, **more):
 
 def change_metadata(folder, change):
     path = folder / SHARD_FOLDERS["model"] / ".metadata"
-    parts = pickle.loads(path.read_bytes())
-    replaced = change(parts)
-    path.write_bytes(pickle.dumps(parts if replaced is None else replaced))
+    metadata = pickle.loads(path.read_bytes())
+    replaced = change(metadata)
+    path.write_bytes(pickle.dumps(metadata if replaced is None else replaced))
 
 
-def test_written_parts_are_read_back(tmp_path):
+def test_written_shards_are_read_back(tmp_path):
     model = write_parts(tmp_path)
     fresh = make_plain()
     load_model_shards(fresh, str(tmp_path))
@@ -43,14 +43,14 @@ def test_written_parts_are_read_back(tmp_path):
 
 def test_metadata_runs_no_code(tmp_path):
     write_parts(tmp_path)
-    change_metadata(tmp_path, lambda parts: parts.planner_data.update(more=MaliciousPickle(tmp_path / "trace")))
+    change_metadata(tmp_path, lambda metadata: metadata.planner_data.update(more=MaliciousPickle(tmp_path / "trace")))
     with pytest.raises(UnsafeCheckpoint, match=r"pytorch_model_fsdp_0/\.metadata holds a pickled posix\.mkdir"):
         load_model_shards(make_plain(), str(tmp_path))
     assert not (tmp_path / "trace").exists()
 
 
 @pytest.mark.parametrize("variable", [None, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"])
-def test_values_in_parts_run_no_code(tmp_path, variable, monkeypatch):
+def test_values_in_shards_run_no_code(tmp_path, variable, monkeypatch):
     if variable:
         monkeypatch.setenv(variable, "1")
     write_parts(tmp_path, note=MaliciousPickle(tmp_path / "trace"))
@@ -61,7 +61,7 @@ def test_values_in_parts_run_no_code(tmp_path, variable, monkeypatch):
 
 def test_class_allowed_by_the_user_is_loaded(tmp_path):
     write_parts(tmp_path, note=Note())
-    change_metadata(tmp_path, lambda parts: parts.planner_data.update(note=Note()))
+    change_metadata(tmp_path, lambda metadata: metadata.planner_data.update(note=Note()))
     with torch.serialization.safe_globals([Note]):
         load_model_shards(make_plain(), str(tmp_path))
         assert load_optimizer(tmp_path, note=None).param_groups[0]["note"].text == "kept"
@@ -82,23 +82,23 @@ def test_dcp_folder_of_model_and_optimizer_is_read(tmp_path):
 
 
 def rename_files(name):
-    def change(parts):
-        for stored in parts.storage_data.values():
+    def change(metadata):
+        for stored in metadata.storage_data.values():
             stored.relative_path = name
 
     return change
 
 
 def move_values(by):
-    def change(parts):
-        for path, stored in parts.storage_data.items():
-            parts.storage_data[path] = dataclasses.replace(stored, offset=stored.offset + by)
+    def change(metadata):
+        for path, stored in metadata.storage_data.items():
+            metadata.storage_data[path] = dataclasses.replace(stored, offset=stored.offset + by)
 
     return change
 
 
-def resize_tensors(parts):
-    for described in parts.state_dict_metadata.values():
+def resize_tensors(metadata):
+    for described in metadata.state_dict_metadata.values():
         described.size = torch.Size([1])
 
 
@@ -106,10 +106,10 @@ WRONG = {
     "parent folder": (rename_files("../pytorch_model_fsdp_0/__0_0.distcp"), "is not in this folder"),
     "absolute path": (rename_files("/etc/hostname"), "is not in this folder"),
     "no name": (rename_files(7), "does not hold what"),
-    "no metadata": (lambda parts: {"a": 1}, "it is a dict"),
-    "other names": (lambda parts: parts.state_dict_metadata.clear(), "does not hold what"),
-    "a number as name": (lambda parts: parts.state_dict_metadata.update({3: None}), "no dict of names"),
-    "no names": (lambda parts: vars(parts).pop("state_dict_metadata") and None, "does not hold what"),
+    "no metadata": (lambda metadata: {"a": 1}, "it is a dict"),
+    "other names": (lambda metadata: metadata.state_dict_metadata.clear(), "does not hold what"),
+    "a number as name": (lambda metadata: metadata.state_dict_metadata.update({3: None}), "no dict of names"),
+    "no names": (lambda metadata: vars(metadata).pop("state_dict_metadata") and None, "does not hold what"),
     "before the file": (move_values(-(10**6)), "too few for"),
     "after the file": (move_values(10**6), "too few for"),
     "other sizes": (resize_tensors, "does not hold what"),
