@@ -80,7 +80,6 @@ def test_argument_is_parsed_and_stored_alike(name):
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("kind", ["TrainingArguments", "Seq2SeqTrainingArguments"])
 def test_flags_without_a_value_are_those_of_transformers(kind, library):
-    """Such as `--fp16` and `--no_dataloader_pin_memory`."""
 
     def flags(parser):
         bare = [action for action in parser._actions if action.nargs in ("?", 0)]

@@ -186,7 +186,6 @@ def test_every_launcher_trains_the_same_weights(tmp_path):
 
 
 def test_mismatch_of_deepspeed_and_trainer_device_is_named(tmp_path):
-    """DeepSpeed chooses its own device."""
     text = "from hftrainer_deepspeed import start as deepspeed_start\nimport datetime, torch\n"
     text += "from hftrainer.parallel.processes import Processes\n"
     text += "deepspeed_start.connect(Processes(), torch.device('cuda'), datetime.timedelta(1), None)\n"
