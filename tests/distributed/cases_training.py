@@ -14,7 +14,7 @@ from tests.support.tiny import MODELS, Plain, make_plain, plain_data
 
 
 def own_files(library):
-    """A Trainer that writes into the checkpoint before it is one, and when it is."""
+    """A Trainer that writes into the folder of a checkpoint before and after it is saved."""
 
     class Own(library.Trainer):
         def _save_checkpoint(self, model, trial):
@@ -89,7 +89,7 @@ CASES = {
     "data of its own": ("plain", {"trainer_class": own_loader, "gradient_accumulation_steps": 2}),
     "early stopping": ("plain", {**BEST, "trainer_class": stopping_early, "num_train_epochs": 9, "learning_rate": 0.1}),
 }
-#: Runs that go on from a step.
+#: Runs that are resumed, and the step.
 RESUMED = (("plain", 4), ("plain", 6), ("llama, accumulation 3", 3))
 
 
@@ -129,7 +129,7 @@ class Full(Trainer):
 
 
 def agree(folder, flags):
-    """What the processes do when only one of them is asked to, by name; `flags` has event, flag and step."""
+    """What both ranks do when a flag is set in one of them, by case; `flags` has event, flag and step."""
     found, settings = {}, {"logging_steps": 2, "gradient_accumulation_steps": 2}
     for name, flag in flags.items():
         trainer, _ = build("hftrainer", "plain", folder / name, trainer={"callbacks": [OnOne(*flag)]}, **settings)
