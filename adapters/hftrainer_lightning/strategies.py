@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
 
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, device_module
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.plugins import load
 from hftrainer_lightning.precision import precision_plugin
+from hftrainer_lightning.private_api.trainer import StepDDPStrategy
 
 
 class StrategySettings(NamedTuple):
@@ -92,7 +93,7 @@ class SingleDevice(KeepDeviceStrategy, SingleDeviceStrategy):
     """One process on one device."""
 
 
-class KeepDeviceDDPStrategy(PlannedDeviceStrategy, DDPStrategy):
+class KeepDeviceDDPStrategy(PlannedDeviceStrategy, StepDDPStrategy):
     """A replica of the model in each process."""
 
     def determine_ddp_device_ids(self) -> list[int] | None:

@@ -423,10 +423,16 @@ def test_timer_stops_training(tmp_path):
     assert trained(tmp_path, of.Timer(duration={"seconds": 0}), max_steps=10_000).state.global_step < 10_000
 
 
+class OwnStep(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+@pytest.mark.parametrize("kind", [Trainer, OwnStep])
 @pytest.mark.parametrize(("max_steps", "steps", "epoch"), [(-1, 10 + 3, 2), (7, 7, 0.7), (18, 18, 3.8)])
-def test_accumulation_by_epoch_counts_steps(tmp_path, max_steps, steps, epoch):
+def test_accumulation_by_epoch_counts_steps(tmp_path, kind, max_steps, steps, epoch):
     scheduler = of.GradientAccumulationScheduler({0: 1, 1: 4})
-    state = trained(tmp_path, scheduler, max_steps=max_steps, num_train_epochs=2).state
+    state = trained(tmp_path, scheduler, kind=kind, max_steps=max_steps, num_train_epochs=2).state
     assert state.global_step == state.max_steps == steps
     assert state.log_history[-1]["epoch"] == pytest.approx(epoch)
 

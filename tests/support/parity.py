@@ -78,7 +78,7 @@ def seq2seq(library: Any) -> type:
     return library.Seq2SeqTrainer
 
 
-#: Makes a subclass with a training step of its own, which Lightning's manual optimization runs.
+#: Makes a subclass with a training step of its own.
 with_own_step = subclass(training_step=lambda self, *args, **kw: super(type(self), self).training_step(*args, **kw))
 
 
