@@ -89,16 +89,20 @@ def read_arguments_of_run(folder: str, *, skip_unreadable: bool = False) -> dict
     return {name: value for name, value in arguments.items() if name not in _PLACES}
 
 
-def describe_differences(runs: list[dict[str, Any]], labels: list[str]) -> list[str]:
-    """For each run, its arguments with an effect that differ and are not in the labels of all runs, as a text."""
+def differing_arguments(runs: list[dict[str, Any]], labels: list[str]) -> list[dict[str, Any]]:
+    """For each run, its arguments with an effect that differ and are not in the labels of all runs."""
     first, *others = [arguments for arguments in runs if arguments] or [{}]
     effective = {name: value for name, value in first.items() if not _WITHOUT_EFFECT.fullmatch(name)}
     names = [name for name, value in effective.items() if any(each.get(name, value) != value for each in others)]
     words = [set(re.split(r"[^a-zA-Z0-9.]+|(?<=[a-z])(?=\d)", label)) for label in labels]
     known = [(run, parts) for run, parts in zip(runs, words, strict=True) if run]
     names = [name for name in names if not all(str(run.get(name)) in parts for run, parts in known)]
-    texts = (", ".join(f"{name} {run[name]}" for name in names if name in run) for run in runs)
-    return [textwrap.shorten(text, 100, placeholder=" …") for text in texts]
+    return [{name: run[name] for name in names if name in run} for run in runs]
+
+
+def describe(arguments: dict[str, Any]) -> str:
+    """A short text of arguments."""
+    return textwrap.shorten(", ".join(f"{name} {value}" for name, value in arguments.items()), 100, placeholder=" …")
 
 
 def _readable_fields(state: dict[str, Any]) -> dict[str, Any]:

@@ -75,11 +75,11 @@ class Difference:
             parting, compared = self.partings.get(subject), self.compared[subject]
             kind = "tensors" if subject == "weights" else "values"
             text = f"equal, {compared} {kind} compared" if compared else "nothing to compare"
-            if parting is not None:
-                text = str(parting)
-            parts.append(f"{subject:<14} {text}")
+            parts.append(f"{subject:<14} {parting or text}")
         parts += [f"{name} is logged by {run} only" for name, run in self.only_in_one.items()]
-        for title, differences in (("arguments", self.arguments), ("versions", self.versions)):
+        # Only models of transformers record versions.
+        recorded = [("arguments", self.arguments), ("versions", self.versions)][: 1 + (self.versions is not None)]
+        for title, differences in recorded:
             parts.append(
                 f"{title:<14} "
                 + ("not recorded" if differences is None else f"{len(differences)} differ" if differences else "equal")
@@ -95,7 +95,8 @@ class Difference:
             subjects = [subject for subject, parting in self.partings.items() if parting.step == step]
             return f"{one} and {other} differ from step {step} in {', '.join(subjects)}{cause}."
         if count[0] != count[1]:
-            return f"The runs are equal in their common steps: {one} has {count[0]}, {other} has {count[1]}{cause}."
+            rest = f"{one if count[0] > count[1] else other} continues to step {max(count)}"
+            return f"The runs are equal in all {min(count)} common steps; {rest}{cause}."
         if not self.is_equal:
             return f"All common values are equal{cause or ', but other parts differ'}."
         recorded = ", ".join(subject for subject in SUBJECTS if self.compared[subject])

@@ -71,7 +71,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         parser.fail(error)
     runs = _summarize_runs(options.folders, by_step) if len(options.folders) > 1 else []
     if options.json:
-        strict = json.loads(json.dumps(runs), parse_constant=lambda _: None)
+        keyed = [{title.replace(" ", "_"): value for title, value in run.items()} for run in runs]
+        strict = json.loads(json.dumps(keyed), parse_constant=lambda _: None)
         print(json.dumps({"files": paths} | ({"runs": strict} if runs else {}), indent=2))
         return
     for path in paths:
@@ -109,9 +110,10 @@ def _summarize_runs(folders: list[str], curves: list[Curve]) -> list[dict[str, A
 
 def _compare(runs: list[dict[str, Any]]) -> str:
     """A table with one row per run."""
+    from hftrainer.checkpointing.saved_arguments import describe
     from hftrainer.cli.watch import format_duration, format_number
 
-    formats: dict[str, Any] = {"run": str, "time": format_duration, "goodput": "{:.0%}".format, "differs in": str}
+    formats: dict[str, Any] = {"run": str, "time": format_duration, "goodput": "{:.0%}".format, "differs in": describe}
     rows = [("", *list(runs[0])[1:])]
     for run in runs:
         cells = {name: "" if each is None else formats.get(name, format_number)(each) for name, each in run.items()}
@@ -134,7 +136,7 @@ def _show(paths: list[str], curves: list[Curve]) -> None:
         for path in pages or paths:
             webbrowser.open(Path(path).resolve().as_uri())
     elif sys.stdout.isatty() and curves:
-        print(describe(curves))
+        print(describe_curves(curves))
 
 
 def _has_desktop() -> bool:
@@ -144,7 +146,7 @@ def _has_desktop() -> bool:
     return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
-def describe(curves: list[Curve]) -> str:
+def describe_curves(curves: list[Curve]) -> str:
     """A text table of each curve: its steps, its first, last, lowest and highest value, and the non-finite count."""
     rows: list[tuple[str, ...]] = [("", "steps", "first", "last", "lowest", "highest", "not finite")]
     for curve in curves:

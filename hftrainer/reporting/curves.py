@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing.saved_arguments import describe_differences, read_arguments_of_run
+from hftrainer.checkpointing.saved_arguments import differing_arguments, read_arguments_of_run
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import read_run, run_names
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, is_finite, logged_curves, sort_names
@@ -34,6 +34,8 @@ DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 #: Number of points from which a noisy curve is drawn faintly, under its running mean; and number of parts of a long
 #: curve of which only the lowest and the highest point are drawn.
 MANY, MAX_PARTS = 100, 1000
+#: Metrics whose greater value is better without doubt.
+GREATER_IS_BETTER = re.compile("eval_(.*_)?(accuracy|f1|precision|recall|auc|roc_auc|bleu|rouge[12L]?|(mean_)?iou)$")
 #: Number of runs from which only the running means are drawn.
 MANY_RUNS = 4
 
@@ -49,11 +51,12 @@ class Curve:
         values: the values; some may be NaN.
         best: the index of the best value; None if unknown.
         run: the name of the run in a plot of several runs, else empty.
-        settings: the arguments in which the run differs from the others.
+        settings: the arguments in which the run differs from the others, and their values.
         x: what `steps` holds, a key of `X_AXES`.
         colour: the colour of the run, or in a plot of one run the colour of the curve.
         dash: the index of its line style.
         mark: the shape of its markers, which distinguishes runs in black and white.
+        owner: in a panel that one of several runs has alone, the entry of the legend, which names the run.
         is_faint: whether the values are drawn faintly under their running mean, or else the mean alone.
     """
 
@@ -63,11 +66,12 @@ class Curve:
     values: list[float]
     best: int | None = None
     run: str = ""
-    settings: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
     x: str = "step"
     colour: str = COLOURS[0]
     dash: int = 0
     mark: str = "o"
+    owner: str = ""
     is_faint: bool = True
 
     @property
@@ -95,14 +99,16 @@ class Curve:
 
     @cached_property
     def mean(self) -> list[float] | None:
-        """The running mean of many values, over a twentieth of the points; None for learning rates."""
+        """The running mean of many values, over a twentieth of the points, fewer at first; None for learning rates."""
         if self.panel == "learning rate" or len(self.values) < MANY:
             return None
-        values, window = np.array(self.values, float), np.ones(len(self.values) // 40 * 2 + 1)
+        values, half = np.array(self.values, float), len(self.values) // 40
         is_known = np.isfinite(values)
-        sums = np.convolve(np.where(is_known, values, 0), window, "same")
-        counts = np.maximum(np.convolve(is_known, window, "same"), 1)
-        return [float(value) for value in np.where(is_known, sums / counts, math.nan)]
+        # Losses fall steeply at first, so half a window would be far below them.
+        parts = np.where(is_known, values, 0), is_known
+        sums, counts = (np.convolve(part, np.ones(2 * half + 1), "same") for part in parts)
+        sums[:half], counts[:half] = (np.cumsum(part[: 2 * half])[::2] for part in parts)
+        return [float(value) for value in np.where(is_known, sums / np.maximum(counts, 1), math.nan)]
 
     @property
     def label(self) -> str:
@@ -112,7 +118,13 @@ class Curve:
     @property
     def legend_entry(self) -> str:
         """The name, in a plot of one run with the best value."""
-        return self.name if self.run or self.best is None else f"{self.name} (best: {self.values[self.best]:.4g})"
+        best = "" if self.run or self.best is None else f" (best: {self.values[self.best]:.4g})"
+        return self.owner or f"{self.name}{best}"
+
+    @property
+    def legend_colour(self) -> str:
+        """The colour of its entry: black for a curve of several runs."""
+        return "black" if self.run and not self.owner else self.colour
 
     @property
     def mean_rate(self) -> float:
@@ -142,7 +154,7 @@ def read_curves(folders: list[str], x: str = "step") -> list[Curve]:
             raise InvalidArgument(f"{folder}: the log has nothing to draw: set logging_steps.")
     arguments = [read_arguments_of_run(folder, skip_unreadable=True) for folder in folders]
     plain_curves: list[Curve] = []
-    for state, run, known, settings in zip(states, runs, arguments, describe_differences(arguments, runs), strict=True):
+    for state, run, known, settings in zip(states, runs, arguments, differing_arguments(arguments, runs), strict=True):
         plain_curves += (replace(curve, run=run, settings=settings, x=x) for curve in _plain_curves(state, known))
     if x == "time":
         last = max(step for curve in plain_curves for step in curve.steps)
@@ -186,14 +198,17 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     for curve in curves:
         names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
         run, dash, is_faint = runs.index(curve.run), names.index(curve.name), len(runs) < MANY_RUNS
+        is_alone = len(panels[curve.panel]) == 1 < len(runs)
+        owner = (curve.run if len(names) == 1 else f"{curve.run}: {curve.name}") if is_alone else ""
         colour, mark = COLOURS[(run if curve.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
         colour = "#d9d9d9" if curve.panel == SHARES and curve.name == "step_share" else colour
-        styled_curves.append(replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, is_faint=is_faint))
+        styled = replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, is_faint=is_faint, owner=owner)
+        styled_curves.append(styled)
     return styled_curves
 
 
 def _best_index(state: TrainerState, arguments: dict[str, Any], name: str, values: list[float]) -> int | None:
-    """The index of the best value of `metric_for_best_model`, or without it of each evaluation loss; else None."""
+    """The index of the best value of `metric_for_best_model`, or without it of losses and known metrics; else None."""
     finite = [value for value in values if is_finite(value)]
     if name in PANEL_OF or not finite:
         return None
@@ -203,4 +218,5 @@ def _best_index(state: TrainerState, arguments: dict[str, Any], name: str, value
     # Of a run without arguments only the best value is known.
     if state.best_metric is not None:
         return values.index(state.best_metric) if state.best_metric in finite else None
-    return values.index(min(finite)) if name.endswith("_loss") else None
+    choose = min if name.endswith("_loss") else max
+    return values.index(choose(finite)) if choose is min or GREATER_IS_BETTER.match(name) else None

@@ -20,14 +20,15 @@ import numpy as np
 from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
+from hftrainer.checkpointing.saved_arguments import describe
 from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
 from hftrainer.reporting.curves import DASHES, MANY, MARKS, X_AXES, Curve, curves_of_run, read_curves
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, is_finite
 
 logger = logging.getLogger(__name__)
 
-#: Turn white into black where the reader prefers that.
-STYLE = """<style>body { background: white; }
+#: Let a phone show one column, and turn white into black where the reader prefers that.
+STYLE = """<meta name="viewport" content="width=device-width"><style>body { background: white; font: 14px sans-serif; }
 @media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }</style>"""
 #: Give a narrow window one column.
 REFLOW = """const wide = matchMedia("(min-width: 900px)");
@@ -88,10 +89,10 @@ def _title(name: str, curves: list[Curve]) -> list[str]:
     title = [names or f"Training run {name}"]
     if any(curve.mean for curve in curves):
         faint = "faint: logged values; strong: their" if curves[0].is_faint else f"curves of {MANY} values or more: the"
-        title.append(f"{faint} running mean")
+        title.append(f"{faint} running mean, over a twentieth of the values")
     observed = {curve.run for curve in curves if PANEL_OF.get(curve.name) in SPEEDS}
     if observed and (others := ", ".join(run for run in runs if run not in observed)):
-        title += textwrap.wrap(f"{others} ran without observe=True: no speed, time or memory", 80)
+        title.append(f"{others} ran without observe=True: no speed, time or memory")
     return title
 
 
@@ -115,18 +116,21 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
     hidden = sorted(metrics, key=lambda panel: all(curve.best is None for curve in all_panels[panel]))[MAX_METRICS:]
     panels = {panel: panel_curves for panel, panel_curves in all_panels.items() if panel not in hidden}
     columns = min(len(panels), 2 if len(panels) <= 6 else 3)
-    rows = -(-len(panels) // columns)
+    rows, missing = -(-len(panels) // columns), -len(panels) % columns
     runs = {curve.run: {"color": curve.colour, "marker": curve.mark} for curve in curves if curve.run}
     width = 6 if columns < 3 else 4.5
     labels = [textwrap.fill(_describe_run(run, curves), 60 * columns) for run in runs]
     figure = import_plotting("matplotlib.figure").Figure()
     legend = 0.0
     for number, panel_curves in enumerate(panels.values(), 1):
-        axis = figure.add_subplot(rows, columns, number)
+        # If a row has fewer panels it is the first, and they are wider.
+        is_first = number <= columns - missing
+        axis = figure.add_subplot(rows, columns - missing * is_first, number + missing * (not is_first))
         legend = max(legend, 0.18 * _draw_panel(axis, panel_curves))
         axis.set_xlim(_range([0, *(step for curve in curves for step in curve.steps)]))
     title, *notes = _title(title, curves)
     notes += [f"without {len(hidden)} of {len(metrics)} metrics, which are in the page of --html"] * bool(hidden)
+    notes = [line for note in notes for line in textwrap.wrap(note, 80)]
     # tight_layout is slow. In inches: the title, all that is above the panels, and the legend above each panel.
     head = 0.45 + 0.17 * len(notes)
     top = head + 0.19 * sum(label.count("\n") + 1 for label in labels) + 0.15
@@ -146,12 +150,11 @@ def _describe_run(run: str, curves: list[Curve]) -> str:
     """The name of a run, the arguments in which it differs, and its best value."""
     run_curves = [curve for curve in curves if curve.run == run]
     best = (f"best {curve.name}\xa0{curve.values[curve.best]:.4g}" for curve in run_curves if curve.best is not None)
-    return " · ".join(filter(None, (run, run_curves[0].settings, next(best, ""))))
+    return " · ".join(filter(None, (run, describe(run_curves[0].settings), next(best, ""))))
 
 
 def _draw_panel(axis: Any, curves: list[Curve]) -> int:
     """Draw the curves of a panel, and return the number of rows of the legend above it."""
-    run_style = {"color": "black"} if curves[0].run else {}
     handles: dict[str, Any] = {}
     is_stacked = curves[0].panel == SHARES and all(curve.steps == curves[0].steps for curve in curves)
     if is_stacked:
@@ -167,11 +170,11 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
         if curve.mean and curve.is_faint:
             axis.plot(*curve.points(curve.values), color=curve.colour, linewidth=0.8, alpha=0.3)
         axis.plot(*curve.points(curve.mean or curve.values), **marks, **style)
-        handles.setdefault(curve.legend_entry, axis.plot([], [], **style | run_style)[0])
+        handles.setdefault(curve.legend_entry, axis.plot([], [], **style | {"color": curve.legend_colour})[0])
         if curve.best is not None:
             star = {"marker": "*", "markersize": 9, "linestyle": "", "color": curve.colour, "markeredgecolor": "black"}
             axis.plot(curve.steps[curve.best], curve.values[curve.best], zorder=3, **star)
-            handles |= {"best": axis.plot([], [], **star | run_style)[0]} if curve.run else {}
+            handles |= {"best": axis.plot([], [], **star | {"color": curve.legend_colour})[0]} if curve.run else {}
     if gap := _find_first_gap(curves):
         handles[gap[1]] = axis.axvline(gap[0], color="red", linestyle=":")
     scale, limits = _vertical_axis(curves)
@@ -181,6 +184,10 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
         axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     if is_short or (scale == "linear" and not 0.1 < limits[1] < 1000):
         axis.yaxis.set_major_formatter("{x:,.7g}")
+    if scale == "linear" and 0 < (top := max(map(abs, limits))) < 0.001:
+        # One exponent, not 0.0001 and 5e-05.
+        power = math.floor(math.log10(top))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value / 10**power:.6g}e{power}" if value else "0")
     axis.xaxis.get_major_locator().set_params(integer=curves[0].x == "step", min_n_ticks=1)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
@@ -196,17 +203,15 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
 def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | str = True) -> None:
     """Write the panels as an interactive page, whose file has plotly's script or, for "cdn", fetches it."""
     figure, (title, *notes) = import_plotting("plotly.graph_objects").Figure(), _title(title, curves)
-    runs = {curve.run: curve for curve in curves if curve.run}
-    for run, curve in runs.items():
-        style = {"line_color": curve.colour, "marker": {"symbol": MARKS[curve.mark], "size": 9}, "legendgroup": run}
-        entry = {"x": [None], "y": [None], "xaxis": "x2", "yaxis": "y2", "name": _describe_run(run, curves)}
-        figure.add_scatter(mode="lines+markers", legend="legend", **style, **entry)
+    runs = {_describe_run(curve.run, curves): curve for curve in curves if curve.run}
+    for name, curve in runs.items():
+        style = {"line_color": curve.colour, "marker": {"symbol": MARKS[curve.mark], "size": 9}}
+        figure.add_scatter(x=[None], y=[None], xaxis="x2", yaxis="y2", name=name, legendgroup=curve.run, **style)
     x_range = _range([0, *(step for curve in curves for step in curve.steps)])
     x_axis = {"title": {"text": X_AXES[curves[0].x], "standoff": 2}, "range": x_range, "matches": "x2"}
     panels = _group_by_panel(curves).values()
     for number, panel_curves in enumerate(panels, 2):
-        # The legend of the runs is above the first panel.
-        x, y, legend = f"x{number}", f"y{number}", f"legend{number}" if number > 2 or not runs else "legend"
+        x, y, legend = f"x{number}", f"y{number}", f"legend{number}"
         figure.add_traces([trace | {"xaxis": x, "yaxis": y} for trace in _traces(panel_curves, legend)])
         scale, limits = _vertical_axis(panel_curves)
         y_axis: dict[str, Any] = {"title_text": _label(panel_curves, scale, limits[1]), "type": scale, "range": limits}
@@ -216,33 +221,37 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
             y_axis |= {"range": [low, high], "nticks": min(8, math.ceil(high - low))}
             y_axis |= {"nticks": round(2 * (high - low)), "tickformat": "~g"} if high - low < 3 else {}
         axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis | {"anchor": x}}
-        figure.update_layout(axes | {f"legend{number}": {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
+        figure.update_layout(axes | {legend: {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
     figure.update_yaxes(exponentformat="power", minexponent=4)
-    top = 70 + 20 * (len(notes) + sum(trace.legend == "legend" for trace in figure.data))
-    subtitle = "".join(f'<br><span style="font-size:12px;color:gray">{note}</span>' for note in notes)
-    wide, narrow = (_place_panels(len(panels), columns, top) for columns in (2, 1))
+    wide, narrow = (_place_panels(len(panels), columns, [*runs]) for columns in (2, 1))
     figure.update_layout(
         {name.replace(".", "_"): value for name, value in wide.items()},
-        title={"text": title + subtitle, "font_size": 14, "y": 1, "yanchor": "top", "pad": {"t": 40}},
-        legend={"x": 0, "y": 1, "yanchor": "bottom", "tracegroupgap": 0},
-        **{"margin": {"t": top, "b": 0, "l": 70, "r": 20}, "template": "plotly_white"},
+        legend={"x": 0, "y": 1, "yanchor": "bottom", "orientation": "h", "tracegroupgap": 0},
+        **{"margin": {"b": 0, "l": 70, "r": 20}, "template": "plotly_white"},
         **{"hovermode": "x unified", "hoverlabel": {"namelength": -1}},
     )
     script = REFLOW % (json.dumps(wide), json.dumps(narrow))
     page = figure.to_html(include_plotlyjs=plotlyjs, config={"responsive": True}, post_script=script)
-    page = page.replace("<head>", f"<head><title>{html.escape(title)}</title>{STYLE}", 1)
+    title, *notes = map(html.escape, (title, *notes))
+    page = page.replace("<head>", f"<head><title>{title}</title>{STYLE}", 1)
+    page = page.replace("<body>", f"<body>{title} <small style='color: gray'>{' · '.join(notes)}</small>", 1)
     Path(path).write_text(page, encoding="utf-8")
 
 
-def _place_panels(count: int, columns: int, top: int) -> dict[str, Any]:
-    """Where a page of so many columns has its panels and their legends: plotly's names → values."""
+def _place_panels(count: int, columns: int, runs: list[str]) -> dict[str, Any]:
+    """Where a page of so many columns has its panels and the legends: plotly's names → values."""
+    # The least width of the legend, which has 50 pixels per sample and 6 per letter, its font, and the space above it.
+    least, font, top = (900, 12, 10) if columns == 2 else (300, 10, 30)
+    top += 20 * math.ceil(len(runs) / max(1, least // (50 + 6 * max(map(len, runs), default=0))))
     columns = min(columns, count)
     width, rows = (1 - 0.12 * (columns - 1)) / columns, -(-count // columns)
-    layout: dict[str, Any] = {"height": 310 * rows + top}
-    for number in range(2, count + 2):
+    layout: dict[str, Any] = {"height": 310 * rows + top, "margin.t": top, "legend.font.size": font}
+    # The first of an odd number of panels fills its row.
+    for number, place in enumerate([0, *range(1 + count % columns, count + count % columns)], 2):
         # A legend is above its panel, and the label of the horizontal axis below.
-        left, high = (number - 2) % columns * (width + 0.12), 1 - ((number - 2) // columns + 0.1) / rows
-        layout |= {f"xaxis{number}.domain": [left, left + width], f"yaxis{number}.domain": [high - 0.73 / rows, high]}
+        left, high = place % columns * (width + 0.12), 1 - (place // columns + 0.1) / rows
+        right = left + (1 if place < count % columns else width)
+        layout |= {f"xaxis{number}.domain": [left, right], f"yaxis{number}.domain": [high - 0.73 / rows, high]}
         layout |= {f"legend{number}.x": left, f"legend{number}.y": high}
     return layout
 
@@ -274,7 +283,7 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
             yield trace | point | {"mode": "markers", "marker": star}
     # Entries without points, since a curve may have two traces and, of several runs, the colour of its run.
     for curve in named.values() if named.keys() != {curves[0].name} and curves[0].panel != SHARES else ():
-        style = {"color": "black" if curve.run else curve.colour, "dash": list(DASHES.values())[curve.dash]}
+        style = {"color": curve.legend_colour, "dash": list(DASHES.values())[curve.dash]}
         entry = {"x": [None], "y": [None], "name": curve.legend_entry, "mode": "lines", "line": style}
         yield entry | {"legend": legend, "legendgroup": f"legend {curve.name}" if curve.run else curve.name}
     if any(curve.run and curve.best is not None for curve in curves):

@@ -14,8 +14,8 @@ import torch
 from hftrainer import PlotCallback, Trainer, TrainingArguments
 from hftrainer.__main__ import main
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing.saved_arguments import describe_differences
-from hftrainer.cli.plot import align, describe
+from hftrainer.checkpointing.saved_arguments import differing_arguments
+from hftrainer.cli.plot import align, describe_curves
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.monitoring.journal import ACTIVITIES, Journal
 from hftrainer.reporting.curves import Curve, curves_of_run, read_curves, read_run
@@ -224,8 +224,10 @@ def test_a_table_of_observed_runs(tmp_path, capsys):
     assert [row.split()[:6] for row in rows] == [[name, "20", "2", "1", "23.33", "9,000"] for name in "ab"]
     main(["plot", *runs, "--out", str(tmp_path / "a.png"), "--json"])
     shown = json.loads(capsys.readouterr().out)["runs"]
-    assert [run["run"] for run in shown] == ["a", "b"] and set(titles) <= shown[0].keys()
-    assert shown[0]["mean samples per second"] == pytest.approx(70 / 3) and shown[0]["differs in"] == ""
+    assert [run["run"] for run in shown] == ["a", "b"] and {title.replace(" ", "_") for title in titles} <= shown[
+        0
+    ].keys()
+    assert shown[0]["mean_samples_per_second"] == pytest.approx(70 / 3) and shown[0]["differs_in"] == {}
 
 
 def write_log(folder, log):
@@ -242,7 +244,7 @@ def test_values_that_are_no_numbers(tmp_path):
     ]
     (line,) = read_curves([write_log(tmp_path, log)])
     assert (line.name, line.steps, line.finite) == ("loss", [1, 2, 3], [2.0])
-    header, row = describe([line]).splitlines()
+    header, row = describe_curves([line]).splitlines()
     assert header.endswith("highest  not finite") and row.endswith("nan       2        2           2")
 
 
@@ -445,7 +447,7 @@ def test_a_log_scale_for_an_outlier_among_gradient_norms_and_for_losses_of_two_o
 def test_text():
     rising = Curve("loss", "a", [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 7.0])
     flat = Curve("metrics", "longer", [2.0, 4.0], [5.0, 5.0])
-    assert describe([rising, flat]).splitlines() == [
+    assert describe_curves([rising, flat]).splitlines() == [
         "         steps  first  last  lowest  highest",
         "a       1 to 4      0     7       0        7",
         "longer  2 to 4      5     5       5        5",
@@ -469,6 +471,19 @@ def test_any_log(tmp_path, lines):
     assert (tmp_path / "training.png").is_file()
 
 
+def test_a_panel_of_one_of_several_runs_names_it(tmp_path):
+    """Where panels do not fill a grid, the first is wider."""
+    log = [{"step": step, "loss": 1.0, "learning_rate": step * 1e-4} for step in (1, 2)]
+    runs = [write_log(tmp_path / "a", log), write_log(tmp_path / "b", [{**line, "eval_f1": 0.5} for line in log])]
+    owners = {(line.run, line.name): line.owner for line in read_curves(runs)}
+    assert {key: owner for key, owner in owners.items() if owner} == {("b", "eval_f1"): "b"}
+    plot(runs, html=True, out=str(tmp_path / "c.svg"))
+    assert {"a", "b", "eval_f1", "best", "1e-4", "2e-4"} <= {*texts_of(tmp_path / "c.svg")}
+    page = (tmp_path / "c.html").read_text()
+    assert '"xaxis2.domain": [0.0, 1.0]' in page and '"xaxis4.domain": [0.56, 1.0]' in page
+    assert "<body>a, b <small" in page and '<meta name="viewport"' in page
+
+
 def test_any_name_of_a_folder(tmp_path, capsys):
     (tmp_path / "loop").symlink_to("loop")
     for name in ("x" * 5000, str(tmp_path / "loop")):
@@ -490,7 +505,7 @@ def test_the_star_is_at_the_best_value_of_metric_for_best_model(tmp_path, metric
 def test_a_pointer_of_git_lfs_in_place_of_the_arguments(runs, tmp_path):
     write_log(tmp_path, [{"step": 1, "loss": 1.0}])
     (tmp_path / "training_args.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
-    assert {line.settings for line in read_curves([runs[0], str(tmp_path)])} == {""}
+    assert not any(line.settings for line in read_curves([runs[0], str(tmp_path)]))
 
 
 def test_a_picture_and_its_page_have_the_same_axes(tmp_path, monkeypatch):
@@ -502,6 +517,8 @@ def test_a_picture_and_its_page_have_the_same_axes(tmp_path, monkeypatch):
     write_log(tmp_path, losses)
     plot([str(tmp_path)], html=True)
     picture, page = figures
+    # The first of three rows has two panels, which fill it.
+    assert len(picture.axes) == 8 and picture.axes[1].get_position().x1 == pytest.approx(0.98)
     # The first axes of a page, which are not numbered, are not used.
     for axis, x, y in zip(picture.axes, [*page.select_xaxes()][1:], [*page.select_yaxes()][1:], strict=True):
         limits = [10**limit for limit in y.range] if y.type == "log" else y.range
@@ -537,7 +554,7 @@ def test_many_losses_have_a_running_mean():
     assert Curve("loss", "loss", steps[1:], values[1:]).mean is None
     assert Curve("learning rate", "learning_rate", steps, values).mean is None
     mean = Curve("loss", "loss", steps, values).mean
-    assert mean[:2] == pytest.approx([1 / 3, 2 / 4]) and mean[10:12] == pytest.approx([2 / 5, 3 / 5])
+    assert mean[:4] == pytest.approx([0, 1 / 3, 2 / 5, 3 / 5]) and mean[10:12] == pytest.approx([2 / 5, 3 / 5])
     assert math.isnan(mean[50]) and mean[51] == pytest.approx(3 / 4)
 
 
@@ -553,7 +570,7 @@ def test_runs_of_several_legends(tmp_path):
     assert described <= {*texts_of(path)}
     shown = re.findall(r'"name":"([^"]*)"', path.with_suffix(".html").read_text().split("Plotly.newPlot")[-1])
     assert {json.loads(f'"{name}"').replace("\xa0", " ") for name in shown} == described | {
-        *("loss", "eval_loss", "best", "best a: eval_loss", "best b: eval_loss"),
+        *("loss", "eval_loss", "best", *(f"best {run}: {name}" for run in "ab" for name in ("eval_loss", "eval_f1"))),
         *(f"{run}: {name}" for run in "ab" for name in ("loss", "eval_loss", "eval_f1")),
     }
 
@@ -586,7 +603,7 @@ def test_four_runs_are_drawn_by_their_means(tmp_path):
     page = (tmp_path / "b" / "comparison.html").read_text()
     assert "curves of 100 values or more: the running mean" in page
     assert "b, c, d ran without observe=True: no speed, time or memory" in page
-    assert '"opacity":0.3' not in page and read_curves(runs)[0].finite[0] < 1
+    assert '"opacity":0.3' not in page and (line := read_curves(runs)[0]).finite[1] != line.values[1]
     plot(runs[:3], html=True)
     page = (tmp_path / "b" / "comparison.html").read_text()
     assert '"opacity":0.3' in page and '"tickformat":"~g"' in page and "no speed, time" not in page
@@ -594,11 +611,14 @@ def test_four_runs_are_drawn_by_their_means(tmp_path):
 
 @pytest.mark.parametrize(
     ("names", "settings"),
-    [(["lr-0.01", "lr-0.001"], ["", ""]), (["lr-0.01", "lr-0.0013"], ["learning_rate 0.01", "learning_rate 0.001"])],
+    [
+        (["lr-0.01", "lr-0.001"], [{}, {}]),
+        (["lr-0.01", "lr-0.0013"], [{"learning_rate": 0.01}, {"learning_rate": 0.001}]),
+    ],
 )
 def test_names_of_runs_that_have_the_argument(names, settings):
     """It is not repeated, unless it is only a part of a number, or not in the names of all."""
-    assert describe_differences([{"learning_rate": rate} for rate in (0.01, 0.001)], names) == settings
+    assert differing_arguments([{"learning_rate": rate} for rate in (0.01, 0.001)], names) == settings
 
 
 def test_a_slow_first_interval_does_not_squeeze_the_others(tmp_path):
