@@ -38,9 +38,11 @@ class RefusedKeywords(griffe.Extension):
     """Hides `**unknown: NoReturn`, by which type checkers refuse other keywords."""
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        """Remove the parameter."""
+        """Remove the parameter, and its line of the docstring."""
         if "unknown" in func.parameters:
             del func.parameters["unknown"]
+            if func.docstring:
+                func.docstring.value = re.sub(r"\n +unknown: .*", "", func.docstring.value)
 
 
 def on_config(config: Any) -> Any:

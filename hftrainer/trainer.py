@@ -462,6 +462,7 @@ class Trainer(EarlierMethods):
             ignore_keys_for_eval: the model's outputs that evaluation leaves out.
             model_path: old name of `resume_from_checkpoint` (v4.0 to v4.57). A folder without `trainer_state.json` is
                 ignored: v4.1 scripts pass their pretrained model.
+            unknown: rejected; the error suggests the nearest name.
 
         Returns:
             The number of optimizer steps, the mean training loss, and the final metrics.
