@@ -21,6 +21,7 @@ def make_parser() -> Parser:
     # Completion is for the short name.
     prog = "hftrainer" if os.path.basename(sys.argv[0]) in ("hftrainer", "hftrainer.exe") else "python -m hftrainer"
     parser = Parser(prog=prog, description="The Hugging Face Trainer API, with PyTorch Lightning as its engine.")
+    parser.epilog = "example: %(prog)s run train.py"
     parser.add_argument("-V", "--version", action="version", version=f"hftrainer {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, module in COMMANDS.items():
@@ -31,8 +32,8 @@ def make_parser() -> Parser:
             subparser.add_argument("--json", action="store_true", help="print JSON, for programs; errors too")
     completion = commands.add_parser("completion", help="print the completion script of a shell")
     completion.description = "Print a script with which a shell completes the commands of hftrainer and their options."
-    completion.epilog = "example: source <(hftrainer completion bash)"
-    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.epilog = "example, for a line of ~/.bashrc: source <(hftrainer completion bash)"
+    completion.add_argument("shell", metavar="{bash,zsh,fish}", choices=("bash", "zsh", "fish"), help="its name")
     completion.set_defaults(execute=print_completion, parser=completion, parsers=commands.choices)
     return parser
 

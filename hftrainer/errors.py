@@ -39,8 +39,9 @@ def suggest(name: object, known: Iterable[str], otherwise: str = "", *, cutoff: 
         cutoff: how similar the probable name must be, from 0 to 1.
     """
     choices, text = list(known), str(name)
-    synonym = SYNONYMS.get(text)
-    matches = [synonym] if synonym in choices else difflib.get_close_matches(text, choices, n=1, cutoff=cutoff)
+    names = {choice.lower(): choice for choice in choices}
+    names |= {other: ours for other, ours in SYNONYMS.items() if ours in choices}
+    matches = [names[name] for name in difflib.get_close_matches(text.lower(), names, n=1, cutoff=cutoff)]
     matches = matches or [choice for choice in choices if len(text) > 2 and choice.startswith(text)]
     return f"; did you mean {matches[0]!r}?" if matches else otherwise
 

@@ -172,7 +172,9 @@ class Trainer(EarlierMethods):
     ) -> None:
         refuse_unknown("Trainer", Trainer.__init__, unknown)
         with HideEngineFrames():
-            check_objects(args, model, processing_class)
+            functions = {"model_init": model_init, "compute_loss_func": compute_loss_func}
+            functions["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+            check_objects(args, model, tokenizer if processing_class is None else processing_class, functions)
             self._hftrainer = parts = TrainerParts(self, optimizers)
             if args is None:
                 args = TrainingArguments("tmp_trainer")

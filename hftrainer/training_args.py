@@ -29,7 +29,7 @@ from hftrainer.arguments.choices import (
 )
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
 from hftrainer.arguments.setters import ChainingSetters
-from hftrainer.arguments.support import explain_keyword
+from hftrainer.arguments.support import check_keywords, explain_keyword
 from hftrainer.arguments.validation import ALIASES, check_values, normalize
 from hftrainer.base.tracebacks import HideEngineFrames
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument
@@ -98,16 +98,21 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         fields = [*legacy.HIDDEN_FIELDS.values(), *dataclasses.fields(self)]
         defaults = {field.name: field.default for field in fields}
         legacy.translate(self, defaults)
+        given = dict(vars(self))
         normalize(self)
         if self.use_cpu:
             self.dataloader_pin_memory = False
-        errors = check_values(ResolvedArguments(self), complete=False)
+        resolved = ResolvedArguments(self)
+        errors = [*check_values(resolved, complete=False), *check_keywords(resolved.config_or_empty)]
         if errors:
             raise InvalidArgument("\n".join(errors))
         self.hf_deepspeed_config = set_up_deepspeed(self)
         self._join_process_group()
         initialize_state(ResolvedArguments(self))
         legacy.set_release_values(self)
+        values = vars(self).items()
+        # As text, since a script may change a list or dict in place.
+        vars(self)["_derived"] = {name: repr(v) for name, v in values if given.get(name) == defaults.get(name) != v}
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude resolved arguments, which belong to one Trainer and process, from copies and pickles."""

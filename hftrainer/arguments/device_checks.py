@@ -59,10 +59,15 @@ def check_device(resolved: ResolvedArguments) -> Iterator[str]:
             f"lightning_config['precision']={resolved.precision!r} needs an unsharded model on a CPU or GPU: load "
             "the model in that type instead, for example with dtype=torch.bfloat16."
         )
-    has_process_group = processes > 1 and device_type not in ("mps", "xla")
-    if has_process_group and args.ddp_timeout <= 0:
+    if processes > 1 and device_type not in ("mps", "xla") and args.ddp_timeout <= 0:
         yield f"ddp_timeout={args.ddp_timeout!r} would end every operation immediately: use more than 0 seconds."
-    if args.ddp_backend and (reason := _check_backend(args.ddp_backend.lower(), device_type, has_process_group)):
+
+
+def check_backend(resolved: ResolvedArguments) -> Iterator[str]:
+    """An error if `ddp_backend` does not exist, or does not connect the processes of this run."""
+    args, device_type, processes = resolved.args, resolved.device.type, resolved.rank_info.world_size
+    has_process_group = processes > 1 and device_type not in ("mps", "xla")
+    if args.ddp_backend and (reason := _explain_backend(args.ddp_backend.lower(), device_type, has_process_group)):
         yield f"ddp_backend={args.ddp_backend!r}{reason}"
 
 
@@ -105,7 +110,7 @@ def _check_mps(precision: str, processes: int, is_model_sharded: bool) -> Iterat
         yield "bf16=True on Apple's GPU needs macOS 14: use fp16=True, or use_cpu=True."
 
 
-def _check_backend(backends: str, device_type: str, has_process_group: bool) -> str | None:
+def _explain_backend(backends: str, device_type: str, has_process_group: bool) -> str | None:
     """Why a backend, or a list such as 'cpu:gloo,cuda:nccl', cannot be used, or None."""
     registry = distributed.Backend.backend_capability
     known_names = {*registry, *BACKENDS}

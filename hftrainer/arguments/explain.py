@@ -38,7 +38,7 @@ class Explanation:
     """How training arguments are handled.
 
     Attributes:
-        lines: the arguments that differ from their defaults.
+        lines: the arguments that differ from their defaults, without those that other arguments set.
         errors: the errors in their values.
         call: the equivalent `lightning.Trainer(...)`.
         policy: the policy of the followed release.
@@ -85,15 +85,14 @@ class Explanation:
 
 def explain(args: BaseArguments) -> Explanation:
     """How the arguments are handled. Starts no run, and imports neither lightning nor transformers."""
-    from hftrainer.arguments.device_checks import check_device
+    from hftrainer.arguments.device_checks import check_backend
     from hftrainer.arguments.support import check_keywords, make_plan, non_neutral_arguments
     from hftrainer.arguments.validation import check_values
 
     values = args.to_dict()
     resolved = ResolvedArguments(args)
-    errors = [*check_values(resolved), *check_keywords(resolved.lightning_config)]
-    # Another device may support the other arguments.
-    errors += [error for error in check_device(resolved) if error.startswith("ddp_backend=")]
+    # Not `check_device`: another device may support the arguments.
+    errors = [*check_values(resolved), *check_keywords(resolved.lightning_config), *check_backend(resolved)]
     error_of_argument = {_argument(error): error for error in errors}
     lines = []
     for name, (raw_value, argument) in non_neutral_arguments(args).items():

@@ -252,7 +252,6 @@ def set_release_values(args: BaseArguments) -> None:
     """Set the attributes and argument values that only the installed, older release sets."""
     if not HIDDEN_FIELDS:
         return
-    initial_values = dict(vars(args))
     if is_before("5.10"):
         args.fsdp_config = dict(_FSDP_CONFIG) if args.fsdp_config is None else args.fsdp_config
         args.fsdp = args.fsdp or []  # type: ignore[assignment]
@@ -267,15 +266,8 @@ def set_release_values(args: BaseArguments) -> None:
             args.include_num_input_tokens_seen = False
     if is_before("4.54") and args.run_name is None:
         args.run_name = str(args.output_dir)
-    release_values = {
-        name: value
-        for name, value in vars(args).items()
-        if name in initial_values and value is not initial_values[name]
-    }
-    vars(args)["_set_by_release"] = release_values
 
 
-def is_set_by_release(args: Any, name: str) -> bool:
-    """Whether an argument still has the value from `set_release_values`."""
-    values = vars(args).get("_set_by_release", {})
-    return name in values and getattr(args, name) == values[name]
+def is_derived(args: Any, name: str) -> bool:
+    """Whether an argument still has the value that other arguments, or `set_release_values`, gave it."""
+    return vars(args).get("_derived", {}).get(name) == repr(getattr(args, name))

@@ -15,7 +15,7 @@ from typing import Any
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import check_launch_variables, find_unknown_variables
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.arguments.device_checks import check_device, check_fsdp, check_xla
+from hftrainer.arguments.device_checks import check_backend, check_device, check_fsdp, check_xla
 from hftrainer.arguments.field import Argument, arguments_of
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
@@ -52,7 +52,7 @@ def non_neutral_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]
         # Compared first, since most arguments have their default.
         if (value := getattr(args, name)) != field.default
         and not known[name].has_no_effect(value, field.default)
-        and not legacy.is_set_by_release(args, name)
+        and not legacy.is_derived(args, name)
     }
 
 
@@ -86,7 +86,7 @@ def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool =
         if resolved.deepspeed is not None:
             errors += load("deepspeed", "settings").check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
         errors += check_layout(resolved.layout, resolved.fsdp, resolved.rank_info.world_size)
-        errors += check_device(resolved)
+        errors += [*check_device(resolved), *check_backend(resolved)]
     except InvalidConfig as error:
         errors.append(str(error))
     return errors + check_launch(resolved)
@@ -148,7 +148,7 @@ def find_unused_settings(resolved: ResolvedArguments) -> list[str]:
         warnings.append(
             f"debug='tpu_metrics_debug' prints nothing: training is on {resolved.device}, which is not an XLA device."
         )
-    if args.fsdp_config and not args.fsdp and not legacy.is_set_by_release(args, "fsdp_config"):
+    if args.fsdp_config and not args.fsdp and not legacy.is_derived(args, "fsdp_config"):
         warnings.append("fsdp_config has no effect without fsdp=True.")
     if args.fsdp and (ddp_names := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
         warnings.append(f"{' and '.join(ddp_names)} have no effect with fsdp, which does not use DDP.")

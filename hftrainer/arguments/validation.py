@@ -183,7 +183,7 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
         *_check_best_model(args),
         *_check_precision(args),
         *check_accelerator_config(resolved),
-        *_check_deepspeed(resolved),
+        *_check_configs(resolved),
         *followed.check_release(resolved.config_or_empty),
     ]
 
@@ -270,9 +270,10 @@ def check_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
         yield f"accelerator_config['use_configured_state']=True: {reason}"
 
 
-def _check_deepspeed(resolved: ResolvedArguments) -> Iterator[str]:
-    """Errors in `deepspeed` that only the arguments cause."""
+def _check_configs(resolved: ResolvedArguments) -> Iterator[str]:
+    """Errors in `lightning_config`, `fsdp` and `deepspeed` that only the arguments cause."""
     try:
+        _ = resolved.lightning_config, resolved.fsdp
         if (config := resolved.deepspeed) is not None:
             yield from load("deepspeed", "settings").check_deepspeed(resolved.args, config, resolved.config_or_empty)
     except InvalidConfig as error:
@@ -389,9 +390,12 @@ def _check_best_model(args: BaseArguments) -> Iterator[str]:
             f"save_strategy={saving!r} differ: set {same}."
         )
     elif args.eval_strategy == IntervalStrategy.STEPS and args.eval_steps and not _is_multiple(args):
+        remedy = (
+            "a multiple" if (args.save_steps < 1) == (args.eval_steps < 1) else "two whole numbers or two fractions"
+        )
         yield (
             f"load_best_model_at_end needs each checkpoint evaluated, but save_steps={args.save_steps} is not a "
-            f"multiple of eval_steps={args.eval_steps}: use a multiple."
+            f"multiple of eval_steps={args.eval_steps}: use {remedy}."
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy, embedding
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, embedding
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ VARIABLE = "HFTRAINER_TRACEBACK"
 class HideEngineFrames:
     """Context manager that removes the engine's frames from tracebacks, except the first and the last.
 
+    An error of `hftrainer.errors` has neither: its message says what to change, in the line of the script that is left.
     Before Python 3.11 tracebacks stay complete, since changes in `__exit__` are lost.
     """
 
@@ -46,13 +47,17 @@ class HideEngineFrames:
         while link is not None and id(link) not in visited_ids:
             visited_ids.add(id(link))
             frames = _frames(link.__traceback__)
+            # The last frames handle the signal, or stop the run after it.
+            while isinstance(link, KeyboardInterrupt) and frames and _package(frames[-1]) in _ENGINE - {"torch"}:
+                frames.pop()
             # The first frame is that of `train()`.
-            first = frames[:1] if link is error else []
-            rest = frames[len(first) :]
-            visible_frames = [frame for frame in rest[:-1] if _package(frame) not in _ENGINE] + rest[-1:]
+            start, end = link is error, max(len(frames) - 1, 0)
+            kept = [] if type(link).__module__ == "hftrainer.errors" else [*frames[:start], *frames[end:]]
+            link.__traceback__ = _join_frames(
+                [each for each in frames if each in kept or _package(each) not in _ENGINE]
+            )
             # Errors of arguments pass through these too, where no engine runs.
-            is_shorter |= bool(_ENGINE & {*map(_package, rest[:-1])} - {"hftrainer", "contextlib", "functools"})
-            link.__traceback__ = _join_frames(first + visible_frames)
+            is_shorter |= bool(_ENGINE & {*map(_package, frames[start:end])} - {"hftrainer", "contextlib", "functools"})
             link = link.__cause__ or link.__context__
         if is_shorter and isinstance(error, Exception):
             add_note(error, f"(The engine's frames are hidden: {VARIABLE}=full shows them.)")
@@ -84,6 +89,14 @@ def add_note(error: BaseException, text: str) -> None:
         vars(error)["__notes__"] = [*notes, text]
         if sys.version_info < (3, 11):
             logger.error(text.removeprefix("[hftrainer] "))  # which the log has too
+
+
+def sample_being_read(error: BaseException) -> str | None:
+    """The sample, by its index, whose reading in this process raised the error, or None."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == "torch.utils.data._utils.fetch" and "idx" in frame.f_locals:
+            return f"sample {frame.f_locals['idx']!r}"
+    return None
 
 
 def describe_shapes(value: Any) -> str:
@@ -139,7 +152,7 @@ def note_batch(error: Exception, place: str, inputs: Any, config: Any) -> None:
 def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:
     """What in the batch has probably caused the error, and the remedy."""
     columns = inputs if isinstance(inputs, Mapping) else {}
-    lookups = (embedding.__code__, cross_entropy.__code__)
+    lookups = (embedding.__code__, cross_entropy.__code__, binary_cross_entropy_with_logits.__code__)
     calls = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in lookups]
     length = [0, *getattr(columns.get("input_ids"), "shape", ())][-1]
     limit = getattr(config, "max_position_embeddings", None)
@@ -155,7 +168,8 @@ def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:
         remedy = f"tokenize with truncation=True, max_length={limit}"
         return f"Samples of {length} tokens exceed max_position_embeddings={limit}: {remedy}."
     target = calls[-1].get("target") if calls else None
+    logits: Any = target if target is None else calls[-1]["input"]
     # Probabilities of classes are floats, and have the shape of the logits.
-    if target is not None and target.is_floating_point() and target.shape != calls[-1]["input"].shape:
-        return "The labels are floats: use torch.long for class indices."
+    if target is not None and target.dtype != torch.long and target.ndim < logits.ndim and logits.shape[-1] > 1:
+        return f"The labels are {str(target.dtype).removeprefix('torch.')}: use torch.long for class indices."
     return next((explanation for part, explanation in _EXPLANATIONS.items() if part in str(error)), None)

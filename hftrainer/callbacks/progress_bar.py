@@ -189,9 +189,16 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
         width: terminal columns; measurements that do not fit are left out. None shows all.
     """
     digits = len(f"{state.max_steps:,}")
-    parts = [f"{state.global_step:>{digits},}/{state.max_steps:,}"]
-    if "epoch" in logs:
-        parts.append(f"ep {logs['epoch']:<5.2f}")
+    values, measurements = format_values(logs)
+    parts = [f"{state.global_step:>{digits},}/{state.max_steps:,}", *values]
+    while measurements and width is not None and len("  ".join([*parts, *measurements])) > width:
+        measurements.pop()
+    return "  ".join([*parts, *measurements]).rstrip()
+
+
+def format_values(logs: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The values and the measurements of a log line, with short names or units, and without its step."""
+    parts = [f"ep {logs['epoch']:<5.2f}"] if "epoch" in logs else []
     measurements = {_measurement(name): value for name, value in logs.items()}
     special_names = (*_VALUE_FORMATS, "epoch", "total_flos")
     for name in [name for name in logs if _measurement(name) is None and name not in special_names]:
@@ -200,10 +207,7 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
     parts += [format_value(logs[name]) for name, format_value in _VALUE_FORMATS.items() if name in logs]
     names = [name for name in _MEASUREMENT_FORMATS if name in measurements]
     names = [name for name in names if not name.endswith("_share") or measurements[name] >= 0.005]
-    measurement_parts = [_MEASUREMENT_FORMATS[name](measurements[name]) for name in names]
-    while measurement_parts and width is not None and len("  ".join([*parts, *measurement_parts])) > width:
-        measurement_parts.pop()
-    return "  ".join([*parts, *measurement_parts]).rstrip()
+    return parts, [_MEASUREMENT_FORMATS[name](measurements[name]) for name in names]
 
 
 def _measurement(name: str) -> str | None:

@@ -22,7 +22,7 @@ def add_subcommand(commands: Any) -> None:
     )
     parser.add_argument("folder", metavar="OUTPUT_DIR", help="the run's output folder")
     requests = ("save", "evaluate", "stop", "profile")
-    parser.add_argument("request", metavar="REQUEST", choices=requests, help=f"what to do: {', '.join(requests)}")
+    parser.add_argument("request", metavar=f"{{{','.join(requests)}}}", choices=requests, help="what to do")
     text = "how long to wait; default: 60, or not at all if the last run has ended according to its files"
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
 

@@ -20,13 +20,14 @@ def add_subcommand(commands: Any) -> None:
     parser = commands.add_parser(
         "checkpoint",
         help="show a checkpoint's step, size and what can resume it, or accept one that was changed intentionally",
+        epilog="example: %(prog)s out/checkpoint-500",
         description="Show the step, the position in the data, the sizes and whether the checkpoint is complete; exits "
         "with 1 if it is not, and with 2 if FOLDER is not a checkpoint. With --accept, read the files of a checkpoint "
         "that was changed after it was written (for example, its weights were converted), and write a new manifest, "
         "so that it counts as complete; if a file cannot be read, exit with 1 and change nothing.",
     )
-    parser.add_argument("folder", metavar="FOLDER", help="the checkpoint-xxx folder")
-    parser.add_argument("--accept", action="store_true", help="accept the files in their current state")
+    parser.add_argument("folder", metavar="FOLDER", help="a folder such as out/checkpoint-500")
+    parser.add_argument("--accept", action="store_true", help="write a new manifest for files that were changed")
 
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:

@@ -49,6 +49,8 @@ LAUNCHERS = {
 _LIBRARIES = ("datasets", "peft", "trl", "tokenizers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton", *FILE_SYSTEMS)
 #: Packages of trackers that `report_to` accepts, in addition to those of pyproject.toml.
 _TRACKERS = "azureml-core clearml codecarbon dagshub dvclive flytekit mlflow-skinny swanlab tensorboardX trackio"
+#: Package → one that does for hftrainer what it does.
+_SUBSTITUTES = {"mlflow": "mlflow-skinny", "tensorboard": "tensorboardX"}
 #: Folder → minimum of free bytes, and advice for less. In Docker /dev/shm has 64 MB.
 _MIN_FREE_SPACE = {
     "folder": (5 << 30, "checkpoints may not fit; set output_dir on another disk, or save_total_limit"),
@@ -208,9 +210,9 @@ def _find_missing_packages() -> Iterator[tuple[str, dict[str, Any]]]:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             # The requirement is for another system.
             continue
-        if version is None:
+        if version is None and _version(_SUBSTITUTES.get(requirement.name, requirement.name)) is None:
             packages_by_extra.setdefault(extra, []).append(requirement.name)
-        elif not requirement.specifier.contains(version, prereleases=True):
+        elif version is not None and not requirement.specifier.contains(version, prereleases=True):
             packages_by_extra.setdefault(extra, []).append(f"{requirement.name}{requirement.specifier}, not {version}")
     for extra, packages in packages_by_extra.items():
         if extra != "other":

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 _USAGE = "%(prog)s [--json] [any training arguments …]\n       %(prog)s [--json] [-m] SCRIPT [arguments …]"
 _DESCRIPTION = (
-    "Show how training arguments are handled; for a script, those that it creates. The script runs until it creates a "
+    "Show how training arguments are handled, or those that a script creates. The script runs until it creates a "
     "Trainer, so nothing is trained, and the libraries of Hugging Face are offline. If it ends earlier, the arguments "
-    "that it created last are shown. The name of an argument alone shows its help, --help-all all. --json prints JSON."
+    "that it created last are shown. The name of an argument shows its help; --help-all shows that of all arguments."
 )
 
 
@@ -30,6 +31,7 @@ def add_subcommand(commands: Any) -> None:
     parser = commands.add_parser(
         "explain", help="show how training arguments, or a script's, are used", usage=_USAGE, description=_DESCRIPTION
     )
+    parser.epilog = "example: %(prog)s train.py --fp16"
     parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     # argparse returns unknown options apart from the words after the first value. `main` joins both.
     parser.add_argument("script_words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="a script with its arguments")
@@ -78,6 +80,7 @@ def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> Trai
         exit_on_error=False,
     )
     arguments_parser.add_argument("--help-all", action="help", help="show this help message and exit")
+    dashes = "" if is_name else "--"
     action = None if Parser.writes_json or len(words) != 1 else arguments_parser._option_string_actions.get(words[0])
     # A name alone asks for its help, and so does an option without its value.
     if action is not None and (is_name or (isinstance(action, argparse._StoreAction) and action.nargs != "?")):
@@ -90,13 +93,14 @@ def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> Trai
         with warnings.catch_warnings(record=True) as notes:
             args, unknown = arguments_parser.parse_args_into_dataclasses(words, True, look_for_args_file=False)
     except (ValueError, argparse.ArgumentError) as error:
-        parser.error(str(error))
+        # argparse names all spellings.
+        parser.error(re.sub(r"^argument --(\w+)\S*:", rf"argument {dashes}\1:", str(error)))
     print(*(f"note: {note.message}\n" for note in notes), sep="", end="", file=sys.stderr)
     if unknown:
-        names = ["json", *(field.name for field in dataclasses.fields(args))]
-        hint = suggest(unknown[0].strip("-").partition("=")[0], names).replace("mean '", "mean '--")
+        names = [*(field.name for field in dataclasses.fields(args)), *([] if is_name else ["json"])]
+        hint = suggest(unknown[0].strip("-").partition("=")[0], names).replace("mean '", f"mean '{dashes}")
         hint = hint or "; a script must come first: explain train.py --fp16"
-        parser.error(f"unknown option {unknown[0]}{hint}")
+        parser.error(f"unknown {'argument' if is_name else 'option'} {unknown[0].removeprefix('--' * is_name)}{hint}")
     return args
 
 

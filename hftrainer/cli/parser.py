@@ -13,8 +13,8 @@ from hftrainer.base.messages import wrap_text
 from hftrainer.errors import suggest
 
 BOLD, DIM, RED = "1", "2", "1;31"
-#: What completes a value, if not a list of words; the metavars of values that are folders.
-_FILE, _FOLDER = "file", "folder"
+#: What completes a value, if not a list of words alone; the metavars of values that are folders.
+_FILE, _FOLDER, _FILE_OR = "file", "folder", "file or "
 _FOLDERS = ("OUTPUT_DIR", "FOLDER", "RUN", "DIR")
 #: `state` is an option whose value is completed, or else the number of words before, after "option" for an option.
 #: bash splits words at "=".
@@ -71,10 +71,12 @@ class Parser(argparse.ArgumentParser):
             allowed = re.findall(r"[\w-]+", choice[2])
             hint = suggest(choice[1], allowed)
             names = f": use one of {', '.join(allowed)}" if not hint or len(allowed) <= 12 else ""
-            message = f"{message[: choice.start()]}{choice[1]!r} is not allowed{names}{hint}"
+            # The name of a positional argument is the list of its choices.
+            place = "" if message.startswith("argument {") else message[: choice.start()]
+            message = f"{place}{choice[1]!r} is not allowed{names}{hint}"
         message = re.sub(r"^argument (\S+): invalid (?:int|float) value: (.*)", r"\1: \2 is not a number", message)
         message = re.sub(r"^argument (\S+): ignored explicit argument .*", r"\1 takes no value", message)
-        usage = self.format_usage().rstrip() if "required" in message or "missing" in message else ""
+        usage = self.format_usage().rstrip() if re.search("required|missing|expected one", message) else ""
         message = re.sub(r"^the following arguments are required: RUN$", "pass two runs", message)
         hints = (usage, (self.epilog or "") % {"prog": self.prog}, f"see {self.prog} --help")
         self.fail(message, hints="".join(f"\n{hint}" for hint in hints if hint))
@@ -104,8 +106,9 @@ def print_completion(_: Parser, options: argparse.Namespace) -> None:
         print(f"complete -c hftrainer -f -n __fish_use_subcommand -a '{commands}'")
         print("\n".join(_fish_line(*row) for row in rows if not row[1].startswith("option")))
         return
-    actions = {row: folders if row[2] == _FOLDER else f"words='{row[2]}'" for row in rows if row[2] not in ("", _FILE)}
+    actions = {row: folders if row[2] == _FOLDER else f'words="{row[2]}"' for row in rows if row[2] not in ("", _FILE)}
     cases = "\n        ".join(f'"{name} "{state}) {action} ;;' for (name, state, _), action in actions.items())
+    cases = cases.replace(f'words="{_FILE_OR}', 'compopt -o filenames 2>/dev/null; words="$(compgen -f -- "$current") ')
     valued = " ".join({state: None for _, state, values in rows if values and state.startswith("-")})
     print("autoload -U +X compinit bashcompinit && compinit && bashcompinit\n" * (options.shell == "zsh"), end="")
     print(_BASH.format(commands=commands, cases=cases, valued=valued))
@@ -115,6 +118,7 @@ def _fish_line(name: str, state: str, values: str) -> str:
     option = f" -{'s' if len(state) == 2 else 'l'} {state.lstrip('-')}" if state.startswith("-") else ""
     position = f"; and test (count (commandline -opc)) -eq {int(state) + 2}" if state.isdecimal() else ""
     words = {"": "", _FILE: " -r", _FOLDER: " -xa '(__fish_complete_directories)'"}.get(values, f" -xa '{values}'")
+    words = words.replace(f" -xa '{_FILE_OR}", " -a '")
     return f"complete -c hftrainer -n '__fish_seen_subcommand_from {name}{position}'{option}{words}"
 
 
@@ -122,13 +126,14 @@ def _completions(name: str, parser: argparse.ArgumentParser) -> dict[str, str]:
     """State, as in `_BASH` → words, `_FILE` or `_FOLDER`; '' for an option without a value."""
     # The parsers of `run` and `explain` do not declare their options.
     described = re.findall(r"(--[a-z-]+)( [A-Z]+)?", f"--help {parser.usage} {parser.description}")
-    options = {option: _FILE if value else "" for option, value in described}
+    options, names = {option: _FILE if value else "" for option, value in described}, {}
     if name == "explain":
         from hftrainer.arguments.choices import as_text
         from hftrainer.arguments.old_fields import ARGUMENTS
 
         choices = {f"--{name}": map(as_text, argument.choices or ()) for name, argument in ARGUMENTS.items()}
         options |= {option: " ".join(words) or _FILE for option, words in choices.items()}
+        names = {"0": f"{_FILE_OR}{' '.join(ARGUMENTS)}"}
     words: dict[str, str] = {}
     for action in parser._actions:
         values = " ".join(map(str, action.choices or ())) or (_FOLDER if action.metavar in _FOLDERS else _FILE)
@@ -139,4 +144,4 @@ def _completions(name: str, parser: argparse.ArgumentParser) -> dict[str, str]:
             positions = ["[0-9]*"] if action.nargs in ("+", "*") else map(str, range(len(words), len(words) + count))
             words |= dict.fromkeys(positions, values)
     # Options after a script are the script's.
-    return {**options, **words, f"option{'*' if words else 0}": " ".join(options)}
+    return {**options, **names, **words, f"option{'*' if words else 0}": " ".join(options)}

@@ -23,7 +23,7 @@ def add_subcommand(commands: Any) -> None:
         "plot",
         help="draw the losses, metrics and learning rates of runs, or the trials of a search",
         epilog="example: %(prog)s out",
-        usage="%(prog)s [--html] [--cdn] [--json] [--x AXIS] [--out FILE] OUTPUT_DIR ...\n"
+        usage="%(prog)s [--html] [--cdn] [--json]\n           [--x {step,epoch,time}] [--out FILE] OUTPUT_DIR ...\n"
         "       %(prog)s [--html] [--cdn] [--json] --study STORAGE\n"
         "           [--study-name NAME] [--output DIR]",
         description="Write a plot into the first run's folder and show it: in a notebook below the cell, in a terminal "
@@ -32,9 +32,9 @@ def add_subcommand(commands: Any) -> None:
     )
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="a run's output folder; several are compared")
     parser.add_argument("--x", choices=("step", "epoch", "time"), help="the horizontal axis; time needs observe=True")
-    parser.add_argument("--html", action="store_true", help="write interactive pages too, of 5 MB")
-    parser.add_argument("--cdn", dest="html", action="store_const", const="cdn", help="small pages that need a network")
-    parser.add_argument("--out", metavar="FILE", help="the .png, .svg or .pdf; default: training.png, comparison.png")
+    parser.add_argument("--html", action="store_true", help="write an interactive page too, of 5 MB")
+    parser.add_argument("--cdn", dest="html", action="store_const", const="cdn", help="a small page, from the network")
+    parser.add_argument("--out", metavar="FILE", help="a .png, .svg or .pdf; default: training.png or comparison.png")
     parser.add_argument("--study", metavar="STORAGE", help="a search: sqlite:///search.db, or another URL or file")
     parser.add_argument("--study-name", metavar="NAME", help="the study's name, if the storage holds several")
     parser.add_argument("--output", metavar="DIR", help="the folder for a study's plots; default: the current one")

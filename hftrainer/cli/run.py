@@ -21,13 +21,14 @@ _USAGE = "%(prog)s [--nproc N ...] [-m] SCRIPT [arguments …]\n       %(prog)s 
 #: torchrun's options for how machines find each other. Without any, one machine uses a free port.
 _RENDEZVOUS = {"nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port"}
 _HELP = """\
-Run an unmodified Trainer script on Lightning. What follows SCRIPT belongs to SCRIPT.
+Run an unmodified Trainer script on Lightning, in this process or in several.
+What follows SCRIPT is for the script.
 
-  -m            run a module, like python -m
-  --nproc N     number of processes that torchrun starts, or auto, cpu, gpu
-  --tpu         one process per TPU core of this machine; on a pod, run this
-                on each host
-  --num-cores N with --tpu: 1 core, or all cores of this machine
+  -m             SCRIPT is the name of a module, as for python -m
+  --nproc N      number of processes that torchrun starts, or auto, cpu, gpu
+  --tpu          one process per TPU core of this machine; on a pod, run this
+                 on each host
+  --num-cores N  with --tpu: 1 core, or all cores of this machine
 
 Torchrun's options are accepted too, such as --nnodes and --rdzv-endpoint:
 torchrun --help lists them.
@@ -40,13 +41,14 @@ def add_subcommand(commands: Any) -> None:
     """Add the subcommand. It has torchrun's options, but imports their parser only if one is used."""
     text = "run an unmodified Trainer script, in one or more processes"
     parser = commands.add_parser("run", help=text, usage=_USAGE, description=_HELP, add_help=False)
+    parser.epilog = f"example: {parser.prog} --nproc 2 train.py --learning_rate 3e-5"
     parser.add_argument("script_words", nargs=argparse.REMAINDER)
 
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     if options.script_words[:1] in (["-h"], ["--help"]):
-        print(f"{parser.format_usage()}\n{_HELP}", end="")
+        print(f"{parser.format_usage()}\n{_HELP}\n{parser.epilog}")
         return
     as_module = options.script_words[:1] == ["-m"]
     script, *arguments = options.script_words[as_module:] or [""]

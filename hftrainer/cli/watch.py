@@ -47,7 +47,7 @@ def add_subcommand(commands: Any) -> None:
     )
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="+", help="a run's output folder; several are compared")
     parser.add_argument("--once", action="store_true", help="print the page once; the default for a pipe or a file")
-    parser.add_argument("--every", metavar="SECONDS", type=float, default=2.0, help="between two updates; default: 2")
+    parser.add_argument("--every", metavar="SECONDS", type=float, default=2.0, help="time between updates; default: 2")
 
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
@@ -173,12 +173,14 @@ def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[Renderable
     """The lines above the curves, from top to bottom."""
     from rich.text import Text
 
+    from hftrainer.callbacks.progress_bar import format_values
     from hftrainer.reporting.metrics import SHARES, SPEEDS
 
-    # The table of activities has these values too.
-    now, shares = time.time(), SPEEDS[SHARES]
+    now, values = time.time(), page["values"]
+    # The table of activities has the shares too. Means over the run would look like speeds of the last interval.
+    hidden = (*SPEEDS[SHARES], *(name for name in values if name.startswith("train_") and "step_seconds" in values))
     yield _make_progress(page, colour)
-    yield Text(" · ".join(_facts(page, now)), "dim")
+    yield Text(_join(_facts(page, now), width), "dim")
     titles = {"last": "last", "best": "best", "best_step": "at step"}
     rows = [(name, *(format_number(metric[each]) for each in titles)) for name, metric in page["metrics"].items()]
     if rows:
@@ -186,17 +188,22 @@ def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[Renderable
     elif page["state"] == "running":
         interval = f" (logging_steps={page['logging_steps']:g})" if page["logging_steps"] else ""
         yield Text(f"waiting for the first log line{interval}")
-    if values := [f"{name} {format_number(value)}" for name, value in page["values"].items() if name not in shares]:
-        yield Text(" · ".join(values))
+    parts, measurements = format_values({name: value for name, value in values.items() if name not in hidden})
+    if parts or measurements:
+        yield Text(_join(map(str.strip, [*parts, *measurements]), width))
     if any(page["seconds"]["all"].values()):
         yield _seconds_by_activity(page["seconds"])
-    if checkpoints := [
-        f"{os.path.basename(event['folder'])} {_format_age(now, event)}" for event in reversed(page["checkpoints"])
-    ]:
-        yield Text(f"saved: {', '.join(checkpoints)}")
+    if saves := [f"{os.path.basename(each['folder'])} {_format_age(now, each)}" for each in page["checkpoints"][::-1]]:
+        yield Text(_join([f"saved: {saves[0]}", *saves[1:]], width))
     for warning in page["warnings"]:
         text = f"{_format_age(now, warning)}, step {warning['step']:,}: {warning['text']}"
         yield Text("".join(filter(str.isprintable, textwrap.shorten(text, 2 * width, placeholder=" ..."))), "yellow")
+
+
+def _join(parts: Iterable[str], width: int) -> str:
+    """Parts with dots between them, in lines that end between two parts."""
+    text = "\xa0· ".join(part.replace(" ", "\xa0") for part in parts)
+    return textwrap.fill(text, width, break_on_hyphens=False).replace("\xa0", " ")
 
 
 def _make_progress(page: dict[str, Any], colour: str) -> Table:

@@ -59,14 +59,13 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
 
 
 def _read_attributes(sample: Any) -> dict[str, Any]:
-    try:
-        attributes: dict[str, Any] = vars(sample)
-    except TypeError:
+    attributes: dict[str, Any] | None = getattr(sample, "__dict__", None)
+    if not attributes:
         raise WrongObject(
             f"A sample is {describe_type(sample)}, but the model needs named inputs: let the dataset return dicts "
             "whose keys are parameters of its forward, such as {'x': x, 'labels': y}; or name the parts in a collator: "
             "data_collator=lambda samples: dict(zip(('x', 'labels'), torch.utils.data.default_collate(samples)))."
-        ) from None
+        )
     return attributes
 
 
@@ -87,10 +86,10 @@ def _stack_values(key: str, values: list[Any]) -> torch.Tensor:
             return torch.from_numpy(np.stack(values))
         return torch.tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidSetup(
-            f"The values of {key!r} do not fit into one tensor ({error}): pass processing_class=tokenizer to pad them, "
-            "or a data_collator that does."
-        ) from error
+        remedy = "pass processing_class=tokenizer to pad them, or a data_collator that does"
+        if (missing := sum(value is None for value in values)) > 0:
+            remedy = f"they are None in {missing} of {len(values)} samples; replace or remove these"
+        raise InvalidSetup(f"The values of {key!r} do not fit into one tensor ({error}): {remedy}.") from error
 
 
 @dataclass

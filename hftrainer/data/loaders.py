@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
 from hftrainer.base.safe_loading import name_file_in_errors
-from hftrainer.base.tracebacks import add_note
+from hftrainer.base.tracebacks import add_note, sample_being_read
 from hftrainer.compat.overrides import can_call, has_length
 from hftrainer.data import samplers
 from hftrainer.data.loader_plan import group_batches, plan_loader, samples_per_batch, split_groups
@@ -257,7 +257,9 @@ class PreparedDataLoader(DataLoader[Any]):
             if unread and (not self.num_workers or is_worker_error):
                 indices = list(map(str, unread[0]))
                 shown = ", ".join(indices[:16] + ["..."] * (len(indices) > 16))
-                add_note(error, f"This happened while the samples [{shown}] were read and collated.")
+                sample = sample_being_read(error)
+                what = f"the samples [{shown}] were read and collated" if sample is None else f"{sample} was read"
+                add_note(error, f"This happened while {what}.")
             collator = getattr(self.collate_fn, "data_collator", self.collate_fn)
             if isinstance(error, TypeError) and not can_call(collator, []):
                 add_note(error, "data_collator is called with one argument, the list of samples.")

@@ -142,7 +142,7 @@ class EvaluationRunner(Part):
             )
         metrics_were_possible = evaluation.has_metrics or evaluation.has_labels or trainer.compute_metrics is None
         if not (evaluation.returns_predictions or metrics_were_possible):
-            label_advice = f"no batch has all of the labels {trainer.label_names}: set label_names to your names"
+            label_advice = f"no batch has all of the labels {trainer.label_names}; add them, or correct label_names"
             reason = "prediction_loss_only=True" if evaluation.loss_only else label_advice
             log_once(logger, f"compute_metrics is not called: {reason}.")
         if evaluation.preparation_time is not None:

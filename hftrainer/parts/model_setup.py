@@ -59,7 +59,7 @@ def check_pair(optimizers: Any) -> tuple[Any, Any]:
 
 
 def _check_class_and_kwargs(value: Any) -> tuple[Any, dict[str, Any]]:
-    if not isinstance(value, (tuple, list)) or len(value) != 2 or not isinstance(value[1], dict):
+    if not (isinstance(value, (tuple, list)) and len(value) == 2 and callable(value[0]) and isinstance(value[1], dict)):
         raise InvalidSetup(
             f"optimizer_cls_and_kwargs is {reprlib.repr(value)}, but must be a pair: (class, dict of kwargs)."
         )

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.field import changed_arguments
+from hftrainer.base.tracebacks import describe_type
 from hftrainer.compat.overrides import has_length, is_overridden
 from hftrainer.data.mixture import MixtureDataset, MixtureStream
 from hftrainer.errors import InvalidArgument, InvalidSetup, WrongObject
@@ -61,8 +62,8 @@ def one_processing_class(processing_class: Any, tokenizer: Any) -> Any:
     return tokenizer
 
 
-def check_objects(args: Any, model: Any, processing_class: Any) -> None:
-    """Refuse objects that scripts often pass by mistake as training arguments, model or tokenizer.
+def check_objects(args: Any, model: Any, processing_class: Any, functions: Mapping[str, Any]) -> None:
+    """Refuse objects that scripts often pass by mistake as training arguments, model, tokenizer or functions.
 
     Raises:
         WrongObject: for a class, a string or a dict in place of one of them.
@@ -85,6 +86,9 @@ def check_objects(args: Any, model: Any, processing_class: Any) -> None:
     if isinstance(processing_class, str):
         call = f"AutoTokenizer.from_pretrained({processing_class!r})"
         raise WrongObject(f"processing_class={processing_class!r}: load it first, for example with {call}.")
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise WrongObject(f"{name} is {describe_type(function)}: pass a function.")
 
 
 def _full_name(value: Any) -> str:

@@ -79,7 +79,7 @@ def _place_of_best(state: TrainerState, args: Any) -> str:
 
 
 def time_table(runtime: float, seconds: Mapping[str, float], share: float | None) -> Iterator[str]:
-    """Lines of a table with the time of a run by activity.
+    """Lines of a table with the time of a run by activity, without those that took none.
 
     Args:
         runtime: seconds of the run.
@@ -89,7 +89,8 @@ def time_table(runtime: float, seconds: Mapping[str, float], share: float | None
     parts = {"forward, backward, optimizer": runtime - sum(seconds.values()), **seconds}
     yield "Time by activity:"
     for name, part_seconds in parts.items():
-        yield f"  {name:30}{_time(part_seconds):>12}{part_seconds / runtime:>7.1%}"
+        if part_seconds:
+            yield f"  {name:30}{_time(part_seconds):>12}{part_seconds / runtime:>7.1%}"
     if share is not None:
         rest = "the rest into start, evaluation, saving and pauses between runs"
         yield f"Goodput: {share:.1%} of the time since the first start went into training steps; {rest}."

@@ -287,7 +287,7 @@ REFUSED = [
     ({"trainer": {"loggers": [Recorder]}}, InvalidArgument, r"loggers contains <class .*Recorder'> \(ABCMeta\)"),
     ({"trainer": {"loggers": True}}, InvalidArgument, r"loggers=True \(bool\): pass a list"),
     ({"trainer": {"callbacks": [Recorder()]}}, InvalidArgument, r"Recorder is a Lightning logger, .*loggers="),
-    ({"lightning_config": {"logger": Recorder()}}, UnsupportedArgument, r"use report_to or Trainer\(loggers="),
+    ({"lightning_config": {"logger": Recorder()}}, InvalidArgument, r"use report_to or Trainer\(loggers="),
 ]
 
 

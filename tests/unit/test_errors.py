@@ -72,6 +72,10 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
             r"model is of type lightning\.\S+\.Trainer: pass a torch\.nn\.Module",
         ),
         (WrongObject, {"model": Plain}, "model is the class Plain: pass a model"),
+        (WrongObject, {"tokenizer": "a-model"}, r"load it first, for example with AutoTokenizer"),
+        (WrongObject, {"model": None, "model_init": "bert"}, "model_init is a str: pass a function"),
+        (WrongObject, {"compute_loss_func": "mse"}, "compute_loss_func is a str: pass a function"),
+        (WrongObject, {"preprocess_logits_for_metrics": 1}, "preprocess_logits_for_metrics is an int: pass a function"),
         (WrongObject, {"model": "a-model"}, r"load it first, for example with AutoModel\.from_pretrained\('a-model'\)"),
         (
             WrongObject,
@@ -93,8 +97,9 @@ def test_what_a_trainer_is_given(make_args, kind, given, message):
 
 
 def test_the_old_name_of_processing_class(make_args):
+    it = object()
     with pytest.warns(FutureWarning, match="processing_class"):
-        assert Trainer(make_plain(), make_args(), tokenizer="it").processing_class == "it"
+        assert Trainer(make_plain(), make_args(), tokenizer=it).processing_class is it
 
 
 def test_seq2seq_with_arguments_of_another_trainer(make_args):

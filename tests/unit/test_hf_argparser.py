@@ -88,7 +88,7 @@ COMMANDS = {
     "--report_to none --logging_steps 0.1 --save_total_limit 3 --disable_tqdm true --max_steps 7": "",
     "--gradient_checkpointing --include_for_metrics inputs loss --dataloader_pin_memory false": "",
     "--no_dataloader_pin_memory --eval_steps 4 --metric_for_best_model f1 --greater_is_better true": "",
-    "--fsdp full_shard --fsdp_config f.json --accelerator_config {} --hub_strategy end": "the file does not exist",
+    "--fsdp full_shard --fsdp_config {} --accelerator_config {} --hub_strategy end": "there is only one process",
     """--lr_scheduler_type cosine --lr_scheduler_kwargs '{"num_cycles": "2"}' --gradient_accumulation_steps 2""": "",
     "--fp16 --fp16_backend apex --fp16_opt_level 01": "",
     "--debug": "",

@@ -94,11 +94,15 @@ SILENT = {
     ),
     "#28530, labels that are not found": (
         lambda: {"compute_metrics": one, **EVALUATED, **of_actions()},
-        r"compute_metrics is not called: no batch has all of the labels \[\]: set label_names",
+        r"compute_metrics is not called: no batch has all of the labels \[\]; add them, or correct label_names",
     ),
     "#10908, names of classes": (
         lambda: {"compute_metrics": one, "label_names": ["good", "bad"], **EVALUATED},
-        r"all of the labels \['good', 'bad'\]: set label_names",
+        r"all of the labels \['good', 'bad'\]; add them, or correct label_names",
+    ),
+    "an evaluation without labels": (
+        lambda: {"compute_metrics": one, **EVALUATED, "eval_dataset": [{"x": torch.zeros(8)}] * 4},
+        r"no batch has all of the labels \['labels'\]; add them, or correct label_names",
     ),
     "metrics of the loss only": (
         lambda: {"compute_metrics": one, "prediction_loss_only": True, **EVALUATED},
@@ -254,6 +258,10 @@ MISFITS = {
         lambda: {"data": [{"input_ids": [1] * count, "labels": 0} for count in (3, 4, 5, 6)], "model": make_bert()},
         "values of 'input_ids' do not fit into one tensor .*: pass processing_class=tokenizer",
     ),
+    "samples without labels": (
+        lambda: {"data": [{"x": [1.0] * 8, "labels": label} for label in (0, None, 1, 2)]},
+        "values of 'labels' do not fit into one tensor .*: they are None in 1 of 4 samples; replace or remove",
+    ),
     "a list as batch": (lambda: collated(lambda batch: [*batch.values()]), "The batch is a list"),
     "no batch": (lambda: collated(lambda batch: None), "data_collator returned None"),
     "another key": (
@@ -265,6 +273,7 @@ MISFITS = {
     "one optimizer": (lambda: {"optimizers": sgd(make_plain())}, "optimizers is a SGD, but must be a pair"),
     "a class": (lambda: {"optimizers": (torch.optim.SGD, None)}, "SGD.>: pass optimizer_cls_and_kwargs"),
     "no keywords": (lambda: {"optimizer_cls_and_kwargs": (torch.optim.SGD,)}, "optimizer_cls_and_kwargs is .* a pair"),
+    "a name": (lambda: {"optimizer_cls_and_kwargs": ("sgd", {})}, r"is \('sgd', \{\}\), but must be a pair: \(class"),
     "a schedule alone": (
         lambda: {"optimizers": (None, torch.optim.lr_scheduler.ConstantLR(sgd(make_plain())))},
         "ConstantLR was created for another optimizer",

@@ -21,6 +21,7 @@ STEPS = {"eval_strategy": "steps", "save_strategy": "steps"}
         ({"learning_rat": 1}, "has no argument 'learning_rat'; did you mean 'learning_rate'"),
         ({"max_epochs": 1}, "did you mean 'num_train_epochs'"),  # as in Lightning, and nearer to max_steps
         ({"sead": 1, "max_step": 2}, "'sead'.*'max_step'"),
+        ({"Epoch": 1}, "did you mean 'num_train_epochs'"),  # nearly the name of another library
     ],
 )
 def test_unknown_arguments(settings, message):
@@ -49,7 +50,9 @@ def test_unknown_arguments(settings, message):
         ({"lightning_config": "{broken"}, ["lightning_config is not a valid JSON object"]),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type"]),
         ({"debug": "overflow"}, ["debug: unknown ['overflow']: use underflow_overflow and tpu_metrics_debug"]),
+        ({"fsdp": "full_shrd", "seed": -1}, ["did you mean 'full_shard'?"]),
         ({"optim": "adam"}, ["'adamw_torch'? python -m hftrainer explain optim lists all 43."]),
+        *(({"optim": name}, ["'adamw_torch'? "]) for name in ("adamww", "adam_w", "AdamW")),
         ({"output_dir": "s3//bucket/run"}, ["use 's3://bucket/run', or './s3//bucket/run' for a folder"]),
         ({"optim": "adam", "logging_steps": 0, "eval_strategy": "steps"}, ["optim: 'adam'", "logging_steps=0: "]),
         (
@@ -81,7 +84,10 @@ def test_unknown_arguments(settings, message):
                 ({"eval_strategy": "steps", "save_strategy": "epoch"}, "'steps' and save_strategy='epoch' differ"),
                 ({"eval_strategy": "no", "save_strategy": "epoch"}, "'no' and save_strategy='epoch' differ"),
                 ({**STEPS, "eval_steps": 4, "save_steps": 6}, "save_steps=6 is not a multiple of eval_steps=4"),
-                ({**STEPS, "eval_steps": 4, "save_steps": 0.5}, "save_steps=0.5 is not a multiple of eval_steps=4"),
+                (
+                    {**STEPS, "eval_steps": 4, "save_steps": 0.5},
+                    "of eval_steps=4: use two whole numbers or two fractions",
+                ),
                 ({**STEPS, "eval_steps": 0.2, "save_steps": 0.5}, "save_steps=0.5 is not a multiple of eval_steps=0.2"),
             ]
         ),

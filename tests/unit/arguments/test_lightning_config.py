@@ -10,7 +10,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
 from hftrainer import HfArgumentParser, TrainingArguments
 from hftrainer.arguments.support import ALLOWED, FORWARDED, RELEASE_KEYWORDS, RESERVED
-from hftrainer.errors import UnsupportedArgument
+from hftrainer.errors import InvalidArgument
 from tests.support.arguments import make_trainer
 
 
@@ -117,5 +117,5 @@ def test_wrong(tmp_path, monkeypatch, config, message):
     monkeypatch.chdir(tmp_path)
     for name, text in {"a.json": '{"profiler": }', "a.yaml": "profiler: [", "b.json": "[1]"}.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(UnsupportedArgument, match=message):
-        make_trainer(tmp_path, lightning_config=config)
+    with pytest.raises(InvalidArgument, match=message):
+        TrainingArguments(str(tmp_path), lightning_config=config)

@@ -57,7 +57,7 @@ def test_wrong_command_lines_name_the_help(words, capsys):
         ("ask out sav", "'sav' is not allowed: use one of save, evaluate, stop, profile; did you mean 'save'?"),
         ("plot --x tim out", "'tim' is not allowed: use one of step, epoch, time; did you mean 'time'?"),
         ("plot out --output x.png", "--output is for --study; name the file with --out x.png"),
-        ("ask save", "REQUEST\nusage: python -m hftrainer ask [-h]"),
+        ("ask save", "required: {save,evaluate,stop,profile}\nusage: python -m hftrainer ask [-h]"),
         (
             "diff a",
             "two runs\nusage: python -m hftrainer diff [-h] [--json] RUN RUN\nexample: python -m hftrainer diff",
@@ -91,7 +91,7 @@ def test_colours_are_for_terminals(terminal, no_color, capsys, monkeypatch):
     is_painted = terminal and not no_color
     assert [text in shown for text in ("\033[1moptions:", "\033[1;31merror:", "\033[2m\nusage")] == [is_painted] * 3
     assert json.loads(shown.splitlines()[-1])["error"].startswith(
-        "the following arguments are required: REQUEST\nusage"
+        "the following arguments are required: {save,evaluate,stop,profile}\nusage"
     )
 
 
@@ -134,6 +134,7 @@ def test_completion_in_bash(capsys):
     assert complete("plot", "--x", "") == complete("plot", "out", "--x", "=", "") == ["step", "epoch", "time"]
     assert complete("explain", "--max_steps", "3", "--learn") == ["--learning_rate"]
     assert complete("explain", "--optim", "adamw_b") == ["adamw_bnb_8bit"]
+    assert complete("explain", "learning_") == ["-o", "filenames", "learning_rate"]
     folders = ["-o", "dirnames", "+o", "default"]
     assert (
         complete("watch", "a", "b", "") == complete("ask", "--json", "") == complete("plot", "--output", "") == folders
@@ -185,7 +186,7 @@ def test_unknown_options_of_run_name_the_nearest(capsys):
     [
         (["--bogus"], "unknown option --bogus"),
         (["-n", "0", "x.py"], "unknown option -n; did you mean '--nproc'?"),
-        (["--nproc"], "expected one argument"),
+        (["--nproc"], "expected one argument\nusage: "),
         (["train.p"], "the script 'train.p' does not exist; did you mean 'train.py'?"),
         (["--nproc", "2", "train.p"], "the script 'train.p' does not exist; did you mean 'train.py'?"),
     ],

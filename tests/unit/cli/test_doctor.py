@@ -63,10 +63,13 @@ def test_a_machine_that_is_ready(installed, capsys):
     assert status == 0 and "  transformers not installed" in text and "Not installed, and needed" not in text
 
 
-def test_what_is_missing_and_the_command(installed, capsys):
+def test_what_is_missing_and_the_command(installed, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: [*REQUIRES, "mlflow>=2.14; extra == 'mlflow'"])
     del installed["matplotlib"], installed["gcsfs"]
+    assert "needs mlflow" in run(capsys)[1]
+    installed["mlflow-skinny"] = "3.1"
     status, text = run(capsys)
-    assert status == 0
+    assert status == 0 and "needs mlflow" not in text
     assert "output_dir='gs://...' (needs gcsfs): pip install gcsfs" in text and "s3fs 1" in text
     assert "plots in model cards (needs matplotlib): pip install 'hftrainer[plot]'" in text
     installed["lightning"] = "2.7.1"

@@ -39,7 +39,7 @@ def test_command_line(tmp_path, explain):
     text = done.stdout
     assert "  gradient_accumulation_steps=4: accumulate_grad_batches" in text
     assert "  do_train=True: a switch for your script" in text
-    assert "which eval_strategy sets" in " ".join(explain("--eval_strategy", "epoch").stdout.split())
+    assert "which eval_strategy sets" in " ".join(explain("--do_eval").stdout.split())
     assert "accumulate_grad_batches=4" in text.split("Lightning's Trainer gets")[1]
     assert max(map(len, text.splitlines())) <= 80
     assert not list(tmp_path.iterdir())
@@ -62,7 +62,7 @@ def test_wrong_values_are_refused_once(explain):
     assert refused.startswith("  learning_rate=-1.0: use a number of at least 0.\n  mp_parameters=")
     assert "A Trainer refuses learning_rate, mp_parameters, for" in refused
     assert "no backend is called 'glooo'; did you mean 'gloo'?" in explain("--ddp_backend", "glooo").stdout
-    assert "no such argument" in explain("--lightning_config", '{"max_epochz": 3}').stdout
+    assert "no such argument" in explain("--lightning_config", '{"max_epochz": 3}').stderr
 
 
 @pytest.mark.parametrize("words", [("--json", "--max_steps", "3"), ("--max_steps", "3", "--json")])
@@ -81,9 +81,10 @@ def test_json(words, explain):
         (["--logging_steps", "0"], "logging_steps=0"),
         (["--eval_strategy", "sometimes"], "'sometimes' is not allowed: use one of no, steps, epoch"),
         (["--optim", "adamw_torc"], "--optim: 'adamw_torc' is not allowed; did you mean 'adamw_torch'?"),
-        (["optim=adamw_torc"], "--optim: 'adamw_torc' is not allowed; did you mean 'adamw_torch'?"),
-        (["lerning_rate"], "--lerning_rate; did you mean '--learning_rate'?"),
-        (["lr=3"], "--lr=3; did you mean '--learning_rate'?"),
+        (["optim=adamw_torc"], "argument optim: 'adamw_torc' is not allowed; did you mean 'adamw_torch'?"),
+        (["learning_rate=x"], "error: learning_rate: 'x' is not a number"),
+        (["lerning_rate"], "unknown argument lerning_rate; did you mean 'learning_rate'?"),
+        (["lr=3"], "unknown argument lr=3; did you mean 'learning_rate'?"),
         (["--jsn"], "--jsn; did you mean '--json'?"),
         (["trian.py"], "the script 'trian.py' does not exist"),
         (["--max_steps", "3", "train.py"], "a script must come first: explain train.py --fp16"),
@@ -142,6 +143,10 @@ def test_every_argument(name):
 def test_defaults_and_tokens():
     assert "All arguments have their defaults." in str(TrainingArguments().explain())
     assert "secret" not in str(TrainingArguments(hub_token="secret").explain())
+    args = TrainingArguments(use_cpu=True, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch")
+    args.report_to.append("wandb")
+    names = {"eval_strategy", "load_best_model_at_end", "save_strategy", "use_cpu", "report_to"}
+    assert {line.argument for line in args.explain().lines} == names
 
 
 def test_the_call_is_one_that_lightning_takes():

@@ -7,7 +7,7 @@ import torch
 import hftrainer
 from hftrainer.errors import RemovedColumn
 from tests.support.parity import build
-from tests.support.tiny import make_plain, plain_data
+from tests.support.tiny import make_bert, make_plain, plain_data
 
 ROWS = [{**row, "x": row["x"].tolist(), "weight": 2.0} for row in plain_data(8)]
 
@@ -63,7 +63,9 @@ TEXT = "'x' is text ('hello') in the samples, but the default collator needs num
         (make_plain(), {"x": None, "labels": 0}, "which Plain.forward needs: 'x' is None in the samples."),
         (TakesX(), {"x": "hello", "labels": 0}, TEXT),
         (make_plain(), {"x": [1.0] * 8, "labels": None}, "'labels' is None in the samples."),
-        (make_plain(), {"x": [1.0] * 8, "labels": 0.0}, "The labels are floats: use torch.long for class indices."),
+        (make_plain(), {"x": [1.0] * 8, "labels": 0.0}, "The labels are float32: use torch.long for class indices."),
+        (make_plain(), {"x": [1.0] * 8, "labels": True}, "The labels are bool: use torch.long for class indices."),
+        (make_bert(), {"input_ids": [1] * 4, "labels": 1.0}, "The labels are float32: use torch.long for class"),
         (make_plain(), {"y": 1.0, "z": 0}, "No key of the training samples is an argument of Plain.forward"),
         (make_plain(), {"x": [1.0] * 8}, "Not all samples of this batch have 'labels', but the first has."),
     ],

@@ -15,6 +15,7 @@ import pytest
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.__main__ import main
+from hftrainer.cli import watch
 from hftrainer.monitoring.journal import JOURNAL_NAME, Journal, read_events, remove_undone_steps
 from hftrainer.monitoring.run_page import SILENCE, WatchedRun
 from tests.support.tiny import make_plain, plain_data
@@ -70,7 +71,7 @@ def test_the_page(tmp_path, capsys, monkeypatch):
     assert "step 30 of 100 ━" in page and "30%, 70 s left" in page  # a step takes a second
     assert "2 x cuda · training for 0 s" in page
     assert "eval_loss      2.25  2.25       30" in page and "eval_accuracy   0.5   0.5       30" in page
-    assert "learning_rate 0.0003 · tokens_per_second 12,346" in page
+    assert "lr 3.00e-04 · 12,346 tokens/s" in page
     assert "total           60.0%  20.0%       10.0%   10.0%       30" in page
     assert "checkpoint-30 0 s ago" in page and "checkpoint-20" not in page
     assert "step 30: Step 30 took 9 s, [red][31m12 times the median." in page and "\x1b" not in page
@@ -260,7 +261,7 @@ def test_a_run_without_a_journal(tmp_path, capsys, monkeypatch):
     (tmp_path / JOURNAL_NAME).unlink(missing_ok=True)
     page = show(capsys, monkeypatch, tmp_path)
     assert "complete · no times without observe=True" in page and "step 4 of 4" in page
-    assert "checkpoint-4 0 s ago, checkpoint-2" in page and "loss" in page and "seconds" not in page
+    assert "checkpoint-4 0 s ago · checkpoint-2" in page and "loss" in page and "seconds" not in page
 
 
 def test_a_run_that_observes(tmp_path, capsys, monkeypatch):
@@ -275,7 +276,8 @@ def test_a_run_that_observes(tmp_path, capsys, monkeypatch):
     assert [made["step"] for made in page["checkpoints"]] == [2, 4] and 0 < page["goodput"] <= 1
     assert page["curves"]["loss"]["steps"] == [1, 2, 3, 4] and page["values"]["samples_per_second"] > 0
     text = show(capsys, monkeypatch, tmp_path)
-    assert "complete" in text and "samples_per_second" in text and "saving" in text
+    assert "complete" in text and "samples/s" in text and "saving" in text and "train_" not in text
+    assert watch._join(["saved: run-2 9 s ago", "run-1 12 s ago"], 30) == "saved: run-2 9 s ago ·\nrun-1 12 s ago"
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])

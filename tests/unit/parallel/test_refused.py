@@ -27,7 +27,6 @@ CASES = {
     "deepspeed_installed": [
         ({**CPU, "fsdp": True}, "fsdp=True shards the model over processes, but there is only one"),
         ({**CPU, "fsdp": True, "deepspeed": True}, "fsdp and deepspeed both shard the model"),
-        ({**CPU, "fsdp": "full_shrd"}, "did you mean 'full_shard'"),
         (sharded(optim="lomo"), "optim='lomo' needs unsharded parameters"),
         (sharded(optim="adamw_bnb_8bit"), "optim='adamw_bnb_8bit' needs unsharded parameters"),
         (sharded(optim="adafactor", fsdp_config={"version": 1}), "FSDP1 flattens them: use FSDP2"),

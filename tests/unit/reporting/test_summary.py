@@ -102,6 +102,7 @@ def test_where_the_time_went():
     state = TrainerState(best_metric=0.5)  # of an earlier call, which compared by a metric
     spent, speed = summary.make_summary(state, TrainingArguments(), metrics, seconds, 12_000, 0.5)
     assert spent == "Trained 12,000 steps in 1:06:40: 0:55:10 training, 0:10:00 in evaluations, 59.5 s saving."
+    assert len([*summary.time_table(4000.0, {**seconds, "in evaluations": 0.0}, None)]) == 4
     assert speed.startswith("617 samples/s, 49,383 tokens/s, peak memory ")
 
 

@@ -59,6 +59,7 @@ METRICS = {
             {"settings": {"torch_compile_backend": "inductr"}},
             "'inductr' is not a backend of torch; did you mean 'inductor'",
         ),
+        ({"train_dataset": {"x": torch.zeros(8, 8), "labels": torch.zeros(8)}}, "A sample is a Tensor, but the model"),
         ({"train_dataset": TensorDataset(torch.zeros(8, 8))}, "A sample is a tuple, .* data_collator=lambda samples"),
         ({"train_dataset": DataLoader(plain_data())}, "is a DataLoader: pass its dataset, with its collate_fn"),
         (
