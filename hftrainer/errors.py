@@ -106,7 +106,7 @@ class MissingPackage(ImportError, ValueError, RuntimeError):
     """
 
 
-def unless_absent(error: Exception) -> Exception | None:
+def cause_if_installed(error: Exception) -> Exception | None:
     """The cause of a MissingPackage; None if the package is absent, as the message already says so."""
     return None if isinstance(error, ModuleNotFoundError) else error
 

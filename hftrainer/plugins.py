@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hftrainer.errors import MissingPackage, unless_absent
+from hftrainer.errors import MissingPackage, cause_if_installed
 
 if TYPE_CHECKING:
     from hftrainer_lightning.engine import LightningEngine as LightningEngine
@@ -30,7 +30,7 @@ class Adapter(NamedTuple):
 ADAPTERS = {
     "lightning": Adapter("hftrainer_lightning"),
     "deepspeed": Adapter("hftrainer_deepspeed", "deepspeed", lambda plan: plan.deepspeed is not None),
-    "xla": Adapter("hftrainer_xla", "tpu", lambda plan: plan.accelerator == "xla"),
+    "xla": Adapter("hftrainer_xla", "tpu", lambda plan: plan.device.startswith("xla")),
     "tensorflow": Adapter("hftrainer_tensorflow", "tf"),
     "ray": Adapter("hftrainer_ray", "ray"),
 }
@@ -50,7 +50,7 @@ def load(name: str, module: str = "") -> Any:
             raise
         raise MissingPackage(
             f"{name} cannot be used ({error}): pip install 'hftrainer[{adapter.extra}]'."
-        ) from unless_absent(error)
+        ) from cause_if_installed(error)
 
 
 @functools.cache

@@ -513,7 +513,7 @@ class Trainer(EarlierMethods):
         Returns:
             Seven values. Before v5.3, the fifth and sixth are `epoch_based` and `len_dataloader`.
         """
-        return self._hftrainer.runner.planner.lengths(args, dataloader, total_train_batch_size)
+        return self._hftrainer.runner.planner.plan_length(args, dataloader, total_train_batch_size)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples per optimizer step, over all ranks with distinct batches."""
@@ -1011,18 +1011,8 @@ class Trainer(EarlierMethods):
         Raises:
             InvalidArgument: for values of a wrong type; the error names them.
         """
-        create_model_card(
-            self,
-            language=language,
-            license=license,
-            tags=tags,
-            model_name=model_name,
-            finetuned_from=finetuned_from,
-            tasks=tasks,
-            dataset_tags=dataset_tags,
-            dataset=dataset,
-            dataset_args=dataset_args,
-        )
+        arguments = dict(locals())
+        create_model_card(arguments.pop("self"), **arguments)
 
     def push_to_hub(
         self,

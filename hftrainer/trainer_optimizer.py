@@ -16,7 +16,7 @@ from torch import nn
 from hftrainer.arguments.choices import OptimizerNames
 from hftrainer.arguments.field import changed_arguments
 from hftrainer.compat import libraries, transformers_names
-from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
+from hftrainer.errors import InvalidArgument, MissingPackage, cause_if_installed
 from hftrainer.optimizers import low_rank
 from hftrainer.optimizers.adamw_hf import AdamW
 from hftrainer.parallel.config_files import parse_bool
@@ -155,7 +155,7 @@ def _load_class(name: str, module: str, attribute: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise MissingPackage(
             f"optim={name!r} needs {module}.{attribute} ({error}): {INSTALL[module]}"
-        ) from unless_absent(error)
+        ) from cause_if_installed(error)
 
 
 def _builder(

@@ -116,8 +116,7 @@ class LabelSmoother:
         )
         items = items.to(label_losses.device) if isinstance(items, torch.Tensor) else items
         smoothed_loss = loss_sums.sum() / (items * class_losses.shape[-1])
-        loss: torch.Tensor = (1 - self.epsilon) * (label_losses.sum() / items) + self.epsilon * smoothed_loss
-        return loss
+        return (1 - self.epsilon) * (label_losses.sum() / items) + self.epsilon * smoothed_loss
 
 
 def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,9 +27,9 @@ from hftrainer.arguments.choices import (
     OptimizerNames as OptimizerNames,
     ParallelMode as ParallelMode,
 )
+from hftrainer.arguments.lightning_config import check_keywords, explain_keyword
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
 from hftrainer.arguments.setters import ChainingSetters
-from hftrainer.arguments.support import check_keywords, explain_keyword
 from hftrainer.arguments.validation import ALIASES, check_values, normalize
 from hftrainer.base.tracebacks import HideEngineFrames
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument

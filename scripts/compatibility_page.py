@@ -127,7 +127,7 @@ BY_KEY = {
     "no `fp16`, `bf16`": "what the arguments or `accelerate launch --mixed_precision` ask for",
     "`zero_optimization.cpu_offload` (v4.1)": "`offload_optimizer` on the CPU",
     "`stage3_gather_16bit_weights_on_model_save`": (
-        "with it checkpoints and `save_model()` hold `model.safetensors`; without it parts, and "
+        "with it checkpoints and `save_model()` hold `model.safetensors`; without it shards, and "
         "`zero_to_fp32.py` makes "
         "one file of them"
     ),

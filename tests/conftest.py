@@ -24,9 +24,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["COMET_ERROR_TRACKING_ENABLE"] = os.environ["WANDB_ERROR_REPORTING"] = "false"
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # it would write down every run of MLflow, and wait for its threads
-# Under a CI service, transformers hands its lines on to Python's root logger too: they would be seen twice.
+# Under CI, transformers also propagates to the root logger, which would duplicate lines.
 os.environ.pop("CI", None)
-# Loading processes that garbage collection ends do not hear of it: torch waits so long for each, by default 5 seconds.
+# Workers of a collected DataLoader are not told to stop; torch waits 5 s for each.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 

@@ -228,7 +228,6 @@ def cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     options = {name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults}
     # The exact type: a subclass may step differently.
     exact_type = type(optimizer)
-    cpu_version: torch.optim.Optimizer
     if exact_type in (torch.optim.Adam, torch.optim.AdamW):
         cpu_version = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=exact_type is torch.optim.AdamW, **options)
     elif exact_type is torch.optim.Adagrad:
@@ -351,8 +350,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The parameter groups. With ZeRO their parameters are flat shards."""
-        groups: list[dict[str, Any]] = self._engine_optimizer.param_groups
-        return groups
+        return self._engine_optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -361,8 +359,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank's shard."""
-        state: dict[str, Any] = self._engine_optimizer.state_dict()
-        return state
+        return self._engine_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state from `state_dict`."""

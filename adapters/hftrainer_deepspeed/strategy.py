@@ -1,10 +1,9 @@
-"""The strategy for a model that DeepSpeed's engine trains."""
+"""`DeepSpeedStrategy`, the strategy for a model that DeepSpeed's engine trains."""
 
 from __future__ import annotations
 
 import json
 import logging
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ class DeepSpeedStrategy(Strategy):
     card_name = "DeepSpeed"
     distributed_type = DistributedType.DEEPSPEED
     shards_model = True
-    writes_parts = True
+    writes_shards = True
     needs_single_process_group = True
     has_fixed_accumulation = True
     autocasts_own_loops = False
@@ -76,7 +75,7 @@ class DeepSpeedStrategy(Strategy):
 
     def start(self) -> None:
         """Let DeepSpeed use the process group."""
-        connect(self.plan.processes, self.device, timedelta(seconds=self.plan.timeout), self.holder.config)
+        connect(self.plan.processes, self.device, self.plan.processes.timeout, self.holder.config)
 
     def make_scaler(self) -> None:
         """Return None: DeepSpeed scales the loss."""
@@ -163,8 +162,7 @@ class DeepSpeedStrategy(Strategy):
         """The norm of the gradients before clipping. DeepSpeed's engine has already clipped them."""
         if not self.holder.is_training:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        norm: torch.Tensor = self.holder.grad_norm()
-        return norm
+        return self.holder.grad_norm()
 
     def release_model(self) -> None:
         """Remove DeepSpeed's engine from the model."""
@@ -193,11 +191,11 @@ class DeepSpeedStrategy(Strategy):
             return {}
         return prepare_for_saving(self.holder.gather_full_weights(model, only_trainable=adapters), model)
 
-    def _write_parts(self, folder: str, write: CallWrite) -> None:
+    def _write_shards(self, folder: str, write: CallWrite) -> None:
         if self._saves_states:
             self.holder.save(folder, self.plan.processes)
 
-    def save_remaining_parts(self, folder: str) -> None:
+    def save_remaining_shards(self, folder: str) -> None:
         """Write the partitioned weights too, if full weights are not saved in training."""
         if self.holder.saves_full_weights or not self.holder.is_training:
             return

@@ -1,4 +1,4 @@
-"""hftrainer's engine on PyTorch Lightning: the one place that imports `lightning`.
+"""hftrainer's engine on PyTorch Lightning.
 
 Importing this package imports neither `lightning` nor `torch`; `import_lightning` and its modules do.
 

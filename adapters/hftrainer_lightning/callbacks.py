@@ -8,7 +8,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -34,9 +34,9 @@ from torch.optim.swa_utils import update_bn
 from hftrainer.base.safe_loading import name_file_in_errors
 from hftrainer.base.tracebacks import add_note
 from hftrainer.checkpointing.names import MODEL_PREFIX
-from hftrainer.compat.overrides import can_call
+from hftrainer.compat.overrides import can_call, has_length, needs_manual_optimization
 from hftrainer.errors import suggest
-from hftrainer_lightning.private_api import callbacks as hidden
+from hftrainer_lightning.private_api import callbacks as private_callbacks
 from hftrainer_lightning.private_api.training import use_previous_epoch
 
 if TYPE_CHECKING:
@@ -82,90 +82,74 @@ def has_progress_bar(callbacks: Iterable[Callback]) -> bool:
     return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
-class CallbackConditions(NamedTuple):
-    """The properties of a run that decide whether a callback can work.
-
-    Attributes:
-        strategy: how the processes share the model.
-        has_several_processes: whether the run has several processes.
-        accumulate_grad_batches: micro-batches per optimizer step.
-        finds_batch_size: whether the Trainer searches for the batch size itself.
-        evaluates: whether the run evaluates.
-        automatic_optimization: whether Lightning runs backward, rather than the user's `training_step`.
-        knows_epochs: whether the training data has a length.
-        is_elastic: whether a step keeps its samples when a run resumes with other settings.
-        rolls_back: whether the run returns to its last checkpoint when it diverges.
-    """
-
-    strategy: Strategy
-    has_several_processes: bool
-    accumulate_grad_batches: int
-    finds_batch_size: bool
-    evaluates: bool
-    automatic_optimization: bool
-    knows_epochs: bool
-    is_elastic: bool
-    rolls_back: bool = False
+def _evaluates(trainer: Any) -> bool:
+    return trainer.args.eval_strategy != "no" or bool(trainer.args.eval_minutes)
 
 
-def check_callbacks(callbacks: Sequence[Callback], run: CallbackConditions) -> list[str]:
-    """An error message for each callback that cannot work in the run."""
+def check_callbacks(callbacks: Sequence[Callback], strategy: Strategy, trainer: Any) -> list[str]:
+    """An error message for each callback that cannot work in a run of `trainer`, our Trainer."""
     for callback in callbacks:
-        if run.evaluates and (monitor := str(getattr(callback, "monitor", ""))).startswith("val_"):
+        if _evaluates(trainer) and (monitor := str(getattr(callback, "monitor", ""))).startswith("val_"):
             meant = monitor.replace("val_", "eval_", 1)
             hint = suggest(meant, ["eval_loss"], f"; did you mean {meant!r}?", cutoff=0.92)
             logger.warning("A callback monitors %r, but evaluations log 'eval_...'%s", monitor, hint)
     # Report only the first problem of each callback.
-    problems = [message for callback in callbacks for message in itertools.islice(_find_problems(callback, run), 1)]
+    all_problems = (_find_problems(callback, strategy, trainer) for callback in callbacks)
+    problems = [message for each in all_problems for message in itertools.islice(each, 1)]
     if find_callback(callbacks, ModelPruning) and find_callback(callbacks, WeightAveraging):
         problems.append("ModelPruning changes the parameters that weight averaging averages: use only one of them.")
     return problems
 
 
-def _find_problems(callback: Callback, run: CallbackConditions) -> Iterator[str]:
-    name, strategy = type(callback).__name__, run.strategy.argument
-    if isinstance(callback, (ModelPruning, *TRAINING_ONLY)) and run.strategy.shards_model:
+def _find_problems(callback: Callback, parallel_strategy: Strategy, trainer: Any) -> Iterator[str]:
+    name, strategy, args = type(callback).__name__, parallel_strategy.argument, trainer.args
+    if isinstance(callback, (ModelPruning, *TRAINING_ONLY)) and parallel_strategy.shards_model:
         yield f"{name} changes full weights, but {strategy} shards them: train without {strategy}, or without {name}."
-    if isinstance(callback, ModelPruning) and hidden.leaves_masks(callback):
+    if isinstance(callback, ModelPruning) and private_callbacks.leaves_masks(callback):
         yield (
             f"{name}(make_pruning_permanent=False) would leave masks in the model and in its checkpoints, which "
             "from_pretrained cannot read: leave it at True."
         )
     if isinstance(callback, GradientAccumulationScheduler):
         advice = "set gradient_accumulation_steps instead."
-        if run.strategy.has_fixed_accumulation:
+        if parallel_strategy.has_fixed_accumulation:
             yield f"{name} cannot tell {strategy} how many micro-batches a step has: {advice}"
-        if run.is_elastic:
+        if args.elastic:
             yield f"{name} changes the samples of a step, which elastic=True keeps: use only one of them."
-        if not run.automatic_optimization:
+        if needs_manual_optimization(trainer):
             yield f"{name} cannot work with an override of training_step: {advice}"
-        if (steps := run.accumulate_grad_batches) != 1:
+        if (steps := args.gradient_accumulation_steps) != 1:
             yield f"gradient_accumulation_steps={steps} and {name} both set accumulation steps: leave the former at 1."
-    if isinstance(callback, StochasticWeightAveraging) and hidden.starts_at_fraction(callback) and not run.knows_epochs:
+    knows_epochs = has_length(trainer.train_dataset)
+    if (
+        isinstance(callback, StochasticWeightAveraging)
+        and private_callbacks.starts_at_fraction(callback)
+        and not knows_epochs
+    ):
         yield f"{name}: swa_epoch_start is a fraction of the epochs, but the data has no length. Use an integer."
-    if not run.evaluates:
+    if not _evaluates(trainer):
         yield from _find_problems_without_evaluation(callback, name)
-    if isinstance(callback, OnExceptionCheckpoint) and run.rolls_back:
+    if isinstance(callback, OnExceptionCheckpoint) and args.on_divergence == "rollback":
         yield f"{name} would save the state that on_divergence='rollback' discards: use only one of them."
     if isinstance(callback, FINDERS):
-        yield from _find_finder_problems(callback, name, run)
+        yield from _find_finder_problems(callback, name, parallel_strategy, args)
 
 
 def _find_problems_without_evaluation(callback: Callback, name: str) -> Iterator[str]:
-    if isinstance(callback, EarlyStopping) and not hidden.checks_on_train_epoch_end(callback):
+    if isinstance(callback, EarlyStopping) and not private_callbacks.checks_on_train_epoch_end(callback):
         yield f"{name}(monitor={callback.monitor!r}): the run does not evaluate, so set eval_strategy."
     if isinstance(callback, ModelCheckpoint) and str(callback.monitor).startswith("eval_"):
         yield f"{name}(monitor={callback.monitor!r}): the run does not evaluate, so set eval_strategy."
-    elif isinstance(callback, ModelCheckpoint) and hidden.saves_after_evaluations_only(callback):
+    elif isinstance(callback, ModelCheckpoint) and private_callbacks.saves_after_evaluations_only(callback):
         logger.warning(
             "%s saves after evaluations, but the run has none: set eval_strategy, or its save_on_train_epoch_end.", name
         )
 
 
-def _find_finder_problems(finder: Callback, name: str, run: CallbackConditions) -> Iterator[str]:
-    if run.has_several_processes:
+def _find_finder_problems(finder: Callback, name: str, strategy: Strategy, args: Any) -> Iterator[str]:
+    if strategy.plan.processes.is_distributed:
         yield f"{name} is not supported yet in several processes: run it in one, and set the argument to its result."
-    if run.finds_batch_size and isinstance(finder, BatchSizeFinder):
+    if args.auto_find_batch_size and isinstance(finder, BatchSizeFinder):
         yield f"auto_find_batch_size and {name} both search for the batch size: use only one of them."
     for hook in [hook for hook in HOOKS if hook != "on_fit_start" and _overrides_hook(finder, hook, *FINDERS)]:
         finder_name = next(base.__name__ for base in FINDERS if isinstance(finder, base))
@@ -193,7 +177,7 @@ def collect_state(
         The weights to save instead of the model's, by the keys of its state dict (None: save the model's weights), and
         the other state to save, `{"callbacks": states by state_key, ...}`, which may be empty.
     """
-    states = {callback.state_key: state for callback in callbacks if (state := hidden.checkpoint_state(callback))}
+    states = {each.state_key: state for each in callbacks if (state := private_callbacks.checkpoint_state(each))}
     other_state: dict[str, Any] = {"callbacks": states} if states else {}
     if (
         find_callback(callbacks, _EPOCH_END_CALLBACKS) is not None
@@ -340,7 +324,8 @@ def _pruning_state(pruning: ModelPruning, module: torch.nn.Module) -> dict[str, 
         for buffer, mask in module.named_buffers()
         if (name := buffer.removesuffix("_mask")) != buffer and f"{name}_orig" in dict(module.named_parameters())
     }
-    return {"masks": masks, "first_values": [layer["data"].state_dict() for layer in hidden.original_layers(pruning)]}
+    first_values = [layer["data"].state_dict() for layer in private_callbacks.original_layers(pruning)]
+    return {"masks": masks, "first_values": first_values}
 
 
 def _restore_pruning(pruning: ModelPruning, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
@@ -350,11 +335,11 @@ def _restore_pruning(pruning: ModelPruning, module: torch.nn.Module, state: Mapp
         owner = module.get_submodule(parent)
         prune.custom_from_mask(owner, name, tensors["mask"])
         getattr(owner, f"{name}_orig").data.copy_(tensors["original"])
-    for layer, first_values in zip(hidden.original_layers(pruning), state["first_values"], strict=True):
+    for layer, first_values in zip(private_callbacks.original_layers(pruning), state["first_values"], strict=True):
         layer["data"].load_state_dict(first_values)
         for index, name in layer["names"]:
             first_value = getattr(layer["data"], name)
-            parameter = getattr(hidden.pruned_module(pruning, index), f"{name}_orig", None)
+            parameter = getattr(private_callbacks.pruned_module(pruning, index), f"{name}_orig", None)
             if parameter is not None and torch.equal(first_value, parameter):
                 # After a reset to these values, copy and parameter share storage, so training changes the copy too.
                 first_value.data = parameter.data

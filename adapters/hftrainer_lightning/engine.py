@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops as get_available_flops
 from lightning.pytorch.loggers import Logger
 
+from hftrainer.checkpointing.resume import load_lightning_callbacks
 from hftrainer.parallel.environment import find_plugin
 from hftrainer.strategies.strategy import Strategy
 from hftrainer_lightning import callbacks as lightning_callbacks
@@ -27,7 +28,7 @@ from hftrainer_lightning.launching import LaunchedEnvironment, start_other_proce
 from hftrainer_lightning.loggers import CallbackMetricsLogger, is_lightning_logger as is_lightning_logger
 from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.precision import precision_plugin
-from hftrainer_lightning.private_api import evaluation as loops, finders
+from hftrainer_lightning.private_api import evaluation as evaluation_loops, finders
 from hftrainer_lightning.private_api.callbacks import release_callbacks, reset_averages
 from hftrainer_lightning.private_api.trainer import NoProfiler, TrainerWithoutSignals, copy_profiler, quiet_lightning
 from hftrainer_lightning.private_api.training import install_window_accumulation, restore_progress
@@ -79,32 +80,19 @@ class LightningEngine:
         self.is_fitting = self.is_evaluating = False
         strategy.start()
         self.scaler = strategy.make_scaler()
-        self._validation_group: loops.ValidationGroup | None = None
+        self._validation_group: evaluation_loops.ValidationGroup | None = None
         self._saved_values: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
 
-    def fit(
-        self,
-        events: TrainingEvents,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        *,
-        log_every_n_steps: int,
-        resumed_state: Mapping[str, Any] | None,
-        find_unused_parameters: bool,
-    ) -> None:
+    def fit(self, events: TrainingEvents, model: torch.nn.Module, *, log_every_n_steps: int) -> None:
         """Run training in Lightning's loop.
 
         Args:
             events: the events of the run, whose methods Lightning calls.
             model: the model to train.
-            optimizer: the model's optimizer.
-            scheduler: the optimizer's learning-rate scheduler.
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
-            resumed_state: the callbacks' state from `apply_callback_weights` for the checkpoint; None for a new run.
-            find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
         """
         automatic_optimization = not events.needs_manual_optimization
+        optimizer, resumed_state = events.parts.require_optimizer(), load_lightning_callbacks(events.resume_folder)
         max_epochs, sync_each_batch = events.schedule.num_train_epochs, events.syncs_each_batch
         with quiet_lightning():
             self.trainer = trainer = self._build_trainer(
@@ -114,22 +102,18 @@ class LightningEngine:
                 logger=self._loggers_or_fallback(),
                 log_every_n_steps=log_every_n_steps,
                 strategy=self.strategy.lightning_strategy(
-                    StrategySettings(self.scaler, find_unused_parameters, sync_each_batch)
+                    StrategySettings(self.scaler, events.parts.model_setup.finds_unused_parameters(), sync_each_batch)
                 ),
             )
         loggers = trainer.loggers
         self.module = module = TrainerModule(model)
-        module.attach(events, optimizer, scheduler, resumed_state, automatic_optimization=automatic_optimization)
+        module.attach(
+            events, optimizer, events.trainer.lr_scheduler, resumed_state, automatic_optimization=automatic_optimization
+        )
         batches = events.batches
         install_window_accumulation(trainer, batches)
         if batches.first_epoch or batches.first_position:
-            restore_progress(
-                trainer,
-                epoch=batches.first_epoch,
-                batch=batches.first_position,
-                batches_per_epoch=len(batches),
-                global_step=events.trainer.state.global_step,
-            )
+            restore_progress(trainer, batches, events.trainer.state.global_step)
         self.is_fitting = True
         reset_averages(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
@@ -197,12 +181,14 @@ class LightningEngine:
         batches = _EvaluationBatches(evaluation, is_limited=self.plan.has_fractional_limit)
         if lightning_callbacks.find_callback(self._training_callbacks, pl.callbacks.BasePredictionWriter) is not None:
             indices = evaluation.record_batches()
-            batches.batch_sampler = None if indices is None else loops.SeenBatches(indices)
+            batches.batch_sampler = None if indices is None else evaluation_loops.SeenBatches(indices)
         if self.is_fitting:
             assert self.trainer is not None and self.module is not None
             # limit_val_batches does not limit predictions.
             all_batches = stage == "predict"
-            loops.validate_in_fit(self.trainer, self.module, batches, evaluation, self._validation_group, all_batches)
+            evaluation_loops.validate_in_fit(
+                self.trainer, self.module, batches, evaluation, self._validation_group, all_batches
+            )
             return
         outer_state = self.trainer, self.module, self.is_evaluating
         with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
@@ -223,7 +209,7 @@ class LightningEngine:
             try:
                 getattr(self.trainer, stage)(module, dataloaders=batches, **options)
             finally:
-                loops.release_data(module.active_evaluation[1])
+                evaluation_loops.release_data(module.active_evaluation[1])
                 self.trainer.loggers = loggers
                 module.detach()
                 self.is_evaluating = outer_state[2]
@@ -241,13 +227,13 @@ class LightningEngine:
         if not self.is_fitting or self._validation_group is not None:
             yield metrics
             return
-        group = self._validation_group = loops.ValidationGroup()
+        group = self._validation_group = evaluation_loops.ValidationGroup()
         try:
             yield metrics
         finally:
             self._validation_group = None
         assert self.trainer is not None and self.module is not None
-        loops.end_group(self.trainer, self.module, group, metrics)
+        evaluation_loops.end_group(self.trainer, self.module, group, metrics)
 
     @contextlib.contextmanager
     def apply_callback_weights(
@@ -285,7 +271,7 @@ class LightningEngine:
     def show_values(self, values: Mapping[str, Any]) -> None:
         """Show the numbers of a log line in Lightning's progress bars."""
         if self.trainer is not None and self.is_fitting and self.callbacks:
-            loops.show_values(self.trainer, values)
+            evaluation_loops.show_values(self.trainer, values)
 
     @property
     def _training_callbacks(self) -> list[pl.Callback]:
@@ -297,11 +283,9 @@ class LightningEngine:
         """Whether a callback searches for the batch size."""
         return lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder) is not None
 
-    def check_callbacks(self, **conditions: bool) -> list[str]:
-        """An error message for each callback that cannot work. The arguments are fields of `CallbackConditions`."""
-        processes, steps = self.plan.processes, self.plan.accumulate_grad_batches
-        run = lightning_callbacks.CallbackConditions(self.strategy, processes.is_distributed, steps, **conditions)
-        return lightning_callbacks.check_callbacks(self.callbacks, run)
+    def check_callbacks(self, trainer: Any) -> list[str]:
+        """An error message for each callback that cannot work in a run of `trainer`, our Trainer."""
+        return lightning_callbacks.check_callbacks(self.callbacks, self.strategy, trainer)
 
     @property
     def should_stop(self) -> bool:
@@ -362,7 +346,7 @@ class LightningEngine:
         callbacks = self._training_callbacks if callbacks is None else callbacks
         # The strategy has the precision plugin.
         del options["precision"]
-        options["accelerator"] = make_accelerator(self.plan.accelerator)
+        options["accelerator"] = make_accelerator(options["accelerator"])
         plugin = options.pop("plugins", None) or []
         plugins = plugin if isinstance(plugin, list) else [plugin]
         if find_plugin(plugins, "ClusterEnvironment") is None:
@@ -382,7 +366,7 @@ class LightningEngine:
             use_distributed_sampler=False,
             inference_mode=False,
         )
-        loops.install_fast_evaluation(trainer)
+        evaluation_loops.install_fast_evaluation(trainer)
         return trainer
 
 
@@ -398,7 +382,7 @@ class _EvaluationBatches:
     """
 
     #: Prediction writers read the sample indices of each batch from this attribute.
-    batch_sampler: loops.SeenBatches | None = None
+    batch_sampler: evaluation_loops.SeenBatches | None = None
 
     def __init__(self, evaluation: EvaluationPass, *, is_limited: bool) -> None:
         self.evaluation = evaluation

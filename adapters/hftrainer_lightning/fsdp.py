@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
-from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -49,7 +48,7 @@ class Fsdp1Strategy(PrecisionFromPlan, _FsdpStrategy, FSDPStrategy):
 
     def __init__(self, plan: LightningPlan, precision: Precision) -> None:
         self.plan = plan
-        super().__init__(process_group_backend=plan.process_group_backend, timeout=timedelta(seconds=plan.timeout))
+        super().__init__(process_group_backend=plan.process_group_backend, timeout=plan.processes.timeout)
         self.precision_plugin = precision
 
 
@@ -63,7 +62,7 @@ class Fsdp2Strategy(_FsdpStrategy, SharedMeshStrategy):
             tensor_parallel_size=plan.processes.tp_size,
             save_distributed_checkpoint=False,
             process_group_backend=plan.process_group_backend,
-            timeout=timedelta(seconds=plan.timeout),
+            timeout=plan.processes.timeout,
         )
         self.precision_plugin = precision
 

@@ -1,4 +1,4 @@
-"""The generated LightningModule: wraps the user's model and forwards Lightning's hooks to the training run."""
+"""`TrainerModule`, the LightningModule around the user's model: it forwards Lightning's hooks to the training run."""
 
 from __future__ import annotations
 

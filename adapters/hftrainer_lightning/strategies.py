@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -72,11 +71,10 @@ class PreparedStrategy(KeepDeviceStrategy):
         self.setup_precision_plugin()
 
 
-class ShardedModelStrategy(PreparedStrategy, ParallelStrategy):
-    """A model that is sharded before Lightning starts."""
+class PlannedDeviceStrategy(KeepDeviceStrategy):
+    """The plan chooses the device. Lightning would count visible devices, but a launcher may show each process one."""
 
     plan: LightningPlan
-    shards_model = True
 
     @property
     def root_device(self) -> torch.device:
@@ -84,27 +82,18 @@ class ShardedModelStrategy(PreparedStrategy, ParallelStrategy):
         return torch.device(self.plan.device)
 
 
+class ShardedModelStrategy(PlannedDeviceStrategy, PreparedStrategy, ParallelStrategy):
+    """A model that is sharded before Lightning starts."""
+
+    shards_model = True
+
+
 class SingleDevice(KeepDeviceStrategy, SingleDeviceStrategy):
     """One process on one device."""
 
 
-class KeepDeviceDDPStrategy(KeepDeviceStrategy, DDPStrategy):
-    """A replica of the model in each process.
-
-    Args:
-        device: the device of this process. Lightning would count visible devices, but a launcher may show each process
-            only one.
-        settings: keyword arguments of `DDPStrategy`.
-    """
-
-    def __init__(self, device: torch.device, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._device = device
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this process."""
-        return self._device
+class KeepDeviceDDPStrategy(PlannedDeviceStrategy, DDPStrategy):
+    """A replica of the model in each process."""
 
     def determine_ddp_device_ids(self) -> list[int] | None:
         """The index of the GPU; None on other devices.
@@ -131,17 +120,16 @@ class KeepDeviceDDPStrategy(KeepDeviceStrategy, DDPStrategy):
 
 def build_replicas(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     """The strategy for one device, or for replicas."""
-    device, precision = torch.device(plan.device), precision_plugin(plan, settings.scaler)
+    precision = precision_plugin(plan, settings.scaler)
     if not plan.processes.is_distributed:
-        return SingleDevice(device=device, precision_plugin=precision)
+        return SingleDevice(device=torch.device(plan.device), precision_plugin=precision)
     replicas = KeepDeviceDDPStrategy(
-        device,
         precision_plugin=precision,
         process_group_backend=plan.process_group_backend,
-        timeout=timedelta(seconds=plan.timeout),
+        timeout=plan.processes.timeout,
         **{"find_unused_parameters": settings.find_unused_parameters, **plan.ddp},
     )
-    replicas.sync_each_batch = settings.sync_each_batch
+    replicas.plan, replicas.sync_each_batch = plan, settings.sync_each_batch
     return replicas
 
 

@@ -1,4 +1,4 @@
-"""Search with Ray Tune, which trains each trial in a separate process, on one machine or several."""
+"""Hyperparameter search with Ray Tune, which trains each trial in a separate process, on one machine or several."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hftrainer.checkpointing.weights import list_shards
-from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
+from hftrainer.errors import InvalidArgument, MissingPackage, cause_if_installed
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         import h5py
     except ImportError as error:
-        raise MissingPackage(f"{path} needs h5py to be read: pip install 'hftrainer[tf]'") from unless_absent(error)
+        raise MissingPackage(f"Reading {path} needs h5py: pip install 'hftrainer[tf]'") from cause_if_installed(error)
     with h5py.File(path) as file:
         for layer in file.attrs["layer_names"]:
             entry = file[layer]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.errors import MissingPackage, unless_absent
+from hftrainer.errors import MissingPackage, cause_if_installed
 from hftrainer.parallel.devices import INSTALL_TORCH_TPU, INSTALL_TORCH_XLA
 from hftrainer.parallel.environment import RankInfo
 
@@ -30,7 +30,7 @@ def import_torch_xla() -> Any:
         raise MissingPackage(
             f"torch {torch.__version__} cannot load the installed torch_xla ({error}): {INSTALL_TORCH_XLA}, or "
             f"pip uninstall torch_xla and {INSTALL_TORCH_TPU}. Or set use_cpu=True to train on the CPU."
-        ) from unless_absent(error)
+        ) from cause_if_installed(error)
     return torch_xla
 
 

@@ -174,8 +174,7 @@ class XlaReplicas(PrecisionFromPlan, PreparedStrategy, LaunchedXLAStrategy):
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """The tensors of all ranks, without gradients: `(processes, ...)`."""
-        tensors: torch.Tensor = self._processes.gather(tensor.detach().unsqueeze(0))
-        return tensors
+        return self._processes.gather(tensor.detach().unsqueeze(0))
 
     def block_backward_sync(self) -> Any:
         """A context that does nothing: gradients are local until the step averages them."""

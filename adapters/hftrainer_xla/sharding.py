@@ -85,8 +85,7 @@ def _wrap_model(model: nn.Module, settings: FsdpSettings, xla_settings: XlaSetti
         for name, child in list(parent.named_children()):
             if child in units:
                 setattr(parent, name, wrap(checkpoint_module(child) if xla_settings.grad_ckpt else child))
-    wrapper: nn.Module = wrap(model)
-    return wrapper
+    return wrap(model)
 
 
 def _wrapper_arguments(xla_settings: XlaSettings) -> dict[str, Any]:
@@ -110,14 +109,14 @@ def gather_full_model_state(model: Any) -> dict[str, Any]:
     """Gather the full weights by name in CPU memory. All ranks must call it; only rank 0 gets them."""
     from torch_xla.distributed.fsdp.state_dict_utils import consolidate_sharded_state_dicts
 
-    part = xla.to_host(model.state_dict())
-    parts: list[Any] | None = [part]
+    shard = xla.to_host(model.state_dict())
+    shards: list[Any] | None = [shard]
     if distributed.is_initialized():
-        parts = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
-        distributed.gather_object(part, parts)
-    if parts is None:
+        shards = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
+        distributed.gather_object(shard, shards)
+    if shards is None:
         return {}
-    state = consolidate_sharded_state_dicts(parts, model.get_shard_metadata())
+    state = consolidate_sharded_state_dicts(shards, model.get_shard_metadata())
     # Clone the values, to drop the padding of the shards.
     return {name: value.clone() for name, value in state.items()}
 

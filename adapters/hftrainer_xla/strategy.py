@@ -24,7 +24,7 @@ from hftrainer_xla import devices, sharding
 
 logger = logging.getLogger(__name__)
 
-#: Kind of state → suffix of a part's file name.
+#: Kind of state → suffix of a shard's file name.
 FILES = {"model": "pytorch_model.bin", "optimizer": "optimizer.pt"}
 #: TrainerParts that torch_xla's wrappers add to parameter names.
 _WRAPPER_PARTS = re.compile(r"(_fsdp_shard|_fsdp_wrapped_module|_fpw_module)\.")
@@ -93,7 +93,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
 
     flags = ("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled")
     shards_model = True
-    writes_parts = True
+    writes_shards = True
 
     def __init__(self, plan: LightningPlan) -> None:
         super().__init__(plan)
@@ -125,8 +125,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         """Clip the gradients of the sharded model. `parameters` is ignored."""
         if self._sharded_model is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        norm: torch.Tensor = self._sharded_model.clip_grad_norm_(max_norm, norm_type)
-        return norm
+        return self._sharded_model.clip_grad_norm_(max_norm, norm_type)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
         """A context in which backward passes do not reduce gradients."""
@@ -154,11 +153,11 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         """No files: each process writes its shard."""
         return iter(())
 
-    def _write_parts(self, folder: str, write: CallWrite) -> None:
-        for kind, part in self._gathered_states.items():
-            torch.save(part, os.path.join(folder, self._part_name(kind)))
+    def _write_shards(self, folder: str, write: CallWrite) -> None:
+        for kind, shard in self._gathered_states.items():
+            torch.save(shard, os.path.join(folder, self._shard_name(kind)))
 
-    def _part_name(self, kind: str) -> str:
+    def _shard_name(self, kind: str) -> str:
         """The file name of this process's shard, as in transformers."""
         return f"rank{self.plan.processes.rank}-of-{self.plan.processes.world_size}-{FILES[kind]}"
 
@@ -185,11 +184,10 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         Raises:
             CheckpointNotFound: if the checkpoint has no shard for this rank and world size.
         """
-        path = os.path.join(folder, self._part_name(kind))
+        path = os.path.join(folder, self._shard_name(kind))
         if not os.path.isfile(path):
             raise CheckpointNotFound(f"{path} not found: resume with the number of processes that wrote {folder}.")
-        state: dict[str, Any] = load_torch_file(path)[kind]
-        return state
+        return load_torch_file(path)[kind]
 
 
 def name_in_full_model(name: str) -> str:

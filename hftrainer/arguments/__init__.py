@@ -1,1 +1,1 @@
-"""The training arguments by subject, their checks, and their parsed values."""
+"""The training arguments: their declarations, checks and parsed values."""

@@ -1,4 +1,4 @@
-"""`python -m hftrainer explain`: how each argument is handled, without starting a run."""
+"""`Explanation`: how each training argument is handled, without starting a run."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ class Explanation:
 def explain(args: BaseArguments) -> Explanation:
     """How the arguments are handled. Starts no run, and imports neither lightning nor transformers."""
     from hftrainer.arguments.device_checks import check_backend
-    from hftrainer.arguments.support import check_keywords, make_plan, non_neutral_arguments
+    from hftrainer.arguments.lightning_config import check_keywords
+    from hftrainer.arguments.support import make_plan, non_neutral_arguments
     from hftrainer.arguments.validation import check_values
 
     values = args.to_dict()

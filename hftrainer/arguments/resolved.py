@@ -1,4 +1,4 @@
-"""Training arguments whose values are parsed once per Trainer and once per trial."""
+"""`ResolvedArguments`: training arguments whose configurations are parsed once per Trainer and once per trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`storage_url`, which may also be passed as `output_dir`."""
+"""Separates `storage_url` from `output_dir`, where a URL may also be passed, and checks it."""
 
 from __future__ import annotations
 

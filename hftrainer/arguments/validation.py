@@ -59,10 +59,7 @@ def normalize(args: BaseArguments) -> None:
     Raises:
         InvalidArgument: for values that cannot be converted; the error also names those out of range.
     """
-    # Subclasses, such as TRL's, add fields that accept JSON objects to this list.
-    json_fields = dict.fromkeys([*BaseArguments._VALID_DICT_FIELDS, *args._VALID_DICT_FIELDS])
-    errors = [*_parse_enums(args), *(error for name in json_fields if (error := _parse_json(args, name)))]
-    if errors:
+    if errors := [*_parse_enums(args), *_parse_json(args)]:
         raise InvalidArgument("\n".join([*errors, *check_ranges(args), *_check_intervals(args)]))
     args.param_groups = param_groups.read_entries(args.param_groups)
     _normalize_output_dir(args)
@@ -197,16 +194,14 @@ def _parse_enums(args: BaseArguments) -> Iterator[str]:
                 yield f"{name}: {describe_invalid(getattr(args, name), argument.choices, name)}"
 
 
-def _parse_json(args: BaseArguments, name: str) -> str | None:
-    """Parse a field that holds a JSON object, and return an error message, or None."""
-    value = getattr(args, name)
-    if not (isinstance(value, str) and value.lstrip().startswith("{")):
-        return None
-    try:
-        setattr(args, name, _convert_strings(json.loads(value)))
-    except json.JSONDecodeError as error:
-        return f"{name} is not a valid JSON object: {error}"
-    return None
+def _parse_json(args: BaseArguments) -> Iterator[str]:
+    # Subclasses, such as TRL's, add fields that accept JSON objects to this list.
+    for name in dict.fromkeys([*BaseArguments._VALID_DICT_FIELDS, *args._VALID_DICT_FIELDS]):
+        if isinstance(value := getattr(args, name), str) and value.lstrip().startswith("{"):
+            try:
+                setattr(args, name, _convert_strings(json.loads(value)))
+            except json.JSONDecodeError as error:
+                yield f"{name} is not a valid JSON object: {error}"
 
 
 def _convert_strings(value: Any) -> Any:

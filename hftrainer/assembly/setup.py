@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import copy_accelerator_settings
+from hftrainer.arguments.changes import apply_changed_arguments
 from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
-from hftrainer.arguments.support import apply_changed_arguments, check_supported, find_unused_settings, make_plan
+from hftrainer.arguments.support import check_supported, find_unused_settings, make_plan
 from hftrainer.arguments.validation import check_accelerator_config, check_types, check_values, set_accumulation_steps
 from hftrainer.base.messages import log_once
 from hftrainer.callbacks.handler import (
@@ -41,13 +41,9 @@ from hftrainer.plugins import lightning_adapter
 from hftrainer.releases.followed import describe_older_release
 from hftrainer.reporting.tracking import ReportingCallback
 from hftrainer.strategies import make_strategy
-from hftrainer.strategies.strategy import FLAGS, Strategy
+from hftrainer.strategies.strategy import TRAINER_FLAGS, Strategy
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training_args import TrainingArguments
-
-if TYPE_CHECKING:
-    from hftrainer.trainer import Trainer
-    from hftrainer.training.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -150,13 +146,16 @@ class TrainerSetup(Part):
             handler.add_callback(callback)
             new_callback = handler.callbacks[-1]
             if isinstance(new_callback, ReportingCallback):
-                run_folder = functools.partial(_run_dir, self.trainer, self.run)
-                new_callback.attach(self.trainer.save_model, run_folder, self.parts.log_folder)
+                new_callback.attach(self.trainer.save_model, self.run_dir, self.parts.log_folder)
         if lightning_adapter().has_progress_bar(lightning_callbacks) and handler.remove_progress_bars():
             logger.warning(
                 "Lightning's progress bar replaces the Trainer's. The log lines are in "
                 "state.log_history; disable_tqdm=True also prints them."
             )
+
+    def run_dir(self) -> str:
+        """The folder of the current run's checkpoints."""
+        return self.trainer._get_output_dir(self.run.trial)
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback of either kind, and return it."""
@@ -198,7 +197,7 @@ class TrainerSetup(Part):
         copy_accelerator_settings(self.parts.resolved, trainer.accelerator)
         trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)
         strategy.check_optimizers(*parts.script_optimizers)
-        for name in FLAGS:
+        for name in TRAINER_FLAGS:
             setattr(trainer, name, name in strategy.flags)
         trainer.deepspeed = None
 
@@ -318,8 +317,3 @@ def _is_lightning_callback(callback: Any) -> bool:
         name = (callback if isinstance(callback, type) else type(callback)).__name__
         raise InvalidArgument(f"{name} is a Lightning logger, not a callback: pass it as Trainer(loggers=[...]).")
     return bool(lightning_adapter().is_lightning_callback(callback))
-
-
-def _run_dir(trainer: Trainer, run: Run) -> str:
-    """The folder of the current run's checkpoints."""
-    return trainer._get_output_dir(run.trial)

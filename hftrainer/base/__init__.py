@@ -1,1 +1,1 @@
-"""What all packages use to speak: messages, notes on errors; and how files of torch are read."""
+"""Messages, notes on errors, and safe loading of torch's files, used by all packages."""

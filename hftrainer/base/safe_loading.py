@@ -152,8 +152,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
         UnsafeCheckpoint, DamagedCheckpoint: as `load_torch_file`.
     """
     if not path.endswith(".safetensors"):
-        weights: dict[str, torch.Tensor] = load_torch_file(path, mmap=True)
-        return weights
+        return load_torch_file(path, mmap=True)
     try:
         return safetensors.torch.load_file(path, device="cpu")
     except safetensors.SafetensorError as error:

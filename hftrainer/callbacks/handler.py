@@ -124,22 +124,7 @@ class CallbackHandler(TrainerCallback):
             function = getattr(handler, "__func__", handler)
             if handler is None or function is _EMPTY_HANDLERS[event]:
                 continue
-            # Callables of other types may not be hashable.
-            is_plain = isinstance(function, types.FunctionType)
-            needs_tokenizer = (_needs_tokenizer if is_plain else _needs_tokenizer.__wrapped__)(function)
-            arguments = {
-                "model": self.model,
-                "processing_class": self.processing_class,
-                # Other handlers must not get it: they may not accept a keyword that transformers does not pass.
-                **({"tokenizer": self.processing_class} if needs_tokenizer else {}),
-                "optimizer": self.optimizer,
-                "lr_scheduler": self.lr_scheduler,
-                "train_dataloader": self.train_dataloader,
-                "eval_dataloader": self.eval_dataloader,
-                **kwargs,
-            }
-            if is_plain:
-                arguments = accepted_args(handler, arguments)
+            arguments = self._arguments_for(handler, function, kwargs)
             was_stopped = control.should_training_stop
             try:
                 result = handler(args, state, control, **arguments)
@@ -155,6 +140,24 @@ class CallbackHandler(TrainerCallback):
             if control.should_training_stop and not was_stopped:
                 self.stopped_by = type(callback).__name__
         return control
+
+    def _arguments_for(self, handler: Any, function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments for a callback's method for an event, whose function is `function`."""
+        # Callables of other types may not be hashable.
+        is_plain = isinstance(function, types.FunctionType)
+        needs_tokenizer = (_needs_tokenizer if is_plain else _needs_tokenizer.__wrapped__)(function)
+        arguments = {
+            "model": self.model,
+            "processing_class": self.processing_class,
+            # Other handlers must not get it: they may not accept a keyword that transformers does not pass.
+            **({"tokenizer": self.processing_class} if needs_tokenizer else {}),
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "train_dataloader": self.train_dataloader,
+            "eval_dataloader": self.eval_dataloader,
+            **kwargs,
+        }
+        return accepted_args(handler, arguments) if is_plain else arguments
 
 
 def warn_of_misspelt_events(kind: type, events: Collection[str], event_by_name: Mapping[str, str]) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.file_checks import has_format, unreadable_reason
 from hftrainer.checkpointing.files import Entry, crc32_of_file, flush_to_disk, list_files, read_manifest, write_manifest
-from hftrainer.checkpointing.weights import has_deepspeed_parts, has_weights, missing_shard
+from hftrainer.checkpointing.weights import has_deepspeed_shards, has_weights, missing_shard
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.parallel.environment import has_writer_ended, process_identifier
 
@@ -38,7 +38,7 @@ _RESUME_FILES = re.compile(
     rf"|^{re.escape(names.TRAINER_STATE_NAME)}$"
 )
 #: Suffixes of the files in torch's distributed checkpoints.
-_PARTS_SUFFIXES = (names.PART_SUFFIX, names.LIST_OF_PARTS)
+_SHARD_SUFFIXES = (names.SHARD_SUFFIX, names.LIST_OF_SHARDS)
 _REPLACED, _REMOVED = "replaced_", "removed_"
 _RESIZED = "has changed size since it was written"
 #: Temporary folders of one process; `name` is the final name. The leading underscore keeps them out of repositories.
@@ -50,8 +50,8 @@ _TEMPORARY_FOLDER = re.compile(
 
 
 def _is_weights_file(name: str) -> bool:
-    """Whether a file holds weights, a part of them, or a list of their shards."""
-    if name.endswith(_PARTS_SUFFIXES):
+    """Whether a file holds weights, a shard of them, or a list of their shards."""
+    if name.endswith(_SHARD_SUFFIXES):
         return not name.startswith(f"{names.SHARD_FOLDERS['optimizer']}/")
     return _WEIGHTS.search(Path(name).name) is not None
 
@@ -163,13 +163,13 @@ class CheckpointFolder:
 
     def _find_fault(self, inspection: Inspection) -> str | None:
         """Why a run cannot resume from the changed folder."""
-        inputs = [name for name in inspection.resized if not name.endswith(_PARTS_SUFFIXES)]
+        inputs = [name for name in inspection.resized if not name.endswith(_SHARD_SUFFIXES)]
         inputs += [name for name in inspection.added if _RESUME_FILES.search(Path(name).name)]
         for path in (self.path / name for name in inputs):
             if (reason := unreadable_reason(path)) is not None:
                 return f"{path} {reason}"
         # The next checks rely on indices, which must not be altered.
-        return None if inspection.altered else self._missing_weights(inspection) or self._damaged_part(inspection)
+        return None if inspection.altered else self._missing_weights(inspection) or self._damaged_shard(inspection)
 
     def _visible_damage(self) -> str | None:
         """The damage that is visible without a manifest; None without damage."""
@@ -180,7 +180,7 @@ class CheckpointFolder:
         if (shard := missing_shard(str(self.path))) is not None:
             return f"{shard} is missing"
         holds_weights_file = any(_WEIGHTS_FILE.search(Path(name).name) for name in file_names)
-        return None if holds_weights_file or has_deepspeed_parts(str(self.path)) else f"{self.path} holds no weights"
+        return None if holds_weights_file or has_deepspeed_shards(str(self.path)) else f"{self.path} holds no weights"
 
     def _missing_weights(self, inspection: Inspection) -> str | None:
         """Which weights are missing without a replacement. Other formats of a subclass are unknown here."""
@@ -190,13 +190,13 @@ class CheckpointFolder:
         is_replaced = weights is None or has_weights(str(self.path))
         return None if is_replaced else f"{weights} is missing, and no weights replace it"
 
-    def _damaged_part(self, inspection: Inspection) -> str | None:
-        """Which part is missing or resized, although its list of parts is unchanged."""
+    def _damaged_shard(self, inspection: Inspection) -> str | None:
+        """Which shard is missing or resized, although its list of shards is unchanged."""
         removed, resized = inspection.removed, inspection.resized
         for name in (*removed, *resized):
-            is_removed, list_path = name in removed, Path(name).with_name(names.LIST_OF_PARTS)
+            is_removed, list_path = name in removed, Path(name).with_name(names.LIST_OF_SHARDS)
             is_listed = (self.path / list_path).is_file() and list_path.as_posix() not in (*inspection.added, *resized)
-            if name.endswith(names.PART_SUFFIX) and is_listed:
+            if name.endswith(names.SHARD_SUFFIX) and is_listed:
                 return f"{self.path / name} {'is missing' if is_removed else _RESIZED}"
         return None
 

@@ -12,17 +12,17 @@ TRAINING_ARGS_NAME = "training_args.bin"
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
-#: Written under FSDP: state of a sharded model → the folder with a part from each process.
+#: Written under FSDP: state of a sharded model → the folder with a shard from each process.
 SHARD_FOLDERS = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}
-#: Written with `checkpoint_format='dcp'`: the folder with the parts of both states.
+#: Written with `checkpoint_format='dcp'`: the folder with the shards of both states.
 DCP_FOLDER = "dcp"
-#: In each of these folders: the file that lists the parts, and the suffix of a part.
-LIST_OF_PARTS, PART_SUFFIX = ".metadata", ".distcp"
+#: In each of these folders: the file that lists the shards, and the suffix of a shard.
+LIST_OF_SHARDS, SHARD_SUFFIX = ".metadata", ".distcp"
 #: Written under FSDP: state of a sharded model → the file with the full state.
 FULL_STATE_FILES = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"}
 #: Not in transformers: the states of Lightning's callbacks, if any.
 LIGHTNING_CALLBACKS_NAME = "lightning_callbacks.pt"
-#: Prefix of the user's model in the state dict of the generated module, and so of Lightning's checkpoints.
+#: Prefix of the user's model in the state dict of `TrainerModule`, and so in Lightning's checkpoints.
 MODEL_PREFIX = "model."
 #: Not in transformers: sizes and checksums of all other files.
 MANIFEST_NAME = "hftrainer_manifest.json"
@@ -72,10 +72,10 @@ _OTHER_FORMATS = {
 }
 
 
-def folder_of_parts(state_name: str, folder: str) -> str | None:
-    """The folder that may hold the parts of the 'model' or the 'optimizer', or None."""
+def find_shard_folder(state_name: str, folder: str) -> str | None:
+    """The folder that may hold the shards of the 'model' or the 'optimizer', or None."""
     has_others = any(os.path.exists(os.path.join(folder, name)) for name in _OTHER_FORMATS[state_name])
-    if not has_others and os.path.isfile(os.path.join(folder, DCP_FOLDER, LIST_OF_PARTS)):
+    if not has_others and os.path.isfile(os.path.join(folder, DCP_FOLDER, LIST_OF_SHARDS)):
         return os.path.join(folder, DCP_FOLDER)
     shards = os.path.join(folder, SHARD_FOLDERS[state_name])
     return shards if os.path.exists(shards) else None

@@ -25,6 +25,7 @@ from hftrainer.checkpointing.folder import (
     Inspection,
     checkpoints_newest_first,
     find_intact,
+    get_last_checkpoint,
     sort_checkpoints,
 )
 from hftrainer.checkpointing.names import FULL_STATE_FILES, has_state_files
@@ -104,8 +105,7 @@ def _check_given_folder(folder: str) -> None:
             f"{_hint_for_missing(folder)}"
         )
     if not os.path.isfile(os.path.join(folder, names.TRAINER_STATE_NAME)):
-        inner_checkpoint, _ = find_intact(folder)
-        hint = f" Did you mean {inner_checkpoint!r}?" if inner_checkpoint else ""
+        hint = f" Did you mean {inner_checkpoint!r}?" if (inner_checkpoint := get_last_checkpoint(folder)) else ""
         raise CheckpointNotFound(
             f"Can't find a valid checkpoint at {folder}, the value of resume_from_checkpoint: it lacks "
             f"{names.TRAINER_STATE_NAME}.{hint}"
@@ -193,12 +193,6 @@ def warn_about_changed_arguments(args: TrainingArguments, state: TrainerState) -
         logger.warning("Resuming with arguments that differ from the checkpoint's: %s.", "; ".join(changes))
 
 
-def _read_optimizer(path: str) -> dict[str, Any]:
-    """Read an optimizer's state, with parameters numbered as in torch."""
-    state: dict[str, Any] = load_torch_file(path, allowed=projectors())
-    return state
-
-
 def load_optimizer_and_scheduler(
     folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, is_sharded: bool = False
 ) -> None:
@@ -213,12 +207,16 @@ def load_optimizer_and_scheduler(
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
     scheduler_file = os.path.join(folder, names.SCHEDULER_NAME)
-    has_parts, has_full_state = _has_optimizer_parts(folder), has_state_files(FULL_STATE_FILES, "optimizer", folder)
-    if not ((os.path.isfile(optimizer_file) or has_parts or has_full_state) and os.path.isfile(scheduler_file)):
+    shard_folder, has_full_state = (
+        _find_optimizer_shards(folder),
+        has_state_files(FULL_STATE_FILES, "optimizer", folder),
+    )
+    if not ((os.path.isfile(optimizer_file) or shard_folder or has_full_state) and os.path.isfile(scheduler_file)):
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return
     initial_groups = [dict(group) for group in optimizer.param_groups]
-    is_regrouped = _load_optimizer(folder, model, optimizer, sharded=is_sharded or has_full_state, has_parts=has_parts)
+    is_by_name = is_sharded or has_full_state
+    is_regrouped = _load_optimizer(folder, model, optimizer, sharded=is_by_name, shard_folder=shard_folder)
     if is_regrouped or optimizer_groups.has_named_groups(optimizer):
         has_changed = optimizer_groups.apply_settings(initial_groups, optimizer, is_regrouped=is_regrouped)
         load_scheduler_or_scaler(
@@ -226,13 +224,13 @@ def load_optimizer_and_scheduler(
         )
         optimizer_groups.follow_schedule(scheduler, optimizer, has_changed=has_changed)
     else:
-        if is_sharded or has_full_state or has_parts:
+        if is_by_name or shard_folder:
             _check_group_count(scheduler_file, len(initial_groups))
         load_scheduler_or_scaler(scheduler, folder, "scheduler")
 
 
 def _load_optimizer(
-    folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool, has_parts: bool
+    folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool, shard_folder: str | None
 ) -> bool:
     """Load the optimizer's state, and return whether its parameters were put into other groups.
 
@@ -241,26 +239,25 @@ def _load_optimizer(
         model: the model that the optimizer trains.
         optimizer: the optimizer.
         sharded: whether the model is sharded, or the state is keyed by name.
-        has_parts: whether a folder of parts holds the state.
+        shard_folder: the folder of shards that holds the state, if any.
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
-    parts_dir = names.folder_of_parts("optimizer", folder) if has_parts else None
-    has_dcp = parts_dir is not None and os.path.basename(parts_dir) == names.DCP_FOLDER
-    if sharded or (has_parts and not has_dcp):
+    if sharded or shard_folder:
         # Imported late, since the module imports torch's FSDP.
-        from hftrainer.checkpointing.sharded import load_optimizer
+        from hftrainer.checkpointing import sharded as sharded_states
+
+        if not sharded and shard_folder and os.path.basename(shard_folder) == names.DCP_FOLDER:
+            state = sharded_states.read_dcp_optimizer(shard_folder, model, optimizer)
+            _load_whole_optimizer(state, shard_folder, model, optimizer)
+            return False
 
         def read() -> dict[str, Any]:
-            return optimizer_groups.match_by_name(_read_optimizer(optimizer_file), model, optimizer)
+            saved_state = load_torch_file(optimizer_file, allowed=projectors())
+            return optimizer_groups.match_by_name(saved_state, model, optimizer)
 
-        load_optimizer(model, optimizer, folder, read)
+        sharded_states.load_optimizer(model, optimizer, folder, read)
         return False
-    if has_dcp:
-        from hftrainer.checkpointing.sharded import read_dcp_optimizer
-
-        _load_whole_optimizer(read_dcp_optimizer(str(parts_dir), model, optimizer), str(parts_dir), model, optimizer)
-        return False
-    saved_state = _read_optimizer(optimizer_file)
+    saved_state = load_torch_file(optimizer_file, allowed=projectors())
     with name_file_in_errors(optimizer_file):
         state = optimizer_groups.match_by_name(saved_state, model, optimizer)
     _load_whole_optimizer(state, optimizer_file, model, optimizer)
@@ -309,15 +306,15 @@ def _check_group_count(scheduler_file: str, count: int) -> None:
         )
 
 
-def _has_optimizer_parts(folder: str) -> bool:
-    """Whether a folder of parts holds the optimizer's state. A DCP folder may lack it."""
-    parts_folder = names.folder_of_parts("optimizer", folder)
-    if parts_folder is None or os.path.basename(parts_folder) != names.DCP_FOLDER:
-        return parts_folder is not None
+def _find_optimizer_shards(folder: str) -> str | None:
+    """The folder of shards that holds the optimizer's state, if any. A DCP folder may lack it."""
+    shard_folder = names.find_shard_folder("optimizer", folder)
+    if shard_folder is None or os.path.basename(shard_folder) != names.DCP_FOLDER:
+        return shard_folder
     # Imported late, since the module imports torch's FSDP.
     from hftrainer.checkpointing.sharded import holds_optimizer
 
-    return holds_optimizer(parts_folder)
+    return shard_folder if holds_optimizer(shard_folder) else None
 
 
 #: Keys of a parameter group that are not user settings, such as how a device computes the step.
@@ -461,8 +458,4 @@ def _read_ckpt(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
             f"resume_from_checkpoint={path!r} is not a Lightning checkpoint of this Trainer. Load its weights into "
             "the model yourself, and train without resuming."
         )
-    entry = saved[TRAINER_KEY]
-    # Files of earlier releases hold this entry unpacked.
-    if isinstance(entry, torch.Tensor):
-        entry = load_torch_file(path, allowed=numpy_state_types(), packed_value=entry)
-    return saved, entry
+    return saved, load_torch_file(path, allowed=numpy_state_types(), packed_value=saved[TRAINER_KEY])

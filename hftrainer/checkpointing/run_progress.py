@@ -1,4 +1,4 @@
-"""The parts of a run's progress that are not in `trainer_state.json`, for an exact resume."""
+"""`RunProgress`: what an exact resume needs besides `trainer_state.json`, such as the position in the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves and loads states of sharded models: one full file, or a part per process.
+"""Saves and loads states of sharded models: one full file, or a shard per process.
 
 All states are keyed by parameter name, so that FSDP1, FSDP2 and plain models can read each other's checkpoints, with
 any number of processes. All processes must call the functions that communicate.
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, save
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 
 from hftrainer.base.safe_loading import (
@@ -45,7 +45,7 @@ from hftrainer.parallel.process_group import CollectiveCall
 # This is not always a mistake: one process may write and read all.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
-#: Module → classes and functions that the pickled list of parts may use.
+#: Module → classes and functions that the pickled list of shards may use.
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
@@ -71,7 +71,7 @@ def model_state(model: nn.Module, *, full: bool, only_trainable: bool = False) -
 
     Args:
         model: the model.
-        full: gather the full weights, instead of this process's part.
+        full: gather the full weights, instead of this process's shard.
         only_trainable: exclude frozen weights.
     """
     reshard(model)
@@ -116,13 +116,13 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool 
         only_trainable: do not load frozen weights, as with adapters.
 
     Returns:
-        Missing and unexpected weights; None for a folder of parts, where all must match.
+        Missing and unexpected weights; None for a folder of shards, where all must match.
 
     Raises:
         CheckpointNotFound: if there are no weights, or only adapters, which a sharded model cannot load.
     """
-    if names.folder_of_parts("model", folder) is not None:
-        load_model_parts(model, folder, only_trainable=only_trainable)
+    if names.find_shard_folder("model", folder) is not None:
+        load_model_shards(model, folder, only_trainable=only_trainable)
         return None
     full_file = first_file(folder, FULL_STATE_FILES["model"])
     paths = weights_files(folder) if full_file is None else [full_file]
@@ -145,8 +145,7 @@ def _convert_weights(model: nn.Module, folder: str) -> dict[str, torch.Tensor]:
         return {}
     # FSDP2 creates a new class: find the original one.
     original_class: Any = next(kind for kind in type(unwrapped).__mro__ if not issubclass(kind, FSDPModule))
-    weights: dict[str, torch.Tensor] = original_class.from_pretrained(folder, config=unwrapped.config).state_dict()
-    return weights
+    return original_class.from_pretrained(folder, config=unwrapped.config).state_dict()
 
 
 def _load_full_weights(model: nn.Module, weights: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -178,15 +177,15 @@ def load_optimizer(
     for group in optimizer.param_groups:
         if "train_mode" in group:
             group["train_mode"] = True
-    if (parts_folder := names.folder_of_parts("optimizer", folder)) is not None:
+    if (shard_folder := names.find_shard_folder("optimizer", folder)) is not None:
         state = optimizer_state(model, optimizer, full=False)
-        if os.path.basename(parts_folder) == names.DCP_FOLDER:
-            check_unread_states(state["state"], parts_folder)
-            _unflatten_optimizer_state(_load_parts("optimizer", _flatten_optimizer_state(state), parts_folder), state)
+        if os.path.basename(shard_folder) == names.DCP_FOLDER:
+            check_unread_states(state["state"], shard_folder)
+            _unflatten_optimizer_state(_load_shards("optimizer", _flatten_optimizer_state(state), shard_folder), state)
         else:
-            _load_parts("optimizer", state, parts_folder)
+            _load_shards("optimizer", state, shard_folder)
         state_dict.set_optimizer_state_dict(model, optimizer, state)
-        _remove_unstored(model, optimizer, state, parts_folder)
+        _remove_unstored(model, optimizer, state, shard_folder)
         return
     if has_state_files(FULL_STATE_FILES, "optimizer", folder):
         state = load_torch_file(os.path.join(folder, FULL_STATE_FILES["optimizer"])) if _is_reader() else {}
@@ -205,11 +204,11 @@ def _is_reader() -> bool:
     return not distributed.is_initialized() or distributed.get_rank() == 0
 
 
-# ---- A part from each process ---------------------------------------------------------------------------------------
+# ---- A shard from each process --------------------------------------------------------------------------------------
 
 
-def save_parts(states: dict[str, Any], folder: str, group: Any = None) -> None:
-    """Write this process's part of each state, as transformers does.
+def save_shards(states: dict[str, Any], folder: str, group: Any = None) -> None:
+    """Write this process's shard of each state, as transformers does.
 
     Args:
         states: the states 'model' and 'optimizer'.
@@ -220,7 +219,7 @@ def save_parts(states: dict[str, Any], folder: str, group: Any = None) -> None:
         OSError: the first error of any process.
     """
     for state_name, state in states.items():
-        _save_dcp({state_name: state}, os.path.join(folder, SHARD_FOLDERS[state_name]), group)
+        _save({state_name: state}, os.path.join(folder, SHARD_FOLDERS[state_name]), group)
 
 
 def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, shards: bool = True) -> dict[str, Any]:
@@ -280,7 +279,7 @@ def check_unread_states(state: dict[str, dict[str, Any]], path: str) -> None:
 
     Args:
         state: parameter name → its states that torch reads.
-        path: the folder of parts.
+        path: the folder of shards.
 
     Raises:
         UnsupportedArgument: if other states of these parameters are stored.
@@ -308,7 +307,7 @@ def read_dcp_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optim
     """Read the full optimizer state of an unsharded model, with parameters numbered as in torch.
 
     Args:
-        path: the folder of parts.
+        path: the folder of shards.
         model: the model.
         optimizer: its optimizer. Its current state is ignored: before the first step it may hold other keys.
     """
@@ -353,34 +352,30 @@ def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, is_only_
         group: the process group that coordinates the write; None for the default one.
         is_only_writer: whether only this process writes.
     """
-    path = os.path.join(folder, names.DCP_FOLDER)
-    if is_only_writer:
-        with _unwrap_errors():
-            # `save` accepts `no_dist` only in newer releases; torch's own tool also calls this function.
-            _save_state_dict(states, FileSystemWriter(path), no_dist=True)
-    else:
-        _save_dcp(states, path, group)
+    _save(states, os.path.join(folder, names.DCP_FOLDER), group, is_only_writer=is_only_writer)
 
 
-def _save_dcp(states: dict[str, Any], path: str, group: Any) -> None:
+def _save(states: dict[str, Any], path: str, group: Any, *, is_only_writer: bool = False) -> None:
     with _unwrap_errors():
-        save(states, storage_writer=FileSystemWriter(path), process_group=group)
+        # `save` accepts `no_dist` only in newer releases; torch's own tool also calls this function.
+        no_dist = is_only_writer or not distributed.is_initialized()
+        _save_state_dict(states, FileSystemWriter(path), group, no_dist=no_dist)
 
 
-def load_model_parts(model: nn.Module, folder: str, *, only_trainable: bool = False) -> None:
+def load_model_shards(model: nn.Module, folder: str, *, only_trainable: bool = False) -> None:
     """Load weights in place, whatever number of processes wrote them."""
-    parts_folder = names.folder_of_parts("model", folder)
-    assert parts_folder is not None
-    state = _load_parts("model", model_state(model, full=False, only_trainable=only_trainable), parts_folder)
+    shard_folder = names.find_shard_folder("model", folder)
+    assert shard_folder is not None
+    state = _load_shards("model", model_state(model, full=False, only_trainable=only_trainable), shard_folder)
     state_dict.set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trainable))
 
 
 def holds_optimizer(path: str) -> bool:
-    """Whether a folder of parts holds an optimizer's state."""
+    """Whether a folder of shards holds an optimizer's state."""
     return any(name.startswith("optimizer.") for name in _PartsReader(path).read_metadata().state_dict_metadata)
 
 
-def _load_parts(state_name: str, state: dict[str, Any], path: str) -> dict[str, Any]:
+def _load_shards(state_name: str, state: dict[str, Any], path: str) -> dict[str, Any]:
     reader = _PartsReader(path)
     stored = reader.read_metadata().state_dict_metadata
     # We and torchtitan store the weights under their plain names. Scripts often write {"model": ...}.
@@ -412,30 +407,30 @@ def _unwrap_errors(context: contextlib.AbstractContextManager[None] | None = Non
 
 
 class _PartsReader(FileSystemReader):
-    """torch's reader of a folder of parts.
+    """torch's reader of a folder of shards.
 
     Args:
         folder: the folder.
 
     Raises:
-        UnsafeCheckpoint: if its list of parts holds an object of a class that torch does not write.
+        UnsafeCheckpoint: if its list of shards holds an object of a class that torch does not write.
         DamagedCheckpoint: if the list cannot be read, or names a file that is not in the folder.
     """
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder)
-        path = os.path.join(folder, names.LIST_OF_PARTS)
+        path = os.path.join(folder, names.LIST_OF_SHARDS)
         if not os.path.isfile(path):
             raise DamagedCheckpoint(f"{path} is missing: resume from an older checkpoint.")
-        self._parts: Metadata = read_pickle(path, _ALLOWED)
+        self._metadata: Metadata = read_pickle(path, _ALLOWED)
         with name_file_in_errors(path):
-            _check_list(self._parts, folder)
-        self._parts.storage_meta = StorageMeta(load_id=self.load_id)
+            _check_list(self._metadata, folder)
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
 
     # Without a parameter for the rank, torch does not look for a separate list for each rank.
     def read_metadata(self) -> Metadata:
-        """The list of parts."""
-        return self._parts
+        """The list of shards."""
+        return self._metadata
 
 
 def _check_list(metadata: Any, folder: str) -> None:
@@ -445,12 +440,12 @@ def _check_list(metadata: Any, folder: str) -> None:
     if not isinstance(stored, Mapping) or not all(isinstance(name, str) for name in stored):
         raise TypeError("state_dict_metadata is no dict of names")
     sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
-    for part in metadata.storage_data.values():
-        name = check_file_name(part.relative_path)
+    for shard in metadata.storage_data.values():
+        name = check_file_name(shard.relative_path)
         if name not in sizes:
             raise ValueError(f"{name!r} is missing")
-        if not 0 <= part.offset <= part.offset + part.length <= sizes[name]:
-            raise ValueError(f"{name!r} has {sizes[name]} bytes, too few for {part}")
+        if not 0 <= shard.offset <= shard.offset + shard.length <= sizes[name]:
+            raise ValueError(f"{name!r} has {sizes[name]} bytes, too few for {shard}")
 
 
 # ---- Optimizer states of models that are not sharded ----------------------------------------------------------------

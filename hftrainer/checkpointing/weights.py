@@ -31,8 +31,8 @@ MAX_SHARD_SIZE = "5GB"
 _ADAPTERS = (names.ADAPTER_SAFE_WEIGHTS_NAME, names.ADAPTER_WEIGHTS_NAME)
 #: DeepSpeed's files that name the folder with the newest states.
 _LATEST, _UNIVERSAL = "latest", "latest_universal"
-#: File name of a process's part of parameters or optimizer states: the rank, and the suffix shared by all ranks.
-_PART = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_(\w+\.pt)$")
+#: File name of a process's shard of parameters or optimizer states: the rank, and the suffix shared by all ranks.
+_SHARD_NAME = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_(\w+\.pt)$")
 _MODEL_STATES = "model_states.pt"
 
 
@@ -147,17 +147,17 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    has_fsdp_files = bool(names.folder_of_parts("model", folder)) or has_state_files(FULL_STATE_FILES, "model", folder)
-    return has_fsdp_files or has_deepspeed_parts(folder) or bool(weights_files(folder) or _adapter_folders(folder))
+    has_fsdp = bool(names.find_shard_folder("model", folder)) or has_state_files(FULL_STATE_FILES, "model", folder)
+    return has_fsdp or has_deepspeed_shards(folder) or bool(weights_files(folder) or _adapter_folders(folder))
 
 
 def missing_shard(folder: str) -> str | None:
-    """The first missing shard or part of the weights; None if none is missing."""
-    lists = [os.path.join(folder, parts, names.LIST_OF_PARTS) for parts in SHARD_FOLDERS.values()]
-    if any(name.endswith(names.PART_SUFFIX) for name in _list_folder(os.path.join(folder, names.DCP_FOLDER))):
-        lists.append(os.path.join(folder, names.DCP_FOLDER, names.LIST_OF_PARTS))
+    """The first missing shard of the weights, by their index or of a process; None if none is missing."""
+    lists = [os.path.join(folder, name, names.LIST_OF_SHARDS) for name in SHARD_FOLDERS.values()]
+    if any(name.endswith(names.SHARD_SUFFIX) for name in _list_folder(os.path.join(folder, names.DCP_FOLDER))):
+        lists.append(os.path.join(folder, names.DCP_FOLDER, names.LIST_OF_SHARDS))
     required = [*weights_files(folder), *(path for path in lists if os.path.isdir(os.path.dirname(path)))]
-    return next((path for path in required if not os.path.isfile(path)), None) or missing_deepspeed_part(folder)
+    return next((path for path in required if not os.path.isfile(path)), None) or missing_deepspeed_shard(folder)
 
 
 class LoadResult(NamedTuple):
@@ -176,16 +176,16 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
     """Load the weights in `folder` into `model`, in place.
 
     Returns:
-        Missing and unexpected weights; None for adapters and parts, where all must match.
+        Missing and unexpected weights; None for adapters and shards, where all must match.
 
     Raises:
         CheckpointNotFound: if there are no weights.
     """
-    if names.folder_of_parts("model", folder) is not None:
+    if names.find_shard_folder("model", folder) is not None:
         # Imported late, since the module imports torch's FSDP.
-        from hftrainer.checkpointing.sharded import load_model_parts
+        from hftrainer.checkpointing.sharded import load_model_shards
 
-        load_model_parts(model, folder, only_trainable=libraries.is_peft(model))
+        load_model_shards(model, folder, only_trainable=libraries.is_peft(model))
     elif paths := weights_files(folder):
         expected = model.state_dict(keep_vars=True).keys()
         is_transformers_model = libraries.is_transformers_model(model)
@@ -229,7 +229,7 @@ def weights_files(
 
 
 def plain_files(folder: str) -> list[str]:
-    """The files with all weights, or all adapters; empty if the weights are in parts."""
+    """The files with all weights, or all adapters; empty if the weights are in shards."""
     return weights_files(folder, (names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME, *_ADAPTERS, FULL_STATE_FILES["model"]))
 
 
@@ -246,8 +246,7 @@ def list_shards(index: str) -> list[str]:
 
 
 def _read_index(path: str) -> dict[str, Any]:
-    index: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    return index
+    return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def _adapter_folders(folder: str) -> dict[str | None, str]:
@@ -310,7 +309,7 @@ def _load_adapters(model: Any, adapters: dict[str | None, str]) -> None:
         model.load_adapter(path, adapter, is_trainable=is_known, autocast_adapter_dtype=not is_known)
 
 
-# ---- Parts in DeepSpeed's files, read without DeepSpeed --------------------------------------------------------------
+# ---- Shards in DeepSpeed's files, read without DeepSpeed -------------------------------------------------------------
 
 
 def has_deepspeed_states(folder: str, *, universal: bool = False) -> bool:
@@ -336,13 +335,13 @@ def write_tag(folder: str, tag: str) -> None:
     Path(folder, _LATEST).write_text(tag, encoding="utf-8")
 
 
-def has_deepspeed_parts(folder: str) -> bool:
+def has_deepspeed_shards(folder: str) -> bool:
     """Whether a checkpoint holds model states in a folder that a `latest` file names."""
     tags = (read_tag(folder, universal=universal) for universal in (False, True))
     return any(name.endswith(_MODEL_STATES) for tag in tags if tag for name in _list_folder(os.path.join(folder, tag)))
 
 
-def missing_deepspeed_part(folder: str) -> str | None:
+def missing_deepspeed_shard(folder: str) -> str | None:
     """The first missing file of DeepSpeed's states; None if the states are complete or absent."""
     if not (tag := read_tag(folder)):
         return None
@@ -351,10 +350,10 @@ def missing_deepspeed_part(folder: str) -> str | None:
         return None
     if not any(name.endswith(_MODEL_STATES) for name in file_names):
         return os.path.join(states, f"mp_rank_00_{_MODEL_STATES}")
-    # Expect every kind of part that any rank has written from each rank up to the highest.
-    parts = [(name, match) for name in file_names if (match := _PART.match(name))]
-    kinds = sorted({(name[: match.start(1)], match[2]) for name, match in parts})
-    ranks = range(1 + max((int(match[1]) for _, match in parts), default=-1))
+    # Expect every kind of shard that any rank has written from each rank up to the highest.
+    shards = [(name, match) for name in file_names if (match := _SHARD_NAME.match(name))]
+    kinds = sorted({(name[: match.start(1)], match[2]) for name, match in shards})
+    ranks = range(1 + max((int(match[1]) for _, match in shards), default=-1))
     expected = (f"{prefix}{rank}_{suffix}" for rank in ranks for prefix, suffix in kinds)
     return next((os.path.join(states, name) for name in expected if name not in file_names), None)
 

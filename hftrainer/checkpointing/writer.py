@@ -198,7 +198,7 @@ class CheckpointWriter:
     _current: CheckpointInProgress | None = None
     _pending: CheckpointInProgress | None = None
     _uses_other_thread: bool = False
-    _part_future: Future[None] | None = None
+    _shard_future: Future[None] | None = None
     _thread: ThreadPoolExecutor = field(default_factory=_make_thread)
     _copies: files.HostCopies = field(default_factory=files.HostCopies)
     _process: WriterProcess | None = None
@@ -236,7 +236,7 @@ class CheckpointWriter:
                 try:
                     yield str(current.folder.staging)
                 except BaseException:
-                    self.wait_for_part()
+                    self.wait_for_shard()
                     raise
                 finally:
                     self._current = None
@@ -254,9 +254,9 @@ class CheckpointWriter:
     def _publish_checkpoint(self, current: CheckpointInProgress) -> None:
         """Run the deferred writes, rename the folder, and call `on_complete`."""
         with current.discard_partial_on_error():
-            if self._part_future is not None:
-                # All processes finish their parts together.
-                self._part_future.result()
+            if self._shard_future is not None:
+                # All processes finish their shards together.
+                self._shard_future.result()
             self._write_deferred(current)
             self.script_files.copy_to(current.folder)
             current.folder.publish(current.known_entries)
@@ -343,24 +343,24 @@ class CheckpointWriter:
         else:
             write(values)
 
-    def write_part(self, write: Callable[[Any], None], values: Any) -> None:
-        """Write this process's part with `write(values)`, now or in the background.
+    def write_shard(self, write: Callable[[Any], None], values: Any) -> None:
+        """Write this process's shard with `write(values)`, now or in the background.
 
-        Every process calls it for each checkpoint, in a block of `checkpoint` or `report_part_errors`.
+        Every process calls it for each checkpoint, in a block of `checkpoint` or `report_shard_errors`.
         """
         if self.is_async:
-            self._part_future = start_in_thread(functools.partial(write, self._copies.copy(values)))
+            self._shard_future = start_in_thread(functools.partial(write, self._copies.copy(values)))
         else:
             write(values)
 
-    def wait_for_part(self) -> None:
-        """Wait until this process's part is written. All processes get the same errors; rank 0 reports them."""
-        if self._part_future is not None:
-            wait([self._part_future])
+    def wait_for_shard(self) -> None:
+        """Wait until this process's shard is written. All processes get the same errors; rank 0 reports them."""
+        if self._shard_future is not None:
+            wait([self._shard_future])
 
     def _begin_checkpoint(self) -> None:
         self.wait()
-        self._part_future = None
+        self._shard_future = None
         self._copies.begin()
 
     @contextlib.contextmanager
@@ -375,7 +375,7 @@ class CheckpointWriter:
         finally:
             self._uses_other_thread = False
 
-    def report_part_errors(self, path: str) -> contextlib.AbstractContextManager[None]:
+    def report_shard_errors(self, path: str) -> contextlib.AbstractContextManager[None]:
         """A context in which ranks other than 0 write into the checkpoint.
 
         It reports storage errors as `checkpoint` does.
@@ -395,7 +395,7 @@ class CheckpointWriter:
         Raises:
             CheckpointNotWritten: with `stop_on_error`, if it could not be written.
         """
-        self.wait_for_part()
+        self.wait_for_shard()
         pending, self._pending = self._pending, None
         if pending is None or pending.publication is None:
             return

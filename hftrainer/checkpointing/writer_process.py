@@ -47,8 +47,8 @@ serve_calls(int(sys.argv[2]), int(sys.argv[3]))
 
 
 @dataclass
-class _Part:
-    """A part of the shared memory: offset in the file, mapping, and pinned storage if any."""
+class _Region:
+    """A region of the shared memory: offset in the file, mapping, and pinned storage if any."""
 
     start: int
     mapping: mmap.mmap
@@ -58,8 +58,8 @@ class _Part:
 class SharedCopies(HostCopies):
     """Copies of states in an anonymous file, which another process can map.
 
-    Each call of `copy` gets a part of the file of the size that it needs. The next checkpoint reuses the parts. A call
-    that needs more gets a new part, and the memory of the old one is released.
+    Each call of `copy` gets a region of the size that it needs in the file. The next checkpoint reuses the regions. A
+    call that needs more gets a new region, and the memory of the old one is released.
 
     Attributes:
         descriptor: the descriptor of the file.
@@ -70,7 +70,7 @@ class SharedCopies(HostCopies):
         self.descriptor = os.memfd_create("checkpoint")
         self._finalizer = weakref.finalize(self, os.close, self.descriptor)
         self._places: dict[int, tuple[int, int]] = {}
-        self._parts: list[_Part] = []
+        self._regions: list[_Region] = []
         self._length = self._end = 0
 
     def begin(self) -> None:
@@ -89,25 +89,25 @@ class SharedCopies(HostCopies):
     def _reserve_memory(self, sizes: list[int]) -> None:
         super()._reserve_memory(sizes)
         length = max(sum(_align(size) for size in sizes), 1)
-        if self._used_buffers == len(self._parts) or len(self._parts[self._used_buffers].mapping) < length:
+        if self._used_buffers == len(self._regions) or len(self._regions[self._used_buffers].mapping) < length:
             start, length = self._length, _align(length, mmap.ALLOCATIONGRANULARITY)
             self._length += length
             os.ftruncate(self.descriptor, self._length)
-            for old_part in self._parts[self._used_buffers : self._used_buffers + 1]:
-                old_part.pinned = None
-                old_part.mapping.madvise(mmap.MADV_REMOVE)
-            part = _Part(start, mmap.mmap(self.descriptor, length, offset=start))
-            self._parts[self._used_buffers : self._used_buffers + 1] = [part]
+            for old_region in self._regions[self._used_buffers : self._used_buffers + 1]:
+                old_region.pinned = None
+                old_region.mapping.madvise(mmap.MADV_REMOVE)
+            region = _Region(start, mmap.mmap(self.descriptor, length, offset=start))
+            self._regions[self._used_buffers : self._used_buffers + 1] = [region]
         self._used_buffers += 1
         self._end = 0
 
     def _next_buffer(self, size: int, *, pinned: bool) -> torch.UntypedStorage:
-        part = self._parts[self._used_buffers - 1]
-        if pinned and part.pinned is None:
-            part.pinned = _map_storage(part.mapping, 0, len(part.mapping))
-            self._pin_buffer(part.pinned)
-        storage = _map_storage(part.mapping, self._end, size)
-        self._places[storage.data_ptr()] = (part.start + self._end, size)
+        region = self._regions[self._used_buffers - 1]
+        if pinned and region.pinned is None:
+            region.pinned = _map_storage(region.mapping, 0, len(region.mapping))
+            self._pin_buffer(region.pinned)
+        storage = _map_storage(region.mapping, self._end, size)
+        self._places[storage.data_ptr()] = (region.start + self._end, size)
         self._end += _align(size)
         return storage
 
@@ -207,8 +207,7 @@ class WriterProcess:
         self._has_answered = True
         if isinstance(answer, BaseException):
             raise answer
-        entries: dict[str, Entry] = answer
-        return entries
+        return answer
 
     def _start_process(self) -> None:
         parent_end, child_end = Pipe()

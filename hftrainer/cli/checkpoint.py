@@ -137,19 +137,19 @@ def _strategy(folder: str) -> tuple[str, str]:
     from hftrainer.checkpointing import names
     from hftrainer.checkpointing.weights import has_weights, read_tag
 
-    if os.path.isfile(os.path.join(folder, names.DCP_FOLDER, names.LIST_OF_PARTS)):
+    if os.path.isfile(os.path.join(folder, names.DCP_FOLDER, names.LIST_OF_SHARDS)):
         return "in torch's distributed format (dcp)", "any number of processes, with DDP, FSDP or neither"
     if names.has_state_files(names.SHARD_FOLDERS, "model", folder):
-        return "a part from each process, by FSDP", "any number of processes"
+        return "a shard from each process, by FSDP", "any number of processes"
     if os.path.isfile(os.path.join(folder, "latest")):
         tag = read_tag(folder)
         convert = f"ds_to_universal --input_folder {folder}/{tag} --output_folder {folder}/universal"
         return (
-            "a part from each process, by DeepSpeed",
+            "a shard from each process, by DeepSpeed",
             f"as many processes, or after python -m deepspeed.checkpoint.{convert}",
         )
     if not has_weights(folder):
-        return "a part from each process", "as many processes, with the same strategy"
+        return "a shard from each process", "as many processes, with the same strategy"
     return "whole, in one file or several", "any number of processes, with DDP, FSDP or neither"
 
 

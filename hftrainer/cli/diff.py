@@ -193,7 +193,7 @@ def _data_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Compar
 
 
 def _weight_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, ComparedValues]]:
-    """Pairs of tensors, from the newest checkpoints in `saved` whose weights are not in parts."""
+    """Pairs of tensors, from the newest checkpoints in `saved` whose weights are not in shards."""
     from hftrainer.base.safe_loading import read_weights
     from hftrainer.checkpointing.weights import plain_files
 

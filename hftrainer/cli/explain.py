@@ -1,4 +1,4 @@
-"""`python -m hftrainer explain`: how hftrainer handles training arguments, from the command line or a script."""
+"""`python -m hftrainer explain`: prints the `Explanation` of arguments from the command line or from a script."""
 
 from __future__ import annotations
 

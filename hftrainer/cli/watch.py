@@ -86,12 +86,12 @@ def _console() -> Console:
     Raises:
         MissingPackage: if rich is not installed.
     """
-    from hftrainer.errors import MissingPackage, unless_absent
+    from hftrainer.errors import MissingPackage, cause_if_installed
 
     try:
         from rich.console import Console
     except ImportError as error:
-        raise MissingPackage("watch needs rich: pip install 'hftrainer[watch]'") from unless_absent(error)
+        raise MissingPackage("watch needs rich: pip install 'hftrainer[watch]'") from cause_if_installed(error)
     return Console()
 
 

@@ -1,1 +1,1 @@
-"""From dataset to micro-batch: collators, column removal, samplers, and windows of micro-batches."""
+"""From dataset to micro-batch: collators, samplers, loaders, accumulation windows, and the position in the data."""

@@ -18,7 +18,7 @@ from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import libraries
 from hftrainer.data.mixture import MixtureBatchSampler
 from hftrainer.data.randomness import cpu_rng_state, restore_cpu_rng_state, seed_cpu
-from hftrainer.data.samplers import StreamWrapper, set_epoch, settings_of
+from hftrainer.data.samplers import EpochSampler, StreamWrapper, set_epoch, settings_of
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def count_complete_samples(samples: int, size: int, drop_last: bool) -> int:
     return (samples // size if drop_last else -(-samples // size)) * size
 
 
-class GlobalBatchSampler(Sampler[int]):
+class GlobalBatchSampler(EpochSampler, Sampler[int]):
     """A sampler of complete global batches, in the same order on all ranks of any run.
 
     Args:
@@ -62,7 +62,6 @@ class GlobalBatchSampler(Sampler[int]):
 
     def __init__(self, sampler: Any, size: int, drop_last: bool, seed: int) -> None:
         self.sampler, self.size, self.drop_last, self.seed = sampler, size, drop_last, seed
-        self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
         states = cpu_rng_state()
@@ -78,7 +77,7 @@ class GlobalBatchSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
-        self.epoch = epoch
+        super().set_epoch(epoch)
         set_epoch(self.sampler, epoch)
 
 

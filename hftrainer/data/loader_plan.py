@@ -1,4 +1,4 @@
-"""Plans the data and the collective operations of each process's loader."""
+"""Plans what the loader of each process reads, and which collective operations it needs."""
 
 from __future__ import annotations
 

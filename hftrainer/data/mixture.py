@@ -21,7 +21,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset, IterableDataset, Sampler
 
 from hftrainer.compat.overrides import has_length
-from hftrainer.data.samplers import set_epoch
+from hftrainer.data.samplers import EpochSampler, set_epoch
 from hftrainer.errors import InvalidArgument, suggest
 
 #: Optimizer step, counted from 0 → the share of each source, as an array.
@@ -57,8 +57,7 @@ class MixtureDataset(ConcatDataset[Any]):
         first = end - len(source)
         if not hasattr(source, "__getitems__") or not all(first <= index < end for index in indices):
             return [self[index] for index in indices]
-        samples: list[Any] = source.__getitems__([index - first for index in indices])
-        return samples
+        return source.__getitems__([index - first for index in indices])
 
 
 class MixtureStream(IterableDataset[Any]):
@@ -282,7 +281,7 @@ class SourceOrder:
         return indices
 
 
-class MixtureBatchSampler(Sampler[list[int]]):
+class MixtureBatchSampler(EpochSampler, Sampler[list[int]]):
     """Yields the micro-batches of all processes. Each epoch has complete optimizer steps.
 
     Args:
@@ -301,7 +300,6 @@ class MixtureBatchSampler(Sampler[list[int]]):
         self.sources, self.plan, self.batch_size, self.seed = sources, plan, batch_size, seed
         step_samples = batch_size * plan.micro_batches
         self.steps = -(-sum(map(len, sources.values())) // step_samples)
-        self.epoch = 0
 
     def __len__(self) -> int:
         return self.steps * self.plan.micro_batches
@@ -314,10 +312,6 @@ class MixtureBatchSampler(Sampler[list[int]]):
         for _ in repeat(None, self.steps):
             for source, offset in plan.next_step():
                 yield orders[source].take_indices(offset * self.batch_size, self.batch_size)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration."""
-        self.epoch = epoch
 
 
 def group_by_column(values: Sequence[Any]) -> dict[str, Sequence[int]]:

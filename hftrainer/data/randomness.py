@@ -8,7 +8,6 @@ import logging
 import os
 import pickle
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -80,9 +79,6 @@ class RandomGenerators:
         owners = self._owners_by_path()
         for path, state in held.items():
             owner, _, name = path.rpartition(".")
-            # Until 0.1, paths contained our wrappers of batch samplers.
-            if owner not in owners:
-                owner = re.sub(r"(\.batch_sampler)+", r"\1", owner)
             if owner not in owners:
                 logger.warning("The checkpoint has a random state for %s, which does not exist in this run.", path)
                 continue

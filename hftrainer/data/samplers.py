@@ -57,11 +57,20 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 def seed_of_order(args: Any) -> int:
     """The seed of the sample order: `data_seed`, or `seed` if `data_seed` is None."""
-    seed: int = args.seed if args.data_seed is None else args.data_seed
-    return seed
+    return args.seed if args.data_seed is None else args.data_seed
 
 
-class SeedableRandomSampler(RandomSampler):
+class EpochSampler:
+    """A sampler whose order depends on the epoch, counted from 0."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
+        self.epoch = epoch
+
+
+class SeedableRandomSampler(EpochSampler, RandomSampler):
     """A random sampler whose order depends only on seed and epoch, not on earlier draws.
 
     Args:
@@ -75,17 +84,12 @@ class SeedableRandomSampler(RandomSampler):
     def __init__(self, data_source: Any, seed: int, **kwargs: Any) -> None:
         super().__init__(data_source, **kwargs)
         self.seed = seed
-        self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
         if self.generator is None:
             self.generator = torch.Generator()
         self.generator.manual_seed(self.seed + self.epoch)
         yield from super().__iter__()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation of `epoch`."""
-        self.epoch = epoch
 
 
 class BatchSamplerWrapper(BatchSampler):
@@ -310,6 +314,8 @@ class EvenBatchSampler(BatchSamplerWrapper):
         super().__init__(batch_sampler)
         self.shard_spec = shard_spec
         self.split, self.even = split, even
+        self._batch_size: int | None = getattr(batch_sampler, "batch_size", None)
+        self._drops_last: bool = getattr(batch_sampler, "drop_last", False)
         if not even and not self._drops_last and not self._divides_evenly():
             raise UnsupportedArgument(
                 f"accelerator_config['even_batches']=False: the {shard_spec.processes} processes would get different "
@@ -364,14 +370,6 @@ class EvenBatchSampler(BatchSamplerWrapper):
         assert size is not None
         remainder = len(sampler) % size if has_length(sampler) else 1  # type: ignore[arg-type]
         return not remainder or remainder > size - size // self.shard_spec.processes
-
-    @property
-    def _batch_size(self) -> int | None:
-        return getattr(self.batch_sampler, "batch_size", None)
-
-    @property
-    def _drops_last(self) -> bool:
-        return getattr(self.batch_sampler, "drop_last", False)
 
     def __len__(self) -> int:
         if self.split:

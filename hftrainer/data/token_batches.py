@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from hftrainer.data.samplers import EpochSampler
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
 #: Maximum padding in an epoch, as a share of all tokens, and maximum number of buckets, which has priority.
@@ -40,7 +41,7 @@ def choose_boundaries(lengths: np.ndarray) -> list[int]:
     return [int(ends[index]) for index in reversed(end_indices)]
 
 
-class TokenBatchSampler(Sampler[list[int]]):
+class TokenBatchSampler(EpochSampler, Sampler[list[int]]):
     """Yields batches of samples of similar lengths, with at most `budget` tokens including padding.
 
     Each epoch shuffles the samples of a bucket and the order of the batches. The number of batches does not change.
@@ -62,7 +63,7 @@ class TokenBatchSampler(Sampler[list[int]]):
     def __init__(
         self, lengths: Sequence[int], budget: int, seed: int, *, drop_last: bool = False, complete: bool = False
     ) -> None:
-        self.lengths, self.budget, self.seed, self.epoch = np.asarray(lengths), budget, seed, 0
+        self.lengths, self.budget, self.seed = np.asarray(lengths), budget, seed
         self.drop_last, self.complete = drop_last, complete
         longest = int(self.lengths.argmax())
         if self.lengths[longest] > budget:
@@ -102,10 +103,6 @@ class TokenBatchSampler(Sampler[list[int]]):
                 order += order[: size - remainder]
             batches += [order[start : start + size] for start in range(0, len(order), size)]
         return batches
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of `epoch`."""
-        self.epoch = epoch
 
 
 class PackedBatchSampler(TokenBatchSampler):

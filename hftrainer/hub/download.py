@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -27,24 +28,21 @@ _REASONS = {
 }
 
 
-def download_checkpoint(
-    reference: str, token: str | None = None, *, hub_model_id: str | None = None, hub_revision: str | None = None
-) -> str:
+def download_checkpoint(reference: str, args: Any) -> str:
     """Download a checkpoint unless it is cached, and return its local folder.
 
     Args:
         reference: `hub:owner/name`, optionally followed by `@revision`, for `last-checkpoint` or, without one, the
             `checkpoint-xxx` with the most steps; `hub:owner/name/checkpoint-500` for that checkpoint.
-        token: a token with read access; None for that of `hf auth login`.
-        hub_model_id: the repository of the run.
-        hub_revision: the branch of the run; the default revision if the reference names the same repository.
+        args: the training arguments, with a token, and the run's own repository and branch. If the reference names
+            that repository, this branch is the default revision.
 
     Raises:
         CheckpointNotFound: if the checkpoint does not exist or cannot be downloaded.
     """
     match = _parse_reference(reference)
-    repo_id, folder = match["id"], match["folder"]
-    revision = match["revision"] or (hub_revision if repo_id == hub_model_id else None)
+    repo_id, folder, token = match["id"], match["folder"], args.hub_token
+    revision = match["revision"] or (args.hub_revision if repo_id == args.hub_model_id else None)
     try:
         files, is_offline = _list_files(repo_id, revision, token)
         folder = folder or _newest_checkpoint(files)

@@ -1,1 +1,1 @@
-"""Inspecting a model, and the changes that arguments make to it."""
+"""Inspects a model, and makes the changes to it that arguments request."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hftrainer.compat import libraries
-from hftrainer.errors import InvalidArgument, MissingMethod, MissingPackage, suggest, unless_absent
+from hftrainer.errors import InvalidArgument, MissingMethod, MissingPackage, cause_if_installed, suggest
 from hftrainer.hf_argparser import string_to_bool
 from hftrainer.training_args import TrainingArguments
 
@@ -153,7 +153,7 @@ def apply_liger_kernel(model: Any, config: dict[str, Any] | None) -> None:
     except ImportError as error:
         raise MissingPackage(
             f"use_liger_kernel=True needs liger-kernel ({error}): pip install liger-kernel, on a machine with a GPU."
-        ) from unless_absent(error)
+        ) from cause_if_installed(error)
     bare_model = libraries.unwrap_peft(model)
     if not libraries.is_transformers_model(bare_model):
         name = type(bare_model).__name__

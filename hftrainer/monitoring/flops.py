@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from torch.utils.module_tracker import ModuleTracker
 
 from hftrainer.plugins import lightning_adapter
 
@@ -19,11 +20,12 @@ class _CountingMode(TorchDispatchMode):
     """
 
     total = 0
+    _tracker = ModuleTracker()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         # In backward, only activation checkpointing enables gradients, to recompute a part of forward.
-        is_repeated = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        is_repeated = self._tracker.is_bw and torch.is_grad_enabled()
         if not is_repeated and (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=result)
         return result

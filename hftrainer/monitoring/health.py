@@ -13,18 +13,16 @@ import math
 import os
 import shutil
 import socket
-import socketserver
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from hftrainer.arguments.choices import read_address
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
+from hftrainer.errors import InvalidArgument, MissingPackage, cause_if_installed
 from hftrainer.parallel.processes import Processes
 
 _GetState = Callable[[], TrainerState]
@@ -120,15 +118,6 @@ class Heartbeat:
             return None
         longest = self._longest[self.phase]
         return _SLOW_LIMIT if self._is_slow or not longest else max(_SHORTEST_LIMIT, _LIMIT_PER_PAUSE * longest)
-
-
-class NoHeartbeat(Heartbeat):
-    """Takes the place of `Heartbeat` in a run without `metrics_port`."""
-
-    __slots__ = ()
-
-    def beat(self, is_slow: bool = False) -> None:
-        """Do nothing."""
 
 
 class _Recorder(threading.Thread):
@@ -324,17 +313,6 @@ def _stack(rank: dict[str, Any]) -> str:
     return ""
 
 
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """Answers each request in a separate thread."""
-
-    daemon_threads = True
-
-
-class _QuietHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing for a request."""
-
-
 @contextlib.contextmanager
 def _run_server(address: int | str, reporter: _Reporter) -> Iterator[None]:
     """Serve `/health` and `/metrics` during the block.
@@ -344,15 +322,21 @@ def _run_server(address: int | str, reporter: _Reporter) -> Iterator[None]:
         MissingPackage: if prometheus_client is not installed.
     """
     try:
-        from prometheus_client import CollectorRegistry, make_wsgi_app
+        from prometheus_client import CollectorRegistry, start_wsgi_server
     except ImportError as error:
         raise MissingPackage(
             "metrics_port needs prometheus_client: pip install 'hftrainer[metrics]'"
-        ) from unless_absent(error)
+        ) from cause_if_installed(error)
     host, port = read_address(address)
     registry = CollectorRegistry()
     registry.register(reporter)
-    metrics = make_wsgi_app(registry)
+    try:
+        server, _ = start_wsgi_server(port, host, registry)
+    except OSError as error:
+        raise InvalidArgument(
+            f"metrics_port={address!r}: cannot listen on {host}:{port} ({error.strerror}). Use another port."
+        ) from error
+    metrics: Any = server.get_app()
 
     def answer(request: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if request["PATH_INFO"] != "/health":
@@ -362,14 +346,7 @@ def _run_server(address: int | str, reporter: _Reporter) -> Iterator[None]:
         start_response(status, [("Content-Type", "application/json")])
         return [json.dumps(report).encode()]
 
-    try:
-        _Server.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        server = make_server(host, port, answer, _Server, _QuietHandler)
-    except OSError as error:
-        raise InvalidArgument(
-            f"metrics_port={address!r}: cannot listen on {host}:{port} ({error.strerror}). Use another port."
-        ) from error
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server.set_app(answer)
     try:
         yield
     finally:
@@ -395,7 +372,7 @@ def serve_health(args: Any, processes: Processes, state: _GetState, last_checkpo
         MissingPackage: on all ranks, if a rank that serves has no prometheus_client.
     """
     if (address := args.metrics_port) is None:
-        yield NoHeartbeat()
+        yield Heartbeat()
         return
     folder, rank = Path(args.output_dir, HEALTH_FOLDER), processes.rank
     ranks = range(processes.world_size) if rank == 0 else range(rank, rank + processes.local_world_size)

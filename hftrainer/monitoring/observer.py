@@ -1,4 +1,4 @@
-"""Measures a run between its log lines (`observe`): speeds, time by activity, memory and MFU; and warns."""
+"""Measures a run between its log lines (`observe`): speeds, time by activity, memory, MFU; warns of slow steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Observer(TrainerCallback):
     """A callback that measures the intervals between log lines. `RunMonitors` reports micro-batches and phases to it.
 
     Args:
-        observed_parts: what to observe, from `OBSERVE_PARTS`.
+        observations: what to observe, from `OBSERVE_PARTS` of `arguments.choices`.
         seconds: returns 'evaluation' and 'saving' → seconds since the run started.
         waits: returns the causes of waits for data, as in `_REMEDIES` → seconds since the run started.
         sum_over_data: sums a number over the ranks with distinct batches; a collective operation.
@@ -52,7 +52,7 @@ class Observer(TrainerCallback):
 
     def __init__(
         self,
-        observed_parts: frozenset[str],
+        observations: frozenset[str],
         seconds: Callable[[], Mapping[str, float]],
         waits: Callable[[], Mapping[str, float]],
         sum_over_data: Callable[[int], int],
@@ -60,13 +60,13 @@ class Observer(TrainerCallback):
         journal: Journal,
         facts: Mapping[str, Any],
     ) -> None:
-        self.observed_parts, self.journal, self.flops = observed_parts, journal, flops
+        self.observations, self.journal, self.flops = observations, journal, flops
         self._seconds, self._waits, self._sum_over_data, self._facts = seconds, waits, sum_over_data, facts
         self._samples = self._tokens = self._first_elements = self._step = self._written_step = 0
         self._median_step_seconds: float | None = None
         self._has_warned_of_data = False
         self._handler = _JournalHandler(self)
-        samples_memory = "memory" in observed_parts and devices.memory_peak() is None
+        samples_memory = "memory" in observations and devices.memory_peak() is None
         self._next_sample = 0.0 if samples_memory else math.inf
         self._begin_interval(self._read_counters())
         self._written_counters = self._start_counters
@@ -94,16 +94,16 @@ class Observer(TrainerCallback):
         differences = {name: value - self._start_counters.get(name, 0.0) for name, value in counters.items()}
         training_seconds = _step_seconds(differences)
         values: dict[str, float] = {}
-        if "speed" in self.observed_parts and self._steps_in_interval:
+        if "speed" in self.observations and self._steps_in_interval:
             rates = {
                 name: self._sum_over_data(int(differences[name])) / training_seconds for name in ("tokens", "samples")
             }
             values = {f"{name}_per_second": rate for name, rate in rates.items() if rate}
             values["step_seconds"] = training_seconds / self._steps_in_interval
-        if "time" in self.observed_parts:
+        if "time" in self.observations:
             shares = {"data_wait": "data", "eval_share": "evaluation", "save_share": "saving"}
             values |= {name: differences[part] / differences["time"] for name, part in shares.items()}
-        if "memory" in self.observed_parts:
+        if "memory" in self.observations:
             values["peak_memory_mb"] = self._pop_memory_peak() / 1e6
         if self.flops is not None and (operations := self.flops.counted_operations):
             elements = differences["tokens"] or differences["samples"]
@@ -204,7 +204,7 @@ class Observer(TrainerCallback):
     # ---- Warnings ----------------------------------------------------------------------------------------------
 
     def _check_step(self, seconds: float) -> None:
-        if self._median_step_seconds is None or "warnings" not in self.observed_parts:
+        if self._median_step_seconds is None or "warnings" not in self.observations:
             return
         if seconds > max(_SLOW_FACTOR * self._median_step_seconds, _SLOW_SECONDS):
             times = seconds / self._median_step_seconds
@@ -215,7 +215,7 @@ class Observer(TrainerCallback):
     def _check_data(self, seconds: Mapping[str, float]) -> None:
         """Warn once if steps wait for data more than half of their time, and name the main cause."""
         share = seconds["data"] / _step_seconds(seconds)
-        if share > 0.5 and "warnings" in self.observed_parts and not self._has_warned_of_data:
+        if share > 0.5 and "warnings" in self.observations and not self._has_warned_of_data:
             cause = max(self._waits(), key=lambda name: seconds[name])
             text = "Steps wait for data %.0f %% of the time, mostly for %s: %s."
             logger.warning(text, 100 * share, cause, _REMEDIES[cause])

@@ -31,11 +31,9 @@ class Requests:
 
     Args:
         folder: the run's `output_dir`.
-        save_minutes: minutes between two saves, or None.
-        eval_minutes: minutes between two evaluations, or None.
+        args: the training arguments.
         since_evaluation: for a resumed run, seconds between the last evaluation and the checkpoint.
         can_evaluate: whether the run has an evaluation set.
-        saves: whether the run saves checkpoints, so that 'stop' saves one.
 
     Attributes:
         has_stopped: whether a request has stopped the run.
@@ -43,21 +41,13 @@ class Requests:
 
     has_stopped = False
 
-    def __init__(
-        self,
-        folder: str,
-        save_minutes: float | None,
-        eval_minutes: float | None,
-        since_evaluation: float,
-        *,
-        can_evaluate: bool,
-        saves: bool,
-    ) -> None:
+    def __init__(self, folder: str, args: Any, since_evaluation: float, *, can_evaluate: bool) -> None:
         self._folder = Path(folder, FOLDER)
-        self._minutes = {"saving": save_minutes, "evaluation": eval_minutes}
+        self._minutes = {"saving": args.save_minutes, "evaluation": args.eval_minutes}
         now = time.monotonic()
         self._last_times = {"saving": now, "evaluation": now - since_evaluation}
-        self._can_evaluate, self._saves = can_evaluate, saves
+        # 'stop' saves a checkpoint, unless the run saves none.
+        self._can_evaluate, self._saves = can_evaluate, args.save_strategy != "no"
         self._next_poll = now
         self._profile: _Profile | None = None
         # Requests to an earlier run.

@@ -1,1 +1,1 @@
-"""Optimizers and schedules that torch lacks."""
+"""Optimizers that torch lacks, and parameter groups that arguments select."""

@@ -6,7 +6,6 @@ import fnmatch
 import inspect
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -19,23 +18,12 @@ from hftrainer.errors import suggest
 _FLAT = "FSDP1 has flattened the parameters: set fsdp_config['use_orig_params']=True, or use FSDP2."
 
 
-@dataclass
-class Selection:
-    """The parameter groups of the entries, and the errors in the entries.
-
-    Attributes:
-        groups: a dict for each group, as torch accepts them; parameters without an entry are in no group.
-        problems: the errors, a sentence each.
-    """
-
-    groups: list[dict[str, Any]]
-    problems: list[str]
-
-
 def select_groups(
     model: nn.Module, decayed_names: list[str], entries: list[dict[str, Any]], learning_rate: float, weight_decay: float
-) -> Selection:
-    """The parameter groups of the entries. A parameter joins the first entry that matches.
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The parameter groups of the entries, and the errors in the entries.
+
+    A parameter joins the first entry that matches; those without an entry are in no group.
 
     Args:
         model: the model, wrapped or not.
@@ -47,7 +35,8 @@ def select_groups(
     named_parameters = {bare_name(name): parameter for name, parameter in model.named_parameters()}
     decayed = {bare_name(name) for name in decayed_names}
     remaining = [name for name, parameter in named_parameters.items() if parameter.requires_grad]
-    selection = Selection([], [])
+    groups: list[dict[str, Any]] = []
+    errors: list[str] = []
     for number, entry in enumerate(entries):
         patterns = patterns_of(entry)
         matching = [name for name in remaining if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
@@ -57,11 +46,11 @@ def select_groups(
             stacks = find_stacks(model, matching)
             problems += _check_stacks(stacks, model)
             scales = layer_scales(model, stacks, entry["layer_decay"], matching)
-        selection.problems += [f"param_groups[{number}]: {problem}" for problem in problems]
+        errors += [f"param_groups[{number}]: {problem}" for problem in problems]
         remaining = [name for name in remaining if name not in matching]
         parameters = {name: named_parameters[name] for name in matching}
-        selection.groups += _make_groups(entry, parameters, scales, decayed, learning_rate, weight_decay)
-    return selection
+        groups += _make_groups(entry, parameters, scales, decayed, learning_rate, weight_decay)
+    return groups, errors
 
 
 def _make_groups(

@@ -169,7 +169,6 @@ class LightningPlan:
     """The training arguments, translated for Lightning.
 
     Attributes:
-        accelerator: name of Lightning's accelerator.
         device: the torch device, as a string.
         precision: Lightning's precision; mixed precision applies to the model's forward pass only.
         accumulate_grad_batches: micro-batches per optimizer step.
@@ -177,7 +176,6 @@ class LightningPlan:
         default_root_dir: where Lightning callbacks write by default.
         processes: the processes of the run.
         process_group_backend: backend of the process group; None uses the device's default.
-        timeout: timeout of a collective operation, in seconds.
         ddp: the user's keyword arguments of `DistributedDataParallel`.
         sharding: how FSDP shards the model; None without FSDP.
         layout: how the processes share the model and the batches.
@@ -188,7 +186,6 @@ class LightningPlan:
         trainer_overrides: keyword arguments of `lightning.Trainer` from `lightning_config`; they override the others.
     """
 
-    accelerator: str
     device: str
     precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"]
     accumulate_grad_batches: int
@@ -196,7 +193,6 @@ class LightningPlan:
     default_root_dir: str
     processes: Processes
     process_group_backend: str | None
-    timeout: int
     ddp: Mapping[str, Any]
     sharding: FsdpSettings | None
     layout: ParallelLayout
@@ -237,9 +233,10 @@ class LightningPlan:
     def trainer_keywords(self) -> dict[str, Any]:
         """Keyword arguments of `lightning.Trainer` that follow from the training arguments."""
         # True if each process sees only one device, whose index is not its local rank.
-        has_one_device = torch.device(self.device).index not in (None, self.processes.local_rank)
+        device = torch.device(self.device)
+        has_one_device = device.index not in (None, self.processes.local_rank)
         return {
-            "accelerator": self.accelerator,
+            "accelerator": device.type,
             "devices": 1 if has_one_device else self.processes.local_world_size,
             "num_nodes": self.processes.nodes,
             "precision": self.precision,

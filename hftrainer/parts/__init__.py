@@ -1,1 +1,1 @@
-"""The parts of a Trainer, made from its arguments: loaders, model and optimizer, uploads."""
+"""Parts of a Trainer that outlive one `train()`: loaders, model, optimizer, uploads."""

@@ -44,10 +44,8 @@ class LoaderFactory(Part):
         if eval_dataset is None and trainer.eval_dataset is None:
             raise InvalidArgument("Evaluation needs an eval_dataset: pass one to Trainer or to evaluate().")
         name = "eval" if eval_dataset is None else eval_dataset if isinstance(eval_dataset, str) else None
-        loader: DataLoader[Any]
         if name in trainer._eval_dataloaders:
-            loader = trainer._eval_dataloaders[name]
-            return loader
+            return trainer._eval_dataloaders[name]
         dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(eval_dataset, str):
             dataset = _find_evaluation_dataset(trainer.eval_dataset, eval_dataset)
@@ -56,7 +54,7 @@ class LoaderFactory(Part):
         # Without this, each evaluation would start new persistent workers.
         if trainer.args.dataloader_persistent_workers and name is not None:
             trainer._eval_dataloaders[name] = loader
-            progress = None if self.run.events is None else self.run.progress
+            progress = None if self.run.events is None else self.run.resumed_progress
             if progress is not None and name in progress.evaluation_workers and isinstance(loader, PreparedDataLoader):
                 loader.skip_worker_seed_draw()
         return loader
@@ -296,7 +294,7 @@ class LoaderFactory(Part):
         accumulation, ranks = args.gradient_accumulation_steps, processes.data_world_size
         argument = "train_sampling_strategy='batch_rebalance'"
         sampler_class = libraries.import_from_transformers("trainer_pt_utils", "BatchRebalanceSampler", argument)
-        sampler: Sampler[Any] = sampler_class(
+        return sampler_class(
             lengths=self._find_lengths(dataset),
             effective_batch_size=self.run.train_batch_size * accumulation * ranks,
             dp_size=ranks,
@@ -304,7 +302,6 @@ class LoaderFactory(Part):
             rank=processes.data_rank,
             drop_last=args.dataloader_drop_last,
         )
-        return sampler
 
     def _find_original_dataset(self, dataset: Any) -> Any:
         """The dataset before the columns that the model does not accept were removed."""

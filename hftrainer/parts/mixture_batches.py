@@ -139,8 +139,8 @@ class SourceLog:
         self._counts = torch.zeros(len(names), 2, dtype=torch.float64)
         #: Whether the sums cover all steps since the last log line.
         self._is_complete = True
-        if parts.run.progress is not None:
-            self._restore_sums(parts.run.progress.sources)
+        if parts.run.resumed_progress is not None:
+            self._restore_sums(parts.run.resumed_progress.sources)
 
     def state_dict(self) -> dict[str, list[float]]:
         """The sums, by source: loss, samples and tokens."""

@@ -228,10 +228,8 @@ class ModelSetup(Part):
                     "optim='adamw_torch', or remove param_groups."
                 )
             return self._create_grouped_optimizer(model, decayed_names, optimizer_cls, kwargs)
-        optimizer: torch.optim.Optimizer
         if is_factory:
-            optimizer = optimizer_cls()(model, **kwargs)
-            return optimizer
+            return optimizer_cls()(model, **kwargs)
         groups: Any = trainer_optimizer.parameter_groups(model, decayed_names, args.weight_decay)
         for name in group_arguments:
             groups = kwargs.pop(name)
@@ -250,13 +248,13 @@ class ModelSetup(Part):
         args = self.trainer.args
         entries: Any = args.param_groups
         rate = kwargs.get("lr") or args.learning_rate
-        selection = param_groups.select_groups(model, decayed_names, entries, rate, args.weight_decay)
-        groups = trainer_optimizer.parameter_groups(model, decayed_names, args.weight_decay, selection.groups)
+        selected, errors = param_groups.select_groups(model, decayed_names, entries, rate, args.weight_decay)
+        groups = trainer_optimizer.parameter_groups(model, decayed_names, args.weight_decay, selected)
         names = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
         for group in groups:
             group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
         optimizer: torch.optim.Optimizer = optimizer_cls(groups, **kwargs)
-        if problems := [*selection.problems, *param_groups.find_unknown_keys(entries, optimizer)]:
+        if problems := [*errors, *param_groups.find_unknown_keys(entries, optimizer)]:
             raise InvalidArgument("\n".join(problems))
         plain_groups = trainer_optimizer.parameter_groups(model, decayed_names, args.weight_decay)
         order = [names[id(parameter)] for group in plain_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""`Part`: the base of the parts of a Trainer."""
+"""`Part`, the base class of the parts of a Trainer."""
 
 from __future__ import annotations
 

@@ -182,8 +182,7 @@ class StorageSync(Part):
         results: list[T] = []
         processes = self.trainer.accelerator.processes
         processes.run_on_main(lambda: results.append(action()))
-        result: T = processes.broadcast_from_main(lambda: results[0])
-        return result
+        return processes.broadcast_from_main(lambda: results[0])
 
     def wait_for_space(self) -> None:
         """Wait until the local disk has space for another checkpoint."""

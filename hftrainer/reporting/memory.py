@@ -7,7 +7,7 @@ import inspect
 import threading
 from typing import Any
 
-from hftrainer.errors import MissingPackage, unless_absent
+from hftrainer.errors import MissingPackage, cause_if_installed
 from hftrainer.parallel import devices
 
 #: Method of the Trainer → the name of its stage in the metrics.
@@ -45,7 +45,7 @@ class TrainerMemoryTracker:
         try:
             import psutil
         except ImportError as error:
-            raise MissingPackage("skip_memory_metrics=False needs psutil: pip install psutil") from unless_absent(error)
+            raise MissingPackage("skip_memory_metrics=False needs `pip install psutil`") from cause_if_installed(error)
         self._process = psutil.Process()
 
     def start(self) -> None:

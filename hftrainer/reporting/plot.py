@@ -21,7 +21,7 @@ from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.saved_arguments import describe
-from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
+from hftrainer.errors import InvalidArgument, MissingPackage, cause_if_installed
 from hftrainer.reporting.curves import DASHES, MANY, MARKS, X_AXES, Curve, curves_of_run, read_curves
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, is_finite
 
@@ -300,7 +300,7 @@ def import_plotting(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
-        raise MissingPackage(f"Drawing needs {package}: pip install 'hftrainer[plot]'") from unless_absent(error)
+        raise MissingPackage(f"Drawing needs {package}: pip install 'hftrainer[plot]'") from cause_if_installed(error)
 
 
 def plot(

@@ -495,5 +495,4 @@ def peft_config(model: Any) -> dict[str, Any]:
 
 def arguments_of(args: Any) -> dict[str, Any]:
     """The arguments as JSON values, since the fields of a subclass may hold any object."""
-    values: dict[str, Any] = json.loads(args.to_json_string())
-    return values
+    return json.loads(args.to_json_string())

@@ -1,4 +1,4 @@
-"""Search with Optuna."""
+"""Hyperparameter search with Optuna."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training arguments of a trial."""
+"""Checks the hyperparameters of a trial, and sets them in the training arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search with sweeps of Weights & Biases."""
+"""Hyperparameter search with sweeps of Weights & Biases."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ def make_strategy(plan: LightningPlan) -> Strategy:
     """The strategy that a plan asks for."""
     for name, adapter in ADAPTERS.items():
         if adapter.provides_strategy(plan):
-            strategy: Strategy = load(name, "strategy").make_strategy(plan)
-            return strategy
+            return load(name, "strategy").make_strategy(plan)
     if plan.spreads_model:
         # Import lazily, since torch's FSDP takes a second to import.
         from hftrainer.strategies.fsdp import FsdpStrategy

@@ -1,4 +1,4 @@
-"""A model sharded by FSDP1 or FSDP2, or split by tensor parallelism."""
+"""`FsdpStrategy`: shards a model with FSDP1 or FSDP2, or splits it by tensor parallelism."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hftrainer.strategies.strategy import CallWrite, MakeOptimizer, Strategy
 class FsdpStrategy(Strategy):
     """Shards the model with FSDP or, without `plan.sharding`, splits it by tensor parallelism.
 
-    Checkpoints hold full states, or a part from each process. The plugin decides, and scripts may change it during a
+    Checkpoints hold full states, or a shard from each process. The plugin decides, and scripts may change it during a
     run. With tensor parallelism alone the states are full, and the weights are not written to a second file.
     """
 
@@ -106,11 +106,11 @@ class FsdpStrategy(Strategy):
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     @property
-    def writes_parts(self) -> bool:  # type: ignore[override]
-        """Whether each process writes its part."""
+    def writes_shards(self) -> bool:  # type: ignore[override]
+        """Whether each process writes its shard."""
         return self.plan.saves_dcp or (self.plugin is not None and not self.plugin.has_full_states)
 
-    saves_only_parts = writes_parts
+    saves_only_shards = writes_shards
 
     def gather_states(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather the weights and, unless `optimizer` is None, the optimizer's state."""
@@ -118,7 +118,7 @@ class FsdpStrategy(Strategy):
         if self.plan.saves_dcp:
             self._gathered_states = sharded.states_for_dcp(model, None if optimizer is None else optimizer())
             return
-        is_full = not self.writes_parts
+        is_full = not self.writes_shards
         only_trainable = libraries.is_peft(getattr(model, "_fsdp_wrapped_module", model))
         self._gathered_states = {"model": sharded.model_state(model, full=is_full, only_trainable=only_trainable)}
         if optimizer is not None:
@@ -126,29 +126,29 @@ class FsdpStrategy(Strategy):
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
         """The weights gathered for the current checkpoint, or weights gathered now."""
-        gathered = None if self.writes_parts else self._gathered_states.get("model")
+        gathered = None if self.writes_shards else self._gathered_states.get("model")
         # Copy the mapping, since transformers empties the one that it writes.
         return dict(gathered) if gathered is not None else sharded.model_state(model, full=True)
 
     def state_files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """Yields the file name and the contents of each full state that was gathered."""
         for kind, state in self._gathered_states.items():
-            if not (self.writes_parts or (kind == "model" and self.plugin is None)):
+            if not (self.writes_shards or (kind == "model" and self.plugin is None)):
                 yield names.FULL_STATE_FILES[kind], state
 
-    def _write_parts(self, folder: str, write: CallWrite) -> None:
-        save = sharded.save_dcp if self.plan.saves_dcp else sharded.save_parts
+    def _write_shards(self, folder: str, write: CallWrite) -> None:
+        save = sharded.save_dcp if self.plan.saves_dcp else sharded.save_shards
         group = cpu_group(self.plan.processes.timeout, is_separate=True) if self.plan.async_checkpoint else None
         write(functools.partial(save, folder=folder, group=group), self._gathered_states)
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
-        """Load this process's part of the weights of any checkpoint."""
+        """Load this process's shard of the weights of any checkpoint."""
         return sharded.load_sharded_weights(model, folder, only_trainable=only_trainable)
 
     def load_optimizer_and_scheduler(
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
     ) -> None:
-        """Load this process's part of the states of any checkpoint."""
+        """Load this process's shard of the states of any checkpoint."""
         resume.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler, is_sharded=True)
 
 

@@ -26,7 +26,7 @@ MakeOptimizer = Callable[[], torch.optim.Optimizer]
 #: Calls a write function, the first argument, with the values to write, the second argument.
 CallWrite = Callable[[Callable[[Any], None], Any], None]
 #: Attributes that name the strategy in transformers' Trainer, for scripts. Only those of the active strategy are True.
-FLAGS = (
+TRAINER_FLAGS = (
     *("is_deepspeed_enabled", "is_fsdp_enabled"),
     *("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled"),
 )
@@ -52,8 +52,8 @@ class Strategy(ABC):
         flags: the Trainer attributes that are True with this strategy, as in transformers.
         card_name: name of the strategy on a model card; empty for no entry.
         shards_model: whether each process has only a part of the model or of the optimizer's state.
-        writes_parts: whether each process writes its own part of a checkpoint.
-        saves_only_parts: whether checkpoints hold the model only in these parts, so that no other weights are saved.
+        writes_shards: whether each process writes its own shard of a checkpoint.
+        saves_only_shards: whether checkpoints hold the model only in these shards, so that no other weights are saved.
         owns_scheduler: whether the schedule's state is saved and loaded with the optimizer's.
         needs_single_process_group: whether a process group is needed even for one process.
         has_fixed_accumulation: whether the number of micro-batches per step cannot change after the Trainer is made.
@@ -66,8 +66,8 @@ class Strategy(ABC):
     flags: tuple[str, ...] = ()
     card_name = ""
     shards_model = False
-    writes_parts = False
-    saves_only_parts = False
+    writes_shards = False
+    saves_only_shards = False
     owns_scheduler = False
     needs_single_process_group = False
     has_fixed_accumulation = False
@@ -230,7 +230,7 @@ class Strategy(ABC):
         """Gather the weights for the next checkpoint and, unless `optimizer` is None, the optimizer's state."""
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any] | None:
-        """The full weights to write. An empty dict if only parts are saved, None for the model's state dict."""
+        """The full weights to write. An empty dict if only shards are saved, None for the model's state dict."""
         return None
 
     def state_files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
@@ -241,8 +241,8 @@ class Strategy(ABC):
         """
         return iter(())
 
-    def write_parts(self, folder: str, write: CallWrite) -> None:
-        """Write this process's part of a checkpoint once rank 0 has created the folder.
+    def write_shards(self, folder: str, write: CallWrite) -> None:
+        """Write this process's shard of a checkpoint once rank 0 has created the folder.
 
         Do nothing if only rank 0 writes.
 
@@ -250,23 +250,23 @@ class Strategy(ABC):
             folder: the folder.
             write: calls a function with the states that it writes, perhaps in the background.
         """
-        if self.writes_parts:
+        if self.writes_shards:
             self._has_waited = True
             if self.plan.processes.broadcast_from_main(lambda: True):
-                self._write_parts(folder, write)
+                self._write_shards(folder, write)
 
-    def _write_parts(self, folder: str, write: CallWrite) -> None:
-        """Write this process's part into the existing folder."""
+    def _write_shards(self, folder: str, write: CallWrite) -> None:
+        """Write this process's shard into the existing folder."""
 
     def write_full_states(self, folder: str, write: CallWrite) -> None:
-        """Write the states that a single process writes in DCP format; see `write_parts`."""
+        """Write the states that a single process writes in DCP format; see `write_shards`."""
 
-    def save_remaining_parts(self, folder: str) -> None:
-        """Write the parts that `save_model()` has not written."""
+    def save_remaining_shards(self, folder: str) -> None:
+        """Write the shards that `save_model()` has not written."""
 
     def finish(self) -> None:
         """Release the gathered states. If the folder could not be created, notify the ranks that wait for it."""
-        if self.writes_parts and not self._has_waited:
+        if self.writes_shards and not self._has_waited:
             self.plan.processes.broadcast_from_main(lambda: False)
         self._has_waited = False
         self._gathered_states = {}
@@ -302,8 +302,8 @@ class ReplicasStrategy(Strategy):
         return load("lightning", "strategies").build_replicas(self.plan, settings)
 
     @property
-    def saves_only_parts(self) -> bool:  # type: ignore[override]
-        """Whether checkpoints hold the model only in DCP format, here with a single part."""
+    def saves_only_shards(self) -> bool:  # type: ignore[override]
+        """Whether checkpoints hold the model only in DCP format, here with a single shard."""
         return self.plan.saves_dcp
 
     def gather_states(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:

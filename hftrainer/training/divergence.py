@@ -98,7 +98,7 @@ class DivergenceWatch(Part):
         super().__init__(parts)
         self.batches = batches
         self.is_enabled = self.run.skipped_samples is not None
-        losses = [] if self.run.progress is None else self.run.progress.recent_losses
+        losses = [] if self.run.resumed_progress is None else self.run.resumed_progress.recent_losses
         self.recent_losses: collections.deque[float] = collections.deque(losses, maxlen=_MAX_LOSSES)
         self._loss: torch.Tensor | None = None
         self._spans: list[Span] = []

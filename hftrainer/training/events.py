@@ -122,7 +122,7 @@ class TrainingEvents(Part):
                 self.trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
             self.control_sync.sync_control_flags()
             self.control_sync.stop_if_signalled()
-        if self.run.progress is not None and self.run.progress.owes_evaluation:
+        if self.run.resumed_progress is not None and self.run.resumed_progress.owes_evaluation:
             self.trainer.control.should_evaluate = True
             self.control_sync.sync_control_flags()
             self._log_save_evaluate()
@@ -131,7 +131,7 @@ class TrainingEvents(Part):
 
     def _finish_saved_epoch(self) -> None:
         """End the checkpoint's epoch, if it was saved after the epoch's last step but before `on_epoch_end`."""
-        progress, batches = self.run.progress, self.batches
+        progress, batches = self.run.resumed_progress, self.batches
         if progress is None or progress.epoch_ended or progress.epoch is None:
             return
         if progress.epoch >= batches.first_epoch and self.trainer.state.global_step < self.schedule.max_steps:

@@ -313,8 +313,7 @@ class LossComputer(Part):
         """
         model: Any = self.trainer.model
         if not self.parts.policy.estimates_total_flos and hasattr(model, "floating_point_ops"):
-            flos: int = model.floating_point_ops(inputs)
-            return flos
+            return model.floating_point_ops(inputs)
         main_input = getattr(model, "main_input_name", "input_ids")
         return int(inputs[main_input].numel()) * self.count_flos_per_token() if main_input in inputs else 0
 
@@ -330,8 +329,7 @@ class LossComputer(Part):
     def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
         """The sum of a count over all ranks with distinct batches."""
         count = count.to(self.trainer.args.device)
-        total: torch.Tensor = self.trainer.accelerator.processes.gather_numbers(count, one_per_tp_group=True).sum()
-        return total
+        return self.trainer.accelerator.processes.gather_numbers(count, one_per_tp_group=True).sum()
 
     def store_flos(self) -> None:
         """Add the operations counted since the last call to `state.total_flos`."""

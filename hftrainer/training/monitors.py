@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.arguments.choices import SaveStrategy, read_observe
+from hftrainer.arguments.choices import read_observe
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
 from hftrainer.monitoring.journal import COMPLETE, JOURNAL_NAME, Journal, read_events
 from hftrainer.monitoring.observer import Observer
@@ -129,14 +129,8 @@ def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:
 
 def _make_requests(parts: TrainerParts, folder: str) -> Requests | None:
     """The requests to a run; None except on the main process."""
-    trainer, args, progress = parts.trainer, parts.trainer.args, parts.run.progress
+    trainer, progress = parts.trainer, parts.run.resumed_progress
     if not trainer.is_world_process_zero():
         return None
-    return Requests(
-        folder,
-        args.save_minutes,
-        args.eval_minutes,
-        0.0 if progress is None else progress.since_evaluation,
-        can_evaluate=trainer.eval_dataset is not None,
-        saves=args.save_strategy != SaveStrategy.NO,
-    )
+    since_evaluation = 0.0 if progress is None else progress.since_evaluation
+    return Requests(folder, trainer.args, since_evaluation, can_evaluate=trainer.eval_dataset is not None)

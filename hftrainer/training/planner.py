@@ -38,17 +38,17 @@ class Planner(Part):
         initial_values = self.trainer.set_initial_training_values(args, dataloader, *([size] if needs_size else []))
         return read_schedule(initial_values, args, total_train_batch_size=size)
 
-    def lengths(self, args: TrainingArguments, dataloader: Any, size: int | None) -> TrainingSchedule | EarlierSchedule:
+    def plan_length(self, args: TrainingArguments, loader: Any, size: int | None) -> TrainingSchedule | EarlierSchedule:
         """Implements `Trainer.set_initial_training_values`."""
-        is_sized = has_length(dataloader)
+        is_sized = has_length(loader)
         # Batches differ in size, so use the mean.
-        if is_sized and args.tokens_per_batch is not None and len(dataloader):
-            examples = self.trainer.num_examples(dataloader) / len(dataloader)
+        if is_sized and args.tokens_per_batch is not None and len(loader):
+            examples = self.trainer.num_examples(loader) / len(loader)
             size = max(1, round(examples * self.parts.engine.accumulation_steps_of(0)))
         schedule = plan_schedule(
             args,
-            len(dataloader) * self.trainer.get_sp_size() if is_sized else None,
-            self.trainer.num_examples(dataloader) if is_sized else None,
+            len(loader) * self.trainer.get_sp_size() if is_sized else None,
+            self.trainer.num_examples(loader) if is_sized else None,
             self.trainer.get_total_train_batch_size(args) if size is None else size,
             self.parts.engine.accumulation_steps_of,
             self.parts.policy.steps_of_epoch,
@@ -66,7 +66,7 @@ class Planner(Part):
         Raises:
             UnsupportedArgument: when a subclass has its own training loop.
         """
-        trainer, schedule, progress = self.trainer, self.run.schedule, self.run.progress
+        trainer, schedule, progress = self.trainer, self.run.schedule, self.run.resumed_progress
         if schedule is None:
             raise UnsupportedArgument(
                 "_inner_training_loop: a copy of transformers' own loop cannot run, since Lightning's loop trains. "

@@ -14,7 +14,7 @@ import torch
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.run_progress import RunProgress
 from hftrainer.data.accumulation import TrainingSchedule
-from hftrainer.monitoring.health import Heartbeat, NoHeartbeat
+from hftrainer.monitoring.health import Heartbeat
 from hftrainer.training.stopping import SignalListener
 from hftrainer.training.sums import LoggedMetrics
 
@@ -36,7 +36,7 @@ class Run:
         events: what Lightning calls while the run lasts.
         signal_listener: the signals that ask this run to stop.
         schedule: the lengths of the run.
-        progress: our progress data in the checkpoint that the run resumes from, or None.
+        resumed_progress: our progress data in the checkpoint that the run resumes from, or None.
         resumed_from: the checkpoint that the run resumes from, if any.
         loss_since_log: the sum of the losses since the last log line, `()`, on the device; set when training begins.
         loss_up_to_log: the sum of the losses up to the last log line.
@@ -49,7 +49,7 @@ class Run:
         logged_metrics: sums for the next log line, besides the loss.
         seconds: phase besides training, such as 'saving' → its duration.
         past: the model's memory of earlier batches, with `past_index`.
-        heartbeat: reports the progress of training, with `metrics_port`.
+        heartbeat: the signs of progress, which the server of `metrics_port` reports.
         last_saved_step: optimizer step of the last checkpoint.
         checkpoints_written: the checkpoint folders that this run wrote, in order.
         skipped_samples: the samples that the run skips, with `on_divergence`.
@@ -64,7 +64,7 @@ class Run:
     events: TrainingEvents | None = None
     signal_listener: SignalListener = field(default_factory=lambda: SignalListener(should_save=False))
     schedule: TrainingSchedule | None = None
-    progress: RunProgress | None = None
+    resumed_progress: RunProgress | None = None
     resumed_from: str | None = None
     loss_since_log: torch.Tensor = field(init=False)
     loss_up_to_log: float = 0.0
@@ -77,7 +77,7 @@ class Run:
     logged_metrics: LoggedMetrics = field(default_factory=LoggedMetrics)
     seconds: dict[str, float] = field(default_factory=dict)
     past: Any = None
-    heartbeat: Heartbeat = field(default_factory=NoHeartbeat)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     last_saved_step: int = 0
     checkpoints_written: list[str] = field(default_factory=list)
     skipped_samples: SkippedSamples | None = None
@@ -86,12 +86,8 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy, without the objects that belong to this process."""
-        return {
-            **vars(self),
-            "signal_listener": SignalListener(should_save=False),
-            "events": None,
-            "skipped_samples": None,
-        }
+        signal_listener = SignalListener(should_save=False)
+        return {**vars(self), "signal_listener": signal_listener, "events": None, "skipped_samples": None}
 
     @contextlib.contextmanager
     def measure_time(self, phase: str) -> Iterator[None]:

@@ -56,7 +56,7 @@ class RunBatches(Part):
         self.window = AccumulationWindow()
         self.is_between_steps = True
         self.reader = EpochReader(train_dataloader)
-        self._data_state = None if self.run.progress is None else self.run.progress.data
+        self._data_state = None if self.run.resumed_progress is None else self.run.resumed_progress.data
         self._has_restored_rng = False
 
     def __len__(self) -> int:
@@ -120,8 +120,7 @@ class RunBatches(Part):
         """A callback's value, or else the argument's current value."""
         argument = self.trainer.args.gradient_accumulation_steps
         self.parts.model_setup.check_accumulation(argument)
-        steps: int = self.parts.engine.accumulation_steps_of(self.epoch, argument)
-        return steps
+        return self.parts.engine.accumulation_steps_of(self.epoch, argument)
 
     def _get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
         """What `Trainer.get_batch_samples` returns."""

@@ -8,7 +8,7 @@ import gc
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.folder import clear_stale, delete_all_but_best
 from hftrainer.checkpointing.run_progress import read_global_batch_size
-from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
+from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import UnsupportedArgument
@@ -89,14 +89,7 @@ class TrainingRunner(Part):
             model_setup.remake_model(trial)
         self.parts.setup.read_changed_arguments()
         self.parts.control_actions.check_best_metric()
-        if errors := self.parts.engine.check_callbacks(
-            finds_batch_size=self.trainer.args.auto_find_batch_size,
-            evaluates=self.trainer.args.eval_strategy != "no" or bool(self.trainer.args.eval_minutes),
-            automatic_optimization=not needs_manual_optimization(self.trainer),
-            knows_epochs=has_length(self.trainer.train_dataset),
-            is_elastic=self.trainer.args.elastic,
-            rolls_back=self.trainer.args.on_divergence == "rollback",
-        ):
+        if errors := self.parts.engine.check_callbacks(self.trainer):
             raise UnsupportedArgument("\n".join(errors))
         self.run.resumed_from = folder
         if folder is not None:
@@ -111,21 +104,14 @@ class TrainingRunner(Part):
         if args.should_save:
             clear_stale(str(args.output_dir))
         processes.barrier()
-        folder: str | None
         resume_from_checkpoint = self.parts.storage_sync.fetch_checkpoint(resume_from_checkpoint)
         if not (isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.startswith("hub:")):
-            folder = processes.broadcast_from_main(lambda: resume.find_folder(resume_from_checkpoint, args))
-            return folder
+            return processes.broadcast_from_main(lambda: resume.find_folder(resume_from_checkpoint, args))
         from hftrainer.hub.download import download_checkpoint
 
         # The first rank of a node downloads the checkpoint; the others read it from the cache.
         with processes.run_in_order(first=self.trainer.is_local_process_zero()):
-            folder = download_checkpoint(
-                resume_from_checkpoint,
-                args.hub_token,
-                hub_model_id=args.hub_model_id,
-                hub_revision=args.hub_revision,
-            )
+            folder = download_checkpoint(resume_from_checkpoint, args)
         processes.broadcast_from_main(lambda: resume.find_folder(folder, args))
         return folder
 
@@ -157,7 +143,6 @@ class TrainingRunner(Part):
         with self._training_context():
             self.restarts.prepare_run(folder, trial)
             optimizers = self.trainer.optimizer, self.trainer.lr_scheduler
-            restart: Callable[[], str | None]
             while True:
                 try:
                     return self.trainer._inner_training_loop(
@@ -265,22 +250,15 @@ class TrainingRunner(Part):
         events, model = self._prepare_attempt(args, folder, trial, ignore_keys)
         self._announce_run(trial, events)
         self.run.set_start_values(trainer.state)
-        if self.run.progress is not None:
-            events.loss_accumulator.restore(self.run.progress)
+        if self.run.resumed_progress is not None:
+            events.loss_accumulator.restore(self.run.resumed_progress)
         if events.is_finished:
             self._resume_finished_run(events, folder)
         else:
             recorder = events.step_end_values.record_outputs(trainer.model)
             with _add_step_note(events), recorder, devices.error_hints():
-                self.parts.engine.fit(
-                    events,
-                    model,
-                    self.parts.require_optimizer(),
-                    trainer.lr_scheduler,
-                    log_every_n_steps=self.planner.steps_between_logs(events.schedule),
-                    resumed_state=resume.load_lightning_callbacks(folder),
-                    find_unused_parameters=self.parts.model_setup.finds_unused_parameters(),
-                )
+                steps_between_logs = self.planner.steps_between_logs(events.schedule)
+                self.parts.engine.fit(events, model, log_every_n_steps=steps_between_logs)
         self.run.heartbeat.enter_phase("ended")
         return trainer._finalize_training(trial, events.schedule.num_train_samples, events.start_time)
 
@@ -304,7 +282,7 @@ class TrainingRunner(Part):
         skipped_samples = self.run.skipped_samples
         schedule = planned_schedule if skipped_samples is None else skipped_samples.extend_schedule(planned_schedule)
         self.run.schedule = schedule
-        self.run.progress = self.parts.saver.load_progress(folder, schedule)
+        self.run.resumed_progress = self.parts.saver.load_progress(folder, schedule)
         first_epoch, position = self.trainer._init_training_state(
             schedule.max_steps, schedule.num_update_steps_per_epoch, planned_schedule.num_train_epochs, folder, trial
         )
@@ -324,7 +302,7 @@ class TrainingRunner(Part):
 
         Trackers do not continue a finished run, which already has its last log line.
         """
-        trainer, progress = self.trainer, self.run.progress
+        trainer, progress = self.trainer, self.run.resumed_progress
         if trainer.is_world_process_zero():
             tracker_runs: Mapping[str, Any] = {}
             if progress is not None and (progress.owes_evaluation or not events.is_finished):

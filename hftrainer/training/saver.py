@@ -68,7 +68,7 @@ class CheckpointSaver(Part):
         """Write everything that a run needs to resume."""
         trainer = self.trainer
         parts = self.parts
-        parts.strategy.write_parts(folder, parts.checkpoint_writer.write_part)
+        parts.strategy.write_shards(folder, parts.checkpoint_writer.write_shard)
         parts.strategy.write_full_states(folder, parts.checkpoint_writer.call_or_defer)
         uses_thread = not trainer.args.save_only_model and self._can_write_optimizer_in_parallel()
         if uses_thread:
@@ -136,7 +136,7 @@ class CheckpointSaver(Part):
         state, writer = self.trainer.state, self.parts.checkpoint_writer
         broadcast_from_main = self.trainer.accelerator.processes.broadcast_from_main
         if writer.is_async:
-            writer.wait_for_part()
+            writer.wait_for_shard()
             broadcast_from_main(writer.wait)
             writer.has_failed, state.best_model_checkpoint = broadcast_from_main(
                 lambda: (writer.has_failed, state.best_model_checkpoint)
@@ -307,8 +307,8 @@ class CheckpointSaver(Part):
         """Yields the keyword arguments for `Trainer._save`; None if this process writes no model."""
         strategy = self.parts.strategy
         model = libraries.unwrap_compiled(self.trainer.model)
-        if internal and strategy.saves_only_parts:
-            # transformers then writes only the parts; with 'dcp' we also write the model's other files.
+        if internal and strategy.saves_only_shards:
+            # transformers then writes only the shards; with 'dcp' we also write the model's other files.
             yield {"state_dict": {}} if strategy.plan.saves_dcp and self.trainer.args.should_save else None
             return
         weights = strategy.weights_to_save(model)
@@ -321,7 +321,7 @@ class CheckpointSaver(Part):
         else:
             yield None
         if not internal:
-            strategy.save_remaining_parts(folder)
+            strategy.save_remaining_shards(folder)
 
     def save_model_files(self, folder: str, weights: dict[str, Any] | None) -> None:
         """Write the files of a model; see `Trainer._save`.
@@ -434,8 +434,8 @@ class CheckpointSaver(Part):
                 staging_path = next(filter(None, folders[processes.rank :: -1]))
                 # Overrides may gather weights on all ranks.
                 trainer.save_model(staging_path, **accepted_args(trainer.save_model, {"_internal_call": True}))
-                with writer.report_part_errors(path):
-                    strategy.write_parts(staging_path, writer.write_part)
+                with writer.report_shard_errors(path):
+                    strategy.write_shards(staging_path, writer.write_shard)
                 yield lambda: None
         finally:
             strategy.finish()

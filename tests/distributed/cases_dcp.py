@@ -125,7 +125,7 @@ class _Interferes:
 
 
 def fail(folder):
-    """Parts of one rank cannot be written; another rank's are held back until the step after the next."""
+    """The shard of one rank cannot be written; another rank's is held back until the step after the next."""
     found = {}
 
     def raise_error():

@@ -127,10 +127,10 @@ def test_optimizers_that_take_no_groups(tmp_path, settings, message):
 
 def scales_of(model, pattern="*"):
     """Parameter → the factor of its learning rate, with a decay of 0.5."""
-    selected = select_groups(model, [], [{"pattern": pattern, "layer_decay": 0.5}], 1.0, 0.0)
-    assert selected.problems == []
+    groups, errors = select_groups(model, [], [{"pattern": pattern, "layer_decay": 0.5}], 1.0, 0.0)
+    assert errors == []
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(each)]: group["lr"] for group in selected.groups for each in group["params"]}
+    return {names[id(each)]: group["lr"] for group in groups for each in group["params"]}
 
 
 @pytest.mark.parametrize("make_model", [make_llama, make_bert])
@@ -210,7 +210,7 @@ def test_factors_of_two_towers(make_model):
 
 def test_towers_of_different_lengths_need_an_entry_each():
     model = make_clip(vision=3)
-    (problem,) = select_groups(model, [], [{"pattern": "*", "layer_decay": 0.5}], 1.0, 0.0).problems
+    _, (problem,) = select_groups(model, [], [{"pattern": "*", "layer_decay": 0.5}], 1.0, 0.0)
     assert "2 in text_model.encoder.layers, 3 in vision_model.encoder.layers" in problem
     assert "'text_model.*' and 'vision_model.*' as patterns" in problem
     assert scales_of(model, "text_model.*") == {

@@ -11,6 +11,7 @@ import pickle
 import struct
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from hftrainer import HfArgumentParser, TrainingArguments
 from hftrainer.checkpointing.files import crc32_of_list
 from hftrainer.checkpointing.names import MANIFEST_NAME, SHARD_FOLDERS
-from hftrainer.checkpointing.sharded import load_model_parts, load_optimizer
+from hftrainer.checkpointing.sharded import load_model_shards, load_optimizer
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.hub.download import download_checkpoint
 from hftrainer.parallel.fsdp_settings import read_fsdp
@@ -33,6 +34,7 @@ from tests.support.parts import stepped, write
 from tests.support.tiny import make_bert
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+HUB_ARGS = SimpleNamespace(hub_token=TOKEN, hub_model_id=None, hub_revision=None)
 WORKERS = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
 
 
@@ -125,7 +127,7 @@ def load(kind):
     def load_parts(folder):
         model, optimizer = stepped()
         if kind == "model":
-            load_model_parts(model, str(folder))
+            load_model_shards(model, str(folder))
         else:
             load_optimizer(model, optimizer, str(folder), read_unsharded=dict)
 
@@ -329,7 +331,7 @@ def test_made_up_references(repos, tmp_path, data):
     home = tmp_path / "home" / "hub"
     for reference in data.draw(st.lists(REFERENCES, min_size=5, max_size=5)):
         try:
-            found = download_checkpoint(reference, TOKEN)
+            found = download_checkpoint(reference, HUB_ARGS)
         except fuzz.CLEAR as refused:
             found = refused
         assert TOKEN not in str(found)
@@ -343,4 +345,4 @@ def test_made_up_references(repos, tmp_path, data):
 )
 def test_a_reference_that_leads_out_of_the_cache(repos, place):
     with pytest.raises(CheckpointNotFound, match="pass 'hub:owner/name'"):
-        download_checkpoint(f"hub:me/run/{place}", TOKEN)
+        download_checkpoint(f"hub:me/run/{place}", HUB_ARGS)

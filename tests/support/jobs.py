@@ -16,7 +16,7 @@ from tests.support.parity import assert_same_weights as assert_same
 
 __all__ = ["JOB", "SHARDED", "Forked", "Group", "assert_same", "log", "names", "read_until", "weights"]
 JOB = Path(__file__).parents[1] / "reliability" / "job.py"
-#: Settings of a job whose ranks each write their part of a checkpoint.
+#: Settings of a job whose ranks each write their shard of a checkpoint.
 SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 
 

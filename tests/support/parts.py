@@ -2,7 +2,7 @@
 
 import torch
 
-from hftrainer.checkpointing.sharded import model_state, optimizer_state, save_parts
+from hftrainer.checkpointing.sharded import model_state, optimizer_state, save_shards
 from tests.support.tiny import make_plain
 
 
@@ -18,5 +18,5 @@ def write(folder, **more):
     model, optimizer = stepped()
     optimizer.param_groups[0].update(more)
     parts = {"model": model_state(model, full=False), "optimizer": optimizer_state(model, optimizer, full=False)}
-    save_parts(parts, folder)
+    save_shards(parts, folder)
     return model

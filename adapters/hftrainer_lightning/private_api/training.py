@@ -210,22 +210,21 @@ def switch_optimization(trainer: pl.Trainer, module: TrainerModule) -> None:
         counters.ready = counters.completed = steps
 
 
-def restore_progress(trainer: pl.Trainer, *, epoch: int, batch: int, batches_per_epoch: int, global_step: int) -> None:
+def restore_progress(trainer: pl.Trainer, run_batches: RunBatches, global_step: int) -> None:
     """Set the loops' counters as a Lightning checkpoint would, from the values in `trainer_state.json`.
 
     Args:
         trainer: a trainer that has not run.
-        epoch: completed epochs.
-        batch: completed micro-batches of the next epoch.
-        batches_per_epoch: micro-batches in an epoch.
+        run_batches: the micro-batches of the run, with the position from which it resumes.
         global_step: completed optimizer steps.
     """
     state = trainer.fit_loop.state_dict()
+    epoch, batch = run_batches.first_epoch, run_batches.first_position
     started_epochs = epoch + 1 if batch else epoch
     epochs = {"ready": started_epochs, "started": started_epochs, "processed": epoch, "completed": epoch}
     state["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}
     batches = dict.fromkeys(("ready", "started", "processed", "completed"), batch)
-    total = {name: epoch * batches_per_epoch + count for name, count in batches.items()}
+    total = {name: epoch * len(run_batches) + count for name, count in batches.items()}
     state["epoch_loop.batch_progress"] |= {"total": total, "current": batches, "is_last_batch": False}
     steps = {"ready": global_step, "completed": global_step}
     optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]

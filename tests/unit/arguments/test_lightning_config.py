@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
 from hftrainer import HfArgumentParser, TrainingArguments
-from hftrainer.arguments.support import ALLOWED, FORWARDED, RELEASE_KEYWORDS, RESERVED
+from hftrainer.arguments.lightning_config import ALLOWED, FORWARDED, RELEASE_KEYWORDS, RESERVED
 from hftrainer.errors import InvalidArgument
 from tests.support.arguments import make_trainer
 

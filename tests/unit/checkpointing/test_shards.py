@@ -65,7 +65,7 @@ def test_a_part_that_was_truncated(tmp_path):
     """Whether its checkpoint is found or named."""
     folder = write(tmp_path / "run", ZERO_3)
     (folder / names.DCP_FOLDER).mkdir()
-    for name in ("__0_0.distcp", names.LIST_OF_PARTS):
+    for name in ("__0_0.distcp", names.LIST_OF_SHARDS):
         (folder / names.DCP_FOLDER / name).write_bytes(b"0")
     write_manifest(folder)
     (folder / names.DCP_FOLDER / "__0_0.distcp").write_bytes(b"")

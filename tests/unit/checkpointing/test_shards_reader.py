@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from hftrainer.checkpointing import sharded
 from hftrainer.checkpointing.names import DCP_FOLDER, SHARD_FOLDERS
-from hftrainer.checkpointing.sharded import check_unread_states, load_model_parts, save_dcp
+from hftrainer.checkpointing.sharded import check_unread_states, load_model_shards, save_dcp
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, UnsupportedArgument
 from tests.support.checkpoints import Mischief
 from tests.support.parity import assert_same_weights
@@ -36,7 +36,7 @@ def change_list(folder, change):
 def test_what_was_written_is_read(tmp_path):
     model = write(tmp_path)
     fresh = make_plain()
-    load_model_parts(fresh, str(tmp_path))
+    load_model_shards(fresh, str(tmp_path))
     assert_same_weights(fresh.state_dict(), model.state_dict())
     assert load_optimizer(tmp_path).state_dict()["state"][0]["step"] == 1
 
@@ -45,7 +45,7 @@ def test_the_list_of_parts_runs_no_code(tmp_path):
     write(tmp_path)
     change_list(tmp_path, lambda parts: parts.planner_data.update(more=Mischief(tmp_path / "trace")))
     with pytest.raises(UnsafeCheckpoint, match=r"pytorch_model_fsdp_0/\.metadata holds a pickled posix\.mkdir"):
-        load_model_parts(make_plain(), str(tmp_path))
+        load_model_shards(make_plain(), str(tmp_path))
     assert not (tmp_path / "trace").exists()
 
 
@@ -63,7 +63,7 @@ def test_a_class_that_the_user_allows(tmp_path):
     write(tmp_path, note=Note())
     change_list(tmp_path, lambda parts: parts.planner_data.update(note=Note()))
     with torch.serialization.safe_globals([Note]):
-        load_model_parts(make_plain(), str(tmp_path))
+        load_model_shards(make_plain(), str(tmp_path))
         assert load_optimizer(tmp_path, note=None).param_groups[0]["note"].text == "kept"
 
 
@@ -121,7 +121,7 @@ def test_a_list_that_does_not_fit(tmp_path, name):
     write(tmp_path)
     change_list(tmp_path, WRONG[name][0])
     with pytest.raises(DamagedCheckpoint, match=rf"pytorch_model_fsdp_0.*{WRONG[name][1]}"):
-        load_model_parts(make_plain(), str(tmp_path))
+        load_model_shards(make_plain(), str(tmp_path))
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
@@ -131,7 +131,7 @@ def test_a_cut_file(tmp_path, name, length):
     path = tmp_path / SHARD_FOLDERS["model"] / name
     path.unlink() if length is None else path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(DamagedCheckpoint, match="pytorch_model_fsdp_0"):
-        load_model_parts(make_plain(), str(tmp_path))
+        load_model_shards(make_plain(), str(tmp_path))
 
 
 def test_torch_itself_reads_the_same_list(tmp_path):
