@@ -587,7 +587,7 @@ class Trainer(EarlierMethods):
         """
         arguments = {name: value for name, value in locals().items() if name != "self"}
         assert self._hftrainer.run.events is not None
-        self._hftrainer.run.events.run_lightning_epoch(arguments)
+        self._hftrainer.run.events.run_epoch_in_lightning(arguments)
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
@@ -598,7 +598,7 @@ class Trainer(EarlierMethods):
     ) -> torch.Tensor:
         """Run forward and backward passes of one micro-batch; returns the detached loss.
 
-        An override must call `self.accelerator.backward(loss)`. Training then uses Lightning's manual optimization.
+        An override must call `self.accelerator.backward(loss)`.
 
         Args:
             model: the model to train.

@@ -1,5 +1,7 @@
+import contextlib
 import gc
 import importlib
+import json
 import logging
 import os
 import sys
@@ -50,6 +52,16 @@ def pytest_report_header():
     return f"with {installed()}"
 
 
+def pytest_make_parametrize_id(val, argname):
+    """`workers=2` in place of `2`; and a short container of plain values as it is written, in place of `settings3`."""
+    if isinstance(val, (bool, int, float, type(None))):
+        return f"{argname}={val}"
+    if isinstance(val, (dict, list, tuple, torch.dtype, Exception)) and len(text := repr(val)) < 100:
+        with contextlib.suppress(TypeError):  # of sets and other objects, whose text may differ between processes
+            return text if isinstance(val, (torch.dtype, Exception)) else json.dumps(val) and text
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # before those that are marked are left out
 def pytest_collection_modifyitems(items):
     skip_comparisons_with_the_newest(items)
@@ -83,8 +95,8 @@ def _restore_environment():
 
 
 @pytest.fixture(autouse=True)
-def _what_was_said_is_forgotten():
-    """What is said once in a process is said in each test, and no level that a Trainer has set stays."""
+def _reset_logging():
+    """Messages that are logged once in a process come again in each test, and no level that a Trainer has set stays."""
     if (ours := logging.getLogger("hftrainer")).level:
         ours.setLevel(logging.NOTSET)
     if "hftrainer.base.messages" in sys.modules:
@@ -92,8 +104,8 @@ def _what_was_said_is_forgotten():
 
 
 @pytest.fixture(autouse=True)
-def _mlflow_is_as_new():
-    """It keeps the database and the experiment that it last used: those of a test that has ended."""
+def _reset_mlflow():
+    """MLflow keeps the database and the experiment that it last used: those of a test that has ended."""
     yield
     if "mlflow" in sys.modules:
         importlib.import_module("tests.support.tracking").forget_mlflow()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import lightning.pytorch as pl
@@ -61,10 +60,6 @@ class DeepSpeedEngineStrategy(ShardedModelStrategy, DeepSpeedStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Expose the optimizer to Lightning's callbacks."""
         super(DeepSpeedStrategy, self).setup_optimizers(trainer)
-
-    def block_backward_sync(self) -> Any:
-        """A context that does nothing: the engine knows where an accumulation window ends."""
-        return contextlib.nullcontext()
 
     @property
     def handles_gradient_accumulation(self) -> bool:

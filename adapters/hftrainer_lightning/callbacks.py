@@ -34,7 +34,7 @@ from torch.optim.swa_utils import update_bn
 from hftrainer.base.safe_loading import name_file_in_errors
 from hftrainer.base.tracebacks import add_note
 from hftrainer.checkpointing.names import MODEL_PREFIX
-from hftrainer.compat.overrides import can_call, has_length, needs_manual_optimization
+from hftrainer.compat.overrides import can_call, has_length
 from hftrainer.errors import suggest
 from hftrainer_lightning.private_api import callbacks as private_callbacks
 from hftrainer_lightning.private_api.training import use_previous_epoch
@@ -116,8 +116,6 @@ def _find_problems(callback: Callback, parallel_strategy: Strategy, trainer: Any
             yield f"{name} cannot tell {strategy} how many micro-batches a step has: {advice}"
         if args.elastic:
             yield f"{name} changes the samples of a step, which elastic=True keeps: use only one of them."
-        if needs_manual_optimization(trainer):
-            yield f"{name} cannot work with an override of training_step: {advice}"
         if (steps := args.gradient_accumulation_steps) != 1:
             yield f"gradient_accumulation_steps={steps} and {name} both set accumulation steps: leave the former at 1."
     knows_epochs = has_length(trainer.train_dataset)

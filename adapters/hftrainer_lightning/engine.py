@@ -30,7 +30,13 @@ from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.precision import precision_plugin
 from hftrainer_lightning.private_api import evaluation as evaluation_loops, finders
 from hftrainer_lightning.private_api.callbacks import release_callbacks, reset_averages
-from hftrainer_lightning.private_api.trainer import NoProfiler, TrainerWithoutSignals, copy_profiler, quiet_lightning
+from hftrainer_lightning.private_api.trainer import (
+    NoProfiler,
+    TrainerWithoutSignals,
+    call_strategy,
+    copy_profiler,
+    quiet_lightning,
+)
 from hftrainer_lightning.private_api.training import install_window_accumulation, restore_progress
 from hftrainer_lightning.strategies import StrategySettings, make_accelerator
 
@@ -91,25 +97,21 @@ class LightningEngine:
             model: the model to train.
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
         """
-        automatic_optimization = not events.needs_manual_optimization
         optimizer, resumed_state = events.parts.require_optimizer(), load_lightning_callbacks(events.resume_folder)
-        max_epochs, sync_each_batch = events.schedule.num_train_epochs, events.syncs_each_batch
+        max_epochs = events.schedule.num_train_epochs
         with quiet_lightning():
             self.trainer = trainer = self._build_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
-                # With manual optimization the module accumulates gradients, and Lightning refuses this argument.
-                accumulate_grad_batches=self.plan.accumulate_grad_batches if automatic_optimization else 1,
+                accumulate_grad_batches=self.plan.accumulate_grad_batches,
                 logger=self._loggers_or_fallback(),
                 log_every_n_steps=log_every_n_steps,
                 strategy=self.strategy.lightning_strategy(
-                    StrategySettings(self.scaler, events.parts.model_setup.finds_unused_parameters(), sync_each_batch)
+                    StrategySettings(self.scaler, events.parts.model_setup.finds_unused_parameters())
                 ),
             )
         loggers = trainer.loggers
         self.module = module = TrainerModule(model)
-        module.attach(
-            events, optimizer, events.trainer.lr_scheduler, resumed_state, automatic_optimization=automatic_optimization
-        )
+        module.attach(events, optimizer, events.trainer.lr_scheduler, resumed_state)
         batches = events.batches
         install_window_accumulation(trainer, batches)
         if batches.first_epoch or batches.first_position:
@@ -330,8 +332,8 @@ class LightningEngine:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""
         if self.is_fitting:
-            assert self.module is not None
-            self.module.manual_backward(loss, **kwargs)
+            assert self.trainer is not None
+            call_strategy(self.trainer, "backward", loss, None, **kwargs)
         else:
             loss.backward(**kwargs)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator
 from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -12,7 +10,6 @@ from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from torch.optim import Optimizer
 
 from hftrainer.checkpointing import sharded
-from hftrainer.parallel import fsdp_sharding as sharding
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning.precision import precision_plugin
 from hftrainer_lightning.private_api.trainer import PrecisionFromPlan, SharedMeshStrategy
@@ -21,15 +18,6 @@ from hftrainer_lightning.strategies import ShardedModelStrategy, StrategySetting
 
 class _FsdpStrategy(ShardedModelStrategy):
     """Base of the strategies for both versions of FSDP."""
-
-    sync_each_batch = False
-
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Skip reducing gradients within an accumulation window, unless `sync_each_batch`."""
-        assert self.lightning_module is not None
-        with contextlib.nullcontext() if self.sync_each_batch else sharding.without_sync(self.lightning_module.model):
-            yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full weights, on rank 0."""
@@ -70,6 +58,4 @@ class Fsdp2Strategy(_FsdpStrategy, SharedMeshStrategy):
 def build_strategy(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     """The Lightning strategy for a plan with FSDP or tensor parallelism."""
     is_fsdp1 = plan.sharding is not None and plan.sharding.version == 1
-    strategy = (Fsdp1Strategy if is_fsdp1 else Fsdp2Strategy)(plan, precision_plugin(plan, settings.scaler))
-    strategy.sync_each_batch = settings.sync_each_batch
-    return strategy
+    return (Fsdp1Strategy if is_fsdp1 else Fsdp2Strategy)(plan, precision_plugin(plan, settings.scaler))

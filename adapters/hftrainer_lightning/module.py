@@ -12,9 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hftrainer.errors import InvalidSetup
 from hftrainer_lightning import callbacks
-from hftrainer_lightning.precision import PlainPrecision
 from hftrainer_lightning.private_api.evaluation import can_be_logged
-from hftrainer_lightning.private_api.training import WithoutBatchTransfer, switch_optimization
+from hftrainer_lightning.private_api.training import WithoutBatchTransfer
 
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
@@ -27,19 +26,15 @@ _RUN_ATTRIBUTES = ("events", "resume_state", "_optimizer", "_scheduler", "_resum
 class TrainerModule(WithoutBatchTransfer):
     """Wraps a model for the Trainer.
 
-    Automatic optimization is the default, and every Lightning callback works with it. Manual optimization is for a
-    `training_step` override that runs backward itself, which the Trainer's documentation allows.
-
     The events of a run, in order, with the hook that calls each:
 
     load_optimizer         on_fit_start
     begin_training         on_train_start
     begin_epoch            on_train_epoch_start
-    call_run_epoch           (none: Lightning's epoch, with all calls below, runs within it)
+    run_epoch_in_trainer     (none: Lightning's epoch, with all calls below, runs within it)
     begin_micro_batch      on_train_batch_start
-    loss                   training_step (automatic optimization)
-    call_training_step     training_step (manual optimization)
-    end_micro_batch        on_after_backward / training_step
+    training_step          training_step
+    end_micro_batch        training_step
     before_optimizer_step  configure_gradient_clipping
     after_optimizer_step   optimizer_step
     end_substep, end_step  on_train_batch_end
@@ -69,8 +64,6 @@ class TrainerModule(WithoutBatchTransfer):
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         resumed_state: Mapping[str, Any] | None,
-        *,
-        automatic_optimization: bool,
     ) -> None:
         """Attach the training run for `fit`, and the state that its callbacks resume from."""
         self.events = events
@@ -78,7 +71,6 @@ class TrainerModule(WithoutBatchTransfer):
         self._resumed_state = resumed_state
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self.automatic_optimization = automatic_optimization
 
     def detach(self) -> None:
         """Release the training run."""
@@ -141,14 +133,12 @@ class TrainerModule(WithoutBatchTransfer):
         return is_supported and self._scheduler.optimizer is self._optimizer
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Run the closure (forward, backward, clipping) and the step, then notify the run."""
+        """Clip the gradients and run the step, then notify the run."""
         optimizer.step(closure=optimizer_closure)
-        self._after_optimizer_step()
-
-    def _after_optimizer_step(self) -> None:
         configs = self.trainer.strategy.lr_scheduler_configs
         is_replaced = self._shows_scheduler and not (configs and configs[0].scheduler is self._scheduler)
-        self.events.after_optimizer_step(self._precision.has_skipped_step, is_schedule_replaced=is_replaced)
+        precision: Any = self.trainer.precision_plugin
+        self.events.after_optimizer_step(precision.has_skipped_step, is_schedule_replaced=is_replaced)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -208,38 +198,14 @@ class TrainerModule(WithoutBatchTransfer):
         self.events.begin_epoch(self.current_epoch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin a micro-batch. Optimization may switch between automatic and manual at each optimizer step."""
-        events = self.events
-        events.begin_micro_batch()
-        window = events.batches.window
-        if window.is_first and self.automatic_optimization is events.needs_manual_optimization:
-            switch_optimization(self.trainer, self)
+        """Begin a micro-batch."""
+        self.events.begin_micro_batch()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """The loss of a micro-batch. Manual optimization also runs backward and the optimizer step."""
-        events = self.events
-        if self.automatic_optimization:
-            return events.loss(self.model, batch)
-        loss = events.call_training_step(self.model, batch)
-        events.end_micro_batch()
-        if events.batches.window.is_last:
-            assert self._optimizer is not None
-            self._precision.unscale_gradients(self._optimizer)
-            events.before_optimizer_step(self.model)
-            self.optimizers().step()  # type: ignore[union-attr]
-            self._after_optimizer_step()
+        """Run the forward and backward passes of a micro-batch; returns the detached loss."""
+        loss = self.events.training_step(self.model, batch)
+        self.events.end_micro_batch(loss, batch)
         return loss
-
-    def on_after_backward(self) -> None:
-        """End the micro-batch, under automatic optimization."""
-        if self.automatic_optimization:
-            self.events.end_micro_batch()
-
-    @property
-    def _precision(self) -> PlainPrecision:
-        plugin = self.trainer.precision_plugin
-        assert isinstance(plugin, PlainPrecision)
-        return plugin
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a micro-batch, and the optimizer step if it was its last."""

@@ -41,22 +41,18 @@ class PlainPrecision(Precision):
         return tensor if self.scaler is None else self.scaler.scale(tensor)
 
     def post_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
-        """Call `on_after_backward`."""
-        if needs_lightning_hooks(module.trainer):
-            return super().post_backward(tensor, module)
-        module.on_after_backward()
-        return tensor.detach()
+        """Notify callbacks and profilers."""
+        return super().post_backward(tensor, module) if needs_lightning_hooks(module.trainer) else tensor
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the forward and backward passes and clipping, then the step.
+        """Clip the gradients, then run the step. An optimizer that is fused into backward has already stepped.
 
-        An optimizer that is fused into backward has already stepped.
+        In Lightning's own loop, which the finders use, the closure runs forward and backward.
         """
         closure()
-        if model.automatic_optimization:
-            self.unscale_gradients(optimizer)
+        self.unscale_gradients(optimizer)
         call_gradient_hooks(self, model, optimizer)
         if hasattr(optimizer, "fused_backward"):
             return None

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
 
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, device_module
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.plugins import load
 from hftrainer_lightning.precision import precision_plugin
+from hftrainer_lightning.private_api.trainer import StepDDPStrategy
 
 
 class StrategySettings(NamedTuple):
@@ -22,12 +22,10 @@ class StrategySettings(NamedTuple):
     Attributes:
         scaler: the loss scaler of the precision plugin, with float16; it exists as long as the Trainer.
         find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
-        sync_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
     """
 
     scaler: torch.amp.GradScaler | None
     find_unused_parameters: bool = False
-    sync_each_batch: bool = False
 
 
 class KeepDeviceStrategy(Strategy):
@@ -92,7 +90,7 @@ class SingleDevice(KeepDeviceStrategy, SingleDeviceStrategy):
     """One process on one device."""
 
 
-class KeepDeviceDDPStrategy(PlannedDeviceStrategy, DDPStrategy):
+class KeepDeviceDDPStrategy(PlannedDeviceStrategy, StepDDPStrategy):
     """A replica of the model in each process."""
 
     def determine_ddp_device_ids(self) -> list[int] | None:
@@ -101,12 +99,6 @@ class KeepDeviceDDPStrategy(PlannedDeviceStrategy, DDPStrategy):
         Lightning would otherwise open a CUDA stream there.
         """
         return super().determine_ddp_device_ids() if self.root_device.type == "cuda" else None
-
-    sync_each_batch = False
-
-    def block_backward_sync(self) -> Any:
-        """Skip the all-reduce for all micro-batches of a step but the last, unless `sync_each_batch`."""
-        return contextlib.nullcontext() if self.sync_each_batch else super().block_backward_sync()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch within `fit` with the module itself, as the Trainer does.
@@ -129,7 +121,7 @@ def build_replicas(plan: LightningPlan, settings: StrategySettings) -> Strategy:
         timeout=plan.processes.timeout,
         **{"find_unused_parameters": settings.find_unused_parameters, **plan.ddp},
     )
-    replicas.plan, replicas.sync_each_batch = plan, settings.sync_each_batch
+    replicas.plan = plan
     return replicas
 
 

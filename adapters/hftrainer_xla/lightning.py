@@ -124,8 +124,6 @@ class XlaReplicas(PrecisionFromPlan, PreparedStrategy, LaunchedXLAStrategy):
         precision: averages the gradients.
     """
 
-    sync_each_batch = False
-
     def __init__(self, plan: LightningPlan, precision: _ReplicaPrecision) -> None:
         super().__init__(checkpoint_io=_CpuCheckpointIO())
         # Lightning gets the ranks from us, as on other devices.
@@ -175,10 +173,6 @@ class XlaReplicas(PrecisionFromPlan, PreparedStrategy, LaunchedXLAStrategy):
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """The tensors of all ranks, without gradients: `(processes, ...)`."""
         return self._processes.gather(tensor.detach().unsqueeze(0))
-
-    def block_backward_sync(self) -> Any:
-        """A context that does nothing: gradients are local until the step averages them."""
-        return contextlib.nullcontext()
 
     def _average_gradients(self, optimizer: Any) -> None:
         import torch_xla.core.xla_model as xm

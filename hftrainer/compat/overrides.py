@@ -141,16 +141,6 @@ def _is_ours(method: Any, ours: Any) -> bool:
     return all(method_globals.get(name) is value for name, value in ours.__globals__.items() if name in code.co_names)
 
 
-def needs_manual_optimization(trainer: Any) -> bool:
-    """Whether overrides run the backward pass, which needs Lightning's manual optimization.
-
-    Automatic optimization calls neither `training_step` nor the accelerator's methods.
-    """
-    return is_overridden(trainer, "training_step", "_prepare_context_parallel_inputs") or is_overridden(
-        trainer.accelerator, "backward", "no_sync"
-    )
-
-
 #: Number of positional values of `_maybe_log_save_evaluate` → their names, until v4.4, v4.37, v4.45, v4.49, and since.
 _LOG_SAVE_EVALUATE = {
     4: "tr_loss model trial epoch",

@@ -85,8 +85,6 @@ class TrainingEvents(Part):
         self.learning_rate: float | None = None
         self.evaluation_metrics: dict[str, float] | None = None
         self.epoch_ended = self.is_stepping = self.has_uncounted_step = self.has_unfinished_evaluation = False
-        #: Loss and batch of the current micro-batch.
-        self._micro_batch: tuple[torch.Tensor, Any] | None = None
         #: Runs Lightning's epoch, until `Trainer._run_epoch` has called it.
         self._lightning_epoch: Callable[[], None] | None = None
 
@@ -142,8 +140,8 @@ class TrainingEvents(Part):
         batches.restore_rng_before_reading()
         self._close_epoch()
 
-    def call_run_epoch(self, lightning_epoch: Callable[[], None]) -> None:
-        """Call `Trainer._run_epoch`, which runs the epoch of Lightning's loop.
+    def run_epoch_in_trainer(self, lightning_epoch: Callable[[], None]) -> None:
+        """Call `Trainer._run_epoch`, which overrides may wrap, and which runs the epoch of Lightning's loop.
 
         Raises:
             UnsupportedArgument: when an override does not run it.
@@ -162,7 +160,7 @@ class TrainingEvents(Part):
                 "instead, or use a callback."
             )
 
-    def run_lightning_epoch(self, arguments: dict[str, Any]) -> None:
+    def run_epoch_in_lightning(self, arguments: dict[str, Any]) -> None:
         """Run Lightning's epoch. `arguments` are those that `Trainer._run_epoch` received."""
         expected = self._epoch_arguments()
         changed = [
@@ -230,14 +228,8 @@ class TrainingEvents(Part):
         if window.is_first:
             self.parts.call_callbacks("on_step_begin")
 
-    def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """The loss of a micro-batch, of which Lightning then runs backward."""
-        loss = self.parts.losses.loss(model, inputs, self.batches.window.num_items)
-        self._micro_batch = loss, inputs
-        return loss
-
-    def call_training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """Call `Trainer.training_step`, which runs backward.
+    def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        """Call `Trainer.training_step`, which runs forward and backward; returns the detached loss.
 
         Only the window's last micro-batch all-reduces gradients, unless `syncs_each_batch`.
         """
@@ -248,19 +240,10 @@ class TrainingEvents(Part):
             loss: torch.Tensor = overrides.call_with_accepted(step, model, inputs, num_items_in_batch=items)
         if loss is None:
             raise InvalidSetup(f"{type(self.trainer).__name__}.training_step must return the loss.")
-        self._micro_batch = loss, inputs
-        return loss
+        return loss.detach()
 
-    @property
-    def needs_manual_optimization(self) -> bool:
-        """Whether the next optimizer step calls `Trainer.training_step`, rather than `loss`."""
-        return overrides.needs_manual_optimization(self.trainer)
-
-    def end_micro_batch(self) -> None:
+    def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count the micro-batch after its backward pass, and add its loss."""
-        assert self._micro_batch is not None
-        (loss, inputs), self._micro_batch = self._micro_batch, None
-        loss = loss.detach()
         self.divergence.add_loss(loss)
         self.monitors.end_micro_batch(self.loss_accumulator.add_loss(loss), inputs)
         self.step_end_values.add_micro_batch(loss, inputs)
@@ -355,8 +338,6 @@ class TrainingEvents(Part):
 
     def close(self, reason: str) -> None:
         """Close the run's data, journal and traces. The journal records `reason`."""
-        # A failed micro-batch leaves its loss and batch.
-        self._micro_batch = None
         self.batches.reader.close()
         self.monitors.close(reason)
 

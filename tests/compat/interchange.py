@@ -39,7 +39,7 @@ def make_tied():
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True))
 
 
-#: Those that tests.support.tiny does not have, with the one there whose data they take.
+#: Models that tests.support.tiny lacks, each with the one there whose data it takes.
 OWN_MODELS = {"adapters": (make_adapters, "peft"), "tied": (make_tied, "llama")}
 
 

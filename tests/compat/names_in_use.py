@@ -1,6 +1,6 @@
 """Names of transformers' Trainer that TRL, sentence-transformers, setfit and 23 repositories use, and its own."""
 
-#: Overridden.
+#: Methods that these override.
 METHODS = """
     _clip_grad_norm _determine_best_metric _evaluate _get_collator_with_removed_columns _get_dataloader
     _get_eval_sampler _get_grad_norm _get_learning_rate _get_output_dir _get_train_sampler _has_mixed_mesh_grads
@@ -14,7 +14,7 @@ METHODS = """
     get_tp_size get_train_dataloader hyperparameter_search init_hf_repo is_world_process_zero log pop_callback
     prediction_step push_to_hub remove_callback save_model store_flos train training_step
 """.split()
-#: Read; test_attributes.py sets most of them too.
+#: Attributes that these read; test_attributes.py also sets most of them.
 READ = """
     _eval_dataloaders _globalstep_last_logged _initial_global_step _loss_shifts_labels _memory_tracker _mixed_mesh_grads
     _signature_columns _total_loss_scalar _tr_loss _train_batch_size _trial accelerator args callback_handler
@@ -25,7 +25,7 @@ READ = """
     neftune_hook_handle neftune_noise_alpha optimizer optimizer_cls_and_kwargs place_model_on_device processing_class
     state train_dataset
 """.split()
-#: Not there → whether transformers calls overrides of them: those are refused.
+#: Name that ours lacks → whether transformers calls overrides of it, which are then refused.
 ABSENT = {
     "_build_accelerator_args": "called",
     "_defer_fsdp_gradient_reduction": "called for a model that was sharded while it was loaded",

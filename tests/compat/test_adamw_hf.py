@@ -13,7 +13,7 @@ theirs = getattr(importlib.import_module("transformers.optimization"), "AdamW", 
 @pytest.mark.skipif(theirs is None, reason="this release of transformers has no AdamW of its own")
 @pytest.mark.parametrize("how", [{}, {"weight_decay": 0.1, "eps": 1e-4}, {"correct_bias": False, "betas": (0.8, 0.9)}])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_steps(how):
+def test_adamw_hf_steps_are_those_of_transformers_4_48(how):
     weights = []
     for kind in (AdamW, theirs):
         torch.manual_seed(0)

@@ -14,7 +14,7 @@ import hftrainer
 from hftrainer.arguments.field import arguments_of
 from hftrainer.arguments.legacy import FIELDS
 from tests.support.arguments import CASES, words_for
-from tests.support.parity import LIBRARIES, alike, assert_equal, comparable
+from tests.support.parity import LIBRARIES, assert_equal, comparable, run_both
 from tests.support.releases import TRANSFORMERS
 from tests.support.tiny import make_llama, pad, varied_language_data
 
@@ -26,9 +26,9 @@ AS_PARSED = {
     *("ddp_backend", "deepspeed", "fsdp", "include_num_input_tokens_seen", "local_rank"),
     *("push_to_hub_model_id", "tpu_metrics_debug", "use_mps_device"),
 }
-#: Arguments that it takes from no command line: an object, and a dict made of words.
+#: Arguments that transformers takes from no command line.
 NO_WORDS = {"parallelism_config", "liger_kernel_config"}
-#: Arguments whose values in the table hold without them too: by `use_cpu`, or as the default.
+#: Arguments whose value in the table also holds when they are not given: by `use_cpu`, or as the default.
 IMPLIED = {"dataloader_pin_memory", "disable_tqdm"}
 
 
@@ -55,7 +55,7 @@ def test_every_argument_has_a_case():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
-def test_argument(name):
+def test_argument_is_parsed_and_stored_alike(name):
     needs = {"output_dir": "out", "use_cpu": True, **CASES[name].settings}
     settings = {**needs, name: CASES[name].value}
     words = words_for(settings)
@@ -79,8 +79,7 @@ def test_argument(name):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("kind", ["TrainingArguments", "Seq2SeqTrainingArguments"])
-def test_flags_alone(kind, library):
-    """What takes no word in transformers takes none here: `--fp16`, `--no_dataloader_pin_memory`."""
+def test_flags_without_a_value_are_those_of_transformers(kind, library):
 
     def flags(parser):
         bare = [action for action in parser._actions if action.nargs in ("?", 0)]
@@ -117,7 +116,7 @@ def make_class(library):
         pytest.param(transformers, transformers, id="theirs", marks=pytest.mark.newest_peer),
     ],
 )
-def test_a_subclass(tmp_path, library, parser):
+def test_subclass_is_built_and_parsed_alike(tmp_path, library, parser):
     kind = make_class(library)
     args = kind(str(tmp_path), mine='{"a": {"b": "1"}, "c": "true"}', use_cpu=True)
     assert (args.output_dir, args.after, args.before) == (str(tmp_path), str(tmp_path), 0.2)
@@ -130,7 +129,7 @@ def test_a_subclass(tmp_path, library, parser):
     assert (again.mine, again.beta) == (args.mine, args.beta)
 
 
-def test_a_subclass_of_a_subclass(tmp_path):
+def test_subclass_of_a_subclass_keeps_its_defaults(tmp_path):
     @dataclasses.dataclass
     class Further(make_class(hftrainer)):
         gamma: int = 7
@@ -155,7 +154,7 @@ def test_a_subclass_of_a_subclass(tmp_path):
     ],
     ids=lambda settings: next(iter(settings), "plain"),
 )
-def test_they_train_as_ours_do(tmp_path, settings):
+def test_arguments_of_transformers_train_as_ours(tmp_path, settings):
     def run(name):
         own = {"max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1, "optim": "adamw_torch", **settings}
         quiet = {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
@@ -165,13 +164,13 @@ def test_they_train_as_ours_do(tmp_path, settings):
         weights = {name: tensor.tolist() for name, tensor in trainer.model.state_dict().items()}
         return comparable(trainer.state.log_history), trainer.model.is_gradient_checkpointing, weights
 
-    logs, checkpointing, _ = alike(run, assert_equal)
+    logs, checkpointing, _ = run_both(run, assert_equal)
     assert (logs[-1].get("num_input_tokens_seen", 0) > 0) == ("include_num_input_tokens_seen" in settings)
     assert checkpointing == ("gradient_checkpointing" in settings)
 
 
-def test_they_stay_what_they_are(tmp_path):
-    """What an older release lacks is on the object, and no field of it."""
+def test_arguments_of_transformers_are_not_changed(tmp_path):
+    """Arguments that an older release lacks become attributes of the object, not fields."""
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     before = args.to_dict()
     assert hftrainer.Trainer(make_llama(), args).args is args

@@ -20,7 +20,7 @@ from hftrainer.releases import followed
 from hftrainer_ray.search import RaySearch
 from tests.compat.names_in_use import ABSENT, READ
 from tests.support.changed import Doubled, changed_alike, library_of, parent, run_changed
-from tests.support.parity import EVENTS, EVERY_STEP, LIBRARIES, accuracy, alike, assert_equal, build, comparable
+from tests.support.parity import EVENTS, EVERY_STEP, LIBRARIES, accuracy, assert_equal, build, comparable, run_both
 from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_bert, make_plain
 
@@ -80,12 +80,12 @@ def test_attributes_have_the_same_values_at_each_event(tmp_path):
         assert {*READ} == {name for _, values in theirs for name in values}
 
 
-def summed(outputs, labels, num_items_in_batch=None):
+def sum_loss(outputs, labels, num_items_in_batch=None):
     loss = 2 * nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum")
     return loss / (num_items_in_batch if num_items_in_batch is not None else len(labels))
 
 
-def smoothed(outputs, labels, **kwargs):
+def smoothed_loss(outputs, labels, **kwargs):
     return nn.functional.cross_entropy(outputs["logits"], labels, label_smoothing=0.3)
 
 
@@ -114,7 +114,7 @@ def own_optimizer(trainer):
     return trainer.optimizer
 
 
-def changed(holder, **values):
+def with_values(holder, **values):
     vars(holder).update(values)
     return holder
 
@@ -125,9 +125,9 @@ SET: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "label_names": (lambda trainer: [], {"trainer": {}}),
     "can_return_loss": (lambda trainer: setattr(trainer, "label_names", []) or True, {"trainer": {}, "same": True}),
     "model_accepts_loss_kwargs": (lambda trainer: False, {**WINDOWS, "model": "llama"}),
-    "compute_loss_func": (lambda trainer: summed, WINDOWS),
+    "compute_loss_func": (lambda trainer: sum_loss, WINDOWS),
     "loss_is_scaled_for_ga": (lambda trainer: True, WINDOWS),
-    "label_smoother": (lambda trainer: smoothed, {}),
+    "label_smoother": (lambda trainer: smoothed_loss, {}),
     "_train_batch_size": (lambda trainer: 2, {}),
     "optimizer, with its lr_scheduler": (own_optimizer, {}),
     "optimizer_cls_and_kwargs": (lambda trainer: (torch.optim.SGD, {"lr": 0.1}), {}),
@@ -137,22 +137,22 @@ SET: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "model_init": (lambda trainer: make_plain, {}),
     "model_wrapped": (lambda trainer: Doubled(trainer.model), {}),
     "callback_handler": (own_handler, {}),
-    "args": (lambda trainer: changed(copy.copy(trainer.args), learning_rate=0.5, weight_decay=0.0), {}),
+    "args": (lambda trainer: with_values(copy.copy(trainer.args), learning_rate=0.5, weight_decay=0.0), {}),
     "_globalstep_last_logged": (reset_log, {"step": 4, "logging_steps": 3}),
     "_total_loss_scalar": (lambda trainer: 5.0, {"step": 4}),
     "_tr_loss": (lambda trainer: torch.full_like(trainer._tr_loss, 7.0), {"step": 4}),
     "current_flos": (lambda trainer: 1000.0, {"step": 4}),
     "control": (lambda trainer: dataclasses.replace(trainer.control, should_epoch_stop=True), {"step": 4}),
-    "state": (lambda trainer: changed(trainer.state, global_step=trainer.state.global_step + 5), {"step": 4}),
+    "state": (lambda trainer: with_values(trainer.state, global_step=trainer.state.global_step + 5), {"step": 4}),
     "gather_function": (lambda trainer: trainer.accelerator.gather, {}),
     "_mixed_mesh_grads": (lambda trainer: True, {"same": True}),
 }
-#: Not there in v4.48, or without effect.
+#: Attributes that v4.48 lacks or ignores.
 NEWER = {"loss_is_scaled_for_ga", "_train_batch_size", "_globalstep_last_logged", "_tr_loss"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.newest_peer] * (n in NEWER)) for n in SET])
-def test_attribute_that_is_set_counts(tmp_path, name):
+def test_setting_an_attribute_has_the_same_effect(tmp_path, name):
     value, settings = SET[name]
     changed_alike(
         tmp_path,
@@ -178,7 +178,7 @@ KEPT = {
 }
 
 
-def test_what_a_subclass_sets_survives_a_new_model(tmp_path):
+def test_attributes_set_by_a_subclass_survive_model_init(tmp_path):
     def run(library_name):
         class Own(importlib.import_module(library_name).Trainer):
             def __init__(self, *args, **kwargs):
@@ -191,10 +191,10 @@ def test_what_a_subclass_sets_survives_a_new_model(tmp_path):
         return [{name: getattr(trainer, name) for name in KEPT} for _ in range(2) if trainer.train()]
 
     reads_once = followed.make_policy(followed.installed_release()).reads_batch_size_once
-    assert alike(run, assert_equal)[1] == KEPT | ({} if reads_once else {"_train_batch_size": 4})
+    assert run_both(run, assert_equal)[1] == KEPT | ({} if reads_once else {"_train_batch_size": 4})
 
 
-def test_a_handle_of_neftune_that_a_script_takes_away(tmp_path):
+def test_script_may_remove_the_neftune_hook(tmp_path):
     def training_step(self, *args, **kwargs):
         handle, self.neftune_hook_handle = self.neftune_hook_handle, None
         if handle is not None:
@@ -206,7 +206,7 @@ def test_a_handle_of_neftune_that_a_script_takes_away(tmp_path):
     assert run.extra["hooks"] == [0] * len(run.extra["hooks"])
 
 
-def test_what_nobody_has_set_follows_the_new_model(tmp_path):
+def test_attributes_that_are_not_set_follow_the_new_model(tmp_path):
     """A `model_init` may make models of several kinds; lists that a script has extended stay extended."""
 
     class Other(nn.Module):
@@ -235,7 +235,7 @@ def test_what_nobody_has_set_follows_the_new_model(tmp_path):
     assert trainer.label_names is names
 
 
-def test_search_sets_what_it_searches_by(tmp_path):
+def test_search_attributes_are_set_during_and_after_a_search(tmp_path):
     """`hp_space`, `compute_objective`, `hp_name`, `hp_search_backend` and `objective` during a search and after it."""
 
     def run(library_name):
@@ -252,13 +252,13 @@ def test_search_sets_what_it_searches_by(tmp_path):
         trainer.hyperparameter_search(lambda trial: {"seed": trial.suggest_int("seed", 3, 3)}, n_trials=1, **given)
         return [*seen, (trainer.hp_search_backend, trainer.compute_objective({"eval_loss": 1}), trainer.objective)]
 
-    assert len(alike(run, assert_equal)) == 3
+    assert len(run_both(run, assert_equal)) == 3
 
 
 @pytest.mark.parametrize("name", ABSENT)
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_absent_name(tmp_path, name, is_sharded):
-    """Reading it is an error, and an override that transformers calls is refused."""
+def test_absent_name_raises_and_its_override_is_refused(tmp_path, name, is_sharded):
+    """Only overrides that transformers calls are refused."""
     args = hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     model = make_plain()
     assert not hasattr(hftrainer.Trainer(model, args), name)
@@ -269,7 +269,7 @@ def test_absent_name(tmp_path, name, is_sharded):
         kind(model, args)
 
 
-def test_a_checkpoint_for_ray_that_a_subclass_overrides(tmp_path, monkeypatch):
+def test_override_of_tune_save_checkpoint_is_refused(tmp_path, monkeypatch):
     args = hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     monkeypatch.setattr(RaySearch, "is_available", lambda: True)
     kind = type("Own", (hftrainer.Trainer,), {"_tune_save_checkpoint": lambda self, checkpoint_dir: None})

@@ -1,11 +1,11 @@
-"""What took or changed transformers' Trainer before `install()` is named; nothing else is."""
+"""`install()` warns of modules that imported or changed transformers' Trainer before it, and of nothing else."""
 
 import importlib.util
 import json
 
 import pytest
 
-#: A library with classes of its own, in a module of its own.
+#: Files of a library that derives from transformers' classes.
 LIBRARY = {
     "lib/__init__.py": "from lib.trainers import SFTTrainer, SFTConfig\n",
     "lib/trainers.py": """
@@ -60,7 +60,7 @@ def file_of(case: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, processes):
+def warnings_of(tmp_path_factory, processes):
     """Case → the warnings of its script: file, line, and message."""
     folder = tmp_path_factory.mktemp("scripts")
     for name, text in LIBRARY.items():
@@ -116,9 +116,9 @@ SILENT = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_named(found, case):
+def test_import_before_install_warns(warnings_of, case):
     script, expected = CASES[case]
-    ((file, line, warning),) = found[case]
+    ((file, line, warning),) = warnings_of[case]
     for part in expected:
         assert part in warning
     assert file == file_of(case)  # the warning is at the call
@@ -126,8 +126,8 @@ def test_named(found, case):
 
 
 @pytest.mark.parametrize("case", SILENT)
-def test_no_false_alarm(found, case):
-    assert found[case] == []
+def test_imports_that_are_not_too_early_do_not_warn(warnings_of, case):
+    assert warnings_of[case] == []
 
 
 LATE = """
@@ -163,8 +163,8 @@ assert args.max_steps == 2
 """
 
 
-def test_who_keeps_the_original_saves_checkpoints(tmp_path, processes):
-    """Its arguments are pickled into them; when they are read, they are the original's."""
+def test_script_that_keeps_the_original_trainer_saves_checkpoints(tmp_path, processes):
+    """The arguments pickled in them are of the original class."""
     for code in (LATE, READ):
         done = processes.run("-c", code, cwd=tmp_path, fresh=True)
         assert done.returncode == 0, done.stderr[-3000:]

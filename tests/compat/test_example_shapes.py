@@ -16,7 +16,7 @@ from tests.support.differences import MEASURED, OWN_FILES
 from tests.support.parity import assert_same_weights
 
 DRIVER = Path(__file__).parent / "example_shapes" / "driver.py"
-#: Script → what it needs and this environment does not have.
+#: Script → modules that it needs and this environment lacks.
 MISSING = {name: [module for module in NEEDS.get(name, ()) if not importlib.util.find_spec(module)] for name in SHAPES}
 
 
@@ -68,7 +68,7 @@ def results_of(files):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_same_results(folders, name):
+def test_example_script_gives_the_same_results(folders, name):
     if MISSING[name]:
         pytest.skip(f"{name} needs {' and '.join(MISSING[name])}")
     trained = [any((folder / name).rglob("hftrainer_manifest.json")) for folder in folders]
@@ -82,5 +82,5 @@ def test_same_results(folders, name):
         else:
             assert ours[file] == value, file
     for file, (results, metrics) in their_results.items():
-        # The ledger, of "results": ours has the last evaluation's where a release of transformers has none.
+        # compatibility.toml, "results": ours has those of the last evaluation where a release of transformers has none.
         assert our_results[file] == ([results, metrics] if results else our_results[file])

@@ -14,7 +14,7 @@ from tests.support.releases import TRANSFORMERS
 from tests.support.tiny import make_plain, plain_data
 
 Theirs = transformers.TrainingArguments
-#: Our own, and attributes of implementations.
+#: Our own arguments, and attributes of either implementation.
 ONLY_OURS = {
     *("elastic", "eval_memmap_dir", "eval_minutes", "lightning_config", "metrics_port", "observe", "save_minutes"),
     *("save_on_interrupt", "storage_url", "keep_local", "checkpoint_format", "new_tracker_run", "param_groups"),
@@ -23,7 +23,7 @@ ONLY_OURS = {
     *("explain", "hf_deepspeed_config"),
 }
 BEFORE_5 = TRANSFORMERS < (5,)
-#: Names of some other release → the value given, and what is set by it.
+#: Argument of another release → the value given, the argument that it sets, and that one's value.
 FOREIGN = {
     "evaluation_strategy": ("steps", "eval_strategy", "steps"),
     "per_gpu_train_batch_size": (3, "per_device_train_batch_size", 3),
@@ -50,16 +50,16 @@ def make(kind=hftrainer.TrainingArguments, **settings):
     return kind(output_dir="x", use_cpu=True, report_to="none", **settings)
 
 
-def shown(value):
+def comparable_value(value):
     if isinstance(value, list):
-        return list(map(shown, value))
+        return list(map(comparable_value, value))
     if type(value).__name__ in ("PartialState", "ProcessState"):
         return value.process_index, value.num_processes
     return value.to_dict() if hasattr(value, "to_dict") else getattr(value, "value", value)
 
 
 @pytest.mark.parametrize("kind", ["TrainingArguments", "Seq2SeqTrainingArguments"])
-def test_fields(kind):
+def test_fields_are_those_of_the_release(kind):
     ours, theirs = getattr(hftrainer, kind), {field.name for field in dataclasses.fields(Theirs)} - {"_n_gpu"}
     if kind != "TrainingArguments":
         theirs |= ours.__annotations__.keys()
@@ -68,18 +68,18 @@ def test_fields(kind):
     assert theirs - {"include_for_metrics"} <= typing.get_type_hints(ours).keys()
 
 
-def test_values():
-    """What differs is in the ledger."""
+def test_attribute_values_differ_only_as_recorded():
+    """compatibility.toml records what differs."""
     ours, theirs = make(), make(Theirs)
     names = {name for name in {*dir(ours), *dir(theirs)} if not name.startswith("_")}
-    pairs = {name: [shown(getattr(args, name, "absent")) for args in (ours, theirs)] for name in names}
+    pairs = {name: [comparable_value(getattr(args, name, "absent")) for args in (ours, theirs)] for name in names}
     differ = {name for name, (one, two) in pairs.items() if one != two and not (callable(one) and callable(two))}
     release = ".".join(map(str, TRANSFORMERS))
     expected = [row["names"].split() for row in ATTRIBUTES if release in row["releases"].split()]
     assert differ - {"logging_dir"} == {name for names in expected for name in names}  # which has the time
 
 
-def test_a_copy_with_other_values():
+def test_dataclasses_replace_copies_arguments():
     """SpanMarker copies what it gets, with `include_inputs_for_metrics` where the release has it."""
     copy = dataclasses.replace(make(learning_rate=1e-3, lr_scheduler_kwargs={}, label_names=["own"]), seed=7)
     assert (copy.learning_rate, copy.label_names, copy.seed) == (1e-3, ["own"], 7)
@@ -95,7 +95,7 @@ class Before(hftrainer.TrainingArguments):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("kind", ["ours", "before", "after", "by parser", "by their parser"])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_names_of_other_releases(name, kind, tmp_path):
+def test_argument_names_of_other_releases_are_translated(name, kind, tmp_path):
     @dataclasses.dataclass
     class After(hftrainer.TrainingArguments):
         gamma: int = 7
@@ -119,7 +119,7 @@ def test_names_of_other_releases(name, kind, tmp_path):
 
 
 @pytest.mark.skipif(not BEFORE_5, reason="transformers 5 has none of these")
-def test_an_argument_of_the_release_that_a_subclass_declares():
+def test_subclass_may_redeclare_an_argument_of_the_release():
     @dataclasses.dataclass
     class Config(hftrainer.TrainingArguments):
         warmup_ratio: float = 0.5
@@ -136,7 +136,7 @@ def test_an_argument_of_the_release_that_a_subclass_declares():
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
 @pytest.mark.parametrize("declared", [False, True], ids=["given", "the default of a subclass"])
-def test_warmup_by_both(declared, ratio, steps):
+def test_warmup_ratio_and_steps_together_count_as_in_the_release(declared, ratio, steps):
     """Until v4.57 the steps overrule the ratio; in v5.0 to v5.2 the ratio overrules the steps, even if it is 0."""
 
     def warmup(library):
@@ -154,7 +154,7 @@ def test_warmup_by_both(declared, ratio, steps):
     assert warmup(hftrainer) == warmup(SimpleNamespace(TrainingArguments=Theirs))
 
 
-def test_what_is_refused_by_an_old_name():
+def test_refused_and_misspelled_arguments_raise():
     with pytest.raises(hftrainer.errors.UnsupportedArgument, match="mp_parameters='x' is not supported"):
         hftrainer.Trainer(make_plain(), make(mp_parameters="x"))
     with pytest.raises(TypeError, match="did you mean 'eval_strategy'"):

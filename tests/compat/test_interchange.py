@@ -106,12 +106,12 @@ def assert_same_end(folder: Path, reference: Path) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", SHAPES)
 @pytest.mark.parametrize("runner", [OURS, OURS_NEWEST], ids="-".join)
-def test_undisturbed(folders, layout, model, runner):
+def test_undisturbed_run_ends_as_with_4_57(folders, layout, model, runner):
     assert_same_end(folders / name_of(layout, model, runner), folders / name_of(layout, model, THEIRS))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", SHAPES)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(itertools.chain(*way)))
-def test_resumed(folders, layout, model, way):
+def test_run_resumed_by_the_other_library_ends_the_same(folders, layout, model, way):
     assert_same_end(folders / name_of(layout, model, *way), folders / name_of(layout, model, THEIRS))

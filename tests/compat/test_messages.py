@@ -1,4 +1,4 @@
-"""What is logged at info, and by which switches it is seen: those of transformers."""
+"""Info lines are logged as by transformers, and shown by the same switches."""
 
 import io
 import logging
@@ -39,7 +39,7 @@ def program(
 
 
 @pytest.fixture(scope="module")
-def shown(processes):
+def output_of(processes):
     def run(text, fresh=False, **variables):
         inherited = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
         done = processes.run("-c", text, env={**processes.environment(inherited), **variables}, fresh=fresh)
@@ -79,24 +79,24 @@ make(**{**settings, "max_steps": 8}).train(resume_from_checkpoint=True)
 
 
 @pytest.fixture(scope="module")
-def of_both(tmp_path_factory, shown):
+def outputs_of_both(tmp_path_factory, output_of):
     folder = tmp_path_factory.mktemp("both")
     found = []
     for library in ("transformers", "hftrainer"):
         text = program(folder / library / "out", library, run=BOTH, model="text")
-        found.append("".join(shown(text)))
+        found.append("".join(output_of(text)))
     return found
 
 
 @pytest.mark.parametrize("fact", FACTS)
-def test_facts(of_both, fact):
-    for text, pattern in zip(of_both, FACTS[fact], strict=True):
+def test_fact_is_logged_by_both_libraries(outputs_of_both, fact):
+    for text, pattern in zip(outputs_of_both, FACTS[fact], strict=True):
         assert re.search(pattern, text), pattern
 
 
-def test_all_numbers_at_the_beginning(of_both):
-    """Each that transformers logs there is in ours, in its order; steps per epoch since v5.4."""
-    theirs, ours = of_both
+def test_numbers_logged_at_the_beginning_are_those_of_transformers(outputs_of_both):
+    """In the same order; steps per epoch since v5.4."""
+    theirs, ours = outputs_of_both
     block = theirs[theirs.index("Running training") :].splitlines()[1:]
     numbers = [row.rpartition("= ")[2] for row in block[: block.index(next(x for x in block if "trainable" in x)) + 1]]
     mine = [line.rpartition(": ")[2] for line in ours[ours.index("Running training") :].splitlines()[1:9]]
@@ -158,35 +158,35 @@ SWITCHES = {
 
 
 @pytest.fixture(scope="module")
-def of_switches(tmp_path_factory, shown):
+def outputs_of_switches(tmp_path_factory, output_of):
     folder = tmp_path_factory.mktemp("switches")
-    return {switch: shown(program(folder / str(n), **how)) for n, (switch, (how, _)) in enumerate(SWITCHES.items())}
+    return {switch: output_of(program(folder / str(n), **how)) for n, (switch, (how, _)) in enumerate(SWITCHES.items())}
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_switches(tmp_path, shown, of_switches, switch):
+def test_logging_switch_shows_info_lines_as_often(tmp_path, output_of, outputs_of_switches, switch):
     how, expected = SWITCHES[switch]
-    found = of_switches[switch]
+    found = outputs_of_switches[switch]
     assert tuple(text.count(LINE) for text in found) == expected, found
     if "'hftrainer'" not in str(how):  # a line is seen from ours where one is from theirs, if anywhere
-        theirs = shown(program(tmp_path, "transformers", **how))
+        theirs = output_of(program(tmp_path, "transformers", **how))
         assert sum(expected) == "".join(theirs).count(THEIR_LINE)
 
 
 @pytest.mark.parametrize(("level", "expected"), [("info", 1), ("error", 0)])
-def test_environment(tmp_path, shown, level, expected):
+def test_verbosity_variable_shows_or_hides_info_lines(tmp_path, output_of, level, expected):
     for library, line in {"hftrainer": LINE, "transformers": THEIR_LINE}.items():
-        found = shown(program(tmp_path / library, library), fresh=True, TRANSFORMERS_VERBOSITY=level)
+        found = output_of(program(tmp_path / library, library), fresh=True, TRANSFORMERS_VERBOSITY=level)
         assert [text.count(line) for text in found] == [0, expected]
 
 
-def test_explicit_format(of_switches):
-    found = of_switches["enable_explicit_format"][1]
+def test_explicit_format_is_used(outputs_of_switches):
+    found = outputs_of_switches["enable_explicit_format"][1]
     assert re.search(r"\[INFO\|planner\.py:\d+\] .* >>   Number of examples: 38", found)
 
 
-def test_a_warning_is_shown_once(of_switches):
-    assert "".join(of_switches["a warning"]).count("Resuming with max_steps=8, was 2") == 1
+def test_warning_is_shown_once(outputs_of_switches):
+    assert "".join(outputs_of_switches["a warning"]).count("Resuming with max_steps=8, was 2") == 1
 
 
 WITHOUT = """
@@ -215,8 +215,8 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = WithoutTran
         ({"after": TO_STDOUT, "settings": INFO}, {}, (1, 0)),
     ],
 )
-def test_without_transformers(tmp_path, shown, how, environment, expected):
-    found = shown(program(tmp_path, before=WITHOUT, **how), fresh=True, **environment)
+def test_messages_without_transformers_installed(tmp_path, output_of, how, environment, expected):
+    found = output_of(program(tmp_path, before=WITHOUT, **how), fresh=True, **environment)
     assert tuple(text.count(LINE) for text in found) == expected, found
     assert "[transformers]" not in "".join(found)
 

@@ -64,7 +64,7 @@ def tables(outputs):
     return found
 
 
-#: What else is run in the kernel of ours.
+#: Cells that only ours runs.
 OTHERS = (
     "trainer = make('hftrainer', max_steps=2)\n_ = trainer.evaluate()\n_ = trainer.evaluate()",
     "_ = trainer.predict(plain_data())",
@@ -97,7 +97,7 @@ def shown(outputs):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_the_table_is_that_of_transformers(shown, run):
+def test_table_is_that_of_transformers(shown, run):
     ours, theirs = map(tables, shown[run])
     assert ours == theirs
     assert len(ours) == 1
@@ -105,13 +105,13 @@ def test_the_table_is_that_of_transformers(shown, run):
 
 
 @pytest.mark.parametrize(("run", "steps"), [("steps", "6"), ("epochs", "10")])
-def test_the_bar_is_that_of_transformers(shown, run, steps):
+def test_progress_bar_is_that_of_transformers(shown, run, steps):
     bar = re.compile(r"value='(\d+)' max='(\d+)'.*\[(\d+)/\d+.*(Epoch [\d./]+)\]", re.DOTALL)
     ours, theirs = (bar.search(pages(outputs)[0]).groups() for outputs in shown[run])
     assert ours == theirs and ours[1:3] == (steps, steps)
 
 
-def test_outside_training(outputs):
+def test_evaluations_predictions_and_plots_outside_training(outputs):
     evaluation, prediction, removed, plotted = outputs[-len(OTHERS) :]
     head = ["training loss", "validation loss", "step", "f1 macro"]
     assert [(table[0], table[1][0], table[1][2]) for table in tables(evaluation)] == [(head, "no log", "0")] * 2

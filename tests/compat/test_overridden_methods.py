@@ -21,7 +21,7 @@ from tests.compat.names_in_use import ABSENT, METHODS
 from tests.support.changed import methods_of
 from tests.support.differences import NOT_CALLED_ALIKE
 from tests.support.hub_runs import hub as hub, make_pushing
-from tests.support.parity import EVERY_STEP, alike, build, record
+from tests.support.parity import EVERY_STEP, build, record, run_both
 from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_plain, plain_data
 
@@ -77,7 +77,7 @@ def upload(make: Callable[..., Any], library: Any, folder: Path) -> None:
     trainer.push_to_hub()
 
 
-#: Who runs backward follows from these, so each is replaced in a run of its own.
+#: Replacing one of these decides who runs backward, so each is replaced in a separate run.
 DECIDING = {"training_step", "_prepare_context_parallel_inputs", "backward", "no_sync"}
 #: Scenarios for methods that `use` does not call.
 ONLY = {
@@ -143,7 +143,7 @@ def calls_of(library: Any, scenario: Any, way: str, names: frozenset[str]) -> Ca
     return events, calls
 
 
-def theirs(scenario: Any, way: str) -> Calls:
+def their_calls(scenario: Any, way: str) -> Calls:
     """The calls when all methods are replaced, without those of the construction for what is replaced later."""
     replaced_in = way if way == "accelerator" else "class"
     events, calls = calls_of(transformers, scenario, replaced_in, replaceable(transformers, way))
@@ -151,26 +151,26 @@ def theirs(scenario: Any, way: str) -> Calls:
     return events, {name: later for name, counts in calls.items() if (later := [n for n in counts if n >= first])}
 
 
-def ours(scenario: Any, way: str) -> list[Calls]:
+def our_calls(scenario: Any, way: str) -> list[Calls]:
     """The calls when all methods are replaced that do not decide who runs backward, then when each of the others is."""
     names = replaceable(hftrainer, way)
     alone = [frozenset({name}) for name in sorted(names & DECIDING)] if scenario is use else []
     return [calls_of(hftrainer, scenario, way, each) for each in (names - DECIDING, *alone)]
 
 
-#: Further than the ledger, beside an older release, whose runs ours follows by their results.
+#: Methods that, beside an older release, are called at other events too.
 AT_OTHER_EVENTS = """
     _get_output_dir _issue_warnings_after_load _load_best_model _load_optimizer_and_scheduler _load_rng_state
     _maybe_log_save_evaluate _prepare_context_parallel_inputs log store_flos
 """.split()
-#: Both are asked for in other places too: transformers calls them for its log, and ours for its choices.
+#: Methods that either library also calls elsewhere: transformers for its log, ours for its choices.
 OFTENER = {"is_world_process_zero", "create_accelerator_and_postprocess"}
 
 
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize(("scenario", "way"), NEWER, ids=lambda value: getattr(value, "__name__", value))
-def test_replaced_methods_are_called_alike(scenario, way):
-    (events, expected), runs = theirs(scenario, way), ours(scenario, way)
+def test_replaced_methods_are_called_as_often_at_the_same_events(scenario, way):
+    (events, expected), runs = their_calls(scenario, way), our_calls(scenario, way)
     found = {name: counts for _, calls in runs for name, counts in calls.items()}
     assert expected.keys() & OFTENER <= found.keys()
     compared = expected.keys() - {*ABSENT, *NOT_CALLED_ALIKE, *OFTENER}
@@ -188,17 +188,17 @@ def test_replaced_methods_are_called_alike(scenario, way):
 @pytest.mark.newest_peer
 @pytest.mark.usefixtures("hub")
 def test_each_method_in_use_is_called():
-    assert {*METHODS} <= {name for scenario, way in CASES for name in theirs(scenario, way)[1]}
+    assert {*METHODS} <= {name for scenario, way in CASES for name in their_calls(scenario, way)[1]}
 
 
 @pytest.mark.newest_peer
 @pytest.mark.parametrize("name", NOT_CALLED_ALIKE)
-def test_ledger_of_calls_is_needed(name):
+def test_methods_listed_as_not_called_alike_still_differ(name):
     way = "accelerator" if name in replaceable(hftrainer, "accelerator") else "subclass"
-    assert ours(use, way)[0][1].get(name, []) != theirs(use, way)[1].get(name, [])
+    assert our_calls(use, way)[0][1].get(name, []) != their_calls(use, way)[1].get(name, [])
 
 
-#: Classes of callbacks, and the handler of all → methods that are called for certain, with the number of arguments.
+#: Class of callbacks, or the handler → methods that must be called, with their number of arguments.
 HOLDERS = {
     "TrainerCallback": [("on_step_end", 4), ("on_evaluate", 4), ("on_log", 4), ("on_predict", 4)],
     "DefaultFlowCallback": [("on_step_end", 4)],
@@ -211,7 +211,7 @@ HELD = [*((each, "subclass") for each in HOLDERS), ("CallbackHandler", "class"),
 
 
 @pytest.mark.parametrize(("holder", "way"), HELD)
-def test_replaced_methods_of_callbacks_are_called_alike(tmp_path, holder, way, monkeypatch, capfd):
+def test_replaced_callback_methods_get_the_same_calls(tmp_path, holder, way, monkeypatch, capfd):
     """With the same arguments and flags, in a run that stops early."""
 
     def run(library_name):
@@ -248,7 +248,7 @@ def test_replaced_methods_of_callbacks_are_called_alike(tmp_path, holder, way, m
         trainer.predict(trainer.eval_dataset)
         return record(trainer, recorder, tmp_path / library_name, calls=sorted(calls, key=itemgetter(0)))
 
-    assert {*HOLDERS[holder]} <= {call[:2] for call in alike(run).extra["calls"]}
+    assert {*HOLDERS[holder]} <= {call[:2] for call in run_both(run).extra["calls"]}
 
 
 @pytest.mark.newest_peer

@@ -32,7 +32,7 @@ METRICS = {"trainer": {"compute_metrics": accuracy}}
 by_length = {"group_by_length": True} if TRANSFORMERS < (5,) else {"train_sampling_strategy": "group_by_length"}
 
 
-def trained(model, **settings):
+def train_case(model, **settings):
     return lambda folder: train("transformers", model, folder, **copy.deepcopy(settings))
 
 
@@ -47,11 +47,11 @@ def resume(folder, model, step, again=(), **settings):
     return train("transformers", model, folder, resume=True, **{**settings, "save_steps": step, **dict(again)})
 
 
-def resumed(model, step, **settings):
+def resume_case(model, step, **settings):
     return partial(resume, model=model, step=step, **settings)
 
 
-def what_a_loss_function_gets(model, folder, **settings):
+def items_given_to_a_loss_function(model, folder, **settings):
     seen = []
 
     def loss(outputs, labels, num_items_in_batch=None):
@@ -65,7 +65,7 @@ def what_a_loss_function_gets(model, folder, **settings):
     return found
 
 
-def what_an_override_gets(folder):
+def items_given_to_an_override(folder):
     """The items that an override of compute_loss gets with a model that does not ask for them."""
     seen = []
 
@@ -112,7 +112,7 @@ def overrides_of_all_that_make_an_optimizer(folder):
 
 
 class Keywords(Plain):
-    """Takes num_items_in_batch, and labels under a name by which nobody counts them."""
+    """Takes num_items_in_batch, and labels under a name that is not counted."""
 
     def forward(self, x, target=None, **kwargs):
         return super().forward(x, target)
@@ -126,7 +126,7 @@ def items_that_nobody_counts(folder):
 
 
 class Scale(torch.nn.Module):
-    """A normalization of the script's own: no class that is known, and a name that is."""
+    """A custom normalization: its class is unknown, but its name is known."""
 
     def __init__(self):
         super().__init__()
@@ -262,7 +262,7 @@ def the_lengths_of_a_run(folder, **settings):
 
 
 class OwnDefault(transformers.BertForSequenceClassification):
-    """Saves .bin files where it is not told to write safetensors, as SpanMarker's models do."""
+    """Saves .bin files unless safe_serialization is passed, as SpanMarker's models do."""
 
     def save_pretrained(self, save_directory, safe_serialization=False, **kwargs):
         super().save_pretrained(save_directory, safe_serialization=safe_serialization, **kwargs)
@@ -281,36 +281,36 @@ FP16 = {"fp16": True, "save_strategy": "steps", "save_steps": 3, "max_steps": 3}
 OTHER_SIZE = {"per_device_train_batch_size": 6, "ignore_data_skip": True}
 CASES = {
     # A row for each pair of settings of the matrix in test_matrix.py.
-    "plain": trained("plain", **STEPS, **METRICS),
-    "plain, accumulating, bf16": trained("plain", max_steps=5, gradient_accumulation_steps=3, bf16=True),
-    "bert, accumulating": trained("bert", gradient_accumulation_steps=3, **STEPS, **METRICS),
-    "bert, bf16": trained("bert", max_steps=5, bf16=True, **STEPS),
-    "llama, accumulating": trained("llama", **ACCUMULATING, **STEPS),
-    "llama, bf16": trained("llama", max_steps=5, bf16=True),
-    # Of 20 steps the last is not a multiple of 3.
-    "best model": trained("plain", **BEST),
-    "best model, one kept": trained("plain", **BEST, save_total_limit=1),
+    "plain": train_case("plain", **STEPS, **METRICS),
+    "plain, accumulating, bf16": train_case("plain", max_steps=5, gradient_accumulation_steps=3, bf16=True),
+    "bert, accumulating": train_case("bert", gradient_accumulation_steps=3, **STEPS, **METRICS),
+    "bert, bf16": train_case("bert", max_steps=5, bf16=True, **STEPS),
+    "llama, accumulating": train_case("llama", **ACCUMULATING, **STEPS),
+    "llama, bf16": train_case("llama", max_steps=5, bf16=True),
+    # The last of 20 steps is not a multiple of 3, so that no evaluation is due.
+    "best model": train_case("plain", **BEST),
+    "best model, one kept": train_case("plain", **BEST, save_total_limit=1),
     "accumulating, divided once": divided_by_the_loss_alone,
-    "by epoch": trained("plain", eval_strategy="epoch", save_strategy="epoch"),
-    "not clipped": trained("plain", max_grad_norm=0.0),
-    "evaluated at the start": trained("plain", eval_on_start=True, **STEPS),
-    "part of an epoch": trained("plain", num_train_epochs=1.35, **ACCUMULATING),
-    "accumulating": trained("plain", **ACCUMULATING),
-    "smoothed": trained("bert", label_smoothing_factor=0.1, **STEPS),
-    "smoothed, accumulating": trained("llama", label_smoothing_factor=0.1, **ACCUMULATING, **STEPS),
-    "tokens seen": trained("llama", include_num_input_tokens_seen=True, **STEPS),
-    "neftune": trained("llama", neftune_noise_alpha=5.0, gradient_checkpointing=True),
-    "cosine": trained("llama", optim="adamw_torch", lr_scheduler_type="cosine"),
-    "plateau": trained("plain", lr_scheduler_type="reduce_lr_on_plateau", metric_for_best_model="loss", **STEPS),
-    "fp16": trained("plain", **FP16),
-    "resumed within an epoch": resumed("llama", 4, logging_steps=1, **STEPS),
-    "resumed at the end of an epoch": resumed("llama", 10, logging_steps=1, **STEPS),
-    "resumed, accumulating": resumed("llama", 2, logging_steps=1, gradient_accumulation_steps=3, **STEPS),
-    "resumed, full windows": resumed("llama", 3, logging_steps=1, gradient_accumulation_steps=5, **STEPS),
-    "resumed with another batch size": resumed("plain", 4, again=OTHER_SIZE, save_strategy="steps", max_steps=7),
-    "items of a plain model": partial(what_a_loss_function_gets, "plain"),
-    "items of a language model": partial(what_a_loss_function_gets, "llama", gradient_accumulation_steps=3),
-    "items for an override": what_an_override_gets,
+    "by epoch": train_case("plain", eval_strategy="epoch", save_strategy="epoch"),
+    "not clipped": train_case("plain", max_grad_norm=0.0),
+    "evaluated at the start": train_case("plain", eval_on_start=True, **STEPS),
+    "part of an epoch": train_case("plain", num_train_epochs=1.35, **ACCUMULATING),
+    "accumulating": train_case("plain", **ACCUMULATING),
+    "smoothed": train_case("bert", label_smoothing_factor=0.1, **STEPS),
+    "smoothed, accumulating": train_case("llama", label_smoothing_factor=0.1, **ACCUMULATING, **STEPS),
+    "tokens seen": train_case("llama", include_num_input_tokens_seen=True, **STEPS),
+    "neftune": train_case("llama", neftune_noise_alpha=5.0, gradient_checkpointing=True),
+    "cosine": train_case("llama", optim="adamw_torch", lr_scheduler_type="cosine"),
+    "plateau": train_case("plain", lr_scheduler_type="reduce_lr_on_plateau", metric_for_best_model="loss", **STEPS),
+    "fp16": train_case("plain", **FP16),
+    "resumed within an epoch": resume_case("llama", 4, logging_steps=1, **STEPS),
+    "resumed at the end of an epoch": resume_case("llama", 10, logging_steps=1, **STEPS),
+    "resumed, accumulating": resume_case("llama", 2, logging_steps=1, gradient_accumulation_steps=3, **STEPS),
+    "resumed, full windows": resume_case("llama", 3, logging_steps=1, gradient_accumulation_steps=5, **STEPS),
+    "resumed with another batch size": resume_case("plain", 4, again=OTHER_SIZE, save_strategy="steps", max_steps=7),
+    "items of a plain model": partial(items_given_to_a_loss_function, "plain"),
+    "items of a language model": partial(items_given_to_a_loss_function, "llama", gradient_accumulation_steps=3),
+    "items for an override": items_given_to_an_override,
     "items that nobody counts": items_that_nobody_counts,
     "overrides of all that make an optimizer": overrides_of_all_that_make_an_optimizer,
     "a norm": partial(a_model_of_its_own, "norm"),
@@ -383,7 +383,7 @@ SKIPPED = {
 
 
 @contextlib.contextmanager
-def installed():
+def install_ours():
     hftrainer.install()
     try:
         assert transformers.Trainer is hftrainer.Trainer
@@ -407,17 +407,17 @@ def observe(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_as_the_installed_release(observe, name):
+def test_run_is_that_of_the_installed_release(observe, name):
     condition, reason = SKIPPED.get(name, (False, ""))
     if condition:
         pytest.skip(reason)
     theirs = observe(name, "theirs")
-    with installed():
+    with install_ours():
         ours = observe(name, "ours")
     assert_same(ours, theirs)
 
 
-def test_every_difference_has_its_case():
+def test_every_difference_between_releases_has_a_case():
     expected = {str(kind.last_release): set(kind.own_changes) for kind in POLICIES[:-1]}
     assert {release: set(names) for release, names in SHOWN_BY.items()} == expected
 
@@ -427,8 +427,8 @@ def test_every_difference_has_its_case():
     ("kind", "decision"),
     [(kind, name) for kind in reversed(POLICIES[:-1]) for name in SHOWN_BY[str(kind.last_release)]],
 )
-def test_the_case_of_a_difference_shows_it(observe, monkeypatch, kind, decision):
-    """In the last release with it, it makes a difference."""
+def test_case_fails_without_the_difference_that_it_shows(observe, monkeypatch, kind, decision):
+    """Each difference is tried in the last release that has it."""
     name = SHOWN_BY[str(kind.last_release)][decision]
     if name not in CASES:
         assert Path(__file__).parents[2].joinpath(name).is_file()
@@ -439,15 +439,15 @@ def test_the_case_of_a_difference_shows_it(observe, monkeypatch, kind, decision)
     found = []
     for policy in (kind, later):
         monkeypatch.setattr(followed, "make_policy", lambda release, policy=policy: policy(kind.last_release))
-        with installed():
+        with install_ours():
             found.append(observe(name, str(len(found))))
     with pytest.raises(AssertionError):
         assert_same(*found)
 
 
-def test_a_package_that_the_script_holds_is_swapped_too():
+def test_transformers_module_held_by_the_script_is_swapped_too():
     """`import transformers` may give another module than `sys.modules` has later: it executes itself again."""
-    with installed():
+    with install_ours():
         assert {transformers.Trainer, sys.modules["transformers"].Trainer} == {transformers.trainer.Trainer}
         assert transformers.Trainer.__module__ == "hftrainer.trainer"
     assert {transformers.Trainer, sys.modules["transformers"].Trainer} == {transformers.trainer.Trainer}

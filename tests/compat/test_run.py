@@ -68,7 +68,7 @@ def test_exceptions_and_exit_codes_pass_through(tmp_path, run, processes):
     assert done.returncode == 1 and "IndentationError" in done.stderr and "runpy" not in done.stderr
 
 
-def test_modules(tmp_path, run):
+def test_module_is_run_by_name_with_its_arguments(tmp_path, run):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     text = "import sys\nfrom transformers import Trainer\nprint(Trainer.__module__, sys.argv[1:], __package__)\n"
@@ -77,7 +77,7 @@ def test_modules(tmp_path, run):
     assert done.stdout.strip() == "hftrainer.trainer ['--a', 'b'] package", done.stderr
 
 
-def test_ctrl_c(tmp_path, processes):
+def test_ctrl_c_reaches_the_script(tmp_path, processes):
     path = script(
         tmp_path,
         """
@@ -134,7 +134,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", sorted(ORDERS))
-def test_any_order_of_imports(tmp_path, run, order):
+def test_names_are_swapped_in_any_order_of_imports(tmp_path, run, order):
     text = f"""
 {ORDERS[order]}
 from transformers import Trainer, TrainingArguments, EarlyStoppingCallback
@@ -170,7 +170,7 @@ print(sorted(ours), sorted(back))
         (["--tpu", "--num-cores", "0"], "--num-cores 0 is not a number >= 1"),
     ],
 )
-def test_wrong_numbers_of_processes(words, message, monkeypatch, capsys):
+def test_wrong_launch_options_are_refused(words, message, monkeypatch, capsys):
     from hftrainer.__main__ import main
 
     monkeypatch.setattr(sys, "argv", ["hftrainer", "run", *words, "absent.py"])
@@ -194,7 +194,7 @@ def test_wrong_numbers_of_processes(words, message, monkeypatch, capsys):
         ),
     ],
 )
-def test_what_torchrun_is_told(words, expected, monkeypatch):
+def test_launch_options_are_passed_to_torchrun(words, expected, monkeypatch):
     from torch.distributed import run as torchrun
 
     from hftrainer.__main__ import main

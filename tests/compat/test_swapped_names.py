@@ -72,7 +72,7 @@ print("FOUND", Trainer.__module__.split(".")[0], json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, processes):
+def results(tmp_path_factory, processes):
     """Order of the imports → the library of the Trainer, and what the script found."""
     orders = ("install first", "transformers first", "transformers alone")
     return {order: run(processes, tmp_path_factory.mktemp("out"), order) for order in orders}
@@ -81,14 +81,14 @@ def found(tmp_path_factory, processes):
 def run(processes, folder, order):
     done = processes.run("-c", SCRIPT, order, cwd=folder, fresh=True)
     assert done.returncode == 0, done.stderr
-    found = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
-    _, library, values = found.split(" ", 2)
+    results = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
+    _, library, values = results.split(" ", 2)
     return library, json.loads(values)
 
 
 @pytest.mark.parametrize("order", ["install first", "transformers first"])
-def test_as_in_transformers(found, order):
-    (library, ours), (stock, theirs) = found[order], found["transformers alone"]
+def test_names_and_values_are_those_of_transformers(results, order):
+    (library, ours), (stock, theirs) = results[order], results["transformers alone"]
     assert (library, stock) == ("hftrainer", "transformers")
     ours, theirs = dict(ours), dict(theirs)
     of_ours, of_theirs = ours.pop("members"), theirs.pop("members")

@@ -43,7 +43,7 @@ print("FOUND", json.dumps(found))
 
 
 @pytest.mark.parametrize("order", ["install first", "transformers first"])
-def test_names(tmp_path, processes, order):
+def test_tensorflow_names_are_added_by_install_and_removed(tmp_path, processes, order):
     done = processes.run("-c", SCRIPT, order, cwd=tmp_path, fresh=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))[6:])

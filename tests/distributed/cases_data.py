@@ -52,7 +52,7 @@ class Shuffled(IterableDataset):
 
 
 class Counting(IterableDataset):
-    """Can be brought back to where it was."""
+    """Samples whose position is saved and restored."""
 
     def __init__(self, count=40):
         self.samples, self.at = plain_data(count), 0
@@ -125,7 +125,7 @@ CASES = {
     "hub, alone": (ALONE, lambda: hub(38, 2).shuffle(seed=1, buffer_size=5), STREAM),
     "hub, alone, few shards": (ALONE, lambda: hub(38, 1), STREAM),
 }
-#: Runs that go on from a step in the middle of an epoch.
+#: Runs that are resumed from a step within an epoch.
 RESUMED = (
     *("stream with a state", "stream with a state, alone", "stream, noisy", "stream, worker", "stream, alone"),
     *("stream, alone, worker", "stream, alone, shuffled", "hub, alone"),

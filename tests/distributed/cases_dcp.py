@@ -12,7 +12,7 @@ from hftrainer import TrainerCallback
 from hftrainer.checkpointing import sharded
 from tests.distributed.cases_sharding import run, world_size
 from tests.support.checkpoints import At
-from tests.support.jobs import names
+from tests.support.jobs import names_in
 
 #: Name → arguments. One process has no launcher, and so no FSDP.
 DCP = {"checkpoint_format": "dcp", "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
@@ -22,9 +22,9 @@ WAYS = {
     "fsdp1": {**DCP, "fsdp": True, "fsdp_config": {"version": 1}},
     "fsdp2": {**BACKGROUND, "fsdp": True},
 }
-#: Processes → which of these write, and read.
+#: Number of processes → ways that it writes and reads.
 PLACES = {1: ("replicas",), 2: tuple(WAYS), 4: ("fsdp1", "fsdp2")}
-#: Processes of readers → processes of writers.
+#: Number of reading processes → numbers of writing ones.
 OTHERS = {1: (2, 4), 2: (1, 4), 4: (1, 2)}
 
 
@@ -53,7 +53,6 @@ def read_all(folder):
 
 
 def read_given(folder, way, checkpoints):
-    """The weights of these checkpoints."""
     given = {"max_steps": 2, "save_strategy": "no"}
     return [run("plain", WAYS[way], folder / "read", each, **given)["weights"] for each in checkpoints]
 
@@ -135,12 +134,12 @@ def fail(folder):
         interferes = _Interferes(1, raise_error)
         run("plain", {**way, "fsdp": True}, folder / name, max_steps=4)
         interferes.end()
-        found[name] = names(folder / name), threading.main_thread() in interferes.threads
+        found[name] = names_in(folder / name), threading.main_thread() in interferes.threads
     after = threading.Event()
     interferes, callbacks = _Interferes(0, after.wait), [At(3, after.set)]
     run("plain", WAYS["fsdp2"], folder / "held", max_steps=4, trainer={"callbacks": callbacks})
     interferes.end()
-    return {**found, "held": names(folder / "held")}
+    return {**found, "held": names_in(folder / "held")}
 
 
 def die(folder):

@@ -6,7 +6,7 @@ import signal
 import torch
 
 from hftrainer import TrainerCallback
-from tests.support.divergence import trained
+from tests.support.divergence import fit
 
 STRATEGIES = {"replicas": {}, "fsdp": {"fsdp": True}}
 
@@ -25,6 +25,6 @@ class DiesAfterRollback(TrainerCallback):
 def train(folder, data, settings, strategy="replicas", dies=False, resume=None):
     torch.set_num_threads(1)
     callbacks = [DiesAfterRollback()] if dies else []
-    trainer = trained(folder, data, resume, callbacks=callbacks, **STRATEGIES[strategy], ddp_timeout=60, **settings)
+    trainer = fit(folder, data, resume, callbacks=callbacks, **STRATEGIES[strategy], ddp_timeout=60, **settings)
     weights = trainer.accelerator.get_state_dict(trainer.model)
     return {name: value.clone() for name, value in weights.items()}, trainer.state.global_step

@@ -12,7 +12,7 @@ from tests.support.tiny import Stream, make_llama, plain_data
 
 #: Batches have 2 samples: up to two rounds of two ranks, whole or not, and one of more.
 SIZES = (*range(1, 9), 13)
-#: One rank has nothing; both have as much; a part of the second round; one round more.
+#: With these, one rank has nothing; both have as much; the second round is partial; there is a further round.
 SOME = (1, 4, 7, 13)
 
 
@@ -94,7 +94,7 @@ def sum_and_losses(prediction):
 
 VARIED = {"make_model": make_llama, "data_collator": tiny.pad, "compute_metrics": all_of_it}
 GENERATES = {"predict_with_generate": True}
-#: Name → the Trainer's settings, data by their number, and the numbers, if not all. Of each, metrics and predictions.
+#: Name → settings of the Trainer, a function that makes data of a size, and the sizes if not `SIZES`.
 CASES = {
     "plain": ({"settings": {"include_for_metrics": ["loss"]}, "compute_metrics": sum_and_losses}, plain_data),
     "stream": ({}, Stream),

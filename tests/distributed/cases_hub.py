@@ -6,7 +6,7 @@ from tests.support.hub_runs import make_uploading
 
 
 def find_all(folder):
-    """Whether this rank has committed; the weights of an undisturbed run and of one resumed from the Hub; a refusal."""
+    """Whether this rank committed; weights of an undisturbed run and of one resumed from the Hub; a refusal."""
     undisturbed = make_uploading(f"{folder}/undisturbed", push_to_hub=False)
     undisturbed.train()
     stopped = make_uploading(f"{folder}/run", hub_strategy="checkpoint", hub_always_push=True)

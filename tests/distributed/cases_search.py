@@ -11,13 +11,13 @@ from tests.support.tiny import make_plain, plain_data
 
 
 def of_trial(trial):
-    """A model that the trial has a say in, which transformers cannot do with several processes."""
+    """A model with a dropout that the trial suggests; transformers cannot do so in several processes."""
     model = make_plain()
     model.layers[3].p = 0.2 if trial is None else trial.suggest_float("dropout", 0.0, 0.5)
     return model
 
 
-#: What `rates` has chosen in this process.
+#: Values that `rates` got in this process.
 chosen = []
 
 
@@ -73,7 +73,7 @@ def find_all(folder):
     ):
         try:
             trainer.hyperparameter_search(**{"hp_space": rates, "n_trials": 1, **keywords})
-            # Once more: the study is there.
+            # Again, since the study exists now.
             trainer.hyperparameter_search(**{"hp_space": rates, "n_trials": 1, **keywords})
         except error as raised:
             found["refused"].append(str(raised))

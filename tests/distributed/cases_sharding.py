@@ -18,7 +18,7 @@ from tests.support.tiny import MODELS, make_t5, t5_data, without_dropout
 #: Samples in a step of all processes; 40 of them make five steps an epoch, or two with accumulation.
 GLOBAL_BATCH = 8
 FIRST, PARTS = {"version": 1}, {"state_dict_type": "SHARDED_STATE_DICT"}
-#: Name → arguments, of those whose checkpoints are not looked at.
+#: Name → arguments, for runs without checkpoints.
 STRATEGIES = {
     "ddp": {},
     "fsdp1 full_shard": {"fsdp": "full_shard auto_wrap", "fsdp_config": FIRST},
@@ -31,12 +31,12 @@ SETTINGS = {
     "bert": {"average_tokens_across_devices": False},  # which would double the loss of BERT, as in transformers
     "llama": {"gradient_accumulation_steps": 3},
 }
-#: Model and strategy of runs that end as one process does; so do those of `SAVED`.
+#: Model and strategy of runs compared with one process, beside those of `SAVED`.
 COMPARED = [
     *(("llama", name) for name in STRATEGIES if name != "fsdp2"),
     *((model, name) for model in ("plain", "bert") for name in ("ddp", "fsdp1 full_shard", "fsdp2")),
 ]
-#: Name → arguments, for checkpoints.
+#: Name → arguments, for runs with checkpoints.
 SAVED = {
     "ddp": {},
     "fsdp1 whole": {"fsdp": True, "fsdp_config": FIRST},
@@ -52,9 +52,9 @@ SAVED = {
     "fsdp2 offload": {"fsdp": "full_shard offload"},
     "fsdp2 recomputed": {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}},
 }
-#: The kinds of checkpoints. Two processes write each, and any number goes on from it with another.
+#: Kinds of checkpoints. Two processes write each, and one, two and four resume from it.
 KINDS = ("ddp", "fsdp1 whole", "fsdp1 parts", "fsdp2 whole", "fsdp2 parts")
-#: Those that train in different ways: parts and a whole differ in checkpoints alone.
+#: Strategies that train differently; "parts" and "whole" differ only in checkpoints.
 WAYS = ("ddp", "fsdp1 whole", "fsdp2 whole")
 #: Processes → reader → writers; one process has no launcher, and so no FSDP. Of two, each way of training reads all.
 READERS = {
@@ -68,7 +68,7 @@ READERS = {
     },
     4: {"fsdp1 parts": ("ddp", "fsdp1 parts", "fsdp2 parts"), "fsdp2 whole": ("fsdp1 parts", "fsdp2 whole")},
 }
-#: With which Lightning's own checkpoints are written.
+#: Strategies with which Lightning's own checkpoints are written.
 LIGHTNING = ("ddp", "fsdp1 whole", "fsdp2 parts")
 EVALUATED = ("ddp", "fsdp1 whole", "fsdp1 parts", "fsdp2 parts")
 HALF = [f"{name} {precision}" for name in WAYS for precision in ("bf16", "fp16")]
@@ -78,7 +78,7 @@ def world_size():
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def found_by(trainer):
+def result_of(trainer):
     weights = trainer.accelerator.get_state_dict(trainer.model)
     return {"logs": trainer.state.log_history, "weights": {name: value.clone() for name, value in weights.items()}}
 
@@ -88,24 +88,24 @@ def run(model, strategy, folder, resume=None, **settings):
     settings = {**size, **SETTINGS.get(model, {}), **copy.deepcopy(strategy), **settings}
     trainer, _ = build("hftrainer", model, folder, **settings)
     trainer.train(resume_from_checkpoint=resume)
-    return found_by(trainer)
+    return result_of(trainer)
 
 
-def compared(folder):
+def compare(folder):
     """Each strategy with one model, and each model; alone only without a strategy."""
     for model, strategy in COMPARED:
         if world_size() > 1 or strategy == "ddp":
             yield f"{model} {strategy}", run(model, STRATEGIES[strategy], folder / f"{model}-{strategy}")
 
 
-def saved(folder):
+def save(folder):
     for name, strategy in SAVED.items():
         where = folder / "saved" / name
         yield name, run("llama", strategy, where, save_strategy="steps", save_steps=3)
         yield f"{name}, resumed", run("llama", strategy, folder / "resumed", where / "checkpoint-3")
 
 
-def exchanged(folder):
+def exchange(folder):
     """Checkpoints of two processes, read by these with another strategy, by one and by four."""
     for reader, writers in READERS[world_size()].items():
         for writer in writers:
@@ -113,7 +113,7 @@ def exchanged(folder):
             yield f"{writer} {reader}", run("llama", SAVED[reader], folder / "exchanged", checkpoint)
 
 
-def lightning(folder):
+def save_by_lightning(folder):
     for name in LIGHTNING:
         where = folder / "lightning" / name
         kept = ModelCheckpoint(dirpath=where, filename="{step}", every_n_train_steps=5, save_top_k=-1)
@@ -122,8 +122,8 @@ def lightning(folder):
         yield name, run("plain", SAVED[name], where, **saving, trainer={"callbacks": [kept, best]})
 
 
-def chained(folder):
-    """A run that two processes have begun, gone on in one, which saves, and then in four."""
+def change_sizes(folder):
+    """A run begun by two processes, continued by one, which saves, and then by four."""
     if world_size() == 1:
         for name in LIGHTNING:
             yield name, run("plain", {}, folder / "resumed", folder / "lightning" / name / "step=5.ckpt")
@@ -134,7 +134,7 @@ def chained(folder):
             yield reader, run("plain", SAVED[reader], folder / "resumed", folder / "chained" / "checkpoint-8")
 
 
-def evaluated(folder):
+def evaluate(folder):
     for name in EVALUATED:
         where, strategy = folder / "evaluated" / name, copy.deepcopy(SAVED[name])
         best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
@@ -147,17 +147,17 @@ def evaluated(folder):
         tokens = {"use_cpu": True, "predict_with_generate": True, "report_to": "none"}
         seq2seq = Seq2SeqTrainer(make_t5(), Seq2SeqTrainingArguments(str(where / "tokens"), **tokens, **strategy))
         predictions = seq2seq.predict(t5_data(5), max_length=9, num_beams=2).predictions
-        yield name, {**found_by(trainer), "before": before, "after": after, "tokens": predictions}
+        yield name, {**result_of(trainer), "before": before, "after": after, "tokens": predictions}
 
 
-def half(folder):
+def train_in_half_precision(folder):
     for name in HALF:
         strategy, precision = name.rsplit(" ", 1)
         settings = {precision: True, "save_strategy": "steps", "save_steps": 4}
         yield name, run("llama", SAVED[strategy], folder / "half" / name, **settings)
 
 
-def adapters(folder):
+def train_adapters(folder):
     for name in ("ddp", "fsdp1 whole", "fsdp2 whole", "fsdp2 parts"):
         where = folder / "peft" / name
         yield name, run("peft", SAVED[name], where, save_strategy="steps", save_steps=4, num_train_epochs=1)
@@ -199,14 +199,13 @@ def image_data(count=40):
 
 
 class OwnLoader(Trainer):
-    """Nobody asks for the model's columns before it is sharded."""
+    """Its loader does not ask for the model's columns before it is sharded."""
 
     def get_train_dataloader(self):
         return self.accelerator.prepare(torch.utils.data.DataLoader(self.train_dataset, batch_size=4))
 
 
-def regressions(folder):
-    """Trainings that went wrong once."""
+def rerun_regressions(folder):
     own = {"trainer_class": lambda library: OwnLoader, "eval_strategy": "epoch", "num_train_epochs": 1}
     for name in WAYS:
         strategy = SAVED[name]
@@ -214,7 +213,7 @@ def regressions(folder):
         trainer, _ = build("hftrainer", "llama", folder / "overflow", **settings)
         trainer.accelerator.scaler._init_scale = 2.0**30  # all processes find infinite gradients at first
         trainer.train()
-        yield f"overflow {name}", found_by(trainer)
+        yield f"overflow {name}", result_of(trainer)
         smooth = {"label_smoothing_factor": 0.1, "max_steps": 3}
         yield f"label smoothing {name}", run("llama", strategy, folder / "smooth", **smooth)
         yield f"own loader {name}", run("plain", strategy, folder / "own", **own)
@@ -242,7 +241,7 @@ def odd_models(folder):
                 yield f"vit {name}, from ddp", go(folder / "resumed", folder / "odd" / "vit ddp" / "checkpoint-3")
 
 
-def groups(folder):
+def count_groups(folder):
     for number, ends in enumerate((False, True, True)):
         for kind in ("full_shard", "hybrid_shard"):
             trainer, _ = build("hftrainer", "plain", folder / "groups", max_steps=1, fsdp=kind)

@@ -1,12 +1,12 @@
 """An output folder at a URL, in ranks: each node has the disk `folder`."""
 
-from tests.support.checkpoints import finished, make_trainer, weights_of
+from tests.support.checkpoints import make_trainer, train_to_end, weights_of
 
 
 def train(folder, url, steps, resume, settings):
     """The weights after so many steps, and what was resumed from."""
     settings = {"lr_scheduler_type": "constant", "max_steps": steps, **settings}
-    trainer = finished(make_trainer(folder, storage_url=url, **settings), resume)
+    trainer = train_to_end(make_trainer(folder, storage_url=url, **settings), resume)
     resumed = trainer._hftrainer.run.resumed_from
     with trainer._hftrainer.strategy.summon_full_parameters():
         weights = trainer.accelerator.get_state_dict(trainer.model)

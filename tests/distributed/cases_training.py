@@ -14,7 +14,7 @@ from tests.support.tiny import MODELS, Plain, make_plain, plain_data
 
 
 def own_files(library):
-    """A Trainer that writes into the checkpoint before it is one, and when it is."""
+    """A Trainer that writes into the folder of a checkpoint before and after it is saved."""
 
     class Own(library.Trainer):
         def _save_checkpoint(self, model, trial):
@@ -79,15 +79,17 @@ CASES = {
     "llama, accumulation 3": ("llama", {**SAVED, "save_steps": 1, "gradient_accumulation_steps": 3}),
     "llama, tokens of each process": ("llama", {**SAVED, "average_tokens_across_devices": False}),
     "llama, ddp arguments": ("llama", {**OF_DDP, "include_num_input_tokens_seen": "all"}),
+    "llama, a static graph": ("llama", {"ddp_static_graph": True}),
     "bert": ("bert", {**SAVED, "gradient_accumulation_steps": 3}),
     "batch norm": ("batch norm", {**EVALUATED, "trainer": {"eval_dataset": plain_data(32)}}),
+    "batch norm, own training step": ("batch norm", {"trainer_class": own_step, "gradient_accumulation_steps": 2}),
     "own training step": ("plain", {"trainer_class": own_step, "gradient_accumulation_steps": 3}),
     "files of its own": ("plain", {**SAVED, "trainer_class": own_files}),
     "files of its own, only the model": ("plain", {**SAVED, "trainer_class": own_files, "save_only_model": True}),
     "data of its own": ("plain", {"trainer_class": own_loader, "gradient_accumulation_steps": 2}),
     "early stopping": ("plain", {**BEST, "trainer_class": stopping_early, "num_train_epochs": 9, "learning_rate": 0.1}),
 }
-#: Runs that go on from a step.
+#: Runs that are resumed, and the step.
 RESUMED = (("plain", 4), ("plain", 6), ("llama, accumulation 3", 3))
 
 
@@ -127,7 +129,7 @@ class Full(Trainer):
 
 
 def agree(folder, flags):
-    """What the processes do when only one of them is asked to, by name; `flags` has event, flag and step."""
+    """What both ranks do when a flag is set in one of them, by case; `flags` has event, flag and step."""
     found, settings = {}, {"logging_steps": 2, "gradient_accumulation_steps": 2}
     for name, flag in flags.items():
         trainer, _ = build("hftrainer", "plain", folder / name, trainer={"callbacks": [OnOne(*flag)]}, **settings)

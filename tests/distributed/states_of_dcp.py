@@ -8,7 +8,7 @@ from tests.support.checkpoints import BACKGROUND
 from tests.support.model_states import ModelStatesSuite
 
 DCP = {"checkpoint_format": "dcp"}
-#: In the background also the parts of FSDP's own format.
+#: The last one writes FSDP's own format in the background.
 WAYS = {
     "replicas": DCP,
     "replicas, background": {**DCP, **BACKGROUND},

@@ -16,12 +16,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(processes, folder):
+def results(processes, folder):
     return {name: processes.run_ranks(cases_data.train_all, 2, name, folder) for name in LIBRARIES}
 
 
 @pytest.fixture(scope="module")
-def gone_on(processes, found, folder):
+def resumptions(processes, results, folder):
     """By rank, the resumed runs by case, the run with shards of different length, and what was logged."""
     return processes.run_ranks(cases_data.go_on, 2, folder)
 
@@ -33,8 +33,8 @@ def assert_same_batches(ours, theirs):
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("case", CASES)
-def test_same_as_transformers(found, case, rank):
-    (ours, *tensors), (theirs, *expected) = (found[name][rank][case] for name in ("hftrainer", "transformers"))
+def test_batches_and_training_are_those_of_transformers(results, case, rank):
+    (ours, *tensors), (theirs, *expected) = (results[name][rank][case] for name in ("hftrainer", "transformers"))
     for pair in zip(tensors, expected, strict=True):
         assert_same_batches(*pair)
     assert_same(ours, theirs)
@@ -42,9 +42,9 @@ def test_same_as_transformers(found, case, rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("case", RESUMED)
-def test_resumed_run_reads_on(found, gone_on, case, rank):
-    undisturbed, expected, all_seen, _ = found["hftrainer"][rank][case]
-    resumed, random, seen, _ = gone_on[rank][0][case]
+def test_resumed_run_reads_the_remaining_batches(results, resumptions, case, rank):
+    undisturbed, expected, all_seen, _ = results["hftrainer"][rank][case]
+    resumed, random, seen, _ = resumptions[rank][0][case]
     assert 0 < len(seen) < len(all_seen)
     assert_same_batches(seen, all_seen[-len(seen) :])
     assert_same_weights(resumed.weights, undisturbed.weights)
@@ -52,20 +52,20 @@ def test_resumed_run_reads_on(found, gone_on, case, rank):
     assert torch.equal(random, expected)
 
 
-def test_shards_of_different_length(gone_on):
-    """The epoch ends for all with the shortest, of 3 batches; a process that leaves samples out says so."""
-    for _, different, _ in gone_on:
+def test_epoch_ends_with_the_shortest_shard(resumptions):
+    """It has 3 batches; a process that leaves samples out logs it."""
+    for _, different, _ in resumptions:
         assert [line["epoch"] for line in different.logs][2:4] == [0.6, 1.2]
-    warned = ["The epoch ends with the shortest shard of the stream" in " ".join(of_rank[2]) for of_rank in gone_on]
+    warned = ["The epoch ends with the shortest shard of the stream" in " ".join(of_rank[2]) for of_rank in resumptions]
     assert any(warned)
 
 
-def test_a_stream_that_goes_on_from_its_state_says_what_it_cannot_know(gone_on):
-    assert "if the last round of this epoch is incomplete" in " ".join(gone_on[0][2])
+def test_resumed_stateful_stream_warns_of_an_incomplete_last_round(resumptions):
+    assert "if the last round of this epoch is incomplete" in " ".join(resumptions[0][2])
 
 
-def test_refusals(processes, tmp_path):
-    """All processes raise, also what only the main one can see."""
+def test_wrong_data_is_refused_in_all_ranks(processes, tmp_path):
+    """Also what only the main process can see."""
     for sentences in processes.run_ranks(cases_data.refuse, 2, tmp_path):
         for sentence, (*_, expected) in zip(sentences, REFUSED, strict=True):
             assert sentence.startswith(expected)

@@ -23,7 +23,7 @@ from tests.distributed.cases_dcp import (
     write_all,
 )
 from tests.distributed.cases_sharding import run
-from tests.support.jobs import names
+from tests.support.jobs import names_in
 from tests.support.parity import assert_same_weights
 from tests.support.processes import RanksFailed
 
@@ -45,7 +45,7 @@ def checkpoint(written, folder):
 
 
 @pytest.mark.parametrize("count", OTHERS)
-def test_any_number_of_processes_reads_what_any_has_written(processes, folder, written, count):
+def test_any_number_of_processes_reads_checkpoints_of_any_other(processes, folder, written, count):
     found = processes.run_ranks(read_all, count, folder)[0]
     for (of, writer, reader, steps), read in found.items():
         if steps == 2:
@@ -58,7 +58,7 @@ def test_any_number_of_processes_reads_what_any_has_written(processes, folder, w
 
 
 @pytest.mark.parametrize("name", ["1 replicas", "2 replicas", "2 fsdp1", "2 fsdp2", "4 fsdp2"])
-def test_torch_reads_ours(written, folder, tmp_path, name):
+def test_torch_reads_our_checkpoints(written, folder, tmp_path, name):
     parts, (count, way) = folder / name / "checkpoint-2" / "dcp", name.split()
     expected = written[int(count)][way]["weights"]
     dcp_to_torch_save(parts, tmp_path / "all.pt")
@@ -73,8 +73,8 @@ def test_torch_reads_ours(written, folder, tmp_path, name):
     assert not (parts.parent / "model.safetensors").exists() and (parts.parent / "training_args.bin").exists()
 
 
-def test_we_read_torchs(processes, written, checkpoint, tmp_path):
-    """A checkpoint whose folder of parts one of torch's has replaced, with weights alone."""
+def test_checkpoints_written_by_torch_are_read(processes, written, checkpoint, tmp_path):
+    """They replace the folder of parts in ours, and have weights alone."""
     weights = {name: value + 1 for name, value in written[2]["fsdp2"]["weights"].items()}
     given = []
     for name, content in {"nested": {"model": weights}, "flat": weights, "converted": {"model": weights}}.items():
@@ -91,10 +91,10 @@ def test_we_read_torchs(processes, written, checkpoint, tmp_path):
             assert_same_weights(read, weights)
 
 
-def test_adapters(processes, tmp_path):
+def test_adapters_resume_exactly(processes, tmp_path):
     for name, (whole, resumed) in processes.run_ranks(adapt, 2, tmp_path)[0].items():
         assert_same_weights(resumed["weights"], whole["weights"])
-        assert names(tmp_path / name / "checkpoint-2" / "dcp")
+        assert names_in(tmp_path / name / "checkpoint-2" / "dcp")
         assert not list((tmp_path / name / "checkpoint-2").glob("adapter_model*"))
 
 
@@ -102,7 +102,7 @@ LOW_RANK = {"optim_target_modules": ["layers.0"], "optim_args": "rank=2,update_p
 
 
 @pytest.mark.parametrize("name", "adamw_torch sgd adafactor apollo_adamw galore_adamw schedule_free_adamw lomo".split())
-def test_optimizers_resume_to_the_bit(tmp_path, name):
+def test_optimizer_resumes_exactly(tmp_path, name):
     settings = {**DCP, "optim": name, "max_steps": 4, **(LOW_RANK if name.startswith(("apollo", "galore")) else {})}
     whole = run("plain", settings, tmp_path)
     resumed = run("plain", settings, tmp_path / "resumed", tmp_path / "checkpoint-2")
@@ -110,7 +110,7 @@ def test_optimizers_resume_to_the_bit(tmp_path, name):
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-4")
 
 
-def test_a_setting_by_parameter_is_left_out(tmp_path):
+def test_group_setting_made_of_parameters_is_left_out(tmp_path):
     """Parameters that print alike would get the same key."""
     run("plain", {**DCP, "optim": "grokadamw"}, tmp_path, max_steps=2)
     stored = dcp.FileSystemReader(tmp_path / "checkpoint-2" / "dcp").read_metadata().state_dict_metadata
@@ -119,7 +119,7 @@ def test_a_setting_by_parameter_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["by layer", "foreign parameter"])
-def test_an_optimizer_that_cannot_be_stored_is_refused_before_the_first_step(tmp_path, kind):
+def test_optimizer_that_cannot_be_stored_is_refused_at_the_start(tmp_path, kind):
     settings = {**DCP, "optim": "galore_adamw_layerwise", **LOW_RANK}
     if kind == "foreign parameter":
         settings = {**DCP, "trainer": {"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1), None)}}
@@ -131,19 +131,19 @@ def test_an_optimizer_that_cannot_be_stored_is_refused_before_the_first_step(tmp
 
 
 @pytest.mark.parametrize(("count", "way"), [(1, "replicas"), (2, "replicas"), (2, "fsdp2")])
-def test_a_parameter_without_a_state_stays_so(processes, tmp_path, count, way):
+def test_parameter_without_optimizer_state_resumes_without(processes, tmp_path, count, way):
     whole, resumed = processes.run_ranks(late, count, tmp_path, way)[0]
     assert_same_weights(resumed, whole)
 
 
 @pytest.mark.parametrize(("way", "collecting"), [("replicas", [2, 0]), ("fsdp2", [2, 2])])
-def test_saving_takes_no_step_and_only_who_writes_collects(processes, tmp_path, way, collecting):
+def test_saving_takes_no_step_and_only_writers_collect_states(processes, tmp_path, way, collecting):
     found = processes.run_ranks(count_steps, 2, tmp_path, way)
     assert [steps for steps, _ in found] == [4, 4]
     assert [collected for _, collected in found] == collecting
 
 
-def test_a_folder_of_a_script_beside_our_files(tmp_path):
+def test_folder_called_dcp_beside_ordinary_files_is_not_read(tmp_path):
     ordinary = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole = run("plain", ordinary, tmp_path)
     checkpoint = tmp_path / "checkpoint-2"
@@ -152,7 +152,7 @@ def test_a_folder_of_a_script_beside_our_files(tmp_path):
     assert_same_weights(resumed["weights"], whole["weights"])
 
 
-def test_damage(checkpoint, tmp_path):
+def test_damaged_or_missing_part_is_detected(checkpoint, tmp_path):
     shutil.copytree(checkpoint.parent, tmp_path / "run")
     damaged = tmp_path / "run" / "checkpoint-2"
     part = damaged / "dcp" / "__1_0.distcp"
@@ -172,16 +172,16 @@ def test_damage(checkpoint, tmp_path):
     assert "dcp/.metadata is missing" in CheckpointFolder(damaged).inspect().fault
 
 
-def test_parts_that_cannot_be_written(processes, tmp_path):
-    """They cost that checkpoint in all ranks, and training goes on; it does not wait for parts in the background."""
+def test_rank_that_cannot_write_skips_the_checkpoint_in_all_ranks(processes, tmp_path):
+    """Training continues, and does not wait for parts written in the background."""
     for found in processes.run_ranks(fail, 2, tmp_path):
         assert found["now"] == (["checkpoint-4"], True)
         assert found["later"] == (["checkpoint-4"], False)
         assert found["held"] == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_a_rank_that_dies_while_it_writes(processes, tmp_path):
+def test_rank_killed_while_it_writes_leaves_no_checkpoint(processes, tmp_path):
     with pytest.raises(RanksFailed, match="status -9"):
         processes.run_ranks(die, 2, tmp_path)
-    assert not [name for name in names(tmp_path) if name.startswith("checkpoint")]
+    assert not [name for name in names_in(tmp_path) if name.startswith("checkpoint")]
     assert get_last_checkpoint(str(tmp_path)) is None

@@ -84,12 +84,12 @@ def undisturbed(processes, tmp_path_factory):
     ("kind", "name"),
     [*(("map-style", name) for name in RUNS), *((kind, "fewer and more") for kind in KINDS if kind != "map-style")],
 )
-def test_a_run_that_changes_its_size_is_the_undisturbed_one(processes, tmp_path, undisturbed, kind, name):
+def test_run_that_changes_its_size_is_the_undisturbed_one(processes, tmp_path, undisturbed, kind, name):
     check(undisturbed(kind), tmp_path, *run(processes, tmp_path, RUNS[name], kind=kind))
 
 
 @pytest.mark.parametrize("seed", range(RANDOM_RUNS))
-def test_random_runs(processes, tmp_path, undisturbed, seed):
+def test_random_changes_of_size_are_the_undisturbed_run(processes, tmp_path, undisturbed, seed):
     draw = random.Random(seed)
     kind, parts = draw.choice([*KINDS]), random_run(draw)
     print(kind, parts)
@@ -110,7 +110,7 @@ def check(undisturbed, folder, weights, lines):
 
 
 @pytest.mark.parametrize(("library", "size", "steps", "missing"), [("transformers", 8, 3, 16), ("hftrainer", 4, 5, 0)])
-def test_no_sample_is_missing(processes, tmp_path, library, size, steps, missing):
+def test_no_sample_is_skipped_when_processes_double(processes, tmp_path, library, size, steps, missing):
     """huggingface/transformers#40245: twice the processes skip as many batches each, and so twice the samples."""
     run(processes, tmp_path, [(1, 8, "replicas", [3]), (2, size, "replicas", None)], library)
     read = samples_of_steps(tmp_path)

@@ -1,4 +1,4 @@
-"""Two processes: one uploads, both go on from the Hub, and what one is refused both raise."""
+"""With two processes one uploads, both resume from the Hub, and both raise what one is refused."""
 
 from tests.distributed.cases_hub import find_all
 from tests.support.hub_runs import TOKEN, environment
@@ -6,7 +6,7 @@ from tests.support.hub_server import HubServer
 from tests.support.parity import assert_same_weights
 
 
-def test_two_processes(processes, tmp_path):
+def test_one_rank_uploads_and_both_resume_from_the_hub(processes, tmp_path):
     with HubServer({TOKEN: ("me", "write")}) as hub:
         found = processes.run_ranks(find_all, 2, tmp_path, fresh=True, **environment(hub, tmp_path / "home"))
     during = [f"Training in progress, step {step}{part}" for step in (2, 4) for part in ("", ", checkpoint")]

@@ -11,7 +11,7 @@ SHARED = [(count, name) for count in (2, 4) for name in LAYOUTS[count]]
 
 
 @pytest.fixture(scope="module")
-def found(processes, tmp_path_factory):
+def results(processes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     return {count: processes.run_ranks(train_all, count, folder, layouts) for count, layouts in LAYOUTS.items()}
 
@@ -34,10 +34,10 @@ def assert_close(ours, expected):
 
 
 @pytest.mark.parametrize(("count", "name"), SHARED)
-def test_as_one_process(found, count, name):
-    alone = found[1][0]["one"]
-    assert_close(found[count][0][name], alone)
-    for of_rank in found[count]:
+def test_layout_trains_as_one_process(results, count, name):
+    alone = results[1][0]["one"]
+    assert_close(results[count][0][name], alone)
+    for of_rank in results[count]:
         run = of_rank[name]
         assert_same_lines(run, alone)
         assert run["metrics"]["eval_rows"] == run["streamed"] == EVALUATED  # no row twice
@@ -45,11 +45,11 @@ def test_as_one_process(found, count, name):
 
 
 @pytest.mark.parametrize(("count", "name"), SHARED)
-def test_resumed_run_ends_the_same(found, count, name):
-    whole, resumed = found[count][0][name], found[count][0][f"{name}, resumed"]
+def test_resumed_run_ends_the_same(results, count, name):
+    whole, resumed = results[count][0][name], results[count][0][f"{name}, resumed"]
     assert numbers(resumed) == numbers(whole)
     assert_same_weights(resumed["weights"], whole["weights"])
 
 
-def test_goes_on_from_one_process(found):
-    assert_close(found[2][0]["tp, from one"], found[1][0]["one"])
+def test_tensor_parallel_run_resumes_from_one_process(results):
+    assert_close(results[2][0]["tp, from one"], results[1][0]["one"])

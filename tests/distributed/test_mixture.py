@@ -54,7 +54,7 @@ def train(folder, kind, stops_at, settings):
     return weights, [line for line in trainer.state.log_history if "loss" in line], samples
 
 
-def together(ranks):
+def samples_by_step(ranks):
     """The samples of each step, over all ranks."""
     return {step: sorted(index for _, _, samples in ranks for index in samples[step]) for step in ranks[0][2]}
 
@@ -69,13 +69,13 @@ def together(ranks):
     ],
     ids=json.dumps,
 )
-def test_another_number_of_processes(processes, tmp_path, kind, settings):
+def test_mixture_is_the_same_with_changing_numbers_of_processes(processes, tmp_path, kind, settings):
     alone = processes.run_ranks(train, 1, tmp_path / "alone", kind, None, settings)
     first = processes.run_ranks(train, 2, tmp_path / "changing", kind, 5, settings)
     then = processes.run_ranks(train, 1, tmp_path / "changing", kind, 10, settings)
     last = processes.run_ranks(train, 2, tmp_path / "changing", kind, None, settings)
-    samples = together(first) | together(then) | together(last)
-    assert samples == together(alone)
+    samples = samples_by_step(first) | samples_by_step(then) | samples_by_step(last)
+    assert samples == samples_by_step(alone)
     assert list(samples) == [*range(1, 16)]
     for ours, theirs in zip(last[0][1], alone[0][1], strict=True):
         assert ours.keys() == theirs.keys()

@@ -7,15 +7,15 @@ from tests.distributed.cases_monitoring import LENGTHS, STEP_SECONDS, train
 from tests.support.parity import assert_same_weights
 
 
-def test_tokens_of_both_ranks(tmp_path, processes):
+def test_observed_tokens_are_those_of_both_ranks(tmp_path, processes):
     for _, _, lines, _ in processes.run_ranks(train, 2, tmp_path, {}):
         assert [line["step_seconds"] for line in lines] == pytest.approx([STEP_SECONDS] * 5)
         assert [line["tokens_per_second"] for line in lines] == pytest.approx([2 * sum(LENGTHS) / STEP_SECONDS] * 5)
     assert [event["step"] for event in read_events(str(tmp_path)) if event["event"] == "log"] == [4, 8, 12, 16, 20, 20]
 
 
-def test_requests_to_both_ranks(tmp_path, processes):
-    """A request is done one step later, when the ranks know that it is one of them that has it."""
+def test_requests_are_done_by_both_ranks_at_the_same_step(tmp_path, processes):
+    """One step later, when both ranks know of the request."""
     requested = {2: "save", 5: "evaluate", 9: "stop"}
     (done, steps, *_), (of_other, steps_of_other, *_) = processes.run_ranks(train, 2, tmp_path, requested)
     assert done == of_other == [("save", 3), ("evaluate", 6), ("save", 10)]
@@ -23,7 +23,7 @@ def test_requests_to_both_ranks(tmp_path, processes):
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-3"]
 
 
-def test_a_save_that_was_asked_for_resumes_exactly(tmp_path, processes):
+def test_requested_save_resumes_exactly(tmp_path, processes):
     whole = processes.run_ranks(train, 2, tmp_path, {2: "save"})
     resumed = processes.run_ranks(train, 2, tmp_path, {}, str(tmp_path / "checkpoint-3"))
     for (done, _, lines, weights), (_, _, others, of_resumed) in zip(whole, resumed, strict=True):

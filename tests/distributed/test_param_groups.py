@@ -25,7 +25,7 @@ WAYS = {
     "fsdp2 parts": {"fsdp": True, "fsdp_config": PARTS},
     "fsdp2 dcp": {"fsdp": True, "checkpoint_format": "dcp"},
 }
-#: What changes nothing: a run that resumes without `param_groups` under FSDP needs it.
+#: Groups that change nothing: under FSDP, a run that resumes without `param_groups` needs them.
 SAME = [{"pattern": "*", "lr_scale": 1.0}]
 #: Name → the entries, and the run that it resumes.
 RUNS = {
@@ -40,7 +40,7 @@ RUNS = {
 
 def train_all(folder):
     """Way and run → the whole weights at its end, and name and rate of each group."""
-    found = {}
+    results = {}
     for way, settings in WAYS.items():
         for run, (entries, before) in RUNS.items():
             place = folder / way.replace(" ", "_") / (before or run)
@@ -50,22 +50,22 @@ def train_all(folder):
             try:
                 trainer.train(resume_from_checkpoint=None if before is None else str(place / "checkpoint-2"))
             except UnsupportedArgument as error:
-                found[way, run] = str(error)
+                results[way, run] = str(error)
                 continue
             weights = {name: value.clone() for name, value in trainer.accelerator.get_state_dict(trainer.model).items()}
             groups = [(group.get("name"), len(group["params"])) for group in trainer.optimizer.param_groups]
-            found[way, run] = (weights, groups)
-    return found
+            results[way, run] = (weights, groups)
+    return results
 
 
 @pytest.fixture(scope="module")
-def found(processes, tmp_path_factory):
+def results(processes, tmp_path_factory):
     return processes.run_ranks(train_all, 2, tmp_path_factory.mktemp("groups"))[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_way_trains_alike(found, way):
-    (weights, groups), (expected, named) = found[way, "undisturbed"], found["ddp", "undisturbed"]
+def test_each_strategy_keeps_the_groups_of_ddp(results, way):
+    (weights, groups), (expected, named) = results[way, "undisturbed"], results["ddp", "undisturbed"]
     assert groups == named
     for name, value in weights.items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
@@ -73,15 +73,15 @@ def test_each_way_trains_alike(found, way):
 
 @pytest.mark.parametrize("run", ["resumed", "regrouped", "grouped"])
 @pytest.mark.parametrize("way", WAYS)
-def test_resumed_runs_end_the_same(found, way, run):
-    (weights, _), (expected, _) = found[way, run], found[way, RUNS[run][1]]
+def test_runs_with_equal_settings_resume_exactly(results, way, run):
+    (weights, _), (expected, _) = results[way, run], results[way, RUNS[run][1]]
     for name, value in weights.items():  # 0.02 apart without the moments
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_states_by_name_do_not_resume_without_groups(found, way):
+def test_states_stored_by_name_do_not_resume_without_groups(results, way):
     if way == "ddp":
-        assert [name for name, _ in found[way, "ungrouped"][1]] == [None, None]
+        assert [name for name, _ in results[way, "ungrouped"][1]] == [None, None]
     else:
-        assert "was written with 4 parameter groups, but the optimizer has 2" in found[way, "ungrouped"]
+        assert "was written with 4 parameter groups, but the optimizer has 2" in results[way, "ungrouped"]

@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(processes, folder):
+def results(processes, folder):
     """A function of a group and the number of processes: what they find, by rank and run. Each group runs once."""
     return functools.cache(lambda group, count=2: processes.run_ranks(run_group, count, group, folder))
 
@@ -46,12 +46,12 @@ def assert_close(ours, expected, atol=1e-6):
         assert torch.allclose(ours["weights"][name], value, rtol=0, atol=atol), name
 
 
-RUNS = [*((model, "compared", f"{model} {name}") for model, name in COMPARED), *(("llama", "saved", n) for n in SAVED)]
+RUNS = [*((model, "compare", f"{model} {name}") for model, name in COMPARED), *(("llama", "save", n) for n in SAVED)]
 
 
 @pytest.mark.parametrize(("model", "group", "name"), RUNS)
-def test_same_as_one_process(found, model, group, name):
-    (ours, other), one = (of_rank[name] for of_rank in found(group)), found("compared", 1)[0][f"{model} ddp"]
+def test_sharded_run_is_that_of_one_process(results, model, group, name):
+    (ours, other), one = (of_rank[name] for of_rank in results(group)), results("compare", 1)[0][f"{model} ddp"]
     assert ours["logs"][:-1] == other["logs"][:-1]  # in both; the last has measured times
     if name == "fsdp1 flat":  # a flat parameter has one weight decay for all that is in it
         assert losses(ours)[:2] == pytest.approx(losses(one)[:2], rel=TOLERANCE)
@@ -60,8 +60,8 @@ def test_same_as_one_process(found, model, group, name):
 
 
 @pytest.mark.parametrize("strategy", SAVED)
-def test_resumed_run_ends_the_same(found, strategy):
-    undisturbed, resumed = (found("saved")[0][f"{strategy}{which}"] for which in ("", ", resumed"))
+def test_resumed_run_ends_the_same(results, strategy):
+    undisturbed, resumed = (results("save")[0][f"{strategy}{which}"] for which in ("", ", resumed"))
     assert_same_weights(resumed["weights"], undisturbed["weights"])
     assert resumed["logs"][:-1] == undisturbed["logs"][:-1]
 
@@ -70,27 +70,27 @@ def test_resumed_run_ends_the_same(found, strategy):
     ("count", "reader", "writer"),
     [(count, reader, writer) for count in READERS for reader in READERS[count] for writer in READERS[count][reader]],
 )
-def test_any_reads_what_any_has_written(found, count, reader, writer):
-    undisturbed = found("saved")[0]["ddp"]
-    assert_close(found("exchanged", count)[0][f"{writer} {reader}"], undisturbed)
+def test_checkpoints_resume_with_other_strategies_and_process_counts(results, count, reader, writer):
+    undisturbed = results("save")[0]["ddp"]
+    assert_close(results("exchange", count)[0][f"{writer} {reader}"], undisturbed)
 
 
 @pytest.mark.parametrize("strategy", cases_sharding.LIGHTNING)
-def test_lightning_checkpoints(found, folder, strategy):
+def test_checkpoints_of_lightning_hold_whole_weights(results, folder, strategy):
     """Lightning's own callback writes whole weights by the names of the model, and one process goes on from them."""
-    expected = found("lightning")[0]["ddp"]["weights"]
+    expected = results("save_by_lightning")[0]["ddp"]["weights"]
     kept = torch.load(folder / "lightning" / strategy / "step=10.ckpt", weights_only=False)["state_dict"]
     assert len(os.listdir(folder / "lightning" / strategy / "best")) == 1
     assert {name.removeprefix("model.") for name in kept} == expected.keys()
     for name, value in expected.items():
         assert torch.allclose(kept[f"model.{name}"], value, rtol=0, atol=1e-6)
-        assert torch.allclose(found("chained", 1)[0][strategy]["weights"][name], value, rtol=0, atol=1e-6)
+        assert torch.allclose(results("change_sizes", 1)[0][strategy]["weights"][name], value, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("reader", READERS[4])
-def test_two_then_one_then_four(found, reader):
-    undisturbed, alone = found("lightning")[0]["ddp"], found("chained", 1)[0]["alone"]
-    ours = found("chained", 4)[0][reader]
+def test_run_continues_with_one_and_then_four_processes(results, reader):
+    undisturbed, alone = results("save_by_lightning")[0]["ddp"], results("change_sizes", 1)[0]["alone"]
+    ours = results("change_sizes", 4)[0][reader]
     assert losses(ours) == pytest.approx(losses(undisturbed), rel=TOLERANCE)
     for run in (ours, alone):
         for name, value in undisturbed["weights"].items():
@@ -98,10 +98,10 @@ def test_two_then_one_then_four(found, reader):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1 whole", "fsdp2 whole"])
-def test_files_of_whole_states(found, folder, strategy):
+def test_whole_states_are_written_to_these_files(results, folder, strategy):
     from transformers import LlamaForCausalLM
 
-    found("saved")
+    results("save")
     checkpoint = folder / "saved" / strategy / "checkpoint-3"
     names = {"model.safetensors", "config.json", "pytorch_model_fsdp.bin", "optimizer.bin"}
     assert names <= set(os.listdir(checkpoint))
@@ -111,8 +111,8 @@ def test_files_of_whole_states(found, folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1 parts", "fsdp2 parts"])
-def test_files_of_parts(found, folder, strategy):
-    found("saved")
+def test_sharded_states_are_written_to_these_files(results, folder, strategy):
+    results("save")
     checkpoint = folder / "saved" / strategy / "checkpoint-3"
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         assert set(os.listdir(checkpoint / name)) == {".metadata", "__0_0.distcp", "__1_0.distcp"}
@@ -120,10 +120,10 @@ def test_files_of_parts(found, folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", cases_sharding.EVALUATED)
-def test_evaluations(found, folder, strategy):
+def test_sharded_evaluation_and_generation_are_those_of_replicas(results, folder, strategy):
     from transformers import LlamaForCausalLM
 
-    ours, replicas = (found("evaluated")[0][name] for name in (strategy, "ddp"))
+    ours, replicas = (results("evaluate")[0][name] for name in (strategy, "ddp"))
     assert losses(ours, "eval_loss") == pytest.approx(losses(replicas, "eval_loss"), rel=TOLERANCE)
     assert ours["before"]["eval_loss"] == pytest.approx(replicas["before"]["eval_loss"], rel=TOLERANCE)
     assert np.allclose(ours["after"].predictions, replicas["after"].predictions, rtol=0, atol=1e-6)
@@ -133,23 +133,23 @@ def test_evaluations(found, folder, strategy):
 
 
 @pytest.mark.parametrize("name", cases_sharding.HALF)
-def test_half_precision(found, name):
+def test_half_precision_keeps_float32_weights_and_losses(results, name):
     """The optimizer steps in float32, and the losses are those of float32 to three digits."""
-    ours, whole = found("half")[0][name], found("saved")[0]["ddp"]
+    ours, whole = results("train_in_half_precision")[0][name], results("save")[0]["ddp"]
     assert losses(ours) == pytest.approx(losses(whole), rel=2e-3)
     assert {weight.dtype for weight in ours["weights"].values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1 whole", "fsdp2 whole", "fsdp2 parts"])
-def test_adapters(found, strategy):
-    ours, resumed = (found("adapters")[0][f"{strategy}{which}"] for which in ("", ", resumed"))
-    assert_close(ours, found("adapters")[0]["ddp"])
+def test_adapters_train_as_replicas_and_resume(results, strategy):
+    ours, resumed = (results("train_adapters")[0][f"{strategy}{which}"] for which in ("", ", resumed"))
+    assert_close(ours, results("train_adapters")[0]["ddp"])
     assert_same_weights(resumed["weights"], ours["weights"])
 
 
 @pytest.mark.parametrize("strategy", WAYS)
-def test_infinite_gradients_skip_the_step(found, strategy):
-    ours, replicas = (found("regressions")[0][f"overflow {name}"] for name in (strategy, "ddp"))
+def test_infinite_gradients_skip_the_step(results, strategy):
+    ours, replicas = (results("rerun_regressions")[0][f"overflow {name}"] for name in (strategy, "ddp"))
     assert losses(ours) == pytest.approx(losses(replicas), rel=3e-2)  # sharded weights are float16 in the forward pass
     assert losses(ours)[:5] == pytest.approx(losses(replicas)[:5], rel=1e-3)
     assert all(weight.isfinite().all() for weight in ours["weights"].values())
@@ -157,26 +157,26 @@ def test_infinite_gradients_skip_the_step(found, strategy):
 
 @pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize("case", ["label smoothing", "own loader"])
-def test_same_as_replicas(found, case, strategy):
-    ours, replicas = (found("regressions")[0][f"{case} {name}"] for name in (strategy, "ddp"))
+def test_sharded_run_is_that_of_replicas(results, case, strategy):
+    ours, replicas = (results("rerun_regressions")[0][f"{case} {name}"] for name in (strategy, "ddp"))
     assert_close(ours, replicas)
 
 
 @pytest.mark.parametrize(("model", "strategy"), [(kind, name) for kind in ODD_MODELS for name in ODD_MODELS[kind][1]])
-def test_odd_models_resume(found, model, strategy):
-    undisturbed, resumed = (found("odd_models")[0][f"{model} {strategy}{which}"] for which in ("", ", resumed"))
+def test_models_with_unusual_parts_resume(results, model, strategy):
+    undisturbed, resumed = (results("odd_models")[0][f"{model} {strategy}{which}"] for which in ("", ", resumed"))
     assert_same_weights(resumed["weights"], undisturbed["weights"])
 
 
 @pytest.mark.parametrize("strategy", ODD_MODELS["vit"][1][1:])
 @pytest.mark.parametrize("which", ["", ", from ddp"])
-def test_weights_under_other_names(found, strategy, which):
-    assert_close(found("odd_models")[0][f"vit {strategy}{which}"], found("odd_models")[0]["vit ddp"], atol=2e-5)
+def test_weights_saved_under_other_names_are_read(results, strategy, which):
+    assert_close(results("odd_models")[0][f"vit {strategy}{which}"], results("odd_models")[0]["vit ddp"], atol=2e-5)
 
 
-def test_groups_do_not_add_up(found):
-    """Each has threads and sockets. Ranks that part may meet again, in new groups."""
-    counts = list(found("groups")[0].values())
+def test_process_groups_are_destroyed_with_their_trainer(results):
+    """Each group has threads and sockets. Ranks may make new groups after `end_training`."""
+    counts = list(results("count_groups")[0].values())
     of_one, of_both = counts[:2]
     assert of_one < of_both
     assert counts == [of_one, of_both, of_both, of_both, of_one, of_both]

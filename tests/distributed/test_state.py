@@ -9,13 +9,13 @@ from tests.support.parity import LIBRARIES
 
 
 @pytest.fixture(scope="module")
-def found(processes, tmp_path_factory):
+def results(processes, tmp_path_factory):
     return {name: processes.run_ranks(find_all, 2, name, tmp_path_factory.mktemp("state")) for name in LIBRARIES}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_as_transformers_leaves_them(found, rank):
-    (ours, *_), (theirs, *_) = (found[name][rank] for name in ("hftrainer", "transformers"))
+def test_states_are_those_of_transformers(results, rank):
+    (ours, *_), (theirs, *_) = (results[name][rank] for name in ("hftrainer", "transformers"))
     for part in ("partial", "whole"):
         assert theirs[part]["device"] == "cpu:0"  # ours is the device of the arguments, which has no number
         theirs[part]["device"] = "cpu"
@@ -25,18 +25,18 @@ def test_as_transformers_leaves_them(found, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_nothing_else_is_touched(found, rank):
+def test_environment_and_thread_count_are_kept(results, rank):
     """accelerate would write the launcher's variables, and choose a number of threads."""
-    _, environment, threads = found["hftrainer"][rank]
+    _, environment, threads = results["hftrainer"][rank]
     assert environment == {}
     assert threads == 3
 
 
-def test_the_main_process_speaks(found):
-    assert [of_rank["said"].count("said by the main process") for of_rank, *_ in found["hftrainer"]] == [1, 0]
+def test_accelerate_logger_writes_in_the_main_process_only(results):
+    assert [of_rank["said"].count("said by the main process") for of_rank, *_ in results["hftrainer"]] == [1, 0]
 
 
-#: Started with Lightning's devices, the script runs again in a process of its own.
+#: With two `devices`, Lightning runs the script again in a second process.
 SCRIPT = """
 import os, pickle, sys
 from pathlib import Path
@@ -48,17 +48,17 @@ found = find_all("hftrainer", folder, lightning_config={"devices": 2})
 """
 
 
-def test_processes_that_the_script_starts(processes, tmp_path):
-    """Before the Trainer starts the second, nobody waits for it; from then on all is as with a launcher."""
+def test_states_in_processes_started_by_the_script(processes, tmp_path):
+    """Until the Trainer starts the second process there is one; then all is as with a launcher."""
     (tmp_path / "script.py").write_text(SCRIPT)
     run = processes.run(tmp_path / "script.py", tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
     for rank in (0, 1):
-        found, _, threads = pickle.loads((tmp_path / str(rank)).read_bytes())
-        assert found["partial"]["distributed_type"] == "DistributedType.NO" and not found["connected"]
-        assert found["main"] == [rank == 0, rank == 0, rank == 1] and found["same"]
-        assert found["agree"]
-        assert found["whole"]["distributed_type"] == "DistributedType.MULTI_CPU"
-        assert found["gather"] == [0, 1] and found["objects"] == ["of 0", "of 1"]
-        assert found["broadcast"] == ["of 0"] and threads == 3
-        assert found["said"].count("said by the main process") == (rank == 0)
+        results, _, threads = pickle.loads((tmp_path / str(rank)).read_bytes())
+        assert results["partial"]["distributed_type"] == "DistributedType.NO" and not results["connected"]
+        assert results["main"] == [rank == 0, rank == 0, rank == 1] and results["same"]
+        assert results["agree"]
+        assert results["whole"]["distributed_type"] == "DistributedType.MULTI_CPU"
+        assert results["gather"] == [0, 1] and results["objects"] == ["of 0", "of 1"]
+        assert results["broadcast"] == ["of 0"] and threads == 3
+        assert results["said"].count("said by the main process") == (rank == 0)

@@ -8,7 +8,7 @@ from tests.support.storages import whole_checkpoints
 
 
 @pytest.mark.parametrize("settings", [{}, SHARDED], ids=["DDP", "parts of FSDP"])
-def test_two_processes_go_on_elsewhere(processes, tmp_path, settings):
+def test_two_processes_resume_from_the_url_on_other_disks(processes, tmp_path, settings):
     url = f"file://{tmp_path}/bucket"
     run = processes.run_ranks
     whole = run(train, 2, tmp_path / "whole", None, 9, None, settings)

@@ -9,7 +9,7 @@ import torch
 from tests.distributed.cases_tf import train
 
 
-def test_as_one_process(processes, tmp_path):
+def test_two_processes_train_as_one(processes, tmp_path):
     (alone,) = processes.run_ranks(train, 1, tmp_path / "one", 8)
     both, _ = processes.run_ranks(train, 2, tmp_path / "two", 4)
     assert (alone["sizes"], both["sizes"]) == ([1, 8, 8, 16], [2, 8, 8, 16])

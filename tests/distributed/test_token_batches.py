@@ -20,7 +20,7 @@ def train(folder: Any, flat: bool) -> tuple[list[int], int, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_two_processes(processes: Any, tmp_path: Any, flat: bool) -> None:
+def test_two_processes_read_all_samples_in_equal_steps(processes: Any, tmp_path: Any, flat: bool) -> None:
     (first, steps, ours), (second, others, theirs) = processes.run_ranks(train, 2, tmp_path, flat)
     assert steps == others > 1
     assert {*first, *second} == set(range(len(samples())))

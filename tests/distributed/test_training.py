@@ -11,46 +11,46 @@ RANKS = (0, 1)
 
 
 @pytest.fixture(scope="module")
-def found(processes, tmp_path_factory):
+def results(processes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("training")
     return {name: processes.run_ranks(cases_training.train_all, 2, name, folder) for name in LIBRARIES}
 
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("case", [*CASES, *((*resumed, True) for resumed in RESUMED)], ids=str)
-def test_same_as_transformers(found, case, rank):
-    (ours, random), (theirs, expected) = (found[name][rank][case] for name in ("hftrainer", "transformers"))
+def test_trains_as_transformers(results, case, rank):
+    (ours, random), (theirs, expected) = (results[name][rank][case] for name in ("hftrainer", "transformers"))
     assert torch.equal(random, expected)
     assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_same_in_both_processes(found, case):
-    (first, _), (second, _) = (of_rank[case] for of_rank in found["hftrainer"])
+def test_logs_and_weights_are_equal_in_both_ranks(results, case):
+    (first, _), (second, _) = (of_rank[case] for of_rank in results["hftrainer"])
     assert first.logs[:-1] == second.logs[:-1]  # the last has the mean loss, which is each one's own
-    if case != "batch norm":  # whose statistics are each one's own until the next step
+    if "batch norm" not in case:  # whose statistics are each one's own until the next step
         assert_same_weights(first.weights, second.weights)
 
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize(("case", "step"), RESUMED)
 @pytest.mark.parametrize("writer", LIBRARIES)
-def test_resumed_run_ends_the_same(found, case, step, writer, rank):
-    of_rank = found["hftrainer"][rank]
+def test_resumed_run_ends_the_same(results, case, step, writer, rank):
+    of_rank = results["hftrainer"][rank]
     (undisturbed, random), (resumed, drawn) = of_rank[case], of_rank[case, step, writer == "hftrainer"]
     assert_same_weights(resumed.weights, undisturbed.weights)
     assert resumed.logs[:-1] == undisturbed.logs[:-1]
     assert torch.equal(drawn, random)
 
 
-def test_dropout_draws_the_same_in_both(found):
+def test_dropout_is_seeded_alike_in_both_ranks(results):
     """As in transformers: all processes are seeded alike."""
     for library in LIBRARIES:
-        assert torch.equal(*(found[library][rank]["plain"][1] for rank in RANKS))
+        assert torch.equal(*(results[library][rank]["plain"][1] for rank in RANKS))
 
 
-def test_early_stopping_stops(found):
-    assert found["hftrainer"][0]["early stopping"][0].extra["global_step"] < 45
+def test_early_stopping_ends_the_run(results):
+    assert results["hftrainer"][0]["early stopping"][0].extra["global_step"] < 45
 
 
 #: Name → event, flag, step at which one is asked, and the step and folders with which both end.
@@ -68,26 +68,26 @@ FLAGS = {
 
 
 @pytest.fixture(scope="module")
-def agreed(processes, tmp_path_factory):
+def flag_results(processes, tmp_path_factory):
     flags = {name: row[:3] for name, row in FLAGS.items()}
     return processes.run_ranks(cases_training.agree, 2, tmp_path_factory.mktemp("agreed"), flags)
 
 
 @pytest.mark.parametrize("case", FLAGS)
-def test_what_one_is_asked_to_do_all_do(agreed, case):
-    (*first, logs), (*second, others) = (of_rank[case] for of_rank in agreed)
+def test_control_flag_set_in_one_rank_is_followed_by_both(flag_results, case):
+    (*first, logs), (*second, others) = (of_rank[case] for of_rank in flag_results)
     assert first == second == list(FLAGS[case][3:])
     assert [sorted(line) for line in logs] == [sorted(line) for line in others]
     assert any("eval_loss" in line for line in logs) == (case == "evaluates")
 
 
-def test_a_full_disk_is_agreed_on(processes, tmp_path):
+def test_full_disk_of_one_rank_is_known_to_both(processes, tmp_path):
     for best, folders, error in processes.run_ranks(cases_training.fill_the_disk, 2, tmp_path / "full"):
         assert best is None and folders == []
         assert "No valid checkpoint found" in error
 
 
-def test_refusals(processes):
+def test_unsupported_settings_are_refused_in_both_ranks(processes):
     one, other = processes.run_ranks(cases_training.refuse, 2)
     assert one == other
     for sentence, expected in zip(
@@ -103,7 +103,7 @@ def test_refusals(processes):
 
 
 @pytest.mark.parametrize("method", ["train", "evaluate"])
-def test_a_failing_process_ends_all(processes, tmp_path, method):
+def test_failing_rank_ends_both(processes, tmp_path, method):
     with pytest.raises(processes.RanksFailed, match="only here"):
         processes.run_ranks(cases_training.fail_in_one, 2, tmp_path, method)
     assert not list(tmp_path.iterdir())

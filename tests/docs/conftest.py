@@ -4,8 +4,8 @@ import hftrainer
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    """Code of documents and pages writes beside itself, and may call `install()`."""
+def _run_in_temporary_folder(tmp_path, monkeypatch):
+    """Code of documents and pages writes into the current folder, and may call `install()`."""
     monkeypatch.chdir(tmp_path)
     yield
     hftrainer.uninstall()

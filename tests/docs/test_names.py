@@ -1,4 +1,4 @@
-"""Paths and symbols of this repository that its pages name exist."""
+"""Paths and symbols of this repository exist if its pages name them."""
 
 import ast
 import re
@@ -54,7 +54,7 @@ def _has(kind, name):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_names(page):
+def test_paths_and_symbols_in_page_exist(page):
     if page.name == "CHANGELOG.md":
         pytest.skip("names what there was")
     for code in CODE.findall(BLOCK.sub("", page.read_text())):

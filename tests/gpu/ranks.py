@@ -74,7 +74,7 @@ def train_until_killed(model, folder, settings):
 def _train_with(strategy, folder):
     """Three runs: without dropout; with it, saving in the second epoch; and resumed from there."""
 
-    def trained(model, name, resume=None, **saving):
+    def train(model, name, resume=None, **saving):
         settings = {**HERE, **saving, "ddp_timeout": 60, "logging_steps": 1}
         settings["per_device_train_batch_size"] = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
         trainer, _ = build("hftrainer", model, folder / name, **settings, **copy.deepcopy(strategy))
@@ -87,9 +87,9 @@ def _train_with(strategy, folder):
         }
 
     return {
-        "plain": trained("llama without dropout", "plain"),
-        "saving": trained("llama", "saving", save_strategy="steps", save_steps=7),
-        "resumed": trained("llama", "resumed", folder / "saving/checkpoint-7"),
+        "plain": train("llama without dropout", "plain"),
+        "saving": train("llama", "saving", save_strategy="steps", save_steps=7),
+        "resumed": train("llama", "resumed", folder / "saving/checkpoint-7"),
         "backend": distributed.get_backend() if distributed.is_initialized() else None,
     }
 

@@ -47,7 +47,7 @@ MODELS["plain without dropout"] = (without_dropout(make_plain), functools.partia
 MODELS["wide"] = (make_wide, plain_data)
 
 
-class Watch(TrainerCallback):
+class ForbidWaiting(TrainerCallback):
     """Makes waiting for the device an error in all steps from the fourth, but for their log lines; counts the steps."""
 
     def __init__(self):
@@ -79,7 +79,7 @@ def be_deterministic():
 
 
 def set_float32(tf32):
-    """Whether matrix products round their factors to TF32, by what a fresh process has if not."""
+    """Let matrix products round their factors to TF32, or do as in a fresh process."""
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if hasattr(torch.backends, "fp32_precision"):  # since torch 2.9
         torch.backends.fp32_precision = "none"
@@ -89,7 +89,7 @@ def set_float32(tf32):
 
 
 def assert_as_transformers(run, same=assert_same):
-    """Our record, after asserting that transformers' is the same; `run` takes the name of a library."""
+    """Assert that `run(library)` gives the same record with both libraries; returns ours."""
     theirs, ours = run("transformers"), run("hftrainer")
     assert {tensor.device.type for tensor in ours.weights.values()} == {DEVICE}
     same(ours, theirs)

@@ -1,4 +1,4 @@
-"""Checkpoints of a device: exact resume with its random states, and saves in the background from its memory."""
+"""Checkpoints of a device resume exactly with its random states, and are saved in the background."""
 
 import threading
 from collections import OrderedDict, defaultdict
@@ -19,7 +19,7 @@ from tests.gpu.support import DEVICE, HERE, assert_same_weights, build, train
 SAVING = {**HERE, "save_strategy": "steps", "save_steps": 7}
 
 
-def test_resume_after_kill(tmp_path):
+def test_resume_after_kill_is_exact(tmp_path):
     """BERT has dropout in each layer, whose masks come from the device's own generator."""
     whole = train("hftrainer", "bert", tmp_path / "whole", **SAVING)
     with pytest.raises(ProcessExitedException) as ended:
@@ -46,8 +46,8 @@ class Copies(TrainerCallback):
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["written at once", "written two steps later"])
-def test_background_save(tmp_path, monkeypatch, held):
-    """It has the weights of its step: what is written at once was copied whole, what is written later is a copy."""
+def test_background_save_has_weights_of_its_step(tmp_path, monkeypatch, held):
+    """Whether it is written at once or two steps later, while training goes on."""
     copies, threads, publish = Copies(), [], writer.CheckpointWriter._publish_checkpoint
 
     def observed(self, *args):
@@ -76,8 +76,8 @@ def test_background_save(tmp_path, monkeypatch, held):
     assert all(changed), "training has not gone on"
 
 
-def test_host_copies():
-    """They are apart from the originals, tied where these are, and in memory that is used again."""
+def test_host_copies_are_separate_tied_and_reused():
+    """They do not change with the originals, are tied where these are, and the next copy reuses their memory."""
     weight = torch.randn(1024, 1024, device=DEVICE)  # large enough to be pinned
     added = OrderedDict(weight=weight, tied=weight.t(), part=weight[3:5], parameter=nn.Parameter(weight[0]))
     added.update(none=torch.empty(0, device=DEVICE), sparse=torch.eye(3, device=DEVICE).to_sparse())

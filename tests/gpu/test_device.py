@@ -1,4 +1,4 @@
-"""What a run asks of its device: memory, waiting for it, and its statistics."""
+"""A run needs no more memory of its device than transformers, does not wait for it, and logs its statistics."""
 
 import gc
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import DeviceStatsMonitor
 
-from tests.gpu.support import HERE, ON_GPU, WIDTH, Watch, build, make_wide, needs_gpu, plain_data
+from tests.gpu.support import HERE, ON_GPU, WIDTH, ForbidWaiting, build, make_wide, needs_gpu, plain_data
 
 MB = 2**20
 
@@ -29,18 +29,18 @@ def test_evaluation_memory_is_flat(tmp_path, metrics):
     few, many = plain_data(4 * 64), plain_data(64 * 64)
     trainer.evaluate(few)  # allocates what cuBLAS keeps
     needed = [allocated_above_start(lambda data=data: trainer.evaluate(data)) for data in (few, many)]
-    # Outputs that stayed would take 60 batches more; less than one is what blocks of other sizes can make.
+    # Outputs that stayed would take 60 batches more; blocks of other sizes may take less than one.
     assert needed[1] - needed[0] < 64 * WIDTH * 4, [size / MB for size in needed]
 
 
 @needs_gpu("there is nothing to wait for")
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_no_waiting_between_log_lines(tmp_path, bf16, accumulation):
+def test_device_is_not_waited_for_between_log_lines(tmp_path, bf16, accumulation):
     """With batches that are copied while the device computes, which transformers leaves off by default."""
     settings = {**HERE, "bf16": bf16, "max_steps": 10, "logging_steps": 10, "num_train_epochs": 9}
     settings |= {"gradient_accumulation_steps": accumulation, "accelerator_config": {"non_blocking": True}}
-    watch = Watch()
+    watch = ForbidWaiting()
     trainer, _ = build("hftrainer", "plain", tmp_path, **settings, trainer={"callbacks": [watch]})
     try:
         trainer.train()
@@ -50,7 +50,7 @@ def test_no_waiting_between_log_lines(tmp_path, bf16, accumulation):
     assert "loss" in trainer.state.log_history[0]
 
 
-def test_device_statistics(tmp_path):
+def test_device_stats_monitor_logs_device_values(tmp_path):
     """Lightning's callback logs what its accelerator measures: of the GPU's allocator, or of the processor."""
     if not ON_GPU:
         pytest.importorskip("psutil", reason="DEVICE=cpu: Lightning measures the processor with psutil")
@@ -65,7 +65,7 @@ def test_device_statistics(tmp_path):
 @needs_gpu("the system measures whole processes there; see benchmarks/memory.py")
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_peak_memory_beside_transformers(tmp_path, bf16, accumulation):
+def test_peak_memory_is_not_above_transformers(tmp_path, bf16, accumulation):
     settings = {**HERE, "bf16": bf16, "gradient_accumulation_steps": accumulation, "max_steps": 6}
 
     def needed(library):

@@ -1,4 +1,4 @@
-"""What only hftrainer does, on a device: rollbacks, flattened and smaller batches, searches in processes, `observe`."""
+"""Arguments that only hftrainer has work on a device: rollbacks, flattened batches, searches, `observe`."""
 
 import optuna
 import pytest
@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from hftrainer import Trainer, TrainingArguments
-from tests.gpu.support import HERE, ON_GPU, Watch, build, needs_gpu, train
+from tests.gpu.support import HERE, ON_GPU, ForbidWaiting, build, needs_gpu, train
 from tests.support.checkpoints import assert_same_end
-from tests.support.divergence import KINDS, SIZE, STEPS, lacking, rows, trained
+from tests.support.divergence import KINDS, SIZE, STEPS, fit, rows, rows_without
 from tests.support.tiny import make_bert, make_llama, make_plain, pad, text_data, varied_language_data, without_dropout
 
 FP16 = pytest.param("fp16", marks=needs_gpu("transformers trains in float32 there"))
@@ -16,7 +16,7 @@ FP16 = pytest.param("fp16", marks=needs_gpu("transformers trains in float32 ther
 
 @pytest.mark.parametrize("precision", ["float32", "bf16", FP16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rollback(tmp_path, kind, precision):
+def test_rollback_skips_bad_samples_exactly(tmp_path, kind, precision):
     """The run ends as one whose data lacked the samples, with the same scale of the loss."""
     if kind == "infinite gradient" and precision == "fp16":
         pytest.skip("the gradient scaler skips such a step")
@@ -24,9 +24,9 @@ def test_rollback(tmp_path, kind, precision):
     settings = {**HERE, "max_steps": STEPS - 2, "on_divergence": "rollback"}
     settings |= {precision: True} if precision != "float32" else {}
     settings |= {"divergence_threshold": 10} if kind == "spike" else {}
-    good = trained(tmp_path / "good", lacking(windows, SIZE), **settings)
+    good = fit(tmp_path / "good", rows_without(windows, SIZE), **settings)
     bad = rows(STEPS * SIZE, [window * SIZE for window in windows], KINDS[kind])
-    rolled = trained(tmp_path / "bad", bad, **settings)
+    rolled = fit(tmp_path / "bad", bad, **settings)
     assert_same_end(rolled, good)
     assert len((tmp_path / "bad" / "skipped_samples.jsonl").read_text().splitlines()) == 2
     if precision == "fp16":
@@ -46,8 +46,8 @@ class Greedy(nn.Module):
         return self.bert(input_ids, labels=labels, **inputs)
 
 
-def test_smaller_batches(tmp_path):
-    """An error of the allocator leads to the run that a smaller batch would have been; dropout draws the same masks."""
+def test_auto_find_batch_size_ends_as_run_with_that_size(tmp_path):
+    """After running out of memory, the run is that of the smaller batch size, with the same dropout masks."""
     model = (Greedy, text_data)
     smaller = {"per_device_train_batch_size": 16, "auto_find_batch_size": True}
     found, began = (
@@ -59,7 +59,7 @@ def test_smaller_batches(tmp_path):
 
 
 @pytest.mark.parametrize(("precision", "rounding"), [("float32", 1e-4), ("bf16", 2e-2)])
-def test_flattened_batches(tmp_path, precision, rounding):
+def test_flattened_batches_have_losses_of_padded_ones(tmp_path, precision, rounding):
     """Rows without padding give the loss of padded ones, but for rounding: float32 has 24 bits, bfloat16 8."""
     losses = []
     for flat in (False, True):
@@ -76,7 +76,7 @@ def test_flattened_batches(tmp_path, precision, rounding):
     assert flattened == pytest.approx(padded, rel=rounding)
 
 
-def test_search_in_two_processes(tmp_path):
+def test_search_in_two_processes_gives_same_values(tmp_path):
     """They share the device, and each trial ends as it would alone."""
 
     def draw(trial):
@@ -98,8 +98,8 @@ def test_search_in_two_processes(tmp_path):
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_gpu("nothing is counted there"))])
-def test_observe(tmp_path, compiled):
-    """Speed, memory and the share of the device's operations, whose count changes no value."""
+def test_observe_logs_speed_memory_and_mfu(tmp_path, compiled):
+    """Counting the operations for `mfu` changes no loss."""
     settings = {**HERE, "bf16": True, "logging_steps": 2, "torch_compile": compiled}
     plain = train("hftrainer", "llama without dropout", tmp_path / "plain", **{**settings, "torch_compile": False})
     trainer, _ = build("hftrainer", "llama without dropout", tmp_path / "observed", observe=True, **settings)
@@ -118,8 +118,8 @@ def test_observe(tmp_path, compiled):
 
 @needs_gpu("there is nothing to wait for")
 @pytest.mark.parametrize("settings", [{"observe": True}, {"tokens_per_batch": 36}, {"flatten_batches": True}], ids=str)
-def test_no_waiting_for_the_device(tmp_path, settings):
-    watch = Watch()
+def test_arguments_do_not_wait_for_the_device(tmp_path, settings):
+    watch = ForbidWaiting()
     settings = {**HERE, **settings, "max_steps": 10, "logging_steps": 10, "num_train_epochs": 9, "bf16": True}
     settings["accelerator_config"] = {"non_blocking": True}
     made = {"callbacks": [watch], "data_collator": pad, "train_dataset": varied_language_data(24)}

@@ -1,4 +1,4 @@
-"""The same numbers as transformers on the same device: precisions, the gradient scaler, torch.compile."""
+"""Precisions, the gradient scaler and torch.compile give the numbers of transformers on the same device."""
 
 import itertools
 
@@ -14,7 +14,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("model", ["bert", "llama"])
-def test_bfloat16(tmp_path, model, accumulation):
+def test_bfloat16_matches_transformers(tmp_path, model, accumulation):
     settings = {**HERE, **SAVING, "gradient_accumulation_steps": accumulation}
     ours = assert_as_transformers(lambda library: train(library, model, tmp_path / library, bf16=True, **settings))
     assert ours.logs != train("hftrainer", model, tmp_path / "float32", **settings).logs
@@ -28,7 +28,7 @@ FP16 = {"fits": ("adamw_torch", 1024.0), "overflows": ("adamw_torch", 2.0**24), 
 @needs_gpu("there transformers trains in float32 without a word")
 @pytest.mark.parametrize("case", FP16)
 @pytest.mark.parametrize("model", ["bert", "llama"])
-def test_float16(tmp_path, model, case):
+def test_float16_scaler_matches_transformers(tmp_path, model, case):
     """A step whose scaled gradients overflow is skipped, halves the scale, and does not move the schedule on."""
     optim, first_scale = FP16[case]
 
@@ -48,7 +48,7 @@ def test_float16(tmp_path, model, case):
 
 
 @pytest.mark.parametrize(("model", "bf16"), [("plain without dropout", False), ("llama without dropout", True)])
-def test_compiled(tmp_path, model, bf16):
+def test_torch_compile_matches_transformers(tmp_path, model, bf16):
     """By inductor on a GPU; on the CPU by a backend that needs no compiler, which has to give the same bits."""
     backend = "inductor" if ON_GPU else "aot_eager"
     settings = {**HERE, "torch_compile": True, "torch_compile_backend": backend, "bf16": bf16, "max_steps": 4}
@@ -74,8 +74,8 @@ def test_compiled(tmp_path, model, bf16):
 @needs_gpu("there is no TF32")
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"fp16": True}, {"tf32": True}, {"tf32": False}], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_tf32(tmp_path, compiled, settings):
-    """Products of float32 matrices after a Trainer was made, by the same GPU, have the bits of float32 or of TF32."""
+def test_tf32_setting_matches_transformers(tmp_path, compiled, settings):
+    """Products of float32 matrices, after a Trainer was made, have the bits of float32 or of TF32."""
     factor = torch.randn(512, 512, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
 
     def product(library):

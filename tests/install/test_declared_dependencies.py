@@ -1,4 +1,4 @@
-"""The package in an environment that pip has made: `make test-install`."""
+"""The package works in an environment that pip has made: `make test-install`."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def run(command, cwd, **variables):
     return done.stdout
 
 
-def test_an_environment_with_only_the_declared_dependencies(tmp_path):
+def test_declared_dependencies_suffice_to_import_and_train(tmp_path):
     """Without transformers, accelerate, datasets: importing works, and the plain example trains."""
     python = tmp_path / "venv" / "bin" / "python"
     run([sys.executable, "-m", "venv", tmp_path / "venv"], tmp_path)
@@ -63,28 +63,28 @@ def resolve(tmp_path_factory):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libraries for TPUs are for Linux")
-def test_torch_xla_comes_with_its_torch(resolve):
+def test_tpu_extra_resolves_to_the_torch_of_torch_xla(resolve):
     versions = resolve("tpu")
     assert versions["torch"].startswith("2.9.") and versions["torch-xla"].startswith("2.9.")
     assert "libtpu" in versions
 
 
 @pytest.mark.skipif(sys.platform != "linux" or sys.version_info < (3, 11), reason="torch_tpu: Linux, Python 3.11")
-def test_torch_tpu_comes_with_what_it_imports(resolve):
+def test_torch_tpu_extra_brings_what_it_imports(resolve):
     imported = {"absl-py", "frozendict", "immutabledict", "libtpu", "portpicker", "pyzmq", "torch"}
     assert imported <= resolve("torch-tpu").keys()
 
 
 def newest(package, folder, *options):
-    """The version that pip would install, which it asks for without installing it."""
+    """The version that pip would install, found without installing it."""
     line = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--dry-run"]
     line += ["--ignore-installed", "--no-deps", "--report", "-", *options, package]
     (found,) = json.loads(run(line, folder))["install"]
     return Version(found["metadata"]["version"])
 
 
-def test_a_pre_release_of_lightning(tmp_path):
-    """A report: pyproject.toml does not admit it, so what fails with it is the reason of a skip, and no failure."""
+def test_newest_pre_release_of_lightning_is_reported(tmp_path):
+    """pyproject.toml does not admit pre-releases, so what fails with one is reported by a skip, not as a failure."""
     candidate = newest("lightning", tmp_path, "--pre")
     if candidate <= newest("lightning", tmp_path):
         pytest.skip("no pre-release of lightning is newer than its newest release")

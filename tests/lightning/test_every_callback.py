@@ -1,4 +1,4 @@
-"""Every class of `lightning.pytorch.callbacks` in the four ways of training, and what each does besides."""
+"""Every class of `lightning.pytorch.callbacks` works while training, accumulating, evaluating and resuming."""
 
 import functools
 import itertools
@@ -43,7 +43,7 @@ def make_trainer(folder, *callbacks, kind=Trainer, model=None, **settings):
     return checkpoints.make_trainer(folder, "plain", callbacks, kind, trainer=given, **{**DEFAULTS, **settings})
 
 
-def trained(*given, **settings):
+def train(*given, **settings):
     trainer = make_trainer(*given, **settings)
     trainer.train()
     return trainer
@@ -80,7 +80,7 @@ class Writer(of.BasePredictionWriter):
         self.epoch = predictions, batch_indices
 
 
-def predictions_written(run):
+def writes_predictions(run):
     output = run.trainer.predict(plain_data(9))
     predictions, indices = run.callback.epoch
     assert run.callback.batches == [(list(range(8)), 8), ([8], 1)]
@@ -115,11 +115,11 @@ class Bar(of.ProgressBar):
     on_train_batch_end = Counts.on_train_batch_end
 
 
-def has_three_groups(run):
+def ends_with_three_groups(run):
     return len(run.trainer.optimizer.param_groups) == 3
 
 
-def stopped_early(run):
+def stops_early(run):
     return run.trainer.state.global_step < 20
 
 
@@ -127,17 +127,17 @@ def count_saves(trainer, module, checkpoint):
     trainer.saves = getattr(trainer, "saves", 0) + 1
 
 
-def asked_once_for_each_checkpoint(run):
+def is_called_once_for_each_checkpoint(run):
     lightning = run.trainer.lightning_trainer
     return lightning.ended and lightning.saves == len(list(run.folder.glob("checkpoint-*")))
 
 
-def batch_size_found(run):
+def finds_batch_size(run):
     found = 8 if run.mode == "resume" else run.callback.optimal_batch_size
     return run.trainer.state.train_batch_size == run.trainer._train_batch_size == found == 8
 
 
-def rate_found(run):
+def finds_learning_rate(run):
     found = run.callback.optimal_lr
     if run.mode == "resume":
         return found is None  # the learning rate is in the checkpoint
@@ -146,84 +146,84 @@ def rate_found(run):
     return len(found.results["loss"]) > 5 and first == pytest.approx(at_fifth_step)
 
 
-def saved_beside_ours(run):
+def saves_beside_our_checkpoints(run):
     saved = torch.load(run.callback.best_model_path, weights_only=False)["state_dict"]
     assert {name.removeprefix("model.") for name in saved} == set(run.trainer.model.state_dict())
     return (run.folder / "checkpoint-20").is_dir()
 
 
-def averaged(run):
+def ends_with_the_average(run):
     """The final weights are the average, which is what was saved last; evaluation saw the average of its time."""
     saved = load_file(run.folder / "checkpoint-20" / "model.safetensors") if run.mode != "accumulation 2" else {}
     own = run.trainer.model.state_dict()
     return all(torch.equal(tensor, own[name]) for name, tensor in saved.items())
 
 
-def pruned(run):
+def prunes_weights(run):
     weights = [part.weight for part in run.trainer.model.modules() if isinstance(part, nn.Linear)]
     assert not any(name.endswith("_mask") for name, _ in run.trainer.model.named_buffers())
     return all((weight == 0).float().mean() > 0.2 for weight in weights)
 
 
-def spikes_looked_for(run):
-    first = run.folder if run.mode != "resume" else run.folder.parent / "a"  # its place is part of its state
+def looks_for_spikes(run):
+    first = run.folder if run.mode != "resume" else run.folder.parent / "a"  # the path is part of its state
     return run.callback.exclude_batches_path == str(first / "skip_batches.json") and run.callback.last_val > 0
 
 
-def shown(words):
+def prints(words):
     return lambda run: words in run.out
 
 
-def logged(name):
+def logs_metric(name):
     return lambda run: any(name in key for key in run.logs)
 
 
-#: Class → what must be seen of a run with it, and how it is made.
+#: Class → what a run with it must show, and the options that it is made with.
 CASES = {
-    "BackboneFinetuning": (has_three_groups, {"unfreeze_backbone_at_epoch": 1, "verbose": False}),
-    "BaseFinetuning": (has_three_groups, {}),
-    "BasePredictionWriter": (predictions_written, {}),
-    "BatchSizeFinder": (batch_size_found, {"steps_per_trial": 1, "max_trials": 3}),
+    "BackboneFinetuning": (ends_with_three_groups, {"unfreeze_backbone_at_epoch": 1, "verbose": False}),
+    "BaseFinetuning": (ends_with_three_groups, {}),
+    "BasePredictionWriter": (writes_predictions, {}),
+    "BatchSizeFinder": (finds_batch_size, {"steps_per_trial": 1, "max_trials": 3}),
     "Callback": (lambda run: run.callback.batches > 0, {}),
     "Checkpoint": (lambda run: list(run.folder.glob("own-*.ckpt")), {}),
-    "DeviceStatsMonitor": (logged("DeviceStatsMonitor"), {"cpu_stats": True}),
-    "EarlyStopping": (stopped_early, {"monitor": "eval_loss", "patience": 2, "min_delta": 10.0}),
+    "DeviceStatsMonitor": (logs_metric("DeviceStatsMonitor"), {"cpu_stats": True}),
+    "EarlyStopping": (stops_early, {"monitor": "eval_loss", "patience": 2, "min_delta": 10.0}),
     "GradientAccumulationScheduler": (
         lambda run: run.trainer.state.epoch == 3 and run.trainer.state.global_step == 10 + 5 + 5,
         {"scheduling": {0: 1, 1: 2}},
     ),
     "LambdaCallback": (
-        asked_once_for_each_checkpoint,
+        is_called_once_for_each_checkpoint,
         {"on_train_end": lambda trainer, module: setattr(trainer, "ended", True), "on_save_checkpoint": count_saves},
     ),
     "LearningRateFinder": (
-        rate_found,
+        finds_learning_rate,
         {"num_training_steps": 20, "min_lr": 1e-5, "max_lr": 0.1, "early_stop_threshold": None},
     ),
-    "LearningRateMonitor": (logged("lr-AdamW"), {}),
-    "ModelCheckpoint": (saved_beside_ours, {"every_n_train_steps": 5, "save_top_k": -1}),
-    "ModelPruning": (pruned, {"pruning_fn": "l1_unstructured", "parameter_names": ["weight"], "amount": 0.3}),
-    "ModelSummary": (shown("Trainable params"), {}),
+    "LearningRateMonitor": (logs_metric("lr-AdamW"), {}),
+    "ModelCheckpoint": (saves_beside_our_checkpoints, {"every_n_train_steps": 5, "save_top_k": -1}),
+    "ModelPruning": (prunes_weights, {"pruning_fn": "l1_unstructured", "parameter_names": ["weight"], "amount": 0.3}),
+    "ModelSummary": (prints("Trainable params"), {}),
     # without an exception it does nothing
     "OnExceptionCheckpoint": (lambda run: not list(run.folder.glob("**/*.ckpt")), {"dirpath": "unused"}),
     "ProgressBar": (lambda run: run.callback.batches > 0, {}),
-    "RichModelSummary": (shown("Trainable params"), {}),
-    "RichProgressBar": (shown("Epoch"), {}),
+    "RichModelSummary": (prints("Trainable params"), {}),
+    "RichProgressBar": (prints("Epoch"), {}),
     "StochasticWeightAveraging": (
         lambda run: run.callback.n_averaged.item() > 0 and run.logs["learning_rate"] == pytest.approx(0.05),
         {"swa_lrs": 0.05, "swa_epoch_start": 1, "annealing_epochs": 1},
     ),
-    "SpikeDetection": (spikes_looked_for, {"warmup": 1000}),
+    "SpikeDetection": (looks_for_spikes, {"warmup": 1000}),
     "ThroughputMonitor": (
-        logged("train/device/batches_per_sec"),
+        logs_metric("train/device/batches_per_sec"),
         {"batch_size_fn": lambda batch: len(batch["labels"]), "window_size": 4},
     ),
     "Timer": (lambda run: run.callback.time_elapsed("train") > 0, {"duration": {"hours": 1}}),
-    "TQDMProgressBar": (shown("Epoch"), {}),
-    "EMAWeightAveraging": (averaged, {"decay": 0.8}),
-    "WeightAveraging": (averaged, {}),
+    "TQDMProgressBar": (prints("Epoch"), {}),
+    "EMAWeightAveraging": (ends_with_the_average, {"decay": 0.8}),
+    "WeightAveraging": (ends_with_the_average, {}),
 }
-#: In place of classes that are to be derived from, or do nothing.
+#: Subclasses in place of classes that are to be derived from, or do nothing.
 OWN = {
     **{"BaseFinetuning": Freezes, "BasePredictionWriter": Writer},
     **{"Callback": Counts, "Checkpoint": Saves, "ProgressBar": Bar},
@@ -244,24 +244,24 @@ MODES = {
     "accumulation 2": {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2},
     "evaluation, and resume": EVALUATED,
 }
-#: As `test_refusals_say_why` asserts.
+#: As `test_unsupported_callback_is_refused_with_the_reason` shows.
 REFUSED = {("GradientAccumulationScheduler", "accumulation 2"), ("EarlyStopping", "fit")}
 
 
-def test_every_class_has_its_case():
+def test_every_lightning_callback_has_a_case():
     assert CASES.keys() == LIGHTNING_CALLBACKS.keys() == set(of.__all__)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return functools.cache(lambda *settings: trained(tmp_path_factory.mktemp("plain"), **dict(settings)))
+def train_plain(tmp_path_factory):
+    return functools.cache(lambda *settings: train(tmp_path_factory.mktemp("plain"), **dict(settings)))
 
 
 @pytest.mark.parametrize(("name", "mode"), [each for each in itertools.product(CASES, MODES) if each not in REFUSED])
-def test_callback(tmp_path, plain, name, mode, capfd, monkeypatch):
+def test_callback_works_when_training_and_resuming(tmp_path, train_plain, name, mode, capfd, monkeypatch):
     (check, options), folder = CASES[name], tmp_path / "a"
     settings, kind = {**SETTINGS.get(name, {}), **MODES[mode]}, OWN.get(name, getattr(of, name))
-    # the level of the tests leaves its table out
+    # the log level of the tests would hide its table
     monkeypatch.setattr(logging.getLogger("lightning.pytorch.callbacks.model_summary"), "info", print)
 
     def assert_works(trainer, callback, folder, mode=mode):
@@ -269,10 +269,10 @@ def test_callback(tmp_path, plain, name, mode, capfd, monkeypatch):
         assert check(Run(trainer, callback, mode, folder, captured.out + captured.err)), name
 
     if mode != "accumulation 2":
-        other = plain(*settings.items())
+        other = train_plain(*settings.items())
         capfd.readouterr()
     callback = kind(**options)
-    whole = trained(folder, callback, **settings)
+    whole = train(folder, callback, **settings)
     assert_works(whole, callback, folder)
     if mode == "accumulation 2":
         return
@@ -300,12 +300,12 @@ AVERAGING = {
 
 
 @pytest.mark.parametrize("make", AVERAGING.values(), ids=AVERAGING)
-def test_one_callback_for_several_runs(tmp_path, make):
-    """Each is what it is with a callback of its own; an evaluation after training is of the model."""
+def test_averaging_callback_serves_several_runs(tmp_path, make):
+    """Each run is as with a new callback; an evaluation after training uses the model, not the average."""
     settings = {"max_steps": -1, "save_strategy": "no", "logging_steps": 1}
     callback = make()
-    trained(tmp_path, callback, **settings)
-    trainer, own = trained(tmp_path, callback, **settings), trained(tmp_path, make(), **settings)
+    train(tmp_path, callback, **settings)
+    trainer, own = train(tmp_path, callback, **settings), train(tmp_path, make(), **settings)
     assert are_same(trainer.model, own.model)
     assert not are_same(trainer.model, Model())
     before, logs = Model(), trainer.state.log_history
@@ -318,8 +318,8 @@ def test_one_callback_for_several_runs(tmp_path, make):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(math.log(3))
 
 
-def test_evaluations_and_checkpoints_are_of_the_average(tmp_path):
-    """Those too that overrides write, as libraries do that save the model themselves; a resumed run is exact."""
+def test_ema_evaluations_and_checkpoints_hold_the_average(tmp_path):
+    """Also those that an overridden `_save` writes, as in some libraries; a resumed run is exact."""
 
     class Own(Trainer):
         def _save(self, output_dir=None, state_dict=None):
@@ -330,7 +330,7 @@ def test_evaluations_and_checkpoints_are_of_the_average(tmp_path):
         settings = {**EVALUATED, "load_best_model_at_end": True}
         return make_trainer(folder, of.EMAWeightAveraging(decay=0.7), kind=Own, **settings)
 
-    whole, plain = make(tmp_path / "a"), trained(tmp_path / "plain", **EVALUATED)
+    whole, plain = make(tmp_path / "a"), train(tmp_path / "plain", **EVALUATED)
     whole.train()
     losses = {line["step"]: line["eval_loss"] for line in whole.state.log_history if "eval_loss" in line}
     for step in (5, 10, 15, 20):
@@ -346,12 +346,12 @@ def test_evaluations_and_checkpoints_are_of_the_average(tmp_path):
     assert are_same(resumed.model, whole.model)
 
 
-def test_averaged_batch_norm_has_statistics_of_its_own(tmp_path):
+def test_swa_recomputes_batch_norm_statistics(tmp_path):
     model = Model()
     model.backbone = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
     averaging = of.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
     settings = {"max_steps": -1, "num_train_epochs": 4, "per_device_train_batch_size": 19}
-    trained(tmp_path, averaging, model=model, **settings)
+    train(tmp_path, averaging, model=model, **settings)
     linear, norm = model.backbone
     with torch.no_grad():
         x = linear(torch.stack([sample["x"] for sample in plain_data()]))
@@ -362,29 +362,29 @@ def test_averaged_batch_norm_has_statistics_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [of.LearningRateFinder, of.BatchSizeFinder])
-def test_finders_leave_nothing_behind(tmp_path, kind):
+def test_finder_run_equals_run_with_the_found_value(tmp_path, kind):
     """A run with the found numbers given by hand is the same run."""
     options = {"num_training_steps": 15, "max_lr": 0.1} if kind is of.LearningRateFinder else {"max_trials": 3}
     finder = kind(**options)
-    found = trained(tmp_path / "a", finder, weight_decay=0.1)
+    found = train(tmp_path / "a", finder, weight_decay=0.1)
     if kind is of.LearningRateFinder:
         settings = {"learning_rate": finder.optimal_lr.suggestion()}
     else:
         settings = {"per_device_train_batch_size": finder.optimal_batch_size}
-    given = trained(tmp_path / "b", weight_decay=0.1, **settings)
+    given = train(tmp_path / "b", weight_decay=0.1, **settings)
     assert found.state.log_history[:-1] == given.state.log_history[:-1]
     assert are_same(found.model, given.model)
     assert not [*tmp_path.glob("**/.lr_find*"), *tmp_path.glob("**/.scale_batch_size*")]
 
 
-def test_one_that_suggests_only(tmp_path):
+def test_lr_finder_without_update_attr_only_suggests(tmp_path):
     finder = of.LearningRateFinder(num_training_steps=15, max_lr=0.1, update_attr=False)
-    assert trained(tmp_path, finder).state.log_history[0]["learning_rate"] < 1e-2
+    assert train(tmp_path, finder).state.log_history[0]["learning_rate"] < 1e-2
     assert math.isfinite(finder.optimal_lr.suggestion())
 
 
 @pytest.mark.parametrize("calls_super", [True, False])
-def test_metrics_that_overrides_add_are_monitored(tmp_path, calls_super):
+def test_early_stopping_monitors_metrics_of_overridden_evaluate(tmp_path, calls_super):
     class Adds(Trainer):
         def evaluate(self, *args, **kwargs):
             metrics = super().evaluate(*args, **kwargs) if calls_super else {}
@@ -392,7 +392,7 @@ def test_metrics_that_overrides_add_are_monitored(tmp_path, calls_super):
             return metrics
 
     stopper = of.EarlyStopping("eval_extra", patience=1)
-    assert trained(tmp_path, stopper, kind=Adds, **EVALUATED).state.global_step == 10  # smaller is better, but it grows
+    assert train(tmp_path, stopper, kind=Adds, **EVALUATED).state.global_step == 10  # smaller is better, but it grows
     assert stopper.best_score == 5
 
 
@@ -403,7 +403,7 @@ def test_spike_stops_training_and_names_the_batches(tmp_path):
             return loss * 1000 if self.state.global_step == 8 else loss
 
     with pytest.raises(TrainingSpikeException):
-        trained(tmp_path, of.SpikeDetection(window=5, warmup=5, atol=1.0), kind=Spikes)
+        train(tmp_path, of.SpikeDetection(window=5, warmup=5, atol=1.0), kind=Spikes)
     assert json.loads((tmp_path / "skip_batches.json").read_text())
 
 
@@ -414,19 +414,25 @@ def test_exception_leaves_a_lightning_checkpoint(tmp_path):
                 raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match="enough"):
-        trained(tmp_path, of.OnExceptionCheckpoint(tmp_path / "rescued"), Fails())
+        train(tmp_path, of.OnExceptionCheckpoint(tmp_path / "rescued"), Fails())
     saved = torch.load(tmp_path / "rescued" / "on_exception.ckpt", weights_only=False)
     assert saved["global_step"] == 3
 
 
 def test_timer_stops_training(tmp_path):
-    assert trained(tmp_path, of.Timer(duration={"seconds": 0}), max_steps=10_000).state.global_step < 10_000
+    assert train(tmp_path, of.Timer(duration={"seconds": 0}), max_steps=10_000).state.global_step < 10_000
 
 
+class OwnStep(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+@pytest.mark.parametrize("kind", [Trainer, OwnStep])
 @pytest.mark.parametrize(("max_steps", "steps", "epoch"), [(-1, 10 + 3, 2), (7, 7, 0.7), (18, 18, 3.8)])
-def test_accumulation_by_epoch_counts_steps(tmp_path, max_steps, steps, epoch):
+def test_accumulation_scheduler_counts_steps(tmp_path, kind, max_steps, steps, epoch):
     scheduler = of.GradientAccumulationScheduler({0: 1, 1: 4})
-    state = trained(tmp_path, scheduler, max_steps=max_steps, num_train_epochs=2).state
+    state = train(tmp_path, scheduler, kind=kind, max_steps=max_steps, num_train_epochs=2).state
     assert state.global_step == state.max_steps == steps
     assert state.log_history[-1]["epoch"] == pytest.approx(epoch)
 
@@ -451,23 +457,23 @@ class FinderByEpoch(of.LearningRateFinder):
         (FinderByEpoch, {}, "FinderByEpoch.on_train_epoch_start"),
     ],
 )
-def test_refusals_say_why(tmp_path, make, settings, words):
+def test_unsupported_callback_is_refused_with_the_reason(tmp_path, make, settings, words):
     with pytest.raises(UnsupportedArgument, match=words):
-        trained(tmp_path, make(), **settings)
+        train(tmp_path, make(), **settings)
 
 
-def test_checkpoints_after_evaluations_that_the_run_lacks(tmp_path, caplog):
-    trained(tmp_path, of.ModelCheckpoint(), max_steps=2)
+def test_model_checkpoint_without_evaluations_warns(tmp_path, caplog):
+    train(tmp_path, of.ModelCheckpoint(), max_steps=2)
     assert caplog.text.count("ModelCheckpoint saves after evaluations, but the run has none: set eval_strategy") == 1
     caplog.clear()
     for saving in (of.ModelCheckpoint(every_n_train_steps=1), of.ModelCheckpoint(save_on_train_epoch_end=True)):
-        trained(tmp_path, saving, max_steps=2)
-    trained(tmp_path, of.ModelCheckpoint(monitor="eval_loss"), max_steps=2, eval_minutes=60)
+        train(tmp_path, saving, max_steps=2)
+    train(tmp_path, of.ModelCheckpoint(monitor="eval_loss"), max_steps=2, eval_minutes=60)
     assert "saves after evaluations" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", [of.EarlyStopping, of.ModelCheckpoint])
-def test_a_monitor_that_no_metric_matches(tmp_path, kind):
+def test_unknown_monitor_names_the_logged_metrics(tmp_path, kind):
     trainer = make_trainer(tmp_path, kind(monitor="eval_acuracy"), **EVALUATED)
     with pytest.raises(Exception, match=r"eval_acuracy.*eval_loss"):
         trainer.train()

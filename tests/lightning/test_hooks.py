@@ -1,4 +1,4 @@
-"""What Lightning's callbacks see of evaluations: hooks of the right loop, and every metric under its name."""
+"""Lightning's callbacks get the hooks of each evaluation, and every metric under its name."""
 
 import sys
 
@@ -38,26 +38,26 @@ def make_trainer(tmp_path, callbacks, evaluated=None, **settings):
     return build("hftrainer", "plain", tmp_path, trainer=given, **{"max_steps": 4, "logging_steps": 1, **settings})[0]
 
 
-def loops(stage, batches):
+def hooks_of_loop(stage, batches):
     each = [f"on_{stage}_batch_start", f"on_{stage}_batch_end"] * batches
     inner = [f"on_{stage}_epoch_start", *each, f"on_{stage}_epoch_end"]
     return [f"on_{stage}_start", *inner, f"on_{stage}_end"]
 
 
-def test_each_stage_has_its_hooks(tmp_path):
+def test_evaluate_and_predict_call_the_hooks_of_their_stage(tmp_path):
     recorder = Recorder()
     trainer = make_trainer(tmp_path, [recorder])
     metrics = trainer.evaluate()
     trainer.evaluate(metric_key_prefix="test")
     trainer.predict(plain_data(9))
-    assert recorder.names == [*loops("validation", 2), *loops("test", 2), *loops("predict", 2)]
+    assert recorder.names == [*hooks_of_loop("validation", 2), *hooks_of_loop("test", 2), *hooks_of_loop("predict", 2)]
     ends = {name: found for name, found in recorder.hooks if name.endswith(("validation_end", "test_end"))}
     assert ends["on_validation_end"]["eval_loss"] == pytest.approx(metrics["eval_loss"])
     assert ends["on_test_end"]["test_loss"] == pytest.approx(metrics["eval_loss"])
 
 
-def test_several_sets_are_one_validation(tmp_path):
-    """In training; alone, each is one."""
+def test_several_eval_sets_are_one_validation_in_training(tmp_path):
+    """`evaluate()` alone has a validation for each set."""
     recorder = Recorder()
     trainer = make_trainer(tmp_path, [recorder], SETS, **EVALUATED)
     trainer.train()
@@ -85,8 +85,8 @@ def test_monitors_find_the_metric_of_each_set(tmp_path, monitor):
     assert torch.isfinite(checkpoint.best_model_score)
 
 
-def test_best_model_of_several_sets(tmp_path):
-    """transformers stops at the first evaluation with a KeyError; the mean of the losses is what was meant."""
+def test_best_model_is_chosen_by_mean_loss_of_eval_sets(tmp_path):
+    """transformers stops with a KeyError at the first evaluation; we compare the mean of the losses."""
     saved = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
     trainer = make_trainer(tmp_path, [], SETS, **EVALUATED, **saved)
     trainer.train()
@@ -98,7 +98,7 @@ def test_best_model_of_several_sets(tmp_path):
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 @pytest.mark.parametrize("source", ["sized", "stream"])
-def test_lightning_progress_bars(tmp_path, bar, source, capsys):
+def test_lightning_bars_show_evaluations_and_predictions(tmp_path, bar, source, capsys):
     data = plain_data(9) if source == "sized" else Stream(9)
     trainer = make_trainer(tmp_path, [bar()], data, **EVALUATED)
     trainer.train()
@@ -110,7 +110,7 @@ def test_lightning_progress_bars(tmp_path, bar, source, capsys):
 
 
 @pytest.mark.parametrize("source", ["sized", "stream"])
-def test_progress_of_evaluation(tmp_path, source, capfd, monkeypatch):
+def test_our_bar_shows_evaluations_below_training(tmp_path, source, capfd, monkeypatch):
     """Below the bar of training, with the number of batches where it is known."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     data = plain_data(9) if source == "sized" else Stream(9)

@@ -1,4 +1,4 @@
-"""What a first training run imports, and that torchmetrics is as always for whoever imports it afterwards."""
+"""A first run imports little, and torchmetrics is complete for whoever imports it afterwards."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def run(processes, tmp_path_factory):
     return run_code
 
 
-#: Each in a process of its own.
+#: Name → code that runs in a new process.
 FRESH = {
     # neither metrics, nor transformers and its models, which torchmetrics would import
     "a run needs no metrics": f"""{TRAIN}
@@ -48,7 +48,7 @@ lightning_adapter()
 assert sys.modules["torchmetrics"] is torchmetrics and "__getattr__" not in vars(torchmetrics)
 """,
     # a release of Lightning may ask for more while it is imported
-    "any other name makes it whole": """
+    "any other name completes torchmetrics": """
 import sys
 import hftrainer_lightning
 hftrainer_lightning._defer_torchmetrics()
@@ -65,7 +65,7 @@ assert torchmetrics.SumMetric is SumMetric and "__getattr__" not in vars(torchme
 
 
 @pytest.mark.parametrize("name", FRESH)
-def test_imports(run, name):
+def test_import_leaves_out_what_is_not_needed(run, name):
     run(FRESH[name])
 
 
@@ -118,7 +118,7 @@ assert is_torchmetric(Own()) and not is_torchmetric(Own)
 
 
 @pytest.fixture(scope="module")
-def forked(run, tmp_path_factory):
+def failures(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("forked")
     code = f"""{LEAN}
 import os, traceback
@@ -141,5 +141,5 @@ for number, code in enumerate({list(FORKED.values())!r}):
 
 
 @pytest.mark.parametrize("name", FORKED)
-def test_torchmetrics_is_whole_when_it_is_imported(forked, name):
-    assert name not in forked, forked[name]
+def test_torchmetrics_is_complete_when_imported_later(failures, name):
+    assert name not in failures, failures[name]

@@ -1,4 +1,4 @@
-"""What every logger does, those of `report_to` and those that users pass; and what is refused."""
+"""Loggers of `report_to` and those that users pass get every log line; wrong ones are refused."""
 
 import dataclasses
 import importlib
@@ -27,8 +27,8 @@ def make_trainer(folder, *loggers, callbacks=(), **settings):
     return tracking.make_trainer("hftrainer", folder, "plain", given, **settings)
 
 
-@pytest.mark.parametrize("kind", [tracking.CSV, tracking.UsersCSV, tracking.UsersOwn, tracking.MLflow])
-def test_every_logger(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("kind", [tracking.CSV, tracking.CustomCSVLogger, tracking.CustomLogger, tracking.MLflow])
+def test_logger_gets_every_line_at_its_step(tmp_path, monkeypatch, kind):
     """Lines at their steps, the last one too; evaluations after training; a second training; hyperparameters once.
 
     TensorBoard and W&B are in tests/parity/test_trackers.py.
@@ -54,7 +54,7 @@ def test_every_logger(tmp_path, monkeypatch, kind):
         assert written.details["runs"] == [("a-run", "FINISHED")]
 
 
-class Logs(Callback):
+class LogsValues(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         pl_module.log("mine", float(trainer.global_step))
 
@@ -66,9 +66,9 @@ class Logs(Callback):
             each.log_metrics({"at evaluation": 1.0})
 
 
-def test_values_of_callbacks_without_a_logger(tmp_path):
+def test_callback_values_go_to_log_lines_without_a_logger(tmp_path):
     """They are in the log lines, at the same steps; those of evaluations are not."""
-    trainer = make_trainer(tmp_path, callbacks=[LearningRateMonitor(), Logs(), ModelCheckpoint()])
+    trainer = make_trainer(tmp_path, callbacks=[LearningRateMonitor(), LogsValues(), ModelCheckpoint()])
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     assert [line["lr-AdamW/pg1"] for line in lines] == [line["learning_rate"] for line in lines]
@@ -83,9 +83,9 @@ def test_values_of_callbacks_without_a_logger(tmp_path):
     assert plain.lightning_trainer.loggers == []
 
 
-def test_values_of_callbacks_with_loggers(tmp_path, monkeypatch):
+def test_callback_values_go_to_the_loggers(tmp_path, monkeypatch):
     recorder, tensorboard = Recorder(), tracking.TensorBoard(tmp_path, monkeypatch)
-    trainer = make_trainer(tmp_path, recorder, callbacks=[LearningRateMonitor(), Logs()], report_to="tensorboard")
+    trainer = make_trainer(tmp_path, recorder, callbacks=[LearningRateMonitor(), LogsValues()], report_to="tensorboard")
     trainer.train()
     written = tensorboard.read()
     assert written.steps("lr-AdamW/pg1") == [2, 4, 6, 8]  # as the log lines
@@ -97,29 +97,29 @@ def test_values_of_callbacks_with_loggers(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("strategy", "steps"), [("no", []), ("epoch", [10, 20])])
-def test_callbacks_log_as_often_as_the_trainer(tmp_path, strategy, steps):
+def test_callbacks_log_when_the_trainer_logs(tmp_path, strategy, steps):
     recorder, settings = Recorder(), {"max_steps": -1, "num_train_epochs": 2, "logging_strategy": strategy}
     make_trainer(tmp_path, recorder, callbacks=[LearningRateMonitor(logging_interval="step")], **settings).train()
     assert [step for step, _ in recorder.written.curves.get("lr-AdamW/pg1", [])] == steps
 
 
-class Bar(TQDMProgressBar):
+class RecordingBar(TQDMProgressBar):
     shown: ClassVar[list] = []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.shown.append(self.get_metrics(trainer, pl_module))
 
 
-def test_bars_of_lightning_show_the_log_lines(tmp_path):
-    trainer = make_trainer(tmp_path, callbacks=[Bar()])
+def test_lightning_bar_shows_values_of_log_lines(tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=[RecordingBar()])
     trainer.train()
     lines = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
-    assert [each.get("loss") for each in Bar.shown[2:8:2]] == [lines[2], lines[4], lines[6]]
-    assert "eval_loss" in Bar.shown[-1] and "loss" not in Bar.shown[0]
-    assert not {"epoch", "learning_rate", "eval_runtime"} & set(Bar.shown[-1])
+    assert [each.get("loss") for each in RecordingBar.shown[2:8:2]] == [lines[2], lines[4], lines[6]]
+    assert "eval_loss" in RecordingBar.shown[-1] and "loss" not in RecordingBar.shown[0]
+    assert not {"epoch", "learning_rate", "eval_runtime"} & set(RecordingBar.shown[-1])
 
 
-def test_finalized_once_and_after_the_last_line(tmp_path):
+def test_logger_is_finalized_once_after_the_last_line(tmp_path):
     recorder = Recorder()
     trainer = make_trainer(tmp_path, recorder)
     trainer.args.hub_token = "hf_secret"
@@ -132,7 +132,7 @@ def test_finalized_once_and_after_the_last_line(tmp_path):
     assert recorder.written.hyperparameters[0]["hub_token"] == "<HUB_TOKEN>"
 
 
-def test_failed_training(tmp_path):
+def test_logger_is_finalized_as_failed_after_an_error(tmp_path):
     class Fails(Callback):
         def on_train_batch_end(self, *args):
             raise RuntimeError("mine")
@@ -143,8 +143,8 @@ def test_failed_training(tmp_path):
     assert recorder.status == ["failed"]
 
 
-def test_folders(tmp_path, monkeypatch):
-    """Nothing is there before something is written; earlier tables are kept."""
+def test_log_folders_appear_when_something_is_written(tmp_path, monkeypatch):
+    """`predict()` writes nothing; earlier tables are kept."""
     logs = tmp_path / "logs"
     for earlier in range(2):
         trainer = make_trainer(tmp_path, report_to=["tensorboard", "csv"], logging_dir=str(logs))
@@ -161,8 +161,8 @@ def test_folders(tmp_path, monkeypatch):
     assert tensorboard.log_dir.rstrip("/") == str(tmp_path / "there")
 
 
-def test_trials_have_runs_of_their_own(tmp_path, monkeypatch):
-    """As `model_init` with a trial; their names are those in the state."""
+def test_each_search_trial_has_its_own_log_folder(tmp_path, monkeypatch):
+    """The folder has the name of the trial in the state."""
     recorder = Recorder()
     trainer = make_trainer(tmp_path, recorder, report_to="tensorboard", max_steps=2)
     begin = trainer._init_training_state
@@ -180,7 +180,7 @@ def test_trials_have_runs_of_their_own(tmp_path, monkeypatch):
     assert len(recorder.written.hyperparameters) == 2
 
 
-def test_two_processes_write_one_file(tmp_path, processes):
+def test_only_the_main_process_of_two_writes_logs(tmp_path, processes):
     """The main process writes; Lightning's callbacks, which want a logger, run in both."""
     assert processes.run_ranks(evaluate_with_trackers, 2, tmp_path) == [2, 0]
     (folder,) = (tmp_path / "runs").iterdir()
@@ -189,7 +189,7 @@ def test_two_processes_write_one_file(tmp_path, processes):
 
 
 @pytest.mark.newest_peer  # the first releases lack the callback
-def test_callbacks_of_transformers(tmp_path, monkeypatch):
+def test_transformers_tracker_callbacks_get_our_log_lines(tmp_path, monkeypatch):
     """They stand where transformers puts them, and get our arguments and log lines."""
     trackio = mock.MagicMock(__spec__=importlib.machinery.ModuleSpec("trackio", None), __version__="99")
     trackio.context_vars.current_space_id.get.return_value = "space"
@@ -206,7 +206,7 @@ def test_callbacks_of_transformers(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def only(monkeypatch):
+def install_only(monkeypatch):
     """Make a set of packages look installed, and no other tracker's."""
     real = importlib.util.find_spec
     known = {module for kind in INTEGRATIONS.values() for each in kind.modules for module in each.split("|")}
@@ -223,9 +223,9 @@ def only(monkeypatch):
     return install
 
 
-def test_all(only, monkeypatch):
+def test_report_to_all_selects_installed_trackers(install_only, monkeypatch):
     monkeypatch.delenv("DISABLE_MLFLOW_INTEGRATION", raising=False)
-    only("wandb", "tensorboardX", "mlflow", "transformers", "codecarbon", "flytekit", "trackio")
+    install_only("wandb", "tensorboardX", "mlflow", "transformers", "codecarbon", "flytekit", "trackio")
     trackio = ["trackio"] if "trackio" in THEIRS else []
     assert (
         select_trackers("all") == select_trackers(["all"]) == ["mlflow", "tensorboard", "wandb", "codecarbon", *trackio]
@@ -234,17 +234,17 @@ def test_all(only, monkeypatch):
     monkeypatch.setenv("DISABLE_MLFLOW_INTEGRATION", "TRUE")
     assert select_trackers("all") == ["tensorboard", "codecarbon", *trackio]
     assert select_trackers("wandb") == []
-    only("tensorboard", "trackio")  # without transformers
+    install_only("tensorboard", "trackio")  # without transformers
     assert select_trackers("all") == ["tensorboard"]
     assert select_trackers("none") == select_trackers([]) == select_trackers(None) == []
 
 
-def test_all_is_what_transformers_finds():
+def test_report_to_all_selects_what_transformers_finds():
     found = integration_utils.get_available_reporting_integrations()
     assert select_trackers("all") == [name for name in found if name != "neptune"]
 
 
-def test_names(monkeypatch):
+def test_tracker_names_of_transformers_are_known(monkeypatch):
     assert THEIRS.keys() - {"neptune"} <= INTEGRATIONS.keys()
     assert select_trackers(["csv", "csv"]) == ["csv"]
     monkeypatch.setenv("COMET_MODE", "disabled")
@@ -255,16 +255,16 @@ def test_names(monkeypatch):
 
 
 @pytest.mark.newest_peer
-def test_names_of_the_newest_transformers():
+def test_our_trackers_are_those_of_newest_transformers():
     assert INTEGRATIONS.keys() - {"csv"} == THEIRS.keys() - {"neptune"}
 
 
-def test_trackers_that_the_installed_transformers_does_not_know(monkeypatch, only):
+def test_tracker_unknown_to_installed_transformers_needs_upgrade(monkeypatch, install_only):
     """trackio and kubeflow came after v4.48."""
     for name in ("trackio", "kubeflow"):
         monkeypatch.delitem(THEIRS, name, raising=False)
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "http://127.0.0.1")
-    only("transformers", "trackio", "codecarbon")
+    install_only("transformers", "trackio", "codecarbon")
     assert select_trackers("all") == ["codecarbon"]
     assert select_trackers("csv") == ["csv"]
     for name in ("trackio", "kubeflow"):
@@ -272,7 +272,7 @@ def test_trackers_that_the_installed_transformers_does_not_know(monkeypatch, onl
             select_trackers(name)
 
 
-#: Of a Trainer's `report_to` or further arguments, where no package is installed but those that are named.
+#: `report_to` or other arguments of a Trainer; no package of a tracker is installed but those that are named.
 REFUSED = [
     ("wanbd", InvalidArgument, r"report_to='wanbd' is not a tracker; did you mean 'wandb'\? Valid names"),
     (["none", "tensorboard"], InvalidArgument, "'none' cannot be"),
@@ -292,8 +292,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("given", "kind", "words"), REFUSED)
-def test_refused(tmp_path, only, given, kind, words):
-    only(*["transformers"] if "transformers" in given else [])
+def test_invalid_trackers_and_loggers_are_refused(tmp_path, install_only, given, kind, words):
+    install_only(*["transformers"] if "transformers" in given else [])
     if not isinstance(given, dict):
         given = {"report_to": given.split(" ")[0] if isinstance(given, str) else given}
     with pytest.raises(kind, match=words):
@@ -301,8 +301,8 @@ def test_refused(tmp_path, only, given, kind, words):
 
 
 @pytest.mark.parametrize(("release", "default"), [("4.57.6", ["all"]), ("5.0.0", [])])
-def test_default_of_unmodified_scripts(monkeypatch, release, default):
-    """As in the release of transformers that is installed, through each way to make arguments; and undone."""
+def test_install_gives_report_to_default_of_the_release(monkeypatch, release, default):
+    """However arguments are made, the default is that of the installed transformers, until `uninstall()`."""
     monkeypatch.setattr("hftrainer.releases.followed.importlib.metadata.version", lambda name: release)
     # of what other tests import
     monkeypatch.setattr("hftrainer.cli.install.check_earlier_imports", lambda: [])

@@ -53,7 +53,7 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def is_lightnings(name: str) -> bool:
+def is_of_lightning(name: str) -> bool:
     return name.split(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
@@ -70,7 +70,7 @@ def private_imports(tree: ast.AST) -> Iterator[str]:
             paths = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             paths = [alias.name for alias in node.names]
-        for path in filter(is_lightnings, paths):
+        for path in filter(is_of_lightning, paths):
             yield from filter(is_private, path.split("."))
 
 
@@ -104,10 +104,10 @@ def private_names(kind: type) -> frozenset[str]:
 
 def names_of_bases(kind: type) -> set[str]:
     """The private names that a class has from Lightning."""
-    return {name for base in kind.__mro__ if is_lightnings(base.__module__) for name in private_names(base)}
+    return {name for base in kind.__mro__ if is_of_lightning(base.__module__) for name in private_names(base)}
 
 
-def taken_from_bases(module: ModuleType) -> Iterator[str]:
+def names_shared_with_bases(module: ModuleType) -> Iterator[str]:
     """Private names that a class of this module shares with Lightning; those of its mixins too, wherever they are."""
     constants = {one.value for one in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(one, ast.Constant)}
     for kind in vars(module).values():
@@ -121,7 +121,7 @@ def taken_from_bases(module: ModuleType) -> Iterator[str]:
                 yield from private_names(base) & theirs
 
 
-def of_inner_classes(tree: ast.AST) -> Iterator[str]:
+def names_in_inner_classes(tree: ast.AST) -> Iterator[str]:
     """Private names in classes that functions make, which cannot be asked for their bases."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
@@ -129,24 +129,24 @@ def of_inner_classes(tree: ast.AST) -> Iterator[str]:
                 yield from private_attributes(kind, of_self=True)
 
 
-def lightnings(module: ModuleType) -> set[str]:
+def private_names_of_lightning(module: ModuleType) -> set[str]:
     """The private names of Lightning that a module touches, as far as they can be told from others'."""
     tree = ast.parse(inspect.getsource(module))
-    return {*private_imports(tree), *taken_from_bases(module), *of_inner_classes(tree)}
+    return {*private_imports(tree), *names_shared_with_bases(module), *names_in_inner_classes(tree)}
 
 
-def name_of(path: Path) -> str:
+def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[1:] if parts[0] == "adapters" else parts).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("name", list(map(name_of, SOURCES)))
+@pytest.mark.parametrize("name", list(map(module_name, SOURCES)))
 def test_private_names_of_lightning_are_in_private_api(name):
     module = importlib.import_module(name)
-    assert lightnings(module) == set()
+    assert private_names_of_lightning(module) == set()
     of_others = set(private_attributes(ast.parse(inspect.getsource(module)), of_self=False))
     assert {*of_others} == {*OF_OTHERS.get(name, {})}
 
 
-def test_the_table_has_no_file_that_is_gone():
-    assert OF_OTHERS.keys() <= set(map(name_of, SOURCES))
+def test_table_of_other_private_names_lists_existing_modules():
+    assert OF_OTHERS.keys() <= set(map(module_name, SOURCES))

@@ -1,4 +1,4 @@
-"""What a user sees who has set no logging: nothing of Lightning's tips, advertisements and announcements."""
+"""A user who has not configured logging sees none of Lightning's tips, advertisements and announcements."""
 
 import os
 import re
@@ -38,7 +38,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_nothing_but_the_log_lines(tmp_path, processes, run):
+def test_run_prints_no_tips_or_announcements_of_lightning(tmp_path, processes, run):
     text = textwrap.dedent(SCRIPT) + textwrap.dedent(RUNS[run])
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHONWARNINGS")}
     script = text.format(folder=str(tmp_path / "out"))

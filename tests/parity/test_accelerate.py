@@ -19,15 +19,15 @@ import hftrainer
 from hftrainer.arguments import accelerate as accelerate_arguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from tests.support.parity import alike, assert_equal, assert_same_weights, build, callback, compare, train
+from tests.support.parity import assert_equal, assert_same_weights, build, callback, compare, run_both, train
 from tests.support.tiny import Stream, make_plain, plain_data
 
-KEPT = {"use_configured_state": True}
+KEEP_STATE = {"use_configured_state": True}
 both_libraries = pytest.mark.parametrize("library", [hftrainer, transformers], ids=lambda library: library.__name__)
 
 
 @pytest.fixture(autouse=True)
-def no_state(tmp_path, monkeypatch):
+def reset_accelerate_state(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
@@ -42,7 +42,7 @@ def make_trainer(args, library=hftrainer):
     return library.Trainer(make_plain(), args, train_dataset=plain_data())
 
 
-def test_state_of_the_arguments():
+def test_arguments_create_only_the_partial_state():
     def run(name):
         args = arguments(importlib.import_module(name))
         assert args.distributed_state.distributed_type == "NO"
@@ -51,11 +51,11 @@ def test_state_of_the_arguments():
             AcceleratorState()
         return found
 
-    alike(run, assert_equal)
+    run_both(run, assert_equal)
 
 
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}])
-def test_state_of_the_trainer(tmp_path, settings):
+def test_trainer_creates_the_same_accelerator_state(tmp_path, settings):
     def script(trainer):
         state = AcceleratorState()
         assert trainer.accelerator.state.mixed_precision == state.mixed_precision
@@ -66,7 +66,7 @@ def test_state_of_the_trainer(tmp_path, settings):
     compare(tmp_path, "plain", script=script, **settings)
 
 
-def test_helpers_of_accelerate(tmp_path):
+def test_gather_and_broadcast_helpers_of_accelerate_work(tmp_path):
     build("hftrainer", "plain", tmp_path)
     assert gather(torch.ones(2)).tolist() == [1.0, 1.0]
     assert gather_object([3]) == [3] and broadcast_object_list([4]) == [4]
@@ -86,8 +86,8 @@ def test_loggers_of_accelerate_work_once_there_are_arguments(monkeypatch, caplog
     assert not torch.distributed.is_initialized()
 
 
-def test_one_trainer_after_another(tmp_path):
-    """Of two with other precisions, the state is that of the last one made, and then of the one that trains."""
+def test_accelerator_state_is_that_of_the_trainer_that_trains(tmp_path):
+    """Of two Trainers with different precisions, the newest sets the state until the other one trains."""
     seen = set()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -103,37 +103,36 @@ def test_one_trainer_after_another(tmp_path):
 
 
 @both_libraries
-def test_a_state_of_the_script(library):
-    """It is taken over, unless it is to be kept."""
+def test_state_created_by_the_script_is_replaced_or_kept_on_request(library):
     mine = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     arguments(library)
     assert not mine.state._shared_state.get("_mixed_precision")
     AcceleratorState._reset_state(reset_partial_state=True)
     mine = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    make_trainer(arguments(library, bf16=True, accelerator_config=dict(KEPT)), library)
+    make_trainer(arguments(library, bf16=True, accelerator_config=dict(KEEP_STATE)), library)
     assert mine.state.mixed_precision == "bf16" and AcceleratorState().__dict__ is mine.state.__dict__
 
 
-def test_only_a_partial_state_of_the_script():
+def test_partial_state_of_the_script_can_be_kept():
     before = PartialState(cpu=True).__dict__
-    make_trainer(arguments(accelerator_config=KEPT))
+    make_trainer(arguments(accelerator_config=KEEP_STATE))
     assert PartialState().__dict__ is before and AcceleratorState().mixed_precision == "no"
 
 
-def test_states_that_cannot_be_kept(monkeypatch):
+def test_use_configured_state_refuses_a_missing_or_other_state(monkeypatch):
     with pytest.raises(InvalidArgument, match="accelerate has no state yet"):
-        arguments(accelerator_config=KEPT)
+        arguments(accelerator_config=KEEP_STATE)
     accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     with pytest.raises(InvalidArgument, match="mixed_precision='bf16', but the arguments ask for 'no'"):
-        make_trainer(arguments(accelerator_config=KEPT))
+        make_trainer(arguments(accelerator_config=KEEP_STATE))
     on_a_gpu = type("OnAGpu", (), {"_shared_state": {"there": True}, "device": torch.device("cuda", 0)})
     with monkeypatch.context() as patch:
         patch.setattr(accelerate.state, "PartialState", on_a_gpu)
         with pytest.raises(InvalidArgument, match="accelerate's state is on cuda:0"):
-            arguments(accelerator_config=KEPT)
+            arguments(accelerator_config=KEEP_STATE)
 
 
-def test_a_state_that_a_script_changes():
+def test_scripts_can_change_and_replace_distributed_state():
     args = arguments()
     args.distributed_state.distributed_type = accelerate.DistributedType.DEEPSPEED
     assert PartialState().distributed_type == "DEEPSPEED"
@@ -142,7 +141,7 @@ def test_a_state_that_a_script_changes():
     assert args.distributed_state is other
 
 
-def test_arguments_of_transformers():
+def test_arguments_of_transformers_configure_our_trainer():
     args = arguments(transformers, accelerator_config={"non_blocking": True})
     assert make_trainer(args).get_train_dataloader().non_blocking
     assert AcceleratorState().device == args.device and args.distributed_state.num_processes == 1
@@ -154,13 +153,13 @@ def test_arguments_of_transformers():
         make_trainer(args)
 
 
-def test_the_environment_and_the_threads_stay(tmp_path):
+def test_making_a_trainer_keeps_environment_and_thread_count(tmp_path):
     before, threads = dict(os.environ), torch.get_num_threads()
     build("hftrainer", "plain", tmp_path)
     assert dict(os.environ) == before and torch.get_num_threads() == threads
 
 
-def test_precision_that_a_script_sets():
+def test_mixed_precision_set_on_the_arguments_takes_effect():
     def run(name, precision="bf16"):
         library = importlib.import_module(name)
         args = arguments(library, max_steps=3, logging_steps=1)
@@ -171,13 +170,13 @@ def test_precision_that_a_script_sets():
         trainer.train()
         return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
-    assert alike(run, assert_equal) != run("hftrainer", "no")
+    assert run_both(run, assert_equal) != run("hftrainer", "no")
     with pytest.raises(UnsupportedArgument, match="choose 'no', 'fp16' or 'bf16'"):
         arguments().mixed_precision = "fp8"
 
 
 @both_libraries
-def test_devices_of_a_subclass(library):
+def test_subclass_can_override_setup_devices(library):
     class Elsewhere(library.TrainingArguments):
         @property
         def _setup_devices(self):
@@ -186,7 +185,7 @@ def test_devices_of_a_subclass(library):
     assert Elsewhere("unused", report_to="none").device.type == "meta"
 
 
-def test_accelerate_that_is_imported_later(tmp_path, processes):
+def test_loggers_work_when_accelerate_is_imported_later(tmp_path, processes):
     script = f"""
 import hftrainer, logging
 hftrainer.TrainingArguments({str(tmp_path)!r}, use_cpu=True)
@@ -198,7 +197,7 @@ get_logger("late").info("said")
     assert "INFO:late:" in run.stderr and "said" in run.stderr, run.stderr[-2000:]
 
 
-def test_without_accelerate(monkeypatch):
+def test_distributed_state_works_without_accelerate(monkeypatch):
     monkeypatch.setattr(accelerate_arguments, "_import_state_module", lambda: None)
     args = arguments()
     state = args.distributed_state
@@ -209,7 +208,7 @@ def test_without_accelerate(monkeypatch):
     assert not AcceleratorState._shared_state
 
 
-def test_accelerate_that_cannot_be_imported(monkeypatch):
+def test_broken_accelerate_warns_and_is_ignored(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "accelerate", None)
         assert arguments().distributed_state.num_processes == 1
@@ -236,21 +235,21 @@ KEYS = {
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_key(tmp_path, key):
+def test_each_config_key_trains_alike(tmp_path, key):
     def run(name):  # transformers writes into what it is given
         return train(name, "plain", tmp_path / name, accelerator_config=copy.deepcopy({key: KEYS[key]}))
 
     changes = key in ("use_seedable_sampler", "gradient_accumulation_kwargs")
-    assert (alike(run).logs != train("hftrainer", "plain", tmp_path / "without").logs) == changes
+    assert (run_both(run).logs != train("hftrainer", "plain", tmp_path / "without").logs) == changes
 
 
 @pytest.mark.parametrize("dispatched", [True, False])
-def test_stream(tmp_path, dispatched):
+def test_streams_train_alike_dispatched_or_not(tmp_path, dispatched):
     data = {"trainer": {"train_dataset": Stream(38)}}
     compare(tmp_path, "plain", accelerator_config={"dispatch_batches": dispatched}, max_steps=12, **data)
 
 
-def test_resumed_in_torchs_order(tmp_path, caplog):
+def test_resume_without_seedable_sampler_and_warning_if_it_changed(tmp_path, caplog):
     saves = {"save_strategy": "steps", "save_steps": 4}
     torchs = {"accelerator_config": {"use_seedable_sampler": False}, **saves}
     whole = train("hftrainer", "plain", tmp_path, **torchs)
@@ -262,7 +261,7 @@ def test_resumed_in_torchs_order(tmp_path, caplog):
     assert "Resuming with accelerator_config=" in caplog.text
 
 
-def test_all_forms_are_read(tmp_path):
+def test_config_is_read_from_dict_file_object_and_json(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(KEYS))
     for form in (KEYS, str(path), path, TheirConfig(**KEYS), json.dumps(KEYS)):
@@ -271,7 +270,7 @@ def test_all_forms_are_read(tmp_path):
     assert AcceleratorConfig.read(None) == AcceleratorConfig() == AcceleratorConfig.read({})
 
 
-def test_moving_beside_the_computation_needs_pinned_memory(caplog):
+def test_non_blocking_warns_without_pinned_memory(caplog):
     for pinned in (True, False):
         args = arguments(accelerator_config={"non_blocking": True})
         args.dataloader_pin_memory = pinned  # use_cpu has turned it off
@@ -299,7 +298,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("given", "sentence"), WRONG)
-def test_wrong(tmp_path, given, sentence):
+def test_wrong_config_is_refused(tmp_path, given, sentence):
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "cut.json").write_text("{")
     with pytest.raises(InvalidArgument) as caught:
@@ -319,7 +318,7 @@ NAMES_OF_STATE = "num_steps adjust_scheduler sync_with_dataloader plugin_kwargs"
 
 
 @pytest.mark.parametrize("config", CONFIGURATIONS)
-def test_accelerator_tells_its_configuration(tmp_path, config):
+def test_accelerator_attributes_report_the_config(tmp_path, config):
     def run(name):
         settings = {"accelerator_config": copy.deepcopy(config), "gradient_accumulation_steps": 2}
         trainer, _ = build(name, "plain", tmp_path / name, **settings)
@@ -330,11 +329,11 @@ def test_accelerator_tells_its_configuration(tmp_path, config):
         told += [getattr(accelerator.gradient_state, each) for each in NAMES_OF_STATE.split()]
         return told, [loader.total_batch_size for loader in loaders]
 
-    alike(run, assert_equal)
+    run_both(run, assert_equal)
 
 
-def test_gradient_state_is_that_of_the_accelerator(tmp_path):
-    """Loops that were copied set it by accelerate's name; the accelerator tells the same."""
+def test_gradient_state_and_accelerator_agree_on_sync_gradients(tmp_path):
+    """Training loops copied from transformers set it through accelerate's name."""
     accelerator = build("hftrainer", "plain", tmp_path)[0].accelerator
     for synchronized in (False, True):
         accelerator.gradient_state._set_sync_gradients(synchronized)
@@ -342,8 +341,8 @@ def test_gradient_state_is_that_of_the_accelerator(tmp_path):
 
 
 @pytest.mark.parametrize("count", [16, 19])
-def test_gather_for_metrics_in_the_last_batch(tmp_path, count):
-    """Rows beyond the last batch's samples are dropped; what has no rows stays."""
+def test_gather_for_metrics_drops_padding_of_the_last_batch(tmp_path, count):
+    """Values without rows, such as scalars, are returned unchanged."""
     sizes = []
 
     def script(trainer):

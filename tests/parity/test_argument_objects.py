@@ -20,7 +20,7 @@ from tests.support.tiny import make_llama, make_plain, plain_data, tokenizer
 from tests.support.tracking import mlflow_database
 
 LIBRARIES = (hftrainer, transformers)
-either = pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.__name__)
+both_libraries = pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.__name__)
 
 
 def make_args(library, folder, kind=None, **given):
@@ -32,8 +32,8 @@ def make_trainer(library, args, **given):
     return library.Trainer(make_plain(), args, train_dataset=plain_data(), **given)
 
 
-@either
-def test_accelerator_config_is_an_object(tmp_path, library):
+@both_libraries
+def test_accelerator_config_can_be_changed_in_place(tmp_path, library):
     args = make_args(library, tmp_path)
     config = args.accelerator_config
     assert config.dispatch_batches is None and config.even_batches is True and config.split_batches is False
@@ -46,14 +46,14 @@ def test_accelerator_config_is_an_object(tmp_path, library):
 
 
 @pytest.mark.parametrize("given", [None, {"split_batches": True}, {"gradient_accumulation_kwargs": {"num_steps": 3}}])
-def test_accelerator_config_is_written_as_theirs(tmp_path, given):
+def test_accelerator_config_is_serialized_as_in_transformers(tmp_path, given):
     ours, theirs = (make_args(each, tmp_path, accelerator_config=copy.deepcopy(given)) for each in LIBRARIES)
     assert ours.to_dict()["accelerator_config"] == theirs.to_dict()["accelerator_config"]
     assert ours.to_sanitized_dict()["accelerator_config"] == theirs.to_sanitized_dict()["accelerator_config"]
 
 
-@either
-def test_copies(tmp_path, library):
+@both_libraries
+def test_copies_of_arguments_keep_a_changed_accelerator_config(tmp_path, library):
     args = make_args(library, tmp_path)
     args.accelerator_config.use_seedable_sampler = False
     torch.save(args, tmp_path / "training_args.bin")
@@ -70,7 +70,7 @@ def test_copies(tmp_path, library):
     assert deep != args
 
 
-def test_accelerator_config_that_is_set_later(tmp_path):
+def test_accelerator_config_assigned_later_is_converted_and_checked(tmp_path):
     args = make_args(hftrainer, tmp_path)
     args.accelerator_config = {"split_batches": True}
     assert args.accelerator_config == AcceleratorConfig(split_batches=True)
@@ -83,8 +83,8 @@ def test_accelerator_config_that_is_set_later(tmp_path):
         make_trainer(hftrainer, args)
 
 
-@either
-def test_accumulation_that_is_set_on_it(tmp_path, library):
+@both_libraries
+def test_accumulation_set_on_accelerator_config_takes_effect(tmp_path, library):
     args = make_args(library, tmp_path)
     args.accelerator_config.gradient_accumulation_kwargs = {"num_steps": 4}
     trainer = make_trainer(library, args)
@@ -94,8 +94,8 @@ def test_accumulation_that_is_set_on_it(tmp_path, library):
 
 
 @pytest.mark.parametrize("kind", [AcceleratorConfig, transformers.trainer_pt_utils.AcceleratorConfig])
-def test_an_object_is_not_copied(tmp_path, kind):
-    """Code that holds it may change it."""
+def test_accelerator_config_object_is_used_without_copying(tmp_path, kind):
+    """A script that keeps the object may change it later."""
     config = kind()
     args = make_args(hftrainer, tmp_path, accelerator_config=config)
     assert args.accelerator_config is config
@@ -105,9 +105,7 @@ def test_an_object_is_not_copied(tmp_path, kind):
     assert kind(use_configured_state=True).to_dict()["use_configured_state"] is True
 
 
-def test_settings_of_the_accelerator(tmp_path):
-    """Loaders that are prepared from then on follow them."""
-
+def test_changed_accelerator_settings_affect_later_loaders(tmp_path):
     def orders(library):
         trainer = make_trainer(library, make_args(library, tmp_path))
         accelerator = trainer.accelerator
@@ -129,21 +127,21 @@ def test_settings_of_the_accelerator(tmp_path):
     assert all(first != second for first, second in itertools.combinations(ours, 2))
 
 
-def test_a_loader_cannot_be_stateful(tmp_path):
+def test_stateful_dataloaders_are_refused(tmp_path):
     trainer = make_trainer(hftrainer, make_args(hftrainer, tmp_path))
     trainer.accelerator.dataloader_config.use_stateful_dataloader = True
     with pytest.raises(UnsupportedArgument, match="use_stateful_dataloader"):
         trainer.get_train_dataloader()
 
 
-def test_the_deepspeed_plugin_cannot_be_set(tmp_path):
+def test_setting_deepspeed_plugin_is_refused(tmp_path):
     args = make_args(hftrainer, tmp_path)
     args.deepspeed_plugin = None
     with pytest.raises(UnsupportedArgument, match="pass the configuration as `deepspeed`"):
         args.deepspeed_plugin = object()
 
 
-def make_own(library, folder, **given):
+def make_subclass_args(library, folder, **given):
     @dataclasses.dataclass
     class OwnArguments(library.TrainingArguments):
         dtype: Any = None
@@ -160,9 +158,9 @@ def make_own(library, folder, **given):
     return make_args(library, folder, OwnArguments, **given)
 
 
-def test_to_dict(tmp_path):
-    args = make_own(hftrainer, tmp_path)
-    ours, theirs = args.to_dict(), make_own(transformers, tmp_path).to_dict()
+def test_to_dict_of_a_subclass_is_that_of_transformers(tmp_path):
+    args = make_subclass_args(hftrainer, tmp_path)
+    ours, theirs = args.to_dict(), make_subclass_args(transformers, tmp_path).to_dict()
     for name in ("dtype", "other", "model_init_kwargs", "folder", "function", "pair"):
         assert ours[name] == theirs[name]
     assert ours["dtype"] == "bfloat16"
@@ -172,8 +170,8 @@ def test_to_dict(tmp_path):
     assert args.dtype is torch.bfloat16
 
 
-def test_to_json_string(tmp_path):
-    values = json.loads(make_own(hftrainer, tmp_path, list_of=[torch.float32, {1: {2}}]).to_json_string())
+def test_to_json_string_converts_any_object(tmp_path):
+    values = json.loads(make_subclass_args(hftrainer, tmp_path, list_of=[torch.float32, {1: {2}}]).to_json_string())
     assert values["list_of"] == ["float32", {"1": "{2}"}]
     assert (values["other"], values["folder"], values["pair"]) == ("int8", "here", [1, 2])
     assert values["function"] == "<built-in function len>"
@@ -185,16 +183,16 @@ def test_trackers_write_any_argument(tmp_path, monkeypatch, tracker):
     monkeypatch.chdir(tmp_path)
     if tracker == "mlflow":
         monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_database(tmp_path / "mlflow.db"))
-    args = make_own(hftrainer, tmp_path, report_to=tracker, list_of=[torch.float32, {1: {2}}])
+    args = make_subclass_args(hftrainer, tmp_path, report_to=tracker, list_of=[torch.float32, {1: {2}}])
     assert make_trainer(hftrainer, args).train().global_step == 2
 
 
-def test_the_default_optimizer():
+def test_default_optim_is_that_of_transformers():
     assert hftrainer.TrainingArguments.default_optim == transformers.TrainingArguments.default_optim
 
 
-@either
-def test_subclass_with_an_init(tmp_path, library):
+@both_libraries
+def test_subclass_may_define_init(tmp_path, library):
     class WithInit(library.TrainingArguments):
         def __init__(self, *args, teacher: str = "none", **kwargs):
             super().__init__(*args, **kwargs)
@@ -206,7 +204,7 @@ def test_subclass_with_an_init(tmp_path, library):
         WithInit(str(tmp_path), learning_rat=1.0)
 
 
-def test_init_variables(tmp_path):
+def test_subclass_may_have_init_variables(tmp_path):
     @dataclasses.dataclass
     class WithVariable(hftrainer.TrainingArguments):
         scale: dataclasses.InitVar[float] = 1.0
@@ -220,7 +218,7 @@ def test_init_variables(tmp_path):
         WithVariable(str(tmp_path), learning_rat=0.5)
 
 
-def test_callbacks_that_name_the_tokenizer(tmp_path):
+def test_callbacks_get_the_processing_class_as_tokenizer(tmp_path):
     seen = {}
 
     class Old(hftrainer.TrainerCallback):
@@ -238,8 +236,8 @@ def test_callbacks_that_name_the_tokenizer(tmp_path):
     assert seen == {"named": given["processing_class"], "looked up": given["processing_class"], "others": []}
 
 
-@either
-def test_control_and_state_for_loops_of_scripts(tmp_path, library):
+@both_libraries
+def test_control_and_state_have_the_methods_of_custom_loops(tmp_path, library):
     control = library.TrainerControl(*[True] * 5)
     control._new_training()
     assert (control.should_training_stop, control.should_epoch_stop) == (False, True)
@@ -254,7 +252,7 @@ def test_control_and_state_for_loops_of_scripts(tmp_path, library):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_models(tmp_path, bits):
+def test_quantized_models_need_trainable_adapters(tmp_path, bits):
     make_llama().save_pretrained(tmp_path / "model")
     config = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
     load = transformers.AutoModelForCausalLM.from_pretrained

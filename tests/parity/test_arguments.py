@@ -1,4 +1,4 @@
-"""Each argument has the effect that it has in transformers, until the same time; and each has a case."""
+"""Each argument has the effect that it has in transformers, until the same time, and has a case."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from hftrainer.errors import InvalidArgument
 from tests.support import parity
 from tests.support.arguments import CASES, DEFAULTS, TIMES, make_trainer
 from tests.support.differences import OWN_FILES
-from tests.support.parity import EVALUATED, EVERY_STEP, accuracy, alike, assert_equal, comparable, compare, record
+from tests.support.parity import EVALUATED, EVERY_STEP, accuracy, assert_equal, comparable, compare, record, run_both
 from tests.support.tiny import MODELS, make_plain, plain_data
 
 ROOT = Path(__file__).parents[2]
@@ -34,13 +34,13 @@ def _global_state_stays():
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.shown])
-def test_shown_elsewhere(name):
+def test_case_names_an_existing_test(name):
     path, _, test = CASES[name].shown.partition("::")
     assert f"def {test}(" in (ROOT / path).read_text()
 
 
-def left_behind(library_name, folder, needs, time, **change):
-    """What a run leaves behind in which arguments get other values at one of `TIMES`."""
+def changed_run(library_name, folder, needs, time, **change):
+    """Everything comparable of a run whose arguments are changed at one of `TIMES`."""
     library = importlib.import_module(library_name)
     settings = {**DEFAULTS, **needs, **(change if time == "given" else {})}
     make_model, make_data = MODELS[settings.pop("model", "plain")]
@@ -90,12 +90,12 @@ def left_behind(library_name, folder, needs, time, **change):
 
 
 @functools.cache
-def unchanged(name, twice):
+def unchanged_run(name, twice):
     with tempfile.TemporaryDirectory() as folder:
-        return left_behind("hftrainer", Path(folder), CASES[name].needs, "between" if twice else "given")
+        return changed_run("hftrainer", Path(folder), CASES[name].needs, "between" if twice else "given")
 
 
-def times_of(case):
+def times_to_change(case):
     """The last time with an effect and the first without one: a library that reads later fails at the second."""
     if case.until is None:
         return ["between"] if case.shown else ["given"]
@@ -105,24 +105,24 @@ def times_of(case):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
-    ("name", "time"), [(name, time) for name, case in CASES.items() if not case.alone for time in times_of(case)]
+    ("name", "time"), [(name, time) for name, case in CASES.items() if not case.alone for time in times_to_change(case)]
 )
-def test_argument(tmp_path, capsys, name, time):
+def test_argument_has_the_same_effect_until_the_same_time(tmp_path, capsys, name, time):
     case = CASES[name]
 
     def run(library):
         value = str(tmp_path / library / case.value) if name == "output_dir" else case.value
-        return left_behind(library, tmp_path / library, case.needs, time, **{name: value})
+        return changed_run(library, tmp_path / library, case.needs, time, **{name: value})
 
-    ours = alike(run, assert_equal)
+    ours = run_both(run, assert_equal)
     takes_effect = case.until is not None and TIMES.index(time) <= TIMES.index(case.until)
-    assert (ours != unchanged(name, time == "between")) is takes_effect
+    assert (ours != unchanged_run(name, time == "between")) is takes_effect
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", ["overwrite_output_dir", "jit_mode_eval", "use_ipex"])
-def test_inert(tmp_path, name):
-    assert left_behind("hftrainer", tmp_path, CASES[name].needs, "given", **{name: True}) == unchanged(name, False)
+def test_argument_without_effect_changes_nothing(tmp_path, name):
+    assert changed_run("hftrainer", tmp_path, CASES[name].needs, "given", **{name: True}) == unchanged_run(name, False)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +149,11 @@ def test_inert(tmp_path, name):
     ],
     ids=str,
 )
-def test_settings(tmp_path, settings):
+def test_combined_settings_train_alike(tmp_path, settings):
     compare(tmp_path, "plain", trainer={"compute_metrics": accuracy}, **settings)
 
 
-def test_clipping_to_none(tmp_path):
+def test_max_grad_norm_none_clips_nothing(tmp_path):
     """Until v4.57 None clips nothing, as 0 does; v5 fails at the first step."""
     weights = []
     for value in (None, 0.0):
@@ -163,7 +163,7 @@ def test_clipping_to_none(tmp_path):
     assert weights[0] == weights[1]
 
 
-def test_what_processes_write(monkeypatch):
+def test_which_processes_log_and_save_on_the_second_node(monkeypatch):
     for name, value in {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0"}.items():  # the first of the second node
         monkeypatch.setenv(name, value)
     levels = {"log_level": "warning", "log_level_replica": "error"}
@@ -174,7 +174,7 @@ def test_what_processes_write(monkeypatch):
 
 
 @pytest.mark.parametrize("pins", [True, False])
-def test_pinned_memory(tmp_path, monkeypatch, pins):
+def test_dataloader_pin_memory_reaches_the_loader(tmp_path, monkeypatch, pins):
     for library in (hftrainer, transformers):
         assert library.TrainingArguments(use_cpu=True).dataloader_pin_memory is False
         assert library.TrainingArguments(dataloader_pin_memory=pins).dataloader_pin_memory is pins
@@ -189,7 +189,7 @@ def test_pinned_memory(tmp_path, monkeypatch, pins):
     ("event", "first", "then", "step"),
     [("on_epoch_begin", 1, 3, 10), ("on_epoch_begin", 4, 1, 3), ("on_step_end", 1, 3, 2), ("on_step_end", 3, 2, 1)],
 )
-def test_accumulation_in_the_middle_of_a_run(tmp_path, event, first, then, step):
+def test_accumulation_changed_by_a_callback(tmp_path, event, first, then, step):
     def run(name):
         def change(self, args, state, control, **kwargs):
             if state.global_step == step:
@@ -202,7 +202,7 @@ def test_accumulation_in_the_middle_of_a_run(tmp_path, event, first, then, step)
         assert trainer.args.gradient_accumulation_steps == then
         return record(trainer, recorder, tmp_path / name)
 
-    alike(run)
+    run_both(run)
 
 
 def test_accumulation_changed_by_an_override(tmp_path):
@@ -223,8 +223,8 @@ def test_accumulation_changed_by_an_override(tmp_path):
 
 @pytest.mark.parametrize("name", ["lightning_config", "deepspeed"])
 @pytest.mark.parametrize("runs", [0, 1])
-def test_changes_that_need_another_trainer(tmp_path, name, runs):
-    """The engine is built by these; with DeepSpeed, transformers goes on without it."""
+def test_changing_engine_arguments_after_construction_is_refused(tmp_path, name, runs):
+    """They decide which engine is built. transformers would train on without DeepSpeed."""
     trainer = make_trainer(tmp_path)
     for _ in range(runs):
         trainer.train()
@@ -235,7 +235,7 @@ def test_changes_that_need_another_trainer(tmp_path, name, runs):
 
 
 @pytest.mark.parametrize("name", sorted(READ_ONCE - {"lightning_config", "deepspeed"}))
-def test_warning_of_changes_without_effect(tmp_path, caplog, name):
+def test_changing_an_argument_that_is_read_once_warns(tmp_path, caplog, name):
     trainer = make_trainer(tmp_path)
     setattr(trainer.args, name, "info" if name == "log_level" else CASES[name].value)
     with caplog.at_level(logging.WARNING, logger="hftrainer"):
@@ -246,7 +246,7 @@ def test_warning_of_changes_without_effect(tmp_path, caplog, name):
     assert f"{name} (" in message
 
 
-def test_arguments_that_are_replaced(tmp_path):
+def test_replacing_the_arguments_of_a_trainer_takes_effect(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.args = dataclasses.replace(trainer.args, gradient_accumulation_steps=3, max_steps=2, logging_steps=1)
     assert trainer.train().global_step == 2
@@ -256,8 +256,8 @@ def test_arguments_that_are_replaced(tmp_path):
         trainer.evaluate()
 
 
-def test_old_names_of_checkpointing(tmp_path):
-    """As in transformers until v5.22: the newest reads the new names alone, and runs out of memory in silence."""
+def test_gradient_checkpointing_sets_activation_checkpointing(tmp_path):
+    """As in transformers until v5.22; later releases silently ignore the old names."""
     trainer = make_trainer(tmp_path, model="bert")
     args = trainer.args
     args.gradient_checkpointing, args.gradient_checkpointing_kwargs = True, {"use_reentrant": False}
@@ -268,21 +268,21 @@ def test_old_names_of_checkpointing(tmp_path):
     assert args.activation_checkpointing is False
 
 
-def test_numbers_out_of_range(tmp_path):
+def test_accumulation_set_to_zero_is_refused(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.args.gradient_accumulation_steps = 0
     with pytest.raises(InvalidArgument, match="gradient_accumulation_steps=0: use a number of at least 1"):
         trainer.train()
 
 
-def test_lightning_writes_where_the_arguments_say(tmp_path):
+def test_default_root_dir_of_lightning_follows_output_dir(tmp_path):
     trainer = make_trainer(tmp_path / "first")
     trainer.args.output_dir = str(tmp_path / "second")
     trainer.train()
     assert trainer.lightning_trainer.default_root_dir == str(tmp_path / "second")
 
 
-def test_uploads_turned_on_later(tmp_path, monkeypatch):
+def test_push_to_hub_turned_on_between_runs_opens_the_repository(tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr(hftrainer.Trainer, "init_hf_repo", lambda self: opened.append(self.args.hub_model_id))
     trainer = make_trainer(tmp_path)
@@ -303,8 +303,8 @@ class OwnLoader(hftrainer.Trainer):
     ("kind", "release", "steps"),
     [*((hftrainer.Trainer, *case) for case in (("4.57", 5), ("5.2", 5), ("5.3", 10))), (OwnLoader, "5.23", 5)],
 )
-def test_batch_size_that_changes(tmp_path, caplog, kind, release, steps):
-    """It is read once since v5.3, but a loader of the script may read it again."""
+def test_changed_batch_size_takes_effect_as_in_each_release(tmp_path, caplog, kind, release, steps):
+    """38 samples make 5 batches of 8. Since v5.3 the Trainer keeps its 4, but the script's loader may read 8."""
     trainer = make_trainer(tmp_path, kind, max_steps=-1, num_train_epochs=1, lightning_config={"behaviour": release})
     trainer.args.per_device_train_batch_size = 8
     assert trainer.train().global_step == steps

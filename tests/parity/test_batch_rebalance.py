@@ -15,7 +15,7 @@ def given():
 
 
 @pytest.mark.parametrize("drops", [False, True])
-def test_training(tmp_path, drops):
+def test_training_is_that_of_transformers(tmp_path, drops):
     record = compare(tmp_path, "plain", trainer=given, **SETTINGS, dataloader_drop_last=drops)
     assert record.extra["global_step"] == (4 if drops else 6)
 
@@ -28,7 +28,7 @@ def test_resume_within_an_epoch(tmp_path):
     assert_same_weights(resumed.weights, whole.weights)
 
 
-def test_samples_without_a_length(tmp_path):
+def test_samples_without_a_length_are_refused(tmp_path):
     data = [{"x": row["input_ids"]} for row in varied_language_data(8)]
     given = {"model": make_llama(), "train_dataset": data}
     trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, **SETTINGS)

@@ -1,4 +1,4 @@
-"""`auto_find_batch_size`: starting again with smaller batches leaves nothing of the failed attempt."""
+"""`auto_find_batch_size`: a retry with smaller batches keeps nothing of the failed attempt."""
 
 import weakref
 
@@ -32,7 +32,7 @@ class Greedy(Plain):
         return super().forward(x, labels)
 
 
-def make(folder, model, size=8, find=True, momentum=None, trainer=None, **settings):
+def make_trainer(folder, model, size=8, find=True, momentum=None, trainer=None, **settings):
     given = {"model": model, "train_dataset": plain_data(), **(trainer or {})}
     if momentum is not None:
         given["optimizers"] = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum), None)
@@ -40,11 +40,11 @@ def make(folder, model, size=8, find=True, momentum=None, trainer=None, **settin
     return build("hftrainer", "plain", folder, trainer=given, **settings)
 
 
-def found_and_started(tmp_path, kind=Greedy, limits=None, size=8, prepare=lambda trainer: None, **settings):
-    """The Trainer of a run that memory drove to 4 samples, after asserting that it is as one that began there."""
+def train_with_retry(tmp_path, kind=Greedy, limits=None, size=8, prepare=lambda trainer: None, **settings):
+    """Train until batches of 4 fit; returns the Trainer, after asserting that a run begun with 4 is the same."""
     outcomes = []
     for folder, given, first, find in (("found", limits or {"at_call": 4}, size, True), ("started", {}, 4, False)):
-        trainer, recorder = make(tmp_path / folder, kind(**given), first, find, **settings)
+        trainer, recorder = make_trainer(tmp_path / folder, kind(**given), first, find, **settings)
         prepare(trainer)
         trainer.train()
         scaler = trainer.accelerator.scaler
@@ -58,11 +58,11 @@ def found_and_started(tmp_path, kind=Greedy, limits=None, size=8, prepare=lambda
 
 
 @pytest.mark.parametrize("momentum", [None, 0.9], ids=["own optimizer", "optimizer of the user"])
-def test_batch_size_that_fits(tmp_path, momentum):
-    """A resumed run begins with that size."""
+def test_retry_equals_a_run_of_that_size(tmp_path, momentum):
+    """A resumed run also begins with the smaller size."""
     saved = {"save_strategy": "steps", "save_steps": 5, **EVALUATED}
-    found_and_started(tmp_path, limits={"limit": 4}, size=16, momentum=momentum, **saved)
-    resumed, _ = make(tmp_path / "found", Greedy(limit=4), 16, momentum=momentum)
+    train_with_retry(tmp_path, limits={"limit": 4}, size=16, momentum=momentum, **saved)
+    resumed, _ = make_trainer(tmp_path / "found", Greedy(limit=4), 16, momentum=momentum)
     resumed.train(resume_from_checkpoint=str(tmp_path / "found" / "checkpoint-5"))
     assert resumed._train_batch_size == 4
 
@@ -72,7 +72,7 @@ def use_a_large_scale(trainer):
 
 
 class Buffered(Greedy):
-    """With a buffer that no checkpoint has, which comes back too, and frozen weights that cannot be loaded."""
+    """Has a buffer that is in no checkpoint but must be reset too, and frozen weights that cannot be loaded."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -92,9 +92,9 @@ class Buffered(Greedy):
 
 BY_LAYER = {"optim": "galore_adamw_layerwise", "optim_target_modules": ["layers.0", "layers.4"], "optim_args": "rank=2"}
 LATER = {
-    # the run begins again where it began, not with what the failed one left
+    # the retry begins with the first weights and random states
     "memory that runs out later": {"max_steps": 6},
-    # the hooks of the failed attempt's optimizers step no more
+    # the hooks of the failed attempt's optimizers are removed
     "layer-wise optimizers": {**BY_LAYER, "max_steps": 6},
     "fp16": {"limits": {"at_call": 6}, "prepare": use_a_large_scale, "fp16": True, "max_steps": 12, "logging_steps": 1},
     "buffers and quantized weights": {"kind": Buffered, "max_steps": 6},
@@ -102,33 +102,32 @@ LATER = {
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_memory_that_runs_out_later(tmp_path, name):
-    found = found_and_started(tmp_path, **LATER[name])
+def test_retry_after_some_steps_begins_from_the_start(tmp_path, name):
+    found = train_with_retry(tmp_path, **LATER[name])
     assert name != "fp16" or found.accelerator.scaler.state_dict()
 
 
-def test_counts_and_lengths(tmp_path):
-    """FLOs, the log of metrics, and the groups of lengths begin anew; the failed attempt's checkpoints go."""
+def test_retry_resets_flos_metrics_length_groups_and_checkpoints(tmp_path):
     rows = plain_data()
     columns = {"x": [row["x"].tolist() for row in rows], "labels": [int(row["labels"]) for row in rows]}
     data = Dataset.from_dict({**columns, "length": [i % 11 for i in range(38)]})
     settings = {"train_sampling_strategy": "group_by_length", "save_strategy": "steps", "save_steps": 3}
     limits = {"at_call": 5}
-    found_and_started(tmp_path, limits=limits, max_steps=8, trainer={"train_dataset": data}, **settings)
+    train_with_retry(tmp_path, limits=limits, max_steps=8, trainer={"train_dataset": data}, **settings)
     names = sorted(path.name for path in (tmp_path / "found").glob("checkpoint-*"))
     assert names == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
 
 
-def test_halved_again_after_resuming(tmp_path):
+def test_batch_size_is_halved_after_resuming(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1}
-    make(tmp_path, Greedy(), max_steps=2, **settings)[0].train()
-    second, _ = make(tmp_path, Greedy(limit=4), max_steps=4, **settings)
+    make_trainer(tmp_path, Greedy(), max_steps=2, **settings)[0].train()
+    second, _ = make_trainer(tmp_path, Greedy(limit=4), max_steps=4, **settings)
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     state = TrainerState.load_from_json(str(tmp_path / "checkpoint-4" / "trainer_state.json"))
     assert state.train_batch_size == second._train_batch_size == 4
 
 
-def test_memory_that_runs_out_in_the_optimizer(tmp_path):
+def test_out_of_memory_in_the_optimizer_step_is_retried(tmp_path):
     class Boom(torch.optim.SGD):
         failed = False
 
@@ -140,7 +139,7 @@ def test_memory_that_runs_out_in_the_optimizer(tmp_path):
 
     model = Greedy()
     given = {"optimizers": (Boom(model.parameters(), lr=0.1), None)}
-    trainer, _ = make(tmp_path, model, 4, trainer=given, fp16=True, max_steps=4)
+    trainer, _ = make_trainer(tmp_path, model, 4, trainer=given, fp16=True, max_steps=4)
     assert trainer.train().global_step == 4
     assert trainer._train_batch_size == 2
 
@@ -153,8 +152,8 @@ def test_memory_that_runs_out_in_the_optimizer(tmp_path):
         ({"limit": 0}, False, torch.OutOfMemoryError, "CUDA out of memory"),
     ],
 )
-def test_memory_that_cannot_be_saved(tmp_path, limits, find, error, message):
-    trainer, _ = make(tmp_path, Greedy(**limits), 4, find, **EVALUATED)
+def test_out_of_memory_that_smaller_batches_cannot_cure_is_raised(tmp_path, limits, find, error, message):
+    trainer, _ = make_trainer(tmp_path, Greedy(**limits), 4, find, **EVALUATED)
     with pytest.raises(error, match=message):
         trainer.train()
 
@@ -174,11 +173,11 @@ def test_optimizer_of_the_failed_attempt_is_freed(tmp_path):
         return super(type(self), self).compute_loss(*args, **kwargs)
 
     watches = subclass(create_optimizer=create_optimizer, compute_loss=compute_loss)
-    make(tmp_path, Greedy(at_call=4), trainer_class=watches, max_steps=4)[0].train()
+    make_trainer(tmp_path, Greedy(at_call=4), trainer_class=watches, max_steps=4)[0].train()
     assert alive and not any(alive)
 
 
-def test_lomo_cannot_start_again(tmp_path):
+def test_lomo_cannot_be_retried(tmp_path):
     trainer, _ = build("hftrainer", "llama", tmp_path, optim="lomo", auto_find_batch_size=True)
     with pytest.raises(InvalidArgument, match="optim='lomo' leaves hooks"):
         trainer.train()

@@ -1,4 +1,4 @@
-"""Copies of a Trainer, by `copy.deepcopy` and by pickling, before and after runs."""
+"""Copies of a Trainer by `copy.deepcopy` and by pickling, made before and after runs, work as the original does."""
 
 import copy
 import math
@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import hftrainer
 from tests.support.checkpoints import At
-from tests.support.parity import EVALUATED, accuracy, assert_same_weights, build, comparable, exactly
+from tests.support.parity import EVALUATED, accuracy, array_bytes, assert_same_weights, build, comparable
 
 
 class Counts(hftrainer.TrainerCallback):
@@ -20,17 +20,17 @@ class Counts(hftrainer.TrainerCallback):
         self.steps += 1
 
 
-def make(library, folder, model="bert", callbacks=(), **settings):
+def make_trainer(library, folder, model="bert", callbacks=(), **settings):
     given = {"compute_metrics": accuracy, "callbacks": list(callbacks)}
     settings = {**EVALUATED, "max_steps": 4, "logging_steps": 1, **settings}
     return build(library, model, folder, trainer=given, **settings)[0]
 
 
-def pickled(trainer):
+def pickle_and_load(trainer):
     return pickle.loads(pickle.dumps(trainer))
 
 
-def weights(trainer):
+def weights_of(trainer):
     return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
 
 
@@ -38,13 +38,12 @@ def counter_of(trainer):
     return next(each for each in trainer.callback_handler.callbacks if isinstance(each, Counts))
 
 
-def everything(trainer):
+def train_evaluate_predict(trainer):
     hftrainer.set_seed(3)
     before = len(trainer.state.log_history)
-    output = trainer.train()
-    metrics = trainer.evaluate()["eval_loss"]
-    predictions = exactly(trainer.predict(trainer.eval_dataset).predictions)
-    return output.training_loss, metrics, predictions, comparable(trainer.state.log_history[before:]), weights(trainer)
+    losses = trainer.train().training_loss, trainer.evaluate()["eval_loss"]
+    predictions = array_bytes(trainer.predict(trainer.eval_dataset).predictions)
+    return losses, predictions, comparable(trainer.state.log_history[before:]), weights_of(trainer)
 
 
 def assert_equal(one, other):
@@ -55,7 +54,7 @@ def assert_equal(one, other):
 BEFORE = {"nothing": [], "evaluated": ["evaluate"], "trained": ["train"], "all": ["train", "evaluate", "predict"]}
 
 
-def use(trainer, before):
+def call_methods(trainer, before):
     for method in BEFORE[before]:
         getattr(trainer, method)(*([trainer.eval_dataset] if method == "predict" else []))
 
@@ -74,29 +73,29 @@ SETTINGS = {
     ("how", "settings", "before"),
     [
         *((copy.deepcopy, "plain", each) for each in BEFORE),
-        *((pickled, each, "all") for each in [*SETTINGS, "tensorboard"]),
+        *((pickle_and_load, each, "all") for each in [*SETTINGS, "tensorboard"]),
         *((copy.deepcopy, each, "all") for each in [*SETTINGS, "tensorboard"][1:]),
     ],
 )
-def test_a_copy_and_its_original(tmp_path, how, before, settings):
-    """Each goes on by itself, and as the other does; after training, a copy of theirs steps its original's weights."""
+def test_copy_and_original_train_alike_and_independently(tmp_path, how, before, settings):
+    """With transformers, the copy of a trained Trainer would step the weights of its original."""
     given = {"report_to": "tensorboard"} if settings == "tensorboard" else SETTINGS[settings]
-    trainer = make("hftrainer", tmp_path, callbacks=[Counts()], **given)
-    use(trainer, before)
-    start = weights(trainer)
+    trainer = make_trainer("hftrainer", tmp_path, callbacks=[Counts()], **given)
+    call_methods(trainer, before)
+    start = weights_of(trainer)
     copied = how(trainer)
-    assert_same_weights(weights(copied), start)
-    of_copy = everything(copied)
-    assert_same_weights(weights(trainer), start)
-    assert_equal(everything(trainer), of_copy)
-    assert counter_of(trainer).steps == counter_of(copied).steps == (8 if before in ("trained", "all") else 4)
+    assert_same_weights(weights_of(copied), start)
+    of_copy = train_evaluate_predict(copied)
+    assert_same_weights(weights_of(trainer), start)
+    assert_equal(train_evaluate_predict(trainer), of_copy)
+    steps = 8 if before in ("trained", "all") else 4  # each run has four, of which one may come before the copy
+    assert counter_of(trainer).steps == counter_of(copied).steps == steps
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, pickled])
-def test_what_a_copy_holds(tmp_path, how):
-    """References to the Trainer are to the copy; Lightning's callbacks, optimizer and schedule come along."""
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle_and_load])
+def test_copy_refers_to_itself_and_keeps_optimizer_and_schedule(tmp_path, how):
     checkpoints = ModelCheckpoint(tmp_path / "lightning", monitor="eval_loss")
-    trainer = make("hftrainer", tmp_path, "plain", callbacks=[checkpoints])
+    trainer = make_trainer("hftrainer", tmp_path, "plain", callbacks=[checkpoints])
     trainer.add_callback(Counts(trainer))
     trainer.train()
     copied = how(trainer)
@@ -113,13 +112,13 @@ def test_what_a_copy_holds(tmp_path, how):
     assert trainer.state.global_step == 4
 
 
-def test_during_training(tmp_path):
+def test_copy_made_during_training_evaluates_alike(tmp_path):
     found = []
 
     def copy_and_evaluate():
         found.extend(each.evaluate()["eval_loss"] for each in (copy.deepcopy(trainer), trainer))
 
-    trainer = make("hftrainer", tmp_path, "plain", callbacks=[At(2, copy_and_evaluate)], eval_strategy="no")
+    trainer = make_trainer("hftrainer", tmp_path, "plain", callbacks=[At(2, copy_and_evaluate)], eval_strategy="no")
     trainer.train()
     assert found[0] == found[1]
     assert math.isfinite(found[0])
@@ -133,11 +132,11 @@ class Doubles(hftrainer.Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
-def test_a_subclass(tmp_path):
-    trainer = make("hftrainer", tmp_path, "plain")
+def test_pickled_subclass_keeps_class_and_attributes(tmp_path):
+    trainer = make_trainer("hftrainer", tmp_path, "plain")
     trainer.__class__ = Doubles
     trainer.mine = [trainer, "kept"]
-    copied = pickled(trainer)
+    copied = pickle_and_load(trainer)
     assert type(copied) is Doubles
     assert copied.mine == [copied, "kept"]
     assert copied.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]

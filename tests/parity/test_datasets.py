@@ -1,4 +1,4 @@
-"""Data: streams, samples that draw random numbers, loaders, samplers and collators of the user."""
+"""Data trains as in transformers: streams, samples that draw random numbers, and the user's loaders and samplers."""
 
 import random
 
@@ -52,7 +52,7 @@ CASES = {
     "stream that ends in a window": given_data(Stream(38), Stream(19), max_steps=9),
     "stream that ends before training": given_data(Stream(12), Stream(16), max_steps=9),
     "stream with a length": given_data(SizedStream(38), SizedStream(13)),
-    # dropout and augmentation take turns at one generator, so samples must be fetched when transformers does
+    # dropout and augmentation share a generator, so samples must be read when transformers reads them
     "samples that draw random numbers": given_data(Noisy(), Noisy(11)),
     "a table with more columns": given_data(Table.from_list(ROWS), Table.from_list(ROWS[:9])),
 }
@@ -60,7 +60,7 @@ CASES = {
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_data(tmp_path, case, accumulation):
+def test_kinds_of_datasets_train_alike(tmp_path, case, accumulation):
     compare(tmp_path, "plain", gradient_accumulation_steps=accumulation, **CASES[case])
 
 
@@ -78,7 +78,7 @@ class EpochStream(Stream):
         self.epochs.append(epoch)
 
 
-def test_datasets_are_told_the_epoch(tmp_path):
+def test_set_epoch_is_called_on_datasets(tmp_path):
     def script(trainer):
         trainer.train()
         return trainer._get_train_sampler(), trainer.train_dataset.epochs
@@ -130,12 +130,12 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_loaders_and_samplers_of_the_user(tmp_path, name):
+def test_overridden_loaders_and_samplers_train_alike(tmp_path, name):
     given = {"trainer_class": subclass(**METHODS[name]), "trainer": {"compute_metrics": accuracy}}
     compare(tmp_path, "plain", **given, **EVERY_STEP)
 
 
-def test_loaders_shuffle_anew(tmp_path):
+def test_loader_is_reshuffled_alike_in_each_pass(tmp_path):
     def script(trainer):
         loader = trainer.get_train_dataloader()
         return [[batch["labels"].tolist() for batch in loader] for _ in range(3)]
@@ -146,7 +146,7 @@ def test_loaders_shuffle_anew(tmp_path):
 
 @pytest.mark.parametrize("batch_size", [1, 4, 7])
 @pytest.mark.parametrize("count", [3, 38, 999, 2001])
-def test_groups_of_similar_length(count, batch_size):
+def test_length_grouped_sampler_has_the_same_order(count, batch_size):
     lengths = torch.randint(1, 500, (count,), generator=torch.Generator().manual_seed(count)).tolist()
     ours, theirs = (
         list(sampler(batch_size, lengths=lengths, generator=torch.Generator().manual_seed(0)))
@@ -175,7 +175,7 @@ def test_tokenizer_pads_batches(tmp_path, model):
     compare(tmp_path, model, trainer=given, gradient_accumulation_steps=3, **EVERY_STEP)
 
 
-def test_masked_language_collator(tmp_path):
+def test_masked_language_collator_trains_alike(tmp_path):
     how = {"mlm_probability": 0.4, "pad_to_multiple_of": 8}
     collator = transformers.DataCollatorForLanguageModeling(make_tokenizer(mask_token="w49"), **how)
     rows = [{"input_ids": [2 + (i * j) % 40 for j in range(5 + i % 9)]} for i in range(30)]

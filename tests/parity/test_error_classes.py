@@ -19,16 +19,16 @@ from tests.support.parity import LIBRARIES
 from tests.support.tiny import Stream, make_plain, plain_data
 
 
-def arguments(library, folder, **settings):
+def build_arguments(library, folder, **settings):
     defaults = {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True, "max_steps": 2}
     return library.TrainingArguments(str(folder), **{**defaults, **settings})
 
 
-def trainer(library, folder, settings=None, **given):
+def build_trainer(library, folder, settings=None, **given):
     given = {"train_dataset": plain_data(8), **given}
     if "model" not in given and "model_init" not in given:
         given["model"] = make_plain()
-    return library.Trainer(args=arguments(library, folder, **(settings or {})), **given)
+    return library.Trainer(args=build_arguments(library, folder, **(settings or {})), **given)
 
 
 def module(library, name):
@@ -36,7 +36,7 @@ def module(library, name):
 
 
 @contextlib.contextmanager
-def without(*packages):
+def without_packages(*packages):
     """As if packages were not installed, also to modules of transformers that have looked already."""
     if not packages:
         yield
@@ -54,17 +54,17 @@ def without(*packages):
         yield
 
 
-# What provokes an error: functions of a library and a folder.
+# Functions that return a function of a library and a folder, which provokes an error.
 
 
 def make_arguments(**settings):
-    return lambda library, folder: arguments(library, folder, **settings)
+    return lambda library, folder: build_arguments(library, folder, **settings)
 
 
 def make_trainer(settings=None, missing=(), method=None, keywords=None, **given):
     def provoke(library, folder):
-        with without(*missing):
-            made = trainer(library, folder, settings, **given)
+        with without_packages(*missing):
+            made = build_trainer(library, folder, settings, **given)
             return method and getattr(made, method)(**(keywords or {}))
 
     return provoke
@@ -92,7 +92,7 @@ def with_optimizer(**given):
 def early_stopping(**settings):
     def provoke(library, folder):
         callback = library.EarlyStoppingCallback()
-        return trainer(library, folder, settings, eval_dataset=plain_data(8), callbacks=[callback]).train()
+        return build_trainer(library, folder, settings, eval_dataset=plain_data(8), callbacks=[callback]).train()
 
     return provoke
 
@@ -107,11 +107,11 @@ class NoLoss(torch.nn.Module):
 
 
 def resume_unsafe(library, folder):
-    trainer(library, folder, {"save_strategy": "steps", "save_steps": 2}).train()
+    build_trainer(library, folder, {"save_strategy": "steps", "save_steps": 2}).train()
     torch.save({"state": NoLoss()}, folder / "checkpoint-2" / "optimizer.pt")
     for manifest in (folder / "checkpoint-2").glob("*manifest*"):
         manifest.unlink()
-    return trainer(library, folder).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return build_trainer(library, folder).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
 
 
 EACH_STEP = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
@@ -159,7 +159,7 @@ SITUATIONS = {
     "keyword of a schedule": train({"lr_scheduler_kwargs": {"speed": 1}}),
     "optim_args": create_optimizer(optim="sgd", optim_args="momentum"),
     # what a Trainer is given
-    "no model": lambda library, folder: library.Trainer(args=arguments(library, folder)),
+    "no model": lambda library, folder: library.Trainer(args=build_arguments(library, folder)),
     "model_init returns None": make_trainer(model_init=lambda: None),
     "model_init takes two": make_trainer(model_init=lambda one, two: make_plain()),
     "two optimizers": with_optimizer(optimizer_cls_and_kwargs=(torch.optim.SGD, {})),
@@ -200,7 +200,7 @@ SITUATIONS = {
     "search by what has ended": search("sigopt", model_init=make_plain),
     "search without ray": search("ray", "optuna", "ray", "wandb", model_init=make_plain),
     "search without any": search(None, "optuna", "ray", "wandb", model_init=make_plain),
-    # small ones
+    # functions and small classes
     "parser: key": lambda library, folder: library.HfArgumentParser(library.TrainingArguments).parse_dict({"x": 1}),
     "parser: truth": lambda library, folder: module(library, "hf_argparser").string_to_bool("perhaps"),
     "schedule without steps": lambda library, folder: module(library, "optimization").get_scheduler(
@@ -209,7 +209,7 @@ SITUATIONS = {
     "prediction out of range": lambda library, folder: library.EvalPrediction([1], [2])[7],
     "state that is not defined": lambda library, folder: module(library, "trainer_callback").ExportableState().state(),
 }
-#: Where ours cannot be of that class: one error names all wrong arguments, and huggingface_hub need not be there.
+#: Situations where ours is of another class: one error names all wrong arguments, or huggingface_hub is optional.
 NOT_THE_SAME = {
     "clipping to a word": train({"max_grad_norm": "a"}),
     "JSON that is malformed": make_arguments(lr_scheduler_kwargs="{bad"),
@@ -221,7 +221,7 @@ NOT_THE_SAME = {
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", [*SITUATIONS, *NOT_THE_SAME])
-def test_class_of_transformers(tmp_path, monkeypatch, name):
+def test_error_is_of_the_class_that_transformers_raises(tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     errors = []
     for library in reversed(LIBRARIES):

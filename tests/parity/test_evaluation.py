@@ -12,7 +12,7 @@ from torch import nn
 
 from hftrainer import Trainer, TrainingArguments
 from tests.support import parity, tiny
-from tests.support.parity import EVALUATED, build, comparable, compare, exactly, leaves, subclass, train
+from tests.support.parity import EVALUATED, array_bytes, build, comparable, compare, leaves, subclass, train
 from tests.support.tiny import SizedStream, Stream, make_llama, pad, plain_data, varied_language_data
 
 
@@ -31,7 +31,7 @@ def make_clip():
     return Clip()
 
 
-def without_labels(count=19):
+def data_without_labels(count=19):
     return [{"x": row["x"]} for row in plain_data(count)]
 
 
@@ -45,7 +45,7 @@ def answer_data(count=19):
 CASES = {
     **{name: tiny.MODELS[name] for name in ("plain", "tuple", "bert", "llama")},
     "detector": (tiny.make_detector, tiny.detection_data),
-    "clip": (make_clip, without_labels),
+    "clip": (make_clip, data_without_labels),
     "answerer": (lambda: tiny.make_bert("BertForQuestionAnswering", 2), answer_data),
     "t5": (tiny.make_t5, tiny.t5_data),
     "varied": (make_llama, varied_language_data),
@@ -69,7 +69,7 @@ def compare_evaluations(tmp_path, case, evaluate=None, predict=None, data=None, 
         metrics = trainer.evaluate(**(evaluate or {}))
         output = trainer.predict(CASES[case][1](11) if data is None else data, **(predict or {}))
         assert json.dumps(metrics)  # JSON-safe
-        arrays = exactly({"predictions": output.predictions, "labels": output.label_ids})
+        arrays = array_bytes({"predictions": output.predictions, "labels": output.label_ids})
         return comparable([metrics, output.metrics]), arrays
 
     given = {"compute_metrics": summary, **({"data_collator": pad} if case == "varied" else {}), **(trainer or {})}
@@ -81,7 +81,7 @@ def keep_best(logits, labels):
     return logits.topk(2, dim=-1).indices if isinstance(logits, torch.Tensor) else logits[0].argmax(-1)
 
 
-def unreduced(self, model, inputs, prediction_loss_only, ignore_keys=None):
+def unreduced_prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
     _, logits, labels = super(type(self), self).prediction_step(model, inputs, False, ignore_keys)
     return nn.functional.cross_entropy(logits, labels, reduction="none"), logits, labels
 
@@ -90,7 +90,7 @@ KEYS = {"evaluate": {"ignore_keys": ["levels"]}, "predict": {"ignore_keys": ["bo
 INPUTS = {"include_for_metrics": ["inputs", "loss"]}
 SETS = {"first": plain_data(9), "second": plain_data(20)[9:]}
 BEST_ROWS = {"trainer": {"preprocess_logits_for_metrics": keep_best}}
-#: Name of a case → its model, and what is set or given.
+#: Name of a case → its model, and settings for `compare_evaluations`.
 RUNS = {
     **{f"model {case}": (case, {}) for case in CASES},
     "ignore keys": ("detector", KEYS),
@@ -116,25 +116,25 @@ RUNS = {
     "sets given later": ("plain", {"evaluate": {"eval_dataset": SETS, "metric_key_prefix": "other"}}),
     **{f"stream of {count}": ("plain", {"trainer": {"eval_dataset": Stream(count)}}) for count in (3, 8, 19)},
     **{f"processed logits of {case}": (case, BEST_ROWS) for case in ("bert", "varied", "t5")},
-    "unreduced losses": ("plain", {"trainer_class": subclass(prediction_step=unreduced)}),
+    "unreduced losses": ("plain", {"trainer_class": subclass(prediction_step=unreduced_prediction_step)}),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_same_evaluation(tmp_path, name):
+def test_evaluate_and_predict_are_those_of_transformers(tmp_path, name):
     case, settings = RUNS[name]
     compare_evaluations(tmp_path, case, **settings)
 
 
-def test_no_labels(tmp_path):
-    data = without_labels(11)
+def test_data_without_labels_has_no_loss_and_no_metrics(tmp_path):
+    data = data_without_labels(11)
     (evaluated, _), arrays = compare_evaluations(tmp_path, "plain", evaluate={"eval_dataset": data}, data=data)
     assert arrays[".labels"] is None
     assert not any(key.endswith(("_loss", "elements")) for key in evaluated)
 
 
 class HalfStream(SizedStream):
-    """A stream whose workers share it, and whose length is that of the samples, not of its batches."""
+    """A stream of 18 samples that its workers share, and that claims another length."""
 
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
@@ -143,7 +143,7 @@ class HalfStream(SizedStream):
 
 
 @pytest.mark.parametrize(("length", "workers"), [(18, 2), (8, 0), (30, 0)])
-def test_streams_whose_length_is_wrong(tmp_path, length, workers):
+def test_streams_of_wrong_length_are_predicted_whole(tmp_path, length, workers):
     _, arrays = compare_evaluations(tmp_path, "plain", data=HalfStream(length), dataloader_num_workers=workers)
     assert arrays[".predictions"][1] == (18, 3)
 
@@ -165,12 +165,12 @@ class Running:
 
 @pytest.mark.parametrize("wanted", [[], ["loss"], ["inputs", "loss"]], ids=["neither", "loss", "both"])
 @pytest.mark.parametrize("source", ["dataset", "stream"])
-def test_batch_eval_metrics(tmp_path, source, wanted):
+def test_batch_eval_metrics_are_those_of_transformers(tmp_path, source, wanted):
     def script(trainer):
         trainer.compute_metrics = Running()
         trainer.model.main_input_name = "x"
         output = trainer.predict(plain_data(11))
-        return comparable([trainer.evaluate(), output.metrics]), exactly([output.predictions, output.label_ids])
+        return comparable([trainer.evaluate(), output.metrics]), array_bytes([output.predictions, output.label_ids])
 
     given = {"compute_metrics": Running(), **({"eval_dataset": Stream(19)} if source == "stream" else {})}
     settings = {"batch_eval_metrics": True, "include_for_metrics": wanted, "per_device_eval_batch_size": 4}
@@ -178,8 +178,8 @@ def test_batch_eval_metrics(tmp_path, source, wanted):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_evaluation(tmp_path, dtype):
-    """It waits for the end of training. Inputs are not cast, as in transformers: a module of float32 inputs fails.
+def test_full_eval_in_half_precision(tmp_path, dtype):
+    """Weights are cast outside training only. Inputs are not cast, as in transformers: float32 modules fail.
 
     transformers leaves the weights in that precision afterwards; ours gives them back.
     """
@@ -196,7 +196,7 @@ def test_half_precision_evaluation(tmp_path, dtype):
     ("how", "masked", "accumulation"),
     [*itertools.product(["all", "non_padding", True], [True], [1, 3]), ("all", False, 1), ("non_padding", False, 1)],
 )
-def test_input_tokens(tmp_path, how, masked, accumulation):
+def test_input_tokens_are_counted_alike_also_after_resuming(tmp_path, how, masked, accumulation):
     data = tiny.language_data()
     for i, row in enumerate(data):
         row["attention_mask"] = (torch.arange(12) < 5 + i % 8).long()
@@ -213,7 +213,7 @@ def test_input_tokens(tmp_path, how, masked, accumulation):
             parity.assert_same_weights(resumed.weights, whole.weights)  # which theirs are not
         return [line["num_input_tokens_seen"] for line in resumed.logs]
 
-    assert whole.logs[-1]["num_input_tokens_seen"] == parity.alike(resume, parity.assert_equal)[-1] > 0
+    assert whole.logs[-1]["num_input_tokens_seen"] == parity.run_both(resume, parity.assert_equal)[-1] > 0
 
 
 def prediction_step(self, *args, **kwargs):
@@ -232,7 +232,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_overrides_in_fit_and_alone(tmp_path, name):
+def test_overrides_apply_during_training_and_in_evaluate(tmp_path, name):
     def script(trainer):
         trainer.train()
         return comparable([trainer.evaluate()])
@@ -241,8 +241,8 @@ def test_overrides_in_fit_and_alone(tmp_path, name):
     compare(tmp_path, "plain", script=script, trainer_class=own, max_steps=6, **EVALUATED)
 
 
-def test_gradients_in_metrics_and_collators(tmp_path):
-    """Both may need them; only the forward pass of a prediction step has none."""
+def test_metrics_and_collators_can_compute_gradients(tmp_path):
+    """Only the forward pass of a prediction step runs without gradients."""
 
     def probes(prediction):
         probe = nn.Linear(3, 3)
@@ -259,7 +259,7 @@ def test_gradients_in_metrics_and_collators(tmp_path):
     assert evaluated["eval_gradient"] is True
 
 
-def test_batches_of_another_kind(tmp_path):
+def test_output_lists_of_varying_length_raise_a_clear_error(tmp_path):
     class Fickle(tiny.Plain):
         def forward(self, x, labels=None):
             outputs = super().forward(x, labels)
@@ -275,8 +275,7 @@ SCORES = (math.nan, 0.5, 0.5, 0.7, math.nan, 0.7, 0.3, 0.3, math.inf, -math.inf)
 
 
 @pytest.mark.parametrize("greater", [True, False])
-def test_which_is_the_best(tmp_path, greater):
-    """Not one that equals the best, and none that is not a number."""
+def test_best_metric_is_not_replaced_by_ties_or_nan(tmp_path, greater):
     settings = {"metric_for_best_model": "score", "greater_is_better": greater, "save_strategy": "best"}
 
     def judge(trainer):
@@ -303,16 +302,16 @@ def columns_of(rows, **more):
 
 
 @pytest.mark.parametrize("make", [list, columns_of], ids=["rows", "columns"])
-def test_grouped_by_length(tmp_path, make):
-    """Lengths counted from the samples; evaluation goes by length too."""
+def test_group_by_length_counts_lengths_from_samples(tmp_path, make):
+    """Evaluation batches are grouped by length too."""
     rows = varied_language_data(38)
     given = {"data_collator": pad if make is list else collate_columns, "eval_dataset": make(rows[:19])}
     settings = {**BY_LENGTH, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     compare(tmp_path, "llama", trainer={"train_dataset": make(rows), **given}, eval_strategy="epoch", **settings)
 
 
-def test_lengths(tmp_path):
-    """A column of lengths is taken at its word, also when it is no argument of the model."""
+def test_group_by_length_uses_the_column_of_lengths(tmp_path):
+    """The column is trusted, also if it is no argument of the model."""
     rows = varied_language_data(38)
     data = columns_of(rows, tokens=[100 + i for i in range(38)])
 
@@ -331,11 +330,10 @@ def test_predictions_are_in_the_order_of_the_dataset(tmp_path):
         build("hftrainer", "llama", tmp_path, trainer=given, **settings)[0].predict(given["eval_dataset"]).predictions
         for settings in (BY_LENGTH, {})
     )
-    assert exactly(grouped) == exactly(plain)
+    assert array_bytes(grouped) == array_bytes(plain)
 
 
-def test_lengths_of_another_set(tmp_path):
-    """The column of the set that is evaluated counts, not that of the Trainer's own."""
+def test_group_by_length_uses_lengths_of_the_evaluated_set(tmp_path):
     own, other = (columns_of(varied_language_data(12), length=each) for each in ([3] * 6 + [9] * 6, [9, 3] * 6))
 
     def script(trainer):

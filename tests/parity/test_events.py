@@ -1,4 +1,4 @@
-"""Events: what each brings, what callbacks change by it, and `train`, `evaluate` and `predict` in any order."""
+"""Both libraries announce the same events with the same state, and do what callbacks ask for in them."""
 
 import dataclasses
 import functools
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.support import parity
-from tests.support.parity import EVERY_STEP, LIBRARIES, accuracy, build, callback, comparable, compare, exactly
+from tests.support.parity import EVERY_STEP, LIBRARIES, accuracy, array_bytes, build, callback, comparable, compare
 from tests.support.tiny import plain_data
 
 ALL_EVENTS = (*parity.EVENTS, "on_push_begin")
 
 
-def described(name: str, value: Any) -> Any:
-    """What two libraries can agree on of a keyword: accelerate's wrappers are what they wrap."""
+def describe(name: str, value: Any) -> Any:
+    """What is comparable of an event's keyword; accelerate's wrappers count as what they wrap."""
     if name in ("logs", "metrics"):
         return list(value), comparable([value])
     if name in ("optimizer", "lr_scheduler"):
@@ -25,9 +25,9 @@ def described(name: str, value: Any) -> Any:
     return type(value).__name__
 
 
-def full_recorder(library: Any, folder: Any) -> Any:
+def make_full_recorder(library: Any, folder: Any) -> Any:
     def note(event: str, self, args, state, control, **kwargs):
-        keywords = {name: described(name, value) for name, value in sorted(kwargs.items())}
+        keywords = {name: describe(name, value) for name, value in sorted(kwargs.items())}
         values = dataclasses.asdict(state)
         values["log_history"] = comparable(values["log_history"])
         values["best_model_checkpoint"] = str(values["best_model_checkpoint"]).removeprefix(str(folder))
@@ -57,14 +57,14 @@ def assert_same_events(ours: list[tuple], theirs: list[tuple]) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_every_event_brings_the_same(tmp_path, run):
+def test_every_event_passes_the_same_state_and_keywords(tmp_path, run):
     settings, resume = RUNS[run]
     if resume:  # both go on from copies of one checkpoint
         build("transformers", "plain", tmp_path / "whole", **settings)[0].train()
 
     def run_one(name):
         library, folder = importlib.import_module(name), tmp_path / name
-        recorder = full_recorder(library, folder)
+        recorder = make_full_recorder(library, folder)
         stopper = [library.EarlyStoppingCallback(2, 0.01)] if run == "early stop" else []
         given = {"compute_metrics": accuracy, **settings.get("trainer", {}), "callbacks": [*stopper, recorder]}
         trainer, _ = build(name, "plain", folder, **{**settings, "trainer": given})
@@ -73,13 +73,13 @@ def test_every_event_brings_the_same(tmp_path, run):
         trainer.predict(plain_data()[:5])
         return recorder.seen
 
-    ours = parity.alike(run_one, assert_same_events)
+    ours = parity.run_both(run_one, assert_same_events)
     never = {"on_push_begin", *(() if "gradient_accumulation_steps" in settings else ("on_substep_end",))}
     assert {seen[0] for seen in ours} == set(ALL_EVENTS) - never
 
 
 SWITCHES = ["should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save"]
-#: Event → the step at which a run that accumulates announces it, and the switch is set.
+#: Event → the step at which the accumulating run announces it and the switch is set.
 ANNOUNCED = {
     **{"on_init_end": 0, "on_train_begin": 0, "on_epoch_begin": 4, "on_epoch_end": 4, "on_step_begin": 2},
     **{"on_substep_end": 2, "on_pre_optimizer_step": 2, "on_optimizer_step": 2, "on_step_end": 2, "on_log": 6},
@@ -91,7 +91,7 @@ def set_switch(event: str, at: int, switch: str, how: str) -> Any:
     def handler(self, args, state, control, **kwargs):
         if state.global_step != at:
             return None
-        if how == "anew":
+        if how == "new object":
             return type(control)(**{**dataclasses.asdict(control), switch: True})
         setattr(control, switch, True)
         return control if how == "returned" else None
@@ -99,29 +99,33 @@ def set_switch(event: str, at: int, switch: str, how: str) -> Any:
     return callback(**{event: handler})
 
 
-ACCUMULATING = {**BEATS, "gradient_accumulation_steps": 3}
-#: When a switch is set, and how, and the settings of the run.
+SETTINGS = {"accumulating": {**BEATS, "gradient_accumulation_steps": 3}, "plain": {}}
+#: Event and step at which a switch is set, the switch, how it is set, and the settings of the run.
 SET = [
-    *((event, at, switch, "in place", ACCUMULATING) for event, at in ANNOUNCED.items() for switch in SWITCHES),
-    *((event, at, "should_evaluate", "anew", ACCUMULATING) for event, at in ANNOUNCED.items()),
-    *(("on_step_end", 2, switch, "returned", {}) for switch in SWITCHES),
-    *(("on_step_begin", 2, switch, "returned", {}) for switch in SWITCHES[:2]),
-    *((event, 2, switch, "returned", {}) for event in ("on_log", "on_optimizer_step") for switch in SWITCHES[1::2]),
+    *((event, at, switch, "in place", "accumulating") for event, at in ANNOUNCED.items() for switch in SWITCHES),
+    *((event, at, "should_evaluate", "new object", "accumulating") for event, at in ANNOUNCED.items()),
+    *(("on_step_end", 2, switch, "returned", "plain") for switch in SWITCHES),
+    *(("on_step_begin", 2, switch, "returned", "plain") for switch in SWITCHES[:2]),
+    *(
+        (event, 2, switch, "returned", "plain")
+        for event in ("on_log", "on_optimizer_step")
+        for switch in SWITCHES[1::2]
+    ),
 ]
 
 
 @pytest.mark.parametrize(("event", "at", "switch", "how", "settings"), SET)
-def test_switches(tmp_path, event, at, switch, how, settings):
-    compare(tmp_path, "plain", callback=set_switch(event, at, switch, how), **settings)
+def test_control_switch_set_in_an_event_acts_alike(tmp_path, event, at, switch, how, settings):
+    compare(tmp_path, "plain", callback=set_switch(event, at, switch, how), **SETTINGS[settings])
 
 
-def test_early_stopping_by_the_class_of_transformers(tmp_path):
+def test_early_stopping_callback_of_transformers_works(tmp_path):
     stopper = importlib.import_module("transformers").EarlyStoppingCallback
     ours = compare(tmp_path, "plain", callback=lambda library: stopper(2, 0.01), **EARLY_STOP)
     assert ours.extra["global_step"] < 60
 
 
-def test_model_left_in_eval_mode_by_a_callback(tmp_path):
+def test_model_put_in_eval_mode_by_a_callback_trains_alike(tmp_path):
     """transformers sets training mode before every micro-batch; callbacks rely on it."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -150,19 +154,19 @@ def sizes(prediction):
 
 @pytest.mark.parametrize("order", ["evaluate first", "train first"])
 @pytest.mark.parametrize(("model", "bf16"), [("plain", False), ("plain", True), ("bert", True), ("llama", False)])
-def test_evaluate_and_predict(tmp_path, model, bf16, order):
+def test_evaluate_and_predict_before_and_after_training(tmp_path, model, bf16, order):
     def script(trainer):
         if order == "evaluate first":
             trainer.evaluate()
         trainer.train()
         metrics, output = trainer.evaluate(), trainer.predict(trainer.eval_dataset, metric_key_prefix="try")
         found = list(metrics), sorted(output.metrics), output.metrics["try_sizes"], trainer.model.training
-        return found, exactly([output.predictions, output.label_ids])
+        return found, array_bytes([output.predictions, output.label_ids])
 
     compare(tmp_path, model, script=script, trainer={"compute_metrics": sizes}, max_steps=3, bf16=bf16)
 
 
-def test_metrics_that_evaluate_something_else(tmp_path):
+def test_compute_metrics_may_call_predict(tmp_path):
     def script(trainer):
         def metrics(prediction):
             trainer.compute_metrics = None
@@ -204,17 +208,18 @@ def states_after_resuming(name: str, kind: type, folder: Any, restore: bool, str
 
 @pytest.mark.parametrize("restore", [True, False])
 @pytest.mark.parametrize("bases", LIBRARIES)
-def test_state_of_a_callback(tmp_path, restore, bases):
-    """Ours also saves and restores those built on transformers' classes."""
+def test_callback_state_is_saved_and_restored(tmp_path, restore, bases):
+    """Ours also handles callbacks that derive from transformers' classes."""
     ours, theirs = (
         states_after_resuming(name, counting_callback(base), tmp_path / name, restore, [2])
         for name, base in (("hftrainer", bases), ("transformers", "transformers"))
     )
     assert ours == theirs
+    # A stride of 2 in all 8 steps, or the default of 1 in the last 4.
     assert ours[1] == ([(2, 16)] if restore else [(1, 4)])
 
 
-def test_states_of_two_callbacks_of_one_class(tmp_path):
+def test_two_callbacks_of_one_class_get_their_own_states_back(tmp_path):
     kind = counting_callback("hftrainer")
     _, found = states_after_resuming("hftrainer", kind, tmp_path, True, [2, 5])
     assert found == [(2, 16), (5, 40)]

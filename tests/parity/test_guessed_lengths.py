@@ -1,4 +1,4 @@
-"""Batch samplers whose `__len__` is a guess: all that they give is trained on and evaluated, as in transformers."""
+"""Batch samplers with a wrong `__len__`: every batch that they give is trained on and evaluated, as in transformers."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from hftrainer.data.samplers import has_exact_length
-from tests.support.parity import accuracy, assert_same_weights, build, comparable, compare, exactly, subclass, train
+from tests.support.parity import accuracy, array_bytes, assert_same_weights, build, comparable, compare, subclass, train
 
 
 class Guessing:
@@ -39,7 +39,7 @@ class GuessingSampler(Sampler):
         return self.samples
 
 
-def guessing(claimed_training, claimed_evaluation, left_out=0):
+def make_class(claimed_training, claimed_evaluation, left_out=0):
     """A Trainer of loaders that claim to have so many batches; they have 10 and 5."""
 
     def loader(self, data, claimed):
@@ -59,12 +59,12 @@ def guessing(claimed_training, claimed_evaluation, left_out=0):
 SETTINGS = {"logging_steps": 1, "eval_strategy": "epoch", "trainer": {"compute_metrics": accuracy}}
 
 
-def use(trainer, resume=None):
+def run_methods(trainer, resume=None):
     output = trainer.train(resume_from_checkpoint=resume)
     metrics = comparable([trainer.evaluate()])
     predicted = trainer.predict(trainer.eval_dataset)
     sizes = output.global_step, trainer.state.max_steps, trainer.state.epoch
-    return output.training_loss, sizes, metrics, exactly([predicted.predictions, predicted.label_ids])
+    return output.training_loss, sizes, metrics, array_bytes([predicted.predictions, predicted.label_ids])
 
 
 @pytest.mark.parametrize(
@@ -74,48 +74,45 @@ def use(trainer, resume=None):
         *((claimed, 3, 1) for claimed in [(10, 5), (6, 2), (11, 6)]),
     ],
 )
-def test_all_that_comes_is_used(tmp_path, claimed, left_out, accumulation):
-    settings = {**SETTINGS, "trainer_class": guessing(*claimed, left_out)}
-    compare(tmp_path, "plain", script=use, gradient_accumulation_steps=accumulation, **settings)
+def test_every_batch_is_used_whatever_the_claimed_length(tmp_path, claimed, left_out, accumulation):
+    settings = {**SETTINGS, "trainer_class": make_class(*claimed, left_out)}
+    compare(tmp_path, "plain", script=run_methods, gradient_accumulation_steps=accumulation, **settings)
 
 
 @pytest.mark.parametrize("claimed", [3, 5, 9])
-def test_metrics_batch_by_batch_end_with_the_last(tmp_path, claimed):
-    """`compute_result` is True for the batch that is the last, not for that whose number is the length."""
-
+def test_compute_result_is_true_for_the_last_batch_that_comes(tmp_path, claimed):
     def script(trainer):
         seen = []
         trainer.compute_metrics = lambda _, compute_result: seen.append(compute_result) or {"batches": len(seen)}
         return trainer.evaluate()["eval_batches"], seen
 
-    given = {"trainer": {"compute_metrics": lambda _, compute_result: {}}, "trainer_class": guessing(10, claimed)}
+    given = {"trainer": {"compute_metrics": lambda _, compute_result: {}}, "trainer_class": make_class(10, claimed)}
     ours = compare(tmp_path, "plain", script=script, batch_eval_metrics=True, **given)
     assert ours.extra["script"] == (5, [False] * 4 + [True])
 
 
 @pytest.mark.parametrize("claimed", [8, 14])
 @pytest.mark.parametrize("step", [4, 13])
-def test_resumed(tmp_path, claimed, step):
-    """A run goes on from the middle of an epoch that is shorter or longer than it says."""
-    settings = {**SETTINGS, "trainer_class": guessing(claimed, 3), "save_strategy": "steps", "save_steps": step}
-    whole = train("hftrainer", "plain", tmp_path, script=use, **settings)
+def test_resume_within_an_epoch_of_wrong_length(tmp_path, claimed, step):
+    settings = {**SETTINGS, "trainer_class": make_class(claimed, 3), "save_strategy": "steps", "save_steps": step}
+    whole = train("hftrainer", "plain", tmp_path, script=run_methods, **settings)
     checkpoint = str(tmp_path / f"checkpoint-{step}")
-    resumed = train("hftrainer", "plain", tmp_path, script=lambda trainer: use(trainer, checkpoint), **settings)
+    resumed = train("hftrainer", "plain", tmp_path, script=lambda trainer: run_methods(trainer, checkpoint), **settings)
     assert resumed.extra["script"][1:] == whole.extra["script"][1:]
     assert_same_weights(resumed.weights, whole.weights)
     count = len(whole.logs) - 2  # but for the mean loss, and the evaluation after it
     assert resumed.logs[:count] == whole.logs[:count]
 
 
-def test_share_of_an_evaluation(tmp_path):
-    """Lightning's `limit_val_batches` as a share needs a length, and takes the guess."""
-    settings = {"trainer_class": guessing(10, 4), "lightning_config": {"limit_val_batches": 0.5}}
+def test_fractional_limit_val_batches_is_a_share_of_the_claimed_length(tmp_path):
+    """The share is of the 4 claimed batches, not of the 5 that come."""
+    settings = {"trainer_class": make_class(10, 4), "lightning_config": {"limit_val_batches": 0.5}}
     trainer, _ = build("hftrainer", "plain", tmp_path, **settings)
     assert trainer.evaluate()
     assert trainer._hftrainer.engine.trainer.validate_loop.batch_progress.total.completed == 2
 
 
-def test_which_lengths_are_sure(tmp_path):
+def test_has_exact_length_of_each_kind_of_loader(tmp_path):
     data = list(range(10))
     sure = [
         DataLoader(data, 3),

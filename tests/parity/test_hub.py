@@ -1,4 +1,4 @@
-"""What both libraries push to a Hub that speaks the real API: the commits, their order, their files."""
+"""Both libraries push the same commits and files, in the same order, to a local Hub with the real API."""
 
 import shutil
 from pathlib import Path
@@ -11,15 +11,15 @@ import hftrainer
 from tests.support.differences import OWN_FILES
 from tests.support.hub_runs import TOKEN, hub as hub, make_pushing
 from tests.support.hub_server import Commit, Repo
-from tests.support.parity import alike, assert_equal
+from tests.support.parity import assert_equal, run_both
 from tests.support.tiny import tokenizer
 
-#: Whose contents both libraries write alike.
+#: Files whose contents are the same in both libraries.
 SAME_BYTES = (".safetensors", "config.json", "tokenizer.json", "notes.txt", "modules.json")
 
 
-def pushed(hub, name="me/my-run"):
-    """Whether the repository, which is then deleted, is private; what can be compared of each commit of each branch."""
+def pop_commits(hub, name="me/my-run"):
+    """Remove a repository; returns whether it was private, and what is comparable of its commits, by branch."""
 
     def comparable(commit):
         names = sorted(name for name in commit.changed if name.split("/")[-1] not in OWN_FILES)
@@ -30,8 +30,12 @@ def pushed(hub, name="me/my-run"):
     return repo.private, {branch: list(map(comparable, commits[1:])) for branch, commits in repo.branches.items()}
 
 
-@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
-def test_strategies(hub, tmp_path, strategy):
+#: Strategy → commits in three steps with a save at the second and the last; a checkpoint is a commit of its own.
+STRATEGIES = {"end": 0, "every_save": 2, "checkpoint": 4, "all_checkpoints": 4}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_hub_strategy_pushes_the_same_commits(hub, tmp_path, strategy):
     def run(name):
         settings = {"hub_model_id": "org/named", "hub_strategy": strategy}
         given = {"processing_class": tokenizer()}
@@ -41,9 +45,9 @@ def test_strategies(hub, tmp_path, strategy):
         trainer.save_model()
         returned = trainer.push_to_hub("With a card", tags="tested", blocking=name == "transformers")
         message = (returned if name == "transformers" else returned.result()).commit_message
-        return during, message, callback.begun, trainer.hub_model_id, pushed(hub, "org/named")
+        return during, message, callback.begun, trainer.hub_model_id, pop_commits(hub, "org/named")
 
-    assert alike(run, assert_equal)[0] == {"end": 0, "every_save": 2}.get(strategy, 4)
+    assert run_both(run, assert_equal)[0] == STRATEGIES[strategy]
 
 
 class WithModules:
@@ -62,7 +66,7 @@ def with_modules(library):
     return type("WithModules", (WithModules, library.Trainer), {})
 
 
-#: How many commits, the model, the arguments.
+#: Name → number of commits, the model, the arguments.
 SETTINGS = {
     "peft": (2, "peft", {}),
     "plain by epoch": (1, "plain", {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 1}),
@@ -74,36 +78,34 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(("commits", "model", "settings"), SETTINGS.values(), ids=SETTINGS)
-def test_settings(hub, tmp_path, commits, model, settings):
+def test_each_hub_setting_pushes_the_same_commits(hub, tmp_path, commits, model, settings):
     def run(name):
         if "hub_revision" in settings:
             hub.repos["me/my-run"] = Repo(branches={name: [Commit("initial commit", {})] for name in ("main", "dev")})
         trainer, _ = make_pushing(name, tmp_path / name / "my-run", model=model, **settings)
         trainer.train()
         assert trainer.hub_model_id == "me/my-run"
-        return pushed(hub)
+        return pop_commits(hub)
 
-    _, found = alike(run, assert_equal)
+    _, found = run_both(run, assert_equal)
     assert sum(map(len, found.values())) == commits
     if "trainer_class" in settings:
         assert [files["modules.json"] for *_, files in found["main"]] == [b"[2]", b"[3]"]
 
 
-def test_without_the_argument(hub, tmp_path):
-    """`push_to_hub()` makes the repository when it is first called, private if asked."""
-
+def test_push_to_hub_without_the_argument_creates_the_repository(hub, tmp_path):
     def run(name):
         folder, settings = tmp_path / name / "my-run", {"save_strategy": "no", "max_steps": 1}
         trainer, _ = make_pushing(name, folder, push_to_hub=False, **settings)
         trainer.train()
         assert not hub.repos
         trainer.push_to_hub(private=True, revision="main")
-        return trainer.hub_model_id, pushed(hub)
+        return trainer.hub_model_id, pop_commits(hub)
 
-    assert alike(run, assert_equal)[1][0] is True
+    assert run_both(run, assert_equal)[1][0] is True
 
 
-def test_arguments_of_transformers(hub, tmp_path):
+def test_arguments_of_transformers_push_but_their_token_is_not_saved(hub, tmp_path):
     trainer, _ = make_pushing("transformers", tmp_path / "run", hub_strategy="checkpoint", max_steps=2)
     ours = hftrainer.Trainer(trainer.model, trainer.args, train_dataset=trainer.train_dataset)
     ours.train()
@@ -113,8 +115,8 @@ def test_arguments_of_transformers(hub, tmp_path):
     assert trainer.args.hub_token == TOKEN
 
 
-def test_offline_with_a_client_of_the_script(hub, tmp_path, monkeypatch):
-    """HF_HUB_OFFLINE is for the client to follow: one that reaches a local Hub, or a mock, uploads."""
+def test_offline_mode_still_pushes_by_a_custom_client(hub, tmp_path, monkeypatch):
+    """Only the client obeys HF_HUB_OFFLINE: one that reaches a local Hub, or a mock, uploads."""
     client = _http.default_client_factory()
     client.event_hooks = {}
     monkeypatch.setattr(_http, "_GLOBAL_CLIENT", client)
@@ -122,6 +124,6 @@ def test_offline_with_a_client_of_the_script(hub, tmp_path, monkeypatch):
 
     def run(name):
         make_pushing(name, tmp_path / name / "my-run", hub_strategy="end")[0].push_to_hub("Now")
-        return pushed(hub)
+        return pop_commits(hub)
 
-    assert len(alike(run, assert_equal)[1]["main"]) == 1
+    assert len(run_both(run, assert_equal)[1]["main"]) == 1

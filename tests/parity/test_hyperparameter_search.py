@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.support.differences import OWN_FILES
-from tests.support.parity import accuracy, alike, assert_equal, build, callback, comparable
-from tests.support.searches import with_width
+from tests.support.parity import accuracy, assert_equal, build, callback, comparable, run_both
+from tests.support.searches import plain_of_width
 from tests.support.tiny import Plain
 from tests.support.tracking import scalars
 
 
 def make_of_trial(trial):
-    return with_width(16 if trial is None else trial.suggest_categorical("width", [8, 16, 32]))
+    return plain_of_width(16 if trial is None else trial.suggest_categorical("width", [8, 16, 32]))
 
 
 def space(trial):
@@ -92,7 +92,7 @@ def search(library, folder, settings, keywords):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_same_search(tmp_path, case):
+def test_trials_logs_files_and_best_are_those_of_transformers(tmp_path, case):
     ours, trainer, study = search("hftrainer", tmp_path / "hftrainer", *CASES[case])
     theirs, _, _ = search("transformers", tmp_path / "transformers", *CASES[case])
     for what in theirs:
@@ -103,8 +103,8 @@ def test_same_search(tmp_path, case):
     assert len({str(params) for _, params, *_ in ours["trials"]}) == len(states)  # no trial twice
 
 
-def test_best_arguments_by_hand(tmp_path):
-    """The pattern of the documentation: the best values set one by one, and a training with them."""
+def test_training_with_the_best_values_set_by_hand(tmp_path):
+    """As the documentation of transformers shows."""
 
     def run(library):
         found, trainer, _ = search(library, tmp_path / library, EACH_EPOCH, {"hp_space": rates})
@@ -114,7 +114,7 @@ def test_best_arguments_by_hand(tmp_path):
         assert trainer.state.trial_params is None
         return comparable(trainer.state.log_history)
 
-    alike(run, assert_equal)
+    run_both(run, assert_equal)
 
 
 def test_tensorboard_has_a_run_for_each_trial(tmp_path):
@@ -123,6 +123,6 @@ def test_tensorboard_has_a_run_for_each_trial(tmp_path):
         search(library, tmp_path / library, {**EACH_EPOCH, "report_to": "tensorboard"}, names)
         return {folder.name: scalars(folder) for folder in sorted((tmp_path / library).glob("runs/*/*"))}
 
-    ours = alike(run, assert_equal)
+    ours = run_both(run, assert_equal)
     assert list(ours) == ["trial-0", "trial-1"]
     assert len(ours["trial-1"]["eval/loss"]) == 2

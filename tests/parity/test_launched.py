@@ -1,6 +1,6 @@
 """Every setting of accelerate's launchers is followed or refused: its own options, files and variables are enumerated.
 
-A new one fails a test here, and gets a row in `hftrainer.arguments.accelerate` or in `OF_LAUNCHERS`.
+A new setting fails a test here, and gets a row in `hftrainer.arguments.accelerate` or in `OF_LAUNCHERS`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from accelerate.utils import launch
 from hftrainer.arguments.accelerate import VARIABLES, check_launch_variables, find_unknown_variables, find_variable
 from tests.support.parity import build
 
-#: Options of which no process that is launched sees anything but its rank, its devices and the script's arguments.
+#: Options of the launcher alone: launched processes see only their rank, devices and the script's arguments.
 OF_LAUNCHERS = {
     *("help", "config_file", "quiet", "cpu", "multi_gpu", "tpu", "num_processes", "num_machines", "machine_rank"),
     *("main_process_ip", "main_process_port", "same_network", "rdzv_backend", "rdzv_conf", "max_restarts"),
@@ -31,13 +31,13 @@ OF_LAUNCHERS = {
     # switches, without which the settings below them have no effect
     *("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config"),
 }
-#: Keys of accelerate's files that are no options: folders of settings, and those for pods of TPUs.
+#: Keys of accelerate's files that are no options: groups of settings, and keys for pods of TPUs.
 OF_FILES = {
     *("compute_environment", "distributed_type", "use_cpu", "fp8_config", "deepspeed_config", "fsdp_config"),
     *("parallelism_config", "megatron_lm_config", "mpirun_config", "dynamo_config"),
     *("tpu_name", "tpu_zone", "command_file", "commands", "tpu_vm", "tpu_env"),
 }
-#: Variables of other libraries that the launchers set, and which those read themselves.
+#: Variables that the launchers set for other libraries.
 OF_OTHERS = {
     *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "KMP_AFFINITY", "KMP_BLOCKTIME", "MASTER_ADDR", "MASTER_PORT"),
     *("PYTHONPATH", "XLA_USE_BF16", "XLA_DOWNCAST_BF16"),
@@ -47,7 +47,7 @@ SEVERAL = {"parallelism_config_cp_size": 2, "parallelism_config_sp_size": 2}  # 
 GIVEN = {"num_processes": 2, "num_machines": 1, "num_cpu_threads_per_process": 1, "dynamo_backend": "no"}
 
 
-def of_every_launcher(monkeypatch, **options):
+def variables_of_every_launcher(monkeypatch, **options):
     monkeypatch.setattr(launch, "is_fp8_available", lambda: True)
     monkeypatch.setattr(launch, "is_torch_xla_available", lambda **kwargs: True)
     monkeypatch.setattr(launch, "is_port_in_use", lambda port: False)
@@ -74,7 +74,7 @@ def another_value(action):
     return not action.default if isinstance(action.default, bool) else kinds.get(action.type, "other")
 
 
-def actions():
+def launch_options():
     return {action.dest: action for action in launch_command_parser()._actions}
 
 
@@ -82,22 +82,22 @@ def is_known(name):
     return name in OF_OTHERS or find_variable(name) is not None
 
 
-@pytest.mark.parametrize("option", sorted(actions().keys() - OF_LAUNCHERS))
-def test_options(monkeypatch, option):
-    before = of_every_launcher(monkeypatch)
-    after = of_every_launcher(monkeypatch, **{option: another_value(actions()[option])})
+@pytest.mark.parametrize("option", sorted(launch_options().keys() - OF_LAUNCHERS))
+def test_variables_set_by_each_launch_option_are_known(monkeypatch, option):
+    before = variables_of_every_launcher(monkeypatch)
+    after = variables_of_every_launcher(monkeypatch, **{option: another_value(launch_options()[option])})
     changed = {name for name, value in after.items() if before.get(name) != value}
     assert changed
     assert not [name for name in before.keys() | after.keys() if not is_known(name)]
 
 
-def test_keys_of_files():
+def test_keys_of_config_files_are_launch_options():
     found = {field.name for field in dataclasses.fields(ClusterConfig)} - OF_FILES
-    assert found <= actions().keys()
-    assert actions().keys() >= OF_LAUNCHERS
+    assert found <= launch_options().keys()
+    assert launch_options().keys() >= OF_LAUNCHERS
 
 
-def test_variables_that_accelerate_reads():
+def test_every_variable_that_accelerate_reads_is_known():
     sources = [path for path in Path(accelerate.__file__).parent.rglob("*.py") if "test_utils" not in path.parts]
     found = {name for path in sources for name in re.findall(r"\"(ACCELERATE_[A-Z0-9_]*[A-Z0-9])\"", path.read_text())}
     assert len(found) > 25
@@ -116,7 +116,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
-def test_refused(monkeypatch, tmp_path, name, value):
+def test_unsupported_launch_variable_is_refused(monkeypatch, tmp_path, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{name}=.?{value}"):
         build("hftrainer", "plain", tmp_path)
@@ -126,7 +126,7 @@ def test_every_row_that_refuses_is_tested():
     assert {name for name, row in VARIABLES.items() if row.accepted_values is not None} <= {name for name, _ in REFUSED}
 
 
-def test_accepted(monkeypatch, tmp_path):
+def test_supported_launch_variables_are_accepted(monkeypatch, tmp_path):
     for name, value in {"SAGEMAKER_DISTRIBUTED_TYPE": "NO", "TORCH_DEVICE": "cpu", "MIXED_PRECISION": "no"}.items():
         monkeypatch.setenv(f"ACCELERATE_{name}", value)
     trainer, _ = build("hftrainer", "plain", tmp_path)
@@ -134,14 +134,14 @@ def test_accepted(monkeypatch, tmp_path):
     assert find_unknown_variables() == []
 
 
-def test_unknown_ones_are_said(monkeypatch, tmp_path, caplog):
+def test_unknown_launch_variable_is_reported(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACUMULATION_STEPS", "4")
     build("hftrainer", "plain", tmp_path)
     assert "ACCELERATE_GRADIENT_ACUMULATION_STEPS will have no effect: no known release of accelerate" in caplog.text
 
 
 @pytest.mark.parametrize(("value", "bound"), [("1", [0]), ("0", [])])
-def test_processes_are_bound_to_cores(monkeypatch, tmp_path, value, bound):
+def test_cpu_affinity_variable_binds_processes_to_cores(monkeypatch, tmp_path, value, bound):
     """By accelerate's own function, as with transformers."""
     found = []
     monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", value)

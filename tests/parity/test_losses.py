@@ -35,7 +35,7 @@ MEANS = {
 
 
 @pytest.mark.parametrize("name", MEANS)
-def test_functions_that_ignore_the_number_of_items(tmp_path, name):
+def test_loss_function_without_num_items_in_batch_is_averaged(tmp_path, name):
     settings = {"gradient_accumulation_steps": 3, **EVALUATED}
     plain = train("hftrainer", "plain", tmp_path / "plain", **settings)
     ours = train("hftrainer", "plain", tmp_path / "own", trainer={"compute_loss_func": MEANS[name]}, **settings)
@@ -43,7 +43,7 @@ def test_functions_that_ignore_the_number_of_items(tmp_path, name):
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_compute_loss_func(tmp_path, accumulation):
+def test_compute_loss_func_with_num_items_in_batch_trains_alike(tmp_path, accumulation):
     counts = set()
 
     def loss_func(outputs, labels, num_items_in_batch=None):
@@ -61,22 +61,22 @@ def test_compute_loss_func(tmp_path, accumulation):
 
 @pytest.mark.parametrize("logging_steps", [1, 4])  # a line of one step has no losses before the one that is left out
 @pytest.mark.parametrize("filtered", [True, False])
-def test_nan_losses(tmp_path, filtered, logging_steps):
+def test_nan_losses_are_filtered_from_the_log_alike(tmp_path, filtered, logging_steps):
     data = plain_data()
     for sample in data[8:12]:
         sample["labels"] = torch.tensor(-100)  # a batch of these has no mean
     settings = {"train_sampling_strategy": "sequential", "num_train_epochs": 1, "trainer": {"train_dataset": data}}
     settings |= {"logging_nan_inf_filter": filtered, "logging_steps": logging_steps}
-    losses = parity.alike(
+    losses = parity.run_both(
         lambda name: [
             str(line["loss"]) for line in train(name, "plain", tmp_path / name, **settings).logs if "loss" in line
         ],
         parity.assert_equal,
     )
-    assert losses.count("nan") == (0 if filtered else 8 // logging_steps)  # without the filter it stays
+    assert losses.count("nan") == (0 if filtered else 8 // logging_steps)  # from step 3 of 10 on
 
 
-class NumberEach(nn.Module):
+class NumberPerRow(nn.Module):
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.0))
@@ -85,15 +85,15 @@ class NumberEach(nn.Module):
         return self.scale * x
 
 
-def test_first_number_is_the_loss(tmp_path, caplog):
-    """Of a model that returns a number for each row; the evaluation has no labels and no loss."""
-    ours = compare(tmp_path, (NumberEach, lambda: [{"x": float(number)} for number in range(38)]), **EVALUATED)
+def test_first_number_of_a_models_output_is_the_loss(tmp_path, caplog):
+    """The model returns one number per row; its evaluation has no labels and no loss."""
+    ours = compare(tmp_path, (NumberPerRow, lambda: [{"x": float(number)} for number in range(38)]), **EVALUATED)
     assert ours.logs[0]["loss"] != 0
     (said,) = {line.message for line in caplog.records if line.name == "hftrainer.training.loss"}
     assert "its first number is used as the loss" in said
 
 
-class Dirty(Plain):
+class NanAtTwoSteps(Plain):
     calls = 0
 
     def forward(self, x, labels=None):
@@ -102,8 +102,8 @@ class Dirty(Plain):
         return {**outputs, "loss": outputs["loss"] * (float("nan") if self.calls in (3, 5) else 1.0)}
 
 
-def test_warning_of_a_loss_that_is_no_number(tmp_path, caplog):
-    trainer, _ = build("hftrainer", "plain", tmp_path, trainer={"model": Dirty()}, max_steps=6)
+def test_nan_loss_is_reported_with_its_step_and_advice(tmp_path, caplog):
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer={"model": NanAtTwoSteps()}, max_steps=6)
     with caplog.at_level(logging.INFO, logger="hftrainer"):
         trainer.train()
     assert "The loss was not finite in some steps: logged means leave those out." in caplog.messages
@@ -119,8 +119,8 @@ def decoder_data(count=38):
 
 @pytest.mark.parametrize("model", ["bert", "llama", "peft", (make_t5, decoder_data)])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_label_smoothing(tmp_path, model, accumulation):
-    """The shift of causal models included; `num_items_in_batch` divides where the model takes it."""
+def test_label_smoothing_trains_alike(tmp_path, model, accumulation):
+    """Labels of causal models are shifted; `num_items_in_batch` divides where the model takes it."""
     settings = {"gradient_accumulation_steps": accumulation, **EVALUATED}
     smoothed = compare(tmp_path, model, label_smoothing_factor=0.2, **settings)
     plain = train("hftrainer", model, tmp_path / "plain", **settings)
@@ -128,10 +128,10 @@ def test_label_smoothing(tmp_path, model, accumulation):
 
 
 class OwnLlama(transformers.LlamaForCausalLM):
-    """Of a name that transformers does not know."""
+    """A class whose name transformers does not know."""
 
 
-class Around(nn.Module):
+class Wrapper(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model, self.config = model, model.config
@@ -144,11 +144,11 @@ class Around(nn.Module):
     "change",
     [
         pytest.param(lambda model: OwnLlama(model.config), id="subclass"),
-        pytest.param(Around, id="module around one"),
+        pytest.param(Wrapper, id="module around one"),
         pytest.param(lambda model: torch.compile(model, backend="eager"), id="compiled"),
     ],
 )
-def test_label_smoothing_of_own_causal_models(tmp_path, change):
+def test_label_smoothing_shifts_labels_of_custom_causal_models(tmp_path, change):
     """Reported in QwenLM/Qwen#834: the labels are shifted, as for the classes that transformers knows by name."""
 
     def loss(name, change):
@@ -200,7 +200,7 @@ IN_PARTS = {
 
 @pytest.mark.parametrize("where", IN_PARTS)
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_several_losses(tmp_path, where, accumulation):
+def test_dict_of_losses_is_summed_and_each_is_logged(tmp_path, where, accumulation):
     settings = {"gradient_accumulation_steps": accumulation, **EVALUATED}
     parts = train("hftrainer", "plain", tmp_path / "parts", **settings, **IN_PARTS[where])
     summed = losses_of(lambda entropy, size: entropy + size)
@@ -212,13 +212,11 @@ def test_several_losses(tmp_path, where, accumulation):
             assert ours["entropy"] + ours["size"] == pytest.approx(ours["loss"], rel=1e-5)
 
 
-def lines_of(found):
+def training_lines(found):
     return [line for line in found.logs if "learning_rate" in line]
 
 
-def test_log_metric(tmp_path):
-    """The mean over all steps since the last log line; nothing is read in between."""
-
+def test_log_metric_logs_the_mean_since_the_last_line(tmp_path):
     def compute_loss(self, *args, **kwargs):
         step = self.state.global_step
         self.log_metric("twice", 2.0 * step)
@@ -229,14 +227,13 @@ def test_log_metric(tmp_path):
 
     settings = {"max_steps": 6, "logging_steps": 3}
     own = subclass(compute_loss=compute_loss)
-    lines = lines_of(train("hftrainer", "plain", tmp_path / "own", trainer_class=own, **settings))
-    plain = lines_of(train("hftrainer", "plain", tmp_path / "plain", **settings))
+    lines = training_lines(train("hftrainer", "plain", tmp_path / "own", trainer_class=own, **settings))
+    plain = training_lines(train("hftrainer", "plain", tmp_path / "plain", **settings))
     assert [[line.get(name) for line in lines] for name in ("twice", "tensor", "seldom")] == [[2, 8], [2, 5], [7, None]]
     assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
 
 
-def test_no_further_transfer(tmp_path, monkeypatch):
-    """One read of the device per log line, however many numbers it has."""
+def test_each_log_line_reads_the_device_once(tmp_path, monkeypatch):
     reads = []
     original = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self.shape) or original(self))
@@ -244,9 +241,7 @@ def test_no_further_transfer(tmp_path, monkeypatch):
     assert [shape for shape in reads if shape == (3,)] == [(3,), (3,)]
 
 
-def test_log_metric_is_about_training(tmp_path):
-    """Values of an evaluation, and of a run before, are no part of the mean."""
-
+def test_log_metric_leaves_out_evaluations_and_earlier_runs(tmp_path):
     def compute_loss(self, model, inputs, *args, **kwargs):
         self.log_metric("training", float(model.training))
         self.log_metric("size", len(inputs["x"]))
@@ -262,7 +257,7 @@ def test_log_metric_is_about_training(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["loss", "metric"])
-def test_what_cannot_be_logged(tmp_path, wrong):
+def test_logging_a_tensor_of_several_numbers_is_refused(tmp_path, wrong):
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss, outputs = super(type(self), self).compute_loss(model, inputs, True)
         if wrong == "metric":

@@ -13,7 +13,7 @@ from tests.support.parity import accuracy, compare
 @pytest.mark.parametrize("length", ["epochs", "max_steps"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("evaluation", ["no-eval", "eval"])
-def test_same_run(tmp_path, model, accumulation, length, precision, evaluation):
+def test_run_is_that_of_transformers(tmp_path, model, accumulation, length, precision, evaluation):
     settings = {"gradient_accumulation_steps": accumulation, "bf16": precision == "bf16"}
     if length == "max_steps":
         settings |= {"max_steps": 5}

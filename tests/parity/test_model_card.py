@@ -22,42 +22,42 @@ def named_dataset():
 
 
 def make_pair(tmp_path_factory, model, **settings):
-    pair = []
+    both_trainers = []
     for name in LIBRARIES:
         folder = tmp_path_factory.mktemp("run") / "my-model"
         trainer, _ = build(name, model, folder, logging_steps=3, gradient_accumulation_steps=2, **settings)
         trainer.model.config._name_or_path = "org/base"
         trainer.train()
         trainer.evaluate()
-        pair.append(trainer)
-    return pair
+        both_trainers.append(trainer)
+    return both_trainers
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def both_trainers(tmp_path_factory):
     settings = {"eval_strategy": "steps", "eval_steps": 4, "label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"}
     given = {"compute_metrics": accuracy, "eval_dataset": named_dataset()}
     return make_pair(tmp_path_factory, "bert", trainer=given, **settings)
 
 
-def cards(pair, **given):
-    paths = [Path(trainer.args.output_dir) / "README.md" for trainer in pair]
-    for trainer, path in zip(pair, paths, strict=True):
+def create_cards(both_trainers, **given):
+    paths = [Path(trainer.args.output_dir) / "README.md" for trainer in both_trainers]
+    for trainer, path in zip(both_trainers, paths, strict=True):
         path.unlink(missing_ok=True)
         trainer.create_model_card(**given)
     return [metadata_load(path) for path in paths], [path.read_text() for path in paths]
 
 
-def section(card, heading):
+def text_under(card, heading):
     return card.split(f"{heading}\n")[1].split("\n#")[0].strip()
 
 
-def cells(card):
-    lines = [line for line in section(card, "### Training results").splitlines() if line.startswith("|")]
+def result_cells(card):
+    lines = [line for line in text_under(card, "### Training results").splitlines() if line.startswith("|")]
     return [[re.sub("-+", "-", cell.strip()) for cell in line.split("|")[1:-1]] for line in lines]
 
 
-def bullets(text):
+def bullet_values(text):
     return dict(line[2:].split(": ", 1) for line in text.splitlines() if line.startswith("- "))
 
 
@@ -76,38 +76,38 @@ ONE = {
 
 
 @pytest.mark.parametrize("given", [{}, ONE, SEVERAL], ids=["nothing", "one of each", "several"])
-def test_same_metadata(pair, given):
-    (theirs, ours), _ = cards(pair, **given)
+def test_card_has_the_same_metadata(both_trainers, given):
+    (theirs, ours), _ = create_cards(both_trainers, **given)
     assert ours == theirs
     assert theirs["model-index"][0]["results"][0]["metrics"][0]["type"] == "accuracy"
     assert theirs["base_model"]
 
 
-def test_same_results_and_hyperparameters(pair):
-    _, (theirs, ours) = cards(pair)
-    assert cells(ours) == cells(theirs)
-    assert len(cells(ours)) == 5
+def test_card_has_the_same_results_and_hyperparameters(both_trainers):
+    _, (theirs, ours) = create_cards(both_trainers)
+    assert result_cells(ours) == result_cells(theirs)
+    assert len(result_cells(ours)) == 5
     results = [card.split("## Model description")[0].split("\n---\n")[1] for card in (ours, theirs)]
-    assert bullets(results[0]) == bullets(results[1])
-    values, expected = (bullets(section(card, "### Training hyperparameters")) for card in (ours, theirs))
+    assert bullet_values(results[0]) == bullet_values(results[1])
+    values, expected = (bullet_values(text_under(card, "### Training hyperparameters")) for card in (ours, theirs))
     assert values.pop("optimizer") == "adamw_torch_fused, betas=(0.9, 0.999), epsilon=1e-08"
     assert "betas=(0.9,0.999) and epsilon=1e-08" in expected.pop("optimizer")
     assert values.pop("weight_decay") == "0.1"
     assert values == expected
-    versions, wanted = (set(section(card, "### Framework versions").splitlines()) for card in (ours, theirs))
+    versions, wanted = (set(text_under(card, "### Framework versions").splitlines()) for card in (ours, theirs))
     assert wanted < versions
 
 
-def test_their_summary_reads_our_trainer(pair):
+def test_training_summary_of_transformers_reads_our_trainer(both_trainers):
     from transformers.modelcard import TrainingSummary as Theirs
 
-    expected = Theirs.from_trainer(pair[0]).create_metadata()
-    summary = TrainingSummary.from_trainer(pair[1])
-    assert Theirs.from_trainer(pair[1]).create_metadata() == summary.create_metadata() == expected
+    expected = Theirs.from_trainer(both_trainers[0]).create_metadata()
+    summary = TrainingSummary.from_trainer(both_trainers[1])
+    assert Theirs.from_trainer(both_trainers[1]).create_metadata() == summary.create_metadata() == expected
     assert summary.create_model_index({"accuracy": "Accuracy"}) == expected["model-index"]
 
 
-def test_tasks():
+def test_task_names_are_those_of_transformers():
     from transformers.modelcard import TASK_TAG_TO_NAME_MAPPING
 
     assert {task: card_contents.task_name(task) for task in TASK_TAG_TO_NAME_MAPPING} == TASK_TAG_TO_NAME_MAPPING
@@ -115,14 +115,14 @@ def test_tasks():
     assert card_contents.task_of(make_peft()) == "text-generation"
 
 
-def test_peft(tmp_path_factory):
-    """Theirs loses the tags that were asked for, and knows no task of an adapter."""
-    pair = make_pair(tmp_path_factory, "peft", max_steps=2)
-    for trainer in pair:
+def test_card_of_a_peft_model(tmp_path_factory):
+    """transformers drops the given tags, and finds no task of an adapter."""
+    both_trainers = make_pair(tmp_path_factory, "peft", max_steps=2)
+    for trainer in both_trainers:
         trainer.model.base_model.model.name_or_path = "org/base"
         trainer.save_model()
         trainer.create_model_card(tags="mine", dataset_tags="glue")
-    paths = [Path(trainer.args.output_dir) / "README.md" for trainer in pair]
+    paths = [Path(trainer.args.output_dir) / "README.md" for trainer in both_trainers]
     theirs, ours = map(metadata_load, paths)
     assert set(ours.pop("tags")) == {"mine", "generated_from_trainer", *theirs.pop("tags")}
     assert ours == theirs
@@ -131,9 +131,9 @@ def test_peft(tmp_path_factory):
     assert [path.read_text().count("- PEFT ") for path in paths] == [1, 1]
 
 
-def test_files_of_results(pair, capsys):
+def test_result_files_and_printed_metrics_are_the_same(both_trainers, capsys):
     printed = []
-    for trainer in pair:
+    for trainer in both_trainers:
         trainer.save_metrics("train", {"train_loss": 0.123456789, "epoch": 1.0, "b": float("nan"), "a": {"x": [1]}})
         trainer.save_metrics("eval", {"eval_loss": 2, "epoch": 2.0})
         trainer.save_metrics("test", {"only": "here"}, combined=False)
@@ -142,7 +142,7 @@ def test_files_of_results(pair, capsys):
         capsys.readouterr()
         trainer.log_metrics("eval", {"eval_loss": 1.23456, "eval_runtime": 3.456, "long_name": "text", "n": 3})
         printed.append(capsys.readouterr().out)
-    theirs, ours = (Path(trainer.args.output_dir) for trainer in pair)
+    theirs, ours = (Path(trainer.args.output_dir) for trainer in both_trainers)
     for name in ("train", "eval", "test", "all"):
         assert (ours / f"{name}_results.json").read_bytes() == (theirs / f"{name}_results.json").read_bytes()
     states = [json.loads((folder / "trainer_state.json").read_text()) for folder in (ours, theirs)]

@@ -1,4 +1,4 @@
-"""Models of other kinds, and what arguments change about a model: NEFTune, checkpointed activations, compilation."""
+"""Kinds of models, and arguments that change a model (NEFTune, checkpointing, compilation), beside transformers."""
 
 import functools
 import sys
@@ -15,12 +15,12 @@ from tests.support.tiny import Plain, language_data, make_llama, make_plain, pla
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_outputs_that_are_a_tuple(tmp_path, accumulation):
+def test_model_with_tuple_outputs_trains_alike(tmp_path, accumulation):
     compare(tmp_path, "tuple", gradient_accumulation_steps=accumulation, **EVERY_STEP, load_best_model_at_end=True)
 
 
 @pytest.mark.parametrize("model_init", [Plain, lambda trial: Plain()])
-def test_model_init(tmp_path, model_init):
+def test_model_init_makes_a_new_model_for_each_run(tmp_path, model_init):
     def script(trainer):
         return [trainer.train().training_loss for _ in range(2)]
 
@@ -43,8 +43,8 @@ class Remembers(Plain):
 
 
 @pytest.mark.parametrize(("index", "again"), [(1, True), (-1, False)])
-def test_past_index(tmp_path, index, again):
-    """As documented until v4.57: an output of each step goes into the next, and begins anew with each epoch."""
+def test_past_index_feeds_an_output_into_the_next_step(tmp_path, index, again):
+    """As documented until v4.57; each epoch begins without one."""
     given = {"model": Remembers(), "train_dataset": plain_data(8), "eval_dataset": plain_data(16)}
     trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, past_index=index)
     trainer.train()
@@ -52,25 +52,26 @@ def test_past_index(tmp_path, index, again):
     assert trainer.model.seen == [False, again] * 3  # two epochs of two steps, and two batches
 
 
-def test_emptied_caches(tmp_path, monkeypatch):
+def test_torch_empty_cache_steps_empties_the_cache(tmp_path, monkeypatch):
     emptied = []
     monkeypatch.setattr("hftrainer.parallel.devices.empty_cache", lambda: emptied.append(1))
     compare(tmp_path, "plain", torch_empty_cache_steps=3, max_steps=7)
     assert len(emptied) == 4  # when training begins, and before steps 1, 4 and 7
 
 
-def test_tokens_per_second(tmp_path):
-    """As v4.48 reports it: at the end of training, of all input tokens."""
-    with_it, without = (
-        build("hftrainer", "llama", tmp_path, include_tokens_per_second=included, max_steps=3)[0].train().metrics
-        for included in (True, False)
+def test_include_tokens_per_second_reports_all_input_tokens(tmp_path):
+    """As v4.48 does, at the end of training."""
+    included, without = (
+        build("hftrainer", "llama", tmp_path, include_tokens_per_second=value, max_steps=3)[0].train().metrics
+        for value in (True, False)
     )
-    assert with_it["train_tokens_per_second"] == pytest.approx(3 * 4 * 12 / with_it["train_runtime"], rel=0.05)
+    tokens = 3 * 4 * 12  # steps, samples, tokens of each
+    assert included["train_tokens_per_second"] == pytest.approx(tokens / included["train_runtime"], rel=0.05)
     assert "train_tokens_per_second" not in without
 
 
 @pytest.mark.parametrize("model", ["bert", "llama", "peft"])
-def test_neftune(tmp_path, model):
+def test_neftune_noise_trains_alike_and_its_hook_is_removed(tmp_path, model):
     def script(trainer):
         embeddings = trainer.model.get_input_embeddings()
         trainer.train()
@@ -89,7 +90,7 @@ def test_neftune(tmp_path, model):
         ({"gradient_checkpointing": True}, "which Plain lacks: add it"),
     ],
 )
-def test_model_that_lacks_the_method(tmp_path, settings, message):
+def test_model_without_the_needed_method_is_refused(tmp_path, settings, message):
     with pytest.raises(InvalidArgument, match=message):
         train("hftrainer", "plain", tmp_path, **settings)
 
@@ -102,15 +103,15 @@ def test_model_that_lacks_the_method(tmp_path, settings, message):
         *((model, {"use_reentrant": False, "every_n_layers": 2}) for model in ("bert", "llama")),
     ],
 )
-def test_activation_checkpointing(tmp_path, model, kwargs):
+def test_activation_checkpointing_keeps_weights(tmp_path, model, kwargs):
     settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
     checkpointed = compare(tmp_path, model, **settings)
     kept = train("hftrainer", model, tmp_path / "kept")
     assert_same_weights(checkpointed.weights, kept.weights)  # only memory and time differ
 
 
-def test_activations_are_computed_again(tmp_path):
-    """By the name of v4 too."""
+def test_gradient_checkpointing_recomputes_activations(tmp_path):
+    """Also by the argument's name in v4."""
     calls = []
     trainer, _ = build("hftrainer", "llama", tmp_path, gradient_checkpointing=True, max_steps=1)
     trainer.model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
@@ -118,7 +119,7 @@ def test_activations_are_computed_again(tmp_path):
     assert len(calls) == 2  # forward, and again in backward
 
 
-def test_compiling_in_place(tmp_path):
+def test_model_compiled_in_place_trains_alike(tmp_path):
     model = make_plain()
     model.compile(backend="eager")
     trained = train("hftrainer", "plain", tmp_path / "compiled", trainer={"model": model}, max_steps=3)
@@ -126,8 +127,8 @@ def test_compiling_in_place(tmp_path):
     assert trained.logs == plain.logs
 
 
-def test_a_model_that_the_script_has_compiled(tmp_path):
-    """Columns are found, and files have the names of the model: transformers writes `_orig_mod.` before each."""
+def test_compiled_model_is_saved_under_plain_names_and_resumes(tmp_path):
+    """transformers writes the names with the prefix `_orig_mod.`."""
     settings = {**EVERY_STEP, "max_steps": 4}
 
     def run(folder, resume=None, compiled=True):
@@ -146,14 +147,14 @@ def test_a_model_that_the_script_has_compiled(tmp_path):
     ("settings", "mode"),
     [({"torch_compile": True}, None), ({"torch_compile_mode": "reduce-overhead"}, "reduce-overhead")],
 )
-def test_compilation_settings(tmp_path, monkeypatch, settings, mode):
+def test_torch_compile_arguments_reach_module_compile(tmp_path, monkeypatch, settings, mode):
     asked = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **kwargs: asked.append(kwargs))
     train("hftrainer", "plain", tmp_path, max_steps=1, **settings)
     assert asked == [{"backend": "inductor", "mode": mode, "fullgraph": False, "dynamic": None}]
 
 
-def test_liger_kernel(tmp_path, monkeypatch):
+def test_liger_kernel_is_applied_or_its_package_asked_for(tmp_path, monkeypatch):
     trainer, _ = build("hftrainer", "llama", tmp_path, use_liger_kernel=True, max_steps=1)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
     with pytest.raises(MissingPackage, match="pip install liger-kernel"):
@@ -170,7 +171,7 @@ def test_liger_kernel(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("release", "skips"), [("5.22", [False, False]), ("5.23", [True, False])])
-def test_liger_kernel_in_evaluations(tmp_path, monkeypatch, release, skips):
+def test_liger_kernel_skips_logits_in_evaluations_since_v5_23(tmp_path, monkeypatch, release, skips):
     """The loss alone is computed without the logits, since v5.23."""
     monkeypatch.setattr("hftrainer.model.apply_arguments.apply_liger_kernel", lambda model, config: None)
     more = {"use_liger_kernel": True, "lightning_config": {"behaviour": release}}

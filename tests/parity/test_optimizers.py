@@ -1,4 +1,4 @@
-"""Optimizers: each of `optim` equal to transformers', or why not; and those that the user brings."""
+"""Each optimizer of `optim` trains as in transformers, or its reason is here; so do those that the user passes."""
 
 import importlib
 import re
@@ -16,21 +16,21 @@ from hftrainer.optimizers.adamw_hf import AdamW
 from hftrainer.trainer_optimizer import OPTIMIZERS, optimizer_cls_and_kwargs
 from hftrainer.trainer_utils import OptimizerNames, SchedulerType
 from tests.support import parity
-from tests.support.parity import EVALUATED, alike, assert_equal, assert_same_weights, build, compare, train
+from tests.support.parity import EVALUATED, assert_equal, assert_same_weights, build, compare, run_both, train
 from tests.support.tiny import make_llama, make_plain
 
 transformers = importlib.import_module("transformers")
 LOW_RANK = {"optim_target_modules": ["q_proj", "v_proj"], "optim_args": "rank=4,update_proj_gap=2"}
-#: name → the module of a library that no index here has, or that needs another machine, and the class in it.
+#: Optimizer whose package cannot be installed here → the module and the class that it needs.
 NOT_INSTALLABLE = {
     "adamw_torch_xla": ("torch_xla.amp.syncfree", "AdamW"),
     "adamw_torch_npu_fused": ("torch_npu.optim", "NpuFusedAdamW"),
     "adamw_apex_fused": ("apex.optimizers", "FusedAdam"),
     "adamw_anyprecision": ("torchdistx.optimizers", "AnyPrecisionAdamW"),
 }
-#: Their kernels need a GPU: what would be built is compared.
+#: Optimizers whose kernels need a GPU: only their arguments are compared.
 NEED_A_GPU = {"galore_adamw_8bit", "galore_adamw_8bit_layerwise", "adalomo"}
-#: transformers 5.23 no longer has it, or cannot build it.
+#: Optimizers that transformers 5.23 has removed, or cannot build.
 NO_PEER = {"adamw_hf", "adamw_apex_fused", "galore_adafactor_layerwise"}
 EQUAL = [name for name in OPTIMIZERS if name not in NOT_INSTALLABLE.keys() | NEED_A_GPU | NO_PEER]
 
@@ -40,7 +40,7 @@ def settings_of(name, **more):
     return {"optim": name, "max_steps": 6, "logging_steps": 1, "save_strategy": "no", **low_rank, **more}
 
 
-def test_every_name_is_in_the_table():
+def test_every_optimizer_and_schedule_is_known_and_documented():
     assert OPTIMIZERS.keys() == {name.value for name in OptimizerNames}
     page = (Path(__file__).parents[2] / "docs/guides/one-device.md").read_text().partition("## Optimizers")[2]
     first_cells = [
@@ -51,7 +51,7 @@ def test_every_name_is_in_the_table():
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_optimizer(tmp_path, name):
+def test_optimizer_trains_alike(tmp_path, name):
     layer_wise = name.endswith("layerwise")  # transformers steps them with the peak rate whatever the schedule says
     schedule = {"lr_scheduler_type": "constant"} if layer_wise else {"gradient_accumulation_steps": 2}
     ours = compare(tmp_path, "llama", **settings_of(name, **schedule))
@@ -63,7 +63,7 @@ def without_parameters(group):
 
 
 @pytest.mark.parametrize("name", sorted(NEED_A_GPU))
-def test_what_would_be_built(tmp_path, name):
+def test_optimizer_that_needs_a_gpu_gets_the_same_arguments(tmp_path, name):
     def run(library):
         trainer, _ = build(library, "llama", tmp_path / library, **settings_of(name, lr_scheduler_type="constant"))
         kind, kwargs = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
@@ -72,12 +72,12 @@ def test_what_would_be_built(tmp_path, name):
         built = [(type(each), without_parameters(each.param_groups[0])) for each in inner]
         return (kind.__name__, sorted(kwargs.keys() - {"model"}), groups if not built else [], built)
 
-    alike(run, assert_equal)
+    run_both(run, assert_equal)
 
 
 @pytest.mark.parametrize("name", sorted(NOT_INSTALLABLE))
-def test_not_installable_here(tmp_path, monkeypatch, name):
-    """An error says how to install it; with a stand-in, it gets the keywords that transformers gives it."""
+def test_missing_package_is_named_and_its_optimizer_gets_the_same_kwargs(tmp_path, monkeypatch, name):
+    """A stand-in takes the place of the package's class."""
     trainer, _ = build("hftrainer", "llama", tmp_path, **settings_of(name))
     with pytest.raises(MissingPackage, match=f"optim='{name}' needs .*(pip install|build https)"):
         trainer.train()
@@ -97,8 +97,8 @@ def test_not_installable_here(tmp_path, monkeypatch, name):
         assert ours == transformers.Trainer.get_optimizer_cls_and_kwargs(args)
 
 
-def test_adamw_of_old_releases():
-    """`adamw_hf`, gone in v5: one step by hand. tests/compat/test_adamw_hf.py compares it beside v4."""
+def test_adamw_hf_makes_the_step_computed_by_hand():
+    """Removed in v5; tests/compat/test_adamw_hf.py compares it with v4."""
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     weight.grad = torch.tensor([0.5, 0.1])
     AdamW([weight], lr=0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.5).step()
@@ -108,8 +108,8 @@ def test_adamw_of_old_releases():
     assert torch.allclose(weight, stepped * (1 - 0.1 * 0.5), atol=1e-6)
 
 
-def test_galore_adafactor_layerwise(tmp_path):
-    """transformers cannot build it; ours is galore_adafactor, stepping within backward."""
+def test_layerwise_galore_adafactor_is_galore_adafactor(tmp_path):
+    """transformers cannot build it. Ours steps within backward."""
 
     def run(name):
         model = make_llama()
@@ -126,7 +126,7 @@ HALFWAY = {"save_strategy": "steps", "save_steps": 3}
 
 
 @pytest.mark.parametrize("name", "galore_adamw apollo_adamw adamw_torch_8bit schedule_free_adamw adafactor".split())
-def test_resume(tmp_path, name):
+def test_optimizer_resumes_alike(tmp_path, name):
     parity.compare_resumed(tmp_path, "llama", 3, **settings_of(name, **HALFWAY))
 
 
@@ -156,17 +156,17 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
-def test_options(tmp_path, name, options):
+def test_optim_args_train_alike(tmp_path, name, options):
     compare(tmp_path, "llama", **settings_of(name, optim_args=options, warmup_steps=2))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ".*mlp.*", ["q_proj", "lm_head"]], ids=["all", "pattern", "names"])
-def test_targets(tmp_path, targets):
+def test_optim_target_modules_train_alike(tmp_path, targets):
     compare(tmp_path, "llama", **settings_of("galore_adamw", optim_target_modules=targets))
 
 
-def test_embeddings_keep_their_precision(tmp_path):
-    """bitsandbytes keeps 32 bits of an embedding's moments, in both libraries alike."""
+def test_8bit_optimizer_keeps_32_bits_for_embeddings(tmp_path):
+    """bitsandbytes does so for embeddings, in both libraries."""
 
     def run(library):
         trainer, _ = build(library, "llama", tmp_path / library, optim="adamw_8bit", max_steps=1)
@@ -177,7 +177,7 @@ def test_embeddings_keep_their_precision(tmp_path):
         bits = optimizer.get_config(0, 0, optimizer.param_groups[0])["optim_bits"]
         return bits, optimizer.state[big.weight]["state1"].dtype
 
-    assert alike(run, assert_equal)[1] == torch.float32
+    assert run_both(run, assert_equal)[1] == torch.float32
 
 
 WRONG = [
@@ -213,12 +213,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("settings", "message"), WRONG)
-def test_wrong(tmp_path, settings, message):
+def test_wrong_optimizer_or_schedule_settings_are_refused(tmp_path, settings, message):
     with pytest.raises(InvalidArgument, match=message):
         train("hftrainer", "llama", tmp_path, **{"max_steps": 2, **settings})
 
 
-def test_optimizer_in_two_ways(tmp_path):
+def test_optim_beside_a_given_optimizer_is_refused(tmp_path):
     model = make_plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     args = hftrainer.TrainingArguments(str(tmp_path), optim="adafactor", use_cpu=True)
@@ -229,13 +229,13 @@ def test_optimizer_in_two_ways(tmp_path):
 
 
 class Factory:
-    """Since v5.0 anything that is no optimizer class is made first, and then called with the model."""
+    """Since v5.0, a class that is no optimizer is instantiated, and the instance called with the model."""
 
     def __call__(self, model, momentum):
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
 
 
-class Stubborn(torch.optim.Optimizer):
+class PlainSGD(torch.optim.Optimizer):
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
 
@@ -247,9 +247,9 @@ class Stubborn(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(
-    ("kind", "kwargs"), [(torch.optim.Adagrad, {"lr": 0.05}), (Factory, {"momentum": 0.5}), (Stubborn, {"lr": 0.1})]
+    ("kind", "kwargs"), [(torch.optim.Adagrad, {"lr": 0.05}), (Factory, {"momentum": 0.5}), (PlainSGD, {"lr": 0.1})]
 )
-def test_optimizer_cls_and_kwargs(tmp_path, kind, kwargs):
+def test_optimizer_cls_and_kwargs_trains_alike(tmp_path, kind, kwargs):
     compare(tmp_path, "plain", trainer={"optimizer_cls_and_kwargs": (kind, kwargs)})
 
 
@@ -303,7 +303,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_schedulers_of_the_user(tmp_path, kind):
+def test_given_schedulers_train_alike(tmp_path, kind):
     given = with_sgd(SCHEDULERS[kind], lr=0.5, momentum=0.9 if kind == "step" else 0)
     ours = compare(tmp_path, "plain", trainer=given, logging_steps=1, metric_for_best_model="loss", **EVALUATED)
     assert len({line["learning_rate"] for line in ours.logs if "learning_rate" in line}) > 1

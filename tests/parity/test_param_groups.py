@@ -35,7 +35,7 @@ def groups_by_hand():
     return {"model": model, "optimizers": (torch.optim.AdamW(made, lr=1e-2, fused=True), None)}
 
 
-def test_groups_made_by_hand(tmp_path):
+def test_groups_equal_those_made_by_hand(tmp_path):
     settings = {"optim": "adamw_torch_fused", **STEPS, **EVERY_STEP}
     theirs = train("transformers", "llama", tmp_path / "theirs", trainer=groups_by_hand, **settings)
     ours = train("hftrainer", "llama", tmp_path / "ours", param_groups=[EMBEDDINGS, ATTENTION], **settings)
@@ -43,7 +43,7 @@ def test_groups_made_by_hand(tmp_path):
     assert ours.logs == theirs.logs
 
 
-def test_of_the_command_line(tmp_path):
+def test_groups_on_the_command_line(tmp_path):
     entries = [EMBEDDINGS, {"pattern": "*", "layer_decay": 0.9}]
     (tmp_path / "groups.json").write_text(json.dumps(entries))
     for text in (json.dumps(entries), str(tmp_path / "groups.json")):
@@ -66,7 +66,7 @@ def test_of_the_command_line(tmp_path):
         ([{"pattern": "*", "weight_decay": "0.1"}], ["weight_decay='0.1' is not a number"]),
     ],
 )
-def test_wrong_entries(tmp_path, given, messages):
+def test_malformed_entries_are_refused(tmp_path, given, messages):
     with pytest.raises(InvalidArgument) as caught:
         build("hftrainer", "plain", tmp_path, param_groups=given)
     assert all(message in str(caught.value) for message in messages)
@@ -88,7 +88,7 @@ def test_wrong_entries(tmp_path, given, messages):
         ("peft", [{"pattern": "*.embed*"}], ["matches only frozen parameters"]),
     ],
 )
-def test_entries_that_do_not_fit(tmp_path, model, entries, messages):
+def test_entries_that_do_not_fit_the_model_are_refused(tmp_path, model, entries, messages):
     trainer, _ = build("hftrainer", (make_peft, MODELS["llama"][1]) if model == "peft" else model, tmp_path)
     trainer.args.param_groups = entries
     with pytest.raises(InvalidArgument) as caught:
@@ -119,7 +119,7 @@ def given_optimizer():
         ({"optim": "lomo"}, "optim='lomo' creates its own parameter groups"),
     ],
 )
-def test_optimizers_that_take_no_groups(tmp_path, settings, message):
+def test_optimizers_that_take_no_groups_are_refused(tmp_path, settings, message):
     trainer, _ = build("hftrainer", "llama", tmp_path, param_groups=[EMBEDDINGS], **settings)
     with pytest.raises(InvalidArgument, match=message):
         trainer.train()
@@ -134,7 +134,7 @@ def scales_of(model, pattern="*"):
 
 
 @pytest.mark.parametrize("make_model", [make_llama, make_bert])
-def test_factors_of_layers(make_model):
+def test_layer_decay_scales_rates_by_depth(make_model):
     scales = scales_of(make_model())
     of_layer, before, after = (
         ("model.layers.{}.mlp.up_proj.weight", "model.embed_tokens.weight", ["model.norm.weight", "lm_head.weight"])
@@ -198,8 +198,8 @@ TOWERS = {
 
 
 @pytest.mark.parametrize("make_model", TOWERS)
-def test_factors_of_two_towers(make_model):
-    """Each tower is counted alone; what belongs to neither has the whole rate, except embeddings."""
+def test_layer_decay_counts_the_layers_of_each_tower(make_model):
+    """Parameters outside the towers have the whole rate, except embeddings."""
     layers, before, after = TOWERS[make_model]
     scales = scales_of(make_model())
     for name in layers:
@@ -248,7 +248,7 @@ def test_each_group_is_logged_and_named(tmp_path, caplog):
 
 
 def resume(folder, **settings):
-    """The optimizer's state by name, and settings by name, when a resumed run begins; and what it ends with."""
+    """State and settings of each parameter when the resumed run begins, by name, and the record of the run."""
     began = {}
 
     class Look(TrainerCallback):
@@ -272,7 +272,7 @@ def states_of(folder):
     return {names[number]: held for number, held in state["state"].items()}
 
 
-def test_same_groups_are_restored_to_the_bit(tmp_path):
+def test_resume_with_the_same_groups_is_exact(tmp_path):
     undisturbed = train("hftrainer", "llama", tmp_path, param_groups=[EMBEDDINGS, ATTENTION], **STEPS)
     _, ended = resume(tmp_path, param_groups=[EMBEDDINGS, ATTENTION])
     assert_same_weights(ended.weights, undisturbed.weights)
@@ -280,14 +280,14 @@ def test_same_groups_are_restored_to_the_bit(tmp_path):
 
 
 @pytest.mark.parametrize("schedule", ["linear", "reduce_lr_on_plateau"])
-def test_changed_groups_keep_moments(tmp_path, schedule):
+def test_resume_with_changed_groups_keeps_moments(tmp_path, schedule):
     settings = {"lr_scheduler_type": schedule, "warmup_steps": 0, "eval_strategy": "epoch"}
     train("hftrainer", "llama", tmp_path, param_groups=[EMBEDDINGS], **STEPS, **settings)
     stored = states_of(tmp_path)
     entries = [{"pattern": "*.mlp.*", "lr": 3e-3, "weight_decay": 0.3}, {**EMBEDDINGS, "lr": 2e-3}]
     began, _ = resume(tmp_path, param_groups=entries, **settings)
     assert began.keys() == stored.keys()
-    factor = 1.0 if schedule == "reduce_lr_on_plateau" else 4 / 6
+    factor = 1.0 if schedule == "reduce_lr_on_plateau" else 4 / 6  # after 2 of 6 steps
     for name, (held, rate, decay) in began.items():
         assert all(torch.equal(value, stored[name][key]) for key, value in held.items())
         base = 3e-3 if ".mlp." in name else 2e-3 if ".embed" in name else 1e-2
@@ -296,7 +296,7 @@ def test_changed_groups_keep_moments(tmp_path, schedule):
 
 
 @pytest.mark.parametrize(("before", "now"), [(None, "*"), ("*", None), ("*.mlp.*", "*.q_proj.*")])
-def test_other_groups_of_the_same_settings_end_the_same(tmp_path, before, now):
+def test_resume_with_other_groups_of_the_same_settings_is_exact(tmp_path, before, now):
     undisturbed, ended = (
         [{"pattern": pattern, "lr_scale": 1.0}] if pattern is not None else None for pattern in (before, now)
     )
@@ -306,7 +306,7 @@ def test_other_groups_of_the_same_settings_end_the_same(tmp_path, before, now):
     assert [line.get("loss") for line in ended.logs[:-1]] == [line.get("loss") for line in undisturbed.logs[:-1]]
 
 
-def test_nothing_is_named_without_groups(tmp_path):
+def test_optimizer_state_has_no_names_without_param_groups(tmp_path):
     train("hftrainer", (make_plain, MODELS["plain"][1]), tmp_path, **STEPS)
     state = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)
     assert all(not {"name", "param_names"} & group.keys() for group in state["param_groups"])

@@ -1,4 +1,4 @@
-"""fp16, bf16 by the launcher, tf32."""
+"""Precision beside transformers: fp16, bf16 set by the launcher, TF32, and the true precisions of Lightning."""
 
 import itertools
 from types import SimpleNamespace
@@ -8,11 +8,11 @@ import torch
 
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.model.apply_arguments import set_tf32
-from tests.support.parity import alike, assert_same_weights, build, compare, record, train, with_own_step
+from tests.support.parity import assert_same_weights, build, compare, record, run_both, train, with_own_step
 from tests.support.tiny import plain_data
 
 
-def test_launcher_precision(tmp_path, monkeypatch):
+def test_precision_variable_of_accelerate_sets_bf16(tmp_path, monkeypatch):
     plain = train("hftrainer", "bert", tmp_path / "fp32")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert compare(tmp_path, "bert").logs != plain.logs
@@ -39,11 +39,11 @@ def train_in_fp16(name, model, folder, resume=None, first_scale=HUGE, **settings
     ("model", "first_scale", "accumulation"),
     [("llama", 2.0**16, 3), ("llama", HUGE, 1), ("plain", 2.0**16, 1), ("plain", HUGE, 3)],
 )
-def test_fp16(tmp_path, model, first_scale, accumulation):
-    """Losses, norms, rates and scales; a step that is skipped does not move the schedule on."""
+def test_fp16_scales_and_skips_alike_also_after_resuming(tmp_path, model, first_scale, accumulation):
+    """A skipped step does not advance the schedule."""
     settings = {"gradient_accumulation_steps": accumulation, "first_scale": first_scale}
     settings |= {"save_strategy": "steps", "save_steps": 4}
-    ours = alike(lambda name: train_in_fp16(name, model, tmp_path / name, **settings))
+    ours = run_both(lambda name: train_in_fp16(name, model, tmp_path / name, **settings))
     assert "scaler.pt" in ours.files["checkpoint-4"]
     rates = [line["learning_rate"] for line in ours.logs if "learning_rate" in line]
     skipped = sum(before == after for before, after in itertools.pairwise(rates))
@@ -56,14 +56,14 @@ def test_fp16(tmp_path, model, first_scale, accumulation):
 
 
 OTHER_WAYS = {
-    # it leaves steps out by itself, which transformers does not see, and moves the rate on
+    # the fused optimizer skips steps itself, unnoticed by transformers, whose schedule advances
     "fused steps": ("llama", 1, {"optim": "adamw_torch_fused"}),
     "a training step of one's own": ("plain", 2, {"trainer_class": with_own_step}),
 }
 
 
 @pytest.mark.parametrize("way", OTHER_WAYS)
-def test_fp16_by_other_ways(tmp_path, way):
+def test_fp16_with_fused_steps_or_overridden_training_step(tmp_path, way):
     model, accumulation, changes = OTHER_WAYS[way]
     settings = {"gradient_accumulation_steps": accumulation}
     plain = train_in_fp16("hftrainer", model, tmp_path / "plain", **settings)
@@ -73,7 +73,7 @@ def test_fp16_by_other_ways(tmp_path, way):
         assert_same_weights(other.weights, plain.weights)
 
 
-#: tf32, torch_compile, fp16 → whether TF32 is allowed afterwards, where it was before.
+#: tf32, torch_compile, fp16 → whether TF32 is allowed afterwards.
 TF32 = {
     **{(True, False, False): True, (False, False, False): False, (None, False, False): "as before"},
     **{(None, True, False): True, (None, True, True): "as before", (False, True, False): False},
@@ -82,7 +82,7 @@ TF32 = {
 
 @pytest.mark.parametrize("case", TF32, ids=str)
 @pytest.mark.parametrize("before", [False, True])
-def test_tf32(monkeypatch, case, before):
+def test_tf32_argument_sets_the_flags_of_torch(monkeypatch, case, before):
     """As on a GPU that has it; tests/gpu compares with transformers on one."""
     tf32, compiled, fp16 = case
     args = SimpleNamespace(tf32=tf32, torch_compile=compiled, torch_compile_backend=None, fp16=fp16)
@@ -98,15 +98,15 @@ def test_tf32(monkeypatch, case, before):
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = found, True
 
 
-def test_tf32_without_gpu(tmp_path):
+def test_tf32_without_a_gpu_is_refused(tmp_path):
     build("hftrainer", "plain", tmp_path, tf32=False)
     with pytest.raises(InvalidArgument, match="tf32=True needs an NVIDIA GPU"):
         build("hftrainer", "plain", tmp_path, tf32=True)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("64-true", torch.float64)])
-def test_types_of_lightning(tmp_path, precision, dtype):
-    """As transformers trains a model, and data, that have the type already."""
+def test_true_precision_of_lightning_is_that_of_a_converted_model(tmp_path, precision, dtype):
+    """transformers is given a model and data of that type."""
     data = [{**row, "x": row["x"].to(dtype)} for row in plain_data()]
     settings = {"max_steps": 4, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
 
@@ -121,11 +121,11 @@ def test_types_of_lightning(tmp_path, precision, dtype):
         assert torch.get_default_dtype() is torch.float32
         return record(trainer, recorder, tmp_path / name)
 
-    ours = alike(run)
+    ours = run_both(run)
     assert {weight.dtype for weight in ours.weights.values()} == {dtype}
 
 
-def test_types_of_lightning_are_for_whole_models(tmp_path):
+def test_true_precision_of_lightning_is_refused_with_fsdp(tmp_path):
     settings = {"fsdp": "full_shard", "lightning_config": {"precision": "bf16-true"}}
     with pytest.raises(UnsupportedArgument, match=r"\['precision'\]='bf16-true' needs an unsharded model"):
         build("hftrainer", "plain", tmp_path, **settings)

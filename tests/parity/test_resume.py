@@ -1,4 +1,4 @@
-"""Going on from a checkpoint, and files of one library in the other: the end is that of the undisturbed run.
+"""Resumed runs end as undisturbed ones, also from a checkpoint of the other library.
 
 `tests/compat/test_interchange.py` does this with v4.57.
 """
@@ -17,7 +17,7 @@ from hftrainer.checkpointing import weights
 from tests.compat.interchange import make_adapters, make_tied
 from tests.support import parity
 from tests.support.differences import OWN_FILES
-from tests.support.parity import alike, assert_equal, assert_same_weights, build, copy_checkpoint, subclass, train
+from tests.support.parity import assert_equal, assert_same_weights, build, copy_checkpoint, run_both, subclass, train
 from tests.support.tiny import MODELS, language_data, make_llama, make_peft, plain_data
 
 #: Way → writer and reader.
@@ -27,7 +27,7 @@ WAYS = {
     "ours-theirs": ("hftrainer", "transformers"),
 }
 every_way = pytest.mark.parametrize(("writer", "reader"), WAYS.values(), ids=WAYS)
-#: Micro-batches in a step, and the step to go on from. An epoch has 10 micro-batches: with 3 in a step it has 4 steps,
+#: Micro-batches in a step, and the step to resume from. An epoch has 10 micro-batches: with 3 in a step it has 4 steps,
 #: the last of one micro-batch. In the middle of an epoch, at its end, and in the middle of the second.
 PLACES = [(1, 4), (1, 10), (1, 13), (3, 2), (3, 4), (3, 6)]
 
@@ -53,7 +53,7 @@ def resume(reader, written, folder, accumulation, step, **more):
 
 
 @pytest.mark.parametrize(("accumulation", "step"), PLACES)
-def test_transformers_goes_on_from_ours(tmp_path, whole_runs, accumulation, step):
+def test_transformers_resumes_our_checkpoints(tmp_path, whole_runs, accumulation, step):
     undisturbed, written = whole_runs("hftrainer", accumulation, step)
     resumed = resume("transformers", written, tmp_path, accumulation, step)
     assert_same_weights(resumed.weights, undisturbed.weights)
@@ -62,20 +62,20 @@ def test_transformers_goes_on_from_ours(tmp_path, whole_runs, accumulation, step
 
 
 @pytest.mark.parametrize(("accumulation", "step"), PLACES)
-def test_resumed_run_is_that_of_transformers(tmp_path, whole_runs, accumulation, step):
+def test_both_resume_a_checkpoint_of_transformers_alike(tmp_path, whole_runs, accumulation, step):
     undisturbed, written = whole_runs("transformers", accumulation, step)
-    resumed = alike(lambda name: resume(name, written, tmp_path / name, accumulation, step))
+    resumed = run_both(lambda name: resume(name, written, tmp_path / name, accumulation, step))
     assert_same_weights(resumed.weights, undisturbed.weights)
     assert resumed.logs[:-1] == undisturbed.logs[:-1]
 
 
-def test_ignore_data_skip(tmp_path, whole_runs):
+def test_ignore_data_skip_resumes_alike(tmp_path, whole_runs):
     _, written = whole_runs("transformers", 1, 4)
-    alike(lambda name: resume(name, written, tmp_path / name, 1, 4, ignore_data_skip=True))
+    run_both(lambda name: resume(name, written, tmp_path / name, 1, 4, ignore_data_skip=True))
 
 
 @pytest.mark.parametrize("restore", [False, True])
-def test_callback_states(tmp_path, restore):
+def test_callback_states_are_restored_if_asked(tmp_path, restore):
     more = {"load_best_model_at_end": True, "eval_steps": 2, "metric_for_best_model": "loss"}
     settings = settings_of(1, 4, restore_callback_states_from_checkpoint=restore, **more)
 
@@ -93,7 +93,7 @@ def test_callback_states(tmp_path, restore):
         (stopper,) = [each for each in resumed.callback_handler.callbacks if isinstance(each, kind)]
         return (stopper.early_stopping_patience, stopper.early_stopping_patience_counter)
 
-    assert alike(run, assert_equal)[0] == (9 if restore else 50)
+    assert run_both(run, assert_equal)[0] == (9 if restore else 50)
 
 
 def test_complete_run_resumed_with_eval_on_start(tmp_path):
@@ -101,10 +101,10 @@ def test_complete_run_resumed_with_eval_on_start(tmp_path):
         settings = {"save_strategy": "epoch", "num_train_epochs": 1, "eval_on_start": True}
         return [train(name, "plain", tmp_path / name, resume, **settings) for resume in (None, True)][1]
 
-    alike(run, parity.assert_same)
+    run_both(run, parity.assert_same)
 
 
-def test_own_loader_resumes_without_loading_what_it_skips(tmp_path):
+def test_overridden_loader_does_not_load_skipped_samples(tmp_path):
     loaded = []
 
     class Counted(torch.utils.data.Dataset):
@@ -150,7 +150,7 @@ def structure(value):
 
 
 @pytest.mark.parametrize("model", ["plain", "bert", "llama", "tied", "peft", "adapters"])
-def test_every_file_holds_the_same_keys(tmp_path, model):
+def test_checkpoint_files_hold_the_same_keys(tmp_path, model):
     def held(name):
         run(name, model, tmp_path / name)
         folder = tmp_path / name / "checkpoint-4"
@@ -158,18 +158,18 @@ def test_every_file_holds_the_same_keys(tmp_path, model):
         unread = (".md", "training_args.bin")
         return {name: name.endswith(unread) or structure(read(path)) for name, path in files.items()}
 
-    assert len(alike(held, assert_equal)) >= 6
+    assert len(run_both(held, assert_equal)) >= 6
 
 
 #: Name → model and settings.
-GOING_ON = {
+RESUMED_CASES = {
     **{f"{model}-best": (model, BEST) for model in ("bert", "llama", "peft")},
     **{f"{model}-bf16": (model, {"bf16": True}) for model in ("llama", "adapters")},
 }
 
 
-def go(name, folder, resume, case):
-    model, more = GOING_ON[case]
+def run_case(name, folder, resume, case):
+    model, more = RESUMED_CASES[case]
     if more is BEST:
         stopper = lambda library: library.EarlyStoppingCallback(9, early_stopping_threshold=5.0)  # noqa: E731
         more = {**BEST, "restore_callback_states_from_checkpoint": True, "callback": stopper}
@@ -184,27 +184,26 @@ def go(name, folder, resume, case):
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory):
+def interrupted_runs(tmp_path_factory):
     @functools.cache
     def begin(writer, case):
         folder = tmp_path_factory.mktemp("begun")
-        return go(writer, folder, None, case), folder
+        return run_case(writer, folder, None, case), folder
 
     return begin
 
 
 @every_way
-@pytest.mark.parametrize("case", GOING_ON)
-def test_what_goes_on(tmp_path, begun, case, writer, reader):
-    """The best metric, the log, the operations counted, the patience of early stopping, beside the weights."""
-    whole, folder = begun(writer, case)
+@pytest.mark.parametrize("case", RESUMED_CASES)
+def test_resume_restores_best_metric_log_flos_and_patience(tmp_path, interrupted_runs, case, writer, reader):
+    whole, folder = interrupted_runs(writer, case)
     copy_checkpoint(folder, tmp_path, 2)
-    resumed = go(reader, tmp_path, True, case)
+    resumed = run_case(reader, tmp_path, True, case)
     assert (resumed.extra, resumed.logs[:-1]) == (whole.extra, whole.logs[:-1])
     assert_same_weights(resumed.weights, whole.weights)
 
 
-#: Layout → names of files begin so, what ours is given, the limit of a file's size.
+#: Layout → beginnings of file names, settings of ours, the limit of a file's size.
 LAYOUTS = {
     "safetensors": (["model.safetensors"], {}, None),
     "bin": (["pytorch_model.bin"], {"save_safetensors": False}, None),
@@ -212,14 +211,14 @@ LAYOUTS = {
     "sharded bin": (["pytorch_model-00001-of", "pytorch_model.bin.index.json"], {"save_safetensors": False}, 8000),
 }
 AUTO = {"bert": transformers.AutoModelForSequenceClassification}
-#: Of the others the usual layout is in `test_what_goes_on`, and each of the rest is there once.
+#: `RESUMED_CASES` has the usual layout of the others; each of the remaining layouts is here once.
 OF_MODELS = [*(("tied", layout) for layout in LAYOUTS), ("plain", "bin"), ("plain", "sharded")]
 OF_MODELS += [("bert", "sharded bin"), ("bert", "sharded"), ("llama", "bin")]
 
 
 @pytest.mark.parametrize(("model", "layout"), OF_MODELS)
-def test_layouts(tmp_path, monkeypatch, model, layout):
-    """Written here, resumed in both with the best model loaded at the end, and read by `from_pretrained`."""
+def test_each_layout_of_weights_resumes_and_loads(tmp_path, monkeypatch, model, layout):
+    """Written by ours, resumed in both with the best model loaded at the end, and read by `from_pretrained`."""
     expected, more, size = LAYOUTS[layout]
     if size:
         size = 600 if model == "plain" else size  # a few files: transformers takes long to read many
@@ -242,7 +241,7 @@ def test_layouts(tmp_path, monkeypatch, model, layout):
         assert model != "tied" or loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
-def test_adapters_inside_a_pretrained_model(tmp_path, monkeypatch):
+def test_adapter_added_by_transformers_is_saved_alone(tmp_path, monkeypatch):
     """`model.add_adapter` of transformers, without PEFT's wrapper."""
     # transformers 5.24 asks for a PEFT that had not been released when it appeared, and works with the one before.
     monkeypatch.setattr(transformers.integrations.peft, "MIN_PEFT_VERSION", "0.20.0")
@@ -260,8 +259,8 @@ def test_adapters_inside_a_pretrained_model(tmp_path, monkeypatch):
 @every_way
 @pytest.mark.parametrize("as_bin", [False, True], ids=["safetensors", "bin"])
 @pytest.mark.parametrize("model", ["peft", "adapters"])
-def test_adapters(tmp_path, model, as_bin, writer, reader):
-    """Adapters alone are written, each to where PEFT looks for it, and `PeftModel.from_pretrained` reads them."""
+def test_adapters_are_saved_alone_and_resume(tmp_path, model, as_bin, writer, reader):
+    """Each is where PEFT looks for it, and `PeftModel.from_pretrained` reads it."""
     given = {"hftrainer": {"save_safetensors": False} if as_bin else {}, "transformers": {}}
     whole = run(writer, model, tmp_path, **given[writer])
     copy_checkpoint(tmp_path, tmp_path / "resumed", 2)
@@ -293,7 +292,7 @@ def flags(model):
     return {name: (parameter.requires_grad, parameter.dtype) for name, parameter in model.named_parameters()}
 
 
-def test_flags_of_adapters_stay(tmp_path):
+def test_resume_keeps_requires_grad_and_dtype_of_adapters(tmp_path):
     def train_one(resume=None, **more):
         model = make_partly_frozen()
         train("hftrainer", "peft", tmp_path, resume, trainer={"model": model}, **ACCUMULATING, **more)
@@ -305,7 +304,7 @@ def test_flags_of_adapters_stay(tmp_path):
     assert_same_weights(train_one(), train_one(str(tmp_path / "checkpoint-2")))
 
 
-def test_an_adapter_that_the_model_lacks_comes_frozen(tmp_path):
+def test_adapter_that_the_model_lacks_is_loaded_frozen(tmp_path):
     run("hftrainer", "adapters", tmp_path)
     trainer, _ = build("hftrainer", "peft", tmp_path, **ACCUMULATING)
     trainer._load_from_checkpoint(str(tmp_path / "checkpoint-2"))
@@ -317,8 +316,8 @@ def test_an_adapter_that_the_model_lacks_comes_frozen(tmp_path):
     assert_same_weights(held, saved)
 
 
-def test_v4_files_of_an_architecture_renamed_since(tmp_path):
-    """A v4 folder: `pytorch_model.bin` in names that v5 has changed, and a buffer that it has dropped."""
+def test_v4_weights_with_renamed_parameters_resume(tmp_path):
+    """`pytorch_model.bin` has names that v5 changed, and a buffer that it dropped."""
     whole = run("hftrainer", "bert", tmp_path)
     folder = copy_checkpoint(tmp_path, tmp_path / "resumed", 2)
     held = {"bert.embeddings.position_ids": torch.arange(32)[None]}

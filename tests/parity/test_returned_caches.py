@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.parity import alike, assert_equal, build
+from tests.support.parity import assert_equal, build, run_both
 from tests.support.tiny import language_data, make_llama, make_t5, plain_data, t5_data
 
 SIZES = {
@@ -79,12 +79,12 @@ def largest(prediction):
         pytest.param(make_prefix, language_data(5), id="prefix-tuning"),
     ],
 )
-def test_the_cache_is_no_prediction(tmp_path, make_model, data):
+def test_cache_is_left_out_of_predictions(tmp_path, make_model, data):
     """Reported for v5.24, where its key is `cache` and configs no longer name it."""
-    alike(lambda name: predict(name, tmp_path / name, make_model, data), assert_equal)
+    run_both(lambda name: predict(name, tmp_path / name, make_model, data), assert_equal)
 
 
-def test_a_config_names_the_cache_as_earlier_releases_did(tmp_path):
+def test_config_may_call_the_cache_past_key_values(tmp_path):
     """A model from the Hub with code of its own lists `past_key_values`; transformers then fails from v5.24 on."""
 
     def make():
@@ -96,8 +96,8 @@ def test_a_config_names_the_cache_as_earlier_releases_did(tmp_path):
     assert shape == (5, 12, 50)
 
 
-def test_objects_in_outputs_are_left_out(tmp_path, caplog):
-    """Stock transformers fails: LLaVA's outputs have an output without tensors in it."""
+def test_outputs_without_tensors_are_left_out(tmp_path, caplog):
+    """transformers fails at such an output, which LLaVA has."""
     _, shape = predict("hftrainer", tmp_path, make_llava, picture_data())
     warnings = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
     assert shape == (5, 12, 50)
@@ -117,7 +117,7 @@ class Strange(torch.nn.Module):
 
 
 @pytest.mark.parametrize("as_tuple", [False, True])
-def test_what_is_no_tensor_is_named_once(tmp_path, caplog, as_tuple):
+def test_warning_names_each_output_that_is_no_tensor_once(tmp_path, caplog, as_tuple):
     given = {"model": Strange(as_tuple), "eval_dataset": plain_data(6)}
     trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, per_device_eval_batch_size=2)
     output = trainer.predict(plain_data(6))

@@ -18,7 +18,7 @@ from tests.support.tiny import make_plain
 
 theirs = importlib.import_module("transformers.optimization")
 STEPS = 16
-#: Those that look at evaluations.
+#: Schedules that depend on evaluations.
 BY_METRIC = {name: {"eval_strategy": "steps", "eval_steps": 1} for name in ("reduce_lr_on_plateau", "greedy")}
 KWARGS = {
     "cosine": [{}, {"num_cycles": 1.5}],
@@ -48,18 +48,18 @@ def settings_of(name, warmup, kwargs):
     return {**settings, **BY_METRIC.get(name, {})}
 
 
-def rates(schedule, optimizer, name, first, last):
+def step_and_collect(schedule, optimizer, name, first, last):
     found = [[group["lr"] for group in optimizer.param_groups]]
     for step in range(first, last):
         optimizer.step()
-        # Better, then worse, and the same: what each of the two waits for.
+        # The metric gets better, then worse, then stays: each of the two schedules reacts.
         schedule.step(*([abs(step - 5) // 2 + 0.5 * (step % 2)] if name in BY_METRIC else []))
         found.append([group["lr"] for group in optimizer.param_groups])
     return found
 
 
 @pytest.mark.parametrize(("name", "warmup", "kwargs"), CASES)
-def test_every_rate(tmp_path, name, warmup, kwargs):
+def test_every_learning_rate_is_that_of_transformers(tmp_path, name, warmup, kwargs):
     def make_schedule(library):
         trainer, _ = build(library, "plain", tmp_path, **settings_of(name, warmup, kwargs))
         trainer.create_optimizer_and_scheduler(STEPS)
@@ -68,21 +68,21 @@ def test_every_rate(tmp_path, name, warmup, kwargs):
     whole, states = {}, {}
     for library in LIBRARIES:
         schedule, optimizer = make_schedule(library)
-        found = rates(schedule, optimizer, name, 0, STEPS // 2)
+        found = step_and_collect(schedule, optimizer, name, 0, STEPS // 2)
         states[library] = copy.deepcopy((schedule.state_dict(), optimizer.state_dict()))
-        whole[library] = found + rates(schedule, optimizer, name, STEPS // 2, STEPS)[1:]
+        whole[library] = found + step_and_collect(schedule, optimizer, name, STEPS // 2, STEPS)[1:]
     assert whole["hftrainer"] == whole["transformers"]
     assert len(whole["hftrainer"]) == STEPS + 1
     for reader, writer in (LIBRARIES, LIBRARIES[::-1]):
         schedule, optimizer = make_schedule(reader)
         schedule.load_state_dict(states[writer][0])
         optimizer.load_state_dict(states[writer][1])
-        assert rates(schedule, optimizer, name, STEPS // 2, STEPS) == whole[writer][STEPS // 2 :]
+        assert step_and_collect(schedule, optimizer, name, STEPS // 2, STEPS) == whole[writer][STEPS // 2 :]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run(tmp_path, name):
-    """The last of its cases in training, resumed in the middle from the other library's checkpoint."""
+def test_run_with_each_schedule_resumes_from_either_library(tmp_path, name):
+    """With the last of its keyword sets in KWARGS."""
     settings = settings_of(name, 4, KWARGS.get(name, [{}])[-1])
     settings |= {"logging_steps": 1, "save_strategy": "steps", "save_steps": STEPS // 2}
     compare(tmp_path, "plain", **settings)
@@ -93,21 +93,21 @@ def test_a_run(tmp_path, name):
     assert_same(ours, others)
 
 
-def test_every_keyword_of_a_schedule_is_known():
+def test_schedules_take_the_keywords_of_transformers():
     for kind, function in SCHEDULES.items():
         parameters = inspect.signature(theirs.TYPE_TO_SCHEDULER_FUNCTION[kind.value]).parameters
         assert inspect.signature(function).parameters.keys() == parameters.keys(), kind
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "AdafactorSchedule", "get_adafactor_schedule", "GreedyLR"])
-def test_what_transformers_has(monkeypatch, name):
+def test_names_of_transformers_are_imported_or_the_package_asked_for(monkeypatch, name):
     assert getattr(hftrainer.optimization, name) is getattr(theirs, name)
     monkeypatch.setitem(sys.modules, "transformers.optimization", None)
     with pytest.raises(MissingPackage, match=rf"hftrainer.optimization.{name} needs {name} of transformers"):
         getattr(hftrainer.optimization, name)
 
 
-def test_a_schedule_that_needs_steps():
+def test_schedule_without_a_number_of_steps_is_refused():
     optimizer = torch.optim.SGD(make_plain().parameters(), lr=0.1)
     for name in ("linear", "cosine", "polynomial"):
         with pytest.raises(InvalidArgument, match=f"The schedule '{name}' needs num_training_steps"):

@@ -1,4 +1,4 @@
-"""Words of transformers that libraries and its own tests look for are in our messages too."""
+"""Our messages contain the words of transformers that libraries and its own tests look for."""
 
 import importlib
 import logging
@@ -59,7 +59,7 @@ def wrong_generation(name, folder):
 
 
 STOPS = {"callback": lambda library: library.EarlyStoppingCallback()}
-#: Words → what brings them about: an error, a warning or a line of the log.
+#: Words → what provokes them in an error, a warning or a log line.
 SENTENCES = {
     "missing keys": load,
     "unexpected keys": load,
@@ -84,8 +84,8 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("words", SENTENCES)
-def test_words(tmp_path, words, recwarn):
-    """Handlers of the logger of transformers' module, as its tests have them, get our messages."""
+def test_message_has_the_words_of_transformers(tmp_path, words, recwarn):
+    """Our messages also reach handlers of transformers' loggers, which its tests install."""
     for name in LIBRARIES:
         loggers, lines = [logging.getLogger(f"transformers.{module}") for module in ("trainer", "trainer_callback")], []
         handler, level = logging.Handler(), logging.getLogger("transformers").level

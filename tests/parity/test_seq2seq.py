@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from hftrainer.errors import InvalidArgument
-from tests.support.parity import EVALUATED, build, comparable, compare, exactly, seq2seq
+from tests.support.parity import EVALUATED, array_bytes, build, comparable, compare, seq2seq
 from tests.support.tiny import make_t5, pad_left, t5_data
 
 T5 = (make_t5, t5_data)
@@ -31,12 +31,12 @@ def shape(prediction):
         pytest.param({**GENERATES, "prediction_loss_only": True}, id="loss only"),
     ],
 )
-def test_train_evaluate_predict(tmp_path, settings):
+def test_train_evaluate_and_predict_are_those_of_transformers(tmp_path, settings):
     def script(trainer):
         trainer.train()
         metrics = trainer.evaluate(**({"max_new_tokens": 4} if settings else {}))
         output = trainer.predict(t5_data(5), **({"num_beams": 2} if settings else {}))
-        return comparable([metrics, output.metrics]), exactly([output.predictions, output.label_ids])
+        return comparable([metrics, output.metrics]), array_bytes([output.predictions, output.label_ids])
 
     given = {"script": script, "trainer": {"compute_metrics": shape}, "max_steps": 4, "learning_rate": 0.05}
     compare(tmp_path, T5, trainer_class=seq2seq, **EVALUATED, **given, **settings)
@@ -66,12 +66,12 @@ def uneven_decoder_data():
     [{"max_length": 12}, {"max_new_tokens": 3}, {"max_length": 10, "num_beams": 2}, {"num_beams": None}],
     ids=["max-length", "new-tokens", "beams", "none"],
 )
-def test_generation_arguments(tmp_path, model, arguments):
+def test_generation_arguments_reach_evaluate_and_predict(tmp_path, model, arguments):
     """Given to evaluate() and predict(); sequences and labels of different lengths are padded."""
 
     def script(trainer):
         metrics, output = trainer.evaluate(**arguments), trainer.predict(trainer.eval_dataset, **arguments)
-        return comparable([metrics, output.metrics]), exactly([output.predictions, output.label_ids])
+        return comparable([metrics, output.metrics]), array_bytes([output.predictions, output.label_ids])
 
     sums = lambda p: {"sum": int(p.predictions.sum()), "labels": int(p.label_ids.sum())}  # noqa: E731
     given = {"data_collator": pad_left, "compute_metrics": sums}
@@ -79,7 +79,7 @@ def test_generation_arguments(tmp_path, model, arguments):
     compare(tmp_path, model, trainer_class=seq2seq, script=script, trainer=given, **settings)
 
 
-def test_generation_config(tmp_path):
+def test_generation_config_is_an_object_or_a_path(tmp_path):
     config = transformers.GenerationConfig(max_length=6, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
     config.save_pretrained(tmp_path / "config")
     for given in (config, str(tmp_path / "config"), str(tmp_path / "config" / "generation_config.json")):
@@ -93,15 +93,15 @@ def test_generation_config(tmp_path):
         build_ours(tmp_path / "out", generation_config=wrong)
 
 
-def test_padding_needs_a_token(tmp_path):
+def test_padding_without_a_pad_token_is_refused(tmp_path):
     trainer = build_ours(tmp_path)
     trainer.model.config.pad_token_id = None
     with pytest.raises(InvalidArgument, match="pad_token_id"):
         trainer._pad_tensors_to_max_len(torch.ones(1, 2), 3)
 
 
-def test_sortish_sampler(tmp_path):
-    """Training samples of similar length together: transformers has the argument, and has never read it."""
+def test_sortish_sampler_groups_similar_lengths(tmp_path):
+    """transformers has the argument, but never reads it."""
     given = {"train_dataset": uneven_data(60), "data_collator": pad_left}
     grouped, shuffled = (
         [batch["input_ids"].shape[1] for batch in trainer.get_train_dataloader()]

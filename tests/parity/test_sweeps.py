@@ -15,7 +15,7 @@ from hftrainer.errors import InvalidArgument, SearchFailed
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 from tests.support.differences import OWN_FILES
 from tests.support.parity import LIBRARIES
-from tests.support.searches import OneProcessBackend, make_trainer, nothing
+from tests.support.searches import OneProcessBackend, make_trainer, return_none
 from tests.support.tracking import wandb_items, wandb_records
 
 wandb = pytest.importorskip("wandb")
@@ -99,7 +99,7 @@ def files(folder):
     return sorted(name.replace("sweep1", "sweep0") for name in names)
 
 
-def test_as_transformers(tmp_path, sweeps):
+def test_search_and_its_files_are_those_of_transformers(tmp_path, sweeps):
     ours, theirs = (
         search(make_trainer(tmp_path / name, library=name, save_strategy="steps", save_steps=2), 3, name="mine")
         for name in reversed(LIBRARIES)
@@ -116,7 +116,7 @@ def test_as_transformers(tmp_path, sweeps):
     assert {name.split("/")[0] for name in names} == {f"run-sweep0-{number}" for number in range(3)}
 
 
-def test_takes_part_in_a_sweep(tmp_path, sweeps):
+def test_search_joins_an_existing_sweep(tmp_path, sweeps):
     trainer = make_trainer(tmp_path)
     first = search(trainer)
     second = search(trainer, 2, sweep_id=first.run_summary)
@@ -126,7 +126,7 @@ def test_takes_part_in_a_sweep(tmp_path, sweeps):
     assert trainer.loggers == []
 
 
-def test_the_objective_is_what_runs_are_compared_by(tmp_path, sweeps):
+def test_objective_is_logged_and_compared_by_the_sweep(tmp_path, sweeps):
     saved = {"save_strategy": "steps", "save_steps": 2}
     trainer = make_trainer(tmp_path / "out", eval_strategy="no", report_to="wandb", **saved)
     best = search(
@@ -145,7 +145,7 @@ def test_the_objective_is_what_runs_are_compared_by(tmp_path, sweeps):
     assert any(line.get("eval/loss") == -best.objective for line in lines)
 
 
-def test_a_metric_that_is_not_logged(tmp_path, sweeps, caplog):
+def test_metric_that_is_not_logged_warns(tmp_path, sweeps, caplog):
     search(make_trainer(tmp_path), metric="eval/accuracy")
     assert "metric='eval/accuracy' is not among the logged metrics (eval/loss, " in caplog.text
 
@@ -153,7 +153,7 @@ def test_a_metric_that_is_not_logged(tmp_path, sweeps, caplog):
 def test_a_wrong_objective_fails_every_run(tmp_path, sweeps):
     wrong = r"sweep sweep0: No trial was completed \(2 failed\).*\n- InvalidArgument: compute_objective returned None"
     with pytest.raises(SearchFailed, match=wrong):
-        search(make_trainer(tmp_path), 2, compute_objective=nothing)
+        search(make_trainer(tmp_path), 2, compute_objective=return_none)
 
 
 REFUSED = {
@@ -183,11 +183,11 @@ class TestWandb(OneProcessBackend):
         assert not self.sweeps.configurations
 
     @pytest.mark.parametrize("case", REFUSED)
-    def test_refused_by_wandb(self, tmp_path, case):
+    def test_space_that_is_not_for_wandb_is_refused(self, tmp_path, case):
         space, words = REFUSED[case]
         self.assert_refused(tmp_path, {"hp_space": space}, InvalidArgument, words)
 
 
-def test_default_space():
+def test_default_space_is_that_of_transformers():
     theirs = importlib.import_module("transformers.trainer_utils").default_hp_space_wandb(None)
     assert default_hp_space_wandb(None) == {name: value for name, value in theirs.items() if name != "metric"}

@@ -1,4 +1,4 @@
-"""The callbacks of trackers, where and as scripts look for them. Each change here is that of public code."""
+"""Scripts find and change the callbacks of trackers as in transformers. Each change here is from public code."""
 
 import importlib
 import types
@@ -10,7 +10,7 @@ from transformers.integrations import integration_utils
 import hftrainer
 from hftrainer.reporting import tracker_callbacks
 from tests.support import tracking
-from tests.support.parity import LIBRARIES, alike, assert_equal, assert_same_weights
+from tests.support.parity import LIBRARIES, assert_equal, assert_same_weights, run_both
 from tests.support.tracking import make_trainer
 
 CLASSES = {
@@ -27,7 +27,7 @@ for _tracker in CLASSES.values():
 MODULES = {"transformers": integrations, "hftrainer": tracker_callbacks}
 
 
-def kinds(trainer):
+def callback_names(trainer):
     return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
 
 
@@ -42,17 +42,16 @@ def callback_of(trainer, kind):
 @pytest.mark.parametrize(
     "report_to", ["tensorboard", ["wandb", "tensorboard"], ["mlflow", "comet_ml", "tensorboard", "wandb"], "none"]
 )
-def test_order(tmp_path, report_to):
+def test_callbacks_have_the_same_order(tmp_path, report_to):
     def made(library):
         own = type("Own", (importlib.import_module(library).TrainerCallback,), {})
-        return kinds(make_trainer(library, tmp_path, report_to=report_to, trainer={"callbacks": [own]}))
+        return callback_names(make_trainer(library, tmp_path, report_to=report_to, trainer={"callbacks": [own]}))
 
-    alike(made, assert_equal)
+    run_both(made, assert_equal)
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_public_name(name):
-    """Attributes and methods of theirs, made with nothing, are there."""
+def test_callback_has_every_public_name(name):
     theirs, ours = (getattr(MODULES[library], name) for library in LIBRARIES)
     wanted = {each for each in {*vars(theirs()), *dir(theirs)} if not each.startswith("__")}
     known = {"_MAX_PARAM_VAL_LENGTH", "_MAX_PARAMS_TAGS_PER_BATCH"}  # MLflow's own limits, by other names
@@ -63,7 +62,7 @@ CHANGES = {}
 
 
 def case(name, left=""):
-    """Registers a function of a Trainer, its callback, the callback's class and a folder; it returns a look back."""
+    """Registers a change: a function of a Trainer, its callback, the class and a folder. Its result is called last."""
     return lambda function: CHANGES.setdefault(function, (name, left)) and function
 
 
@@ -204,7 +203,7 @@ def look_at_the_experiment(trainer, callback, kind, folder):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes(tmp_path, monkeypatch, change):
+def test_changed_callback_writes_alike(tmp_path, monkeypatch, change):
     name, left = CHANGES[change]
 
     def run(library):
@@ -217,7 +216,7 @@ def test_changes(tmp_path, monkeypatch, change):
         seen = look and look()
         written = tracker.read()
         tracker.close()
-        # their PrinterCallback takes the flops out of the line, for all behind it
+        # transformers' PrinterCallback removes the flops from the line for all later callbacks
         curves = {name: curve for name, curve in written.curves.items() if not name.endswith("total_flos")}
         for tags in written.details.get("scalars", []):
             tags[:] = [tag for tag in tags if not tag.endswith("total_flos")]
@@ -227,13 +226,13 @@ def test_changes(tmp_path, monkeypatch, change):
         details = {key: written.details[key] for key in written.details if key not in ("axes", "summary")}
         return seen, curves, details, shown
 
-    seen, curves, details, _ = alike(run, assert_equal)
+    seen, curves, details, _ = run_both(run, assert_equal)
     assert seen in (None, True)
     assert bool(curves) == (change not in (remove, no_writer))
     assert left in f"{list(curves)} {details}"
 
 
-def test_writer_during_and_after_training(tmp_path):
+def test_tensorboard_writer_is_shared_and_closed_at_the_end(tmp_path):
     """Lightning's loggers write with it too."""
     trainer = make_trainer("hftrainer", tmp_path, report_to="tensorboard")
     callback = callback_of(trainer, tracker_callbacks.TensorBoardCallback)
@@ -252,8 +251,8 @@ def test_writer_during_and_after_training(tmp_path):
     assert callback.logging_dir.startswith(str(tmp_path / "runs"))
 
 
-def test_wandb_switched_off(tmp_path):
-    """A script that takes the module away gets no run."""
+def test_wandb_callback_without_its_module_begins_no_run(tmp_path):
+    """A script may set `_wandb` to None to switch it off."""
     import wandb
 
     trainer = make_trainer("hftrainer", tmp_path, report_to="wandb")
@@ -263,8 +262,8 @@ def test_wandb_switched_off(tmp_path):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_classes_of_transformers_under_install(tmp_path, name, monkeypatch):
-    # of what other tests import
+def test_classes_of_transformers_are_replaced_under_install(tmp_path, name, monkeypatch):
+    # other tests have imported transformers' Trainer
     monkeypatch.setattr("hftrainer.cli.install.check_earlier_imports", lambda: [])
     theirs = getattr(integration_utils, name)
     report_to = next(key for key, kind in integration_utils.INTEGRATION_TO_CALLBACK.items() if kind is theirs)
@@ -280,15 +279,15 @@ def test_classes_of_transformers_under_install(tmp_path, name, monkeypatch):
         assert integrations.get_reporting_integration_callbacks([report_to]) == [kind]
         assert issubclass(kind, importlib.import_module("transformers").TrainerCallback)
         trainer.remove_callback(kind)
-        assert name not in kinds(trainer)
+        assert name not in callback_names(trainer)
     finally:
         hftrainer.uninstall()
     assert getattr(integration_utils, name) is theirs
     assert integration_utils.INTEGRATION_TO_CALLBACK[report_to] is theirs
 
 
-def test_in_a_list_without_its_trainer(tmp_path, monkeypatch):
-    """One that a script has put there by hand has no Trainer to ask: it saves what it is given."""
+def test_callback_appended_to_the_list_uploads_saved_files(tmp_path, monkeypatch):
+    """Such a callback has no Trainer: it saves the model that it is passed."""
     monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
     trainer = make_trainer("hftrainer", tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=2)
     folders, saved = [], []

@@ -1,4 +1,4 @@
-"""What both libraries leave with trackers: one suite, which each tracker of `report_to` passes, and what is its own."""
+"""Both libraries write the same to each tracker of `report_to`: one suite for all, and tests of each."""
 
 import json
 
@@ -8,32 +8,32 @@ from tests.support import tracking
 from tests.support.parity import LIBRARIES
 from tests.support.tracking import make_trainer
 
-#: Arguments that transformers fills in by the machine, and the folder of each run.
+#: Arguments that transformers sets by the machine, and the folder of the run.
 DIFFERENT = {"accelerator_config", "dataloader_pin_memory", "output_dir"}
 
 
-def training(make, **settings):
+def train(make, **settings):
     trainer = make(**settings)
     trainer.train()
     return trainer
 
 
-def whole(make):
-    trainer = training(make)
+def train_evaluate_predict(make):
+    trainer = train(make)
     trainer.evaluate()
     trainer.predict(trainer.eval_dataset)
     trainer.train()
     return trainer
 
 
-def resumed(make):
-    training(make, save_strategy="steps", save_steps=4, max_steps=4)
+def train_and_resume(make):
+    train(make, save_strategy="steps", save_steps=4, max_steps=4)
     trainer = make()
     trainer.train(resume_from_checkpoint=True)
     return trainer
 
 
-def evaluation(make):
+def evaluate(make):
     trainer = make()
     trainer.evaluate()
     return trainer
@@ -41,9 +41,10 @@ def evaluation(make):
 
 class TrackerSuite:
     tracker: type
-    script = staticmethod(whole)
+    script = staticmethod(train_evaluate_predict)
+    #: Of the first training, `evaluate`, and the second training.
     eval_steps = (3, 6, 8, 8, 3, 6, 8)
-    #: How many arguments and values of the model's configuration both libraries write.
+    #: Minimum number of arguments and configuration values that both libraries write.
     hyperparameters = 130
 
     @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ class TrackerSuite:
 
         return tracker, make
 
-    def written(self, library, script, **settings):
+    def run_and_read(self, library, script, **settings):
         tracker, make = self.open(library, **settings)
         trainer = script(make)  # when their Trainer is deleted, it ends its run
         written = tracker.read()
@@ -71,28 +72,28 @@ class TrackerSuite:
         tracker.close()
         return written
 
-    def alike(self, script, **settings):
-        ours, theirs = (self.written(library, script, **settings) for library in reversed(LIBRARIES))
-        assert self.distinct(ours.curves) == self.distinct(theirs.curves)
+    def assert_alike(self, script, **settings):
+        ours, theirs = (self.run_and_read(library, script, **settings) for library in reversed(LIBRARIES))
+        assert self.drop_duplicates(ours.curves) == self.drop_duplicates(theirs.curves)
         assert self.comparable(ours.details) == self.comparable(theirs.details)
         assert bool(ours.hyperparameters) == bool(theirs.hyperparameters)
-        # transformers writes some of them at each beginning, we once
+        # transformers writes some of them again in each training
         for mine, other in zip(ours.hyperparameters, theirs.hyperparameters, strict=False):
             known = mine.keys() & other.keys() - DIFFERENT
             assert len(known) >= self.hyperparameters
             assert {name: mine[name] for name in known} == {name: other[name] for name in known}
         return ours
 
-    def distinct(self, curves):
+    def drop_duplicates(self, curves):
         return curves
 
     def comparable(self, details):
         return details
 
-    def test_script(self):
-        """The same names, steps and values; the same arguments and configuration, once; the same run."""
-        ours = self.alike(self.script)
-        assert ours.steps("train/loss") == [2, 4, 6, 8] * (2 if self.script is whole else 1)
+    def test_whole_script_writes_the_same(self):
+        """Names, steps and values of curves; the arguments and the configuration once."""
+        ours = self.assert_alike(self.script)
+        assert ours.steps("train/loss") == [2, 4, 6, 8] * (2 if self.script is train_evaluate_predict else 1)
         assert ours.steps("eval/loss") == list(self.eval_steps)
         assert "train/train_runtime" in ours.curves
         assert len(ours.hyperparameters) == 1
@@ -101,11 +102,11 @@ class TrackerSuite:
     def check(self, ours):
         """What else is to be seen of a whole script."""
 
-    def test_resumed(self):
-        assert self.alike(resumed).steps("train/loss") == [2, 4, 6, 8]
+    def test_resumed_run_writes_the_same(self):
+        assert self.assert_alike(train_and_resume).steps("train/loss") == [2, 4, 6, 8]
 
-    def test_evaluation_alone(self):
-        assert self.alike(evaluation).steps("eval/loss") == [0]
+    def test_evaluation_alone_writes_the_same(self):
+        assert self.assert_alike(evaluate).steps("eval/loss") == [0]
 
 
 class TestTensorBoard(TrackerSuite):
@@ -122,9 +123,9 @@ class TestTensorBoard(TrackerSuite):
         assert written.keys() == {"model_config/text_summary"}
         assert ours.hyperparameters[0]["max_steps"] == 8
 
-    def test_texts_and_what_cannot_be_written(self, caplog):
+    def test_texts_are_written_and_other_types_reported(self, caplog):
         logs = {"loss": 1.0, "eval_note": "words", "other": [1, 2], "flag": True}
-        ours = self.alike(lambda make: make().log(dict(logs)))
+        ours = self.assert_alike(lambda make: make().log(dict(logs)))
         assert ours.curves["train/flag"] == [(0, 1.0)]
         assert ours.details["texts"] == [{"eval/note/text_summary": [(0, "words")]}]
         assert "train/other=[1, 2] (list) is not a number" in caplog.text
@@ -143,12 +144,12 @@ class TestWandB(TrackerSuite):
         assert ("*", "train/global_step") in ours.details["axes"]
 
     @pytest.mark.parametrize(("uploads", "count"), [("end", 2), ("checkpoint", 4)])
-    def test_uploads(self, uploads, count):
+    def test_uploaded_artifacts_are_the_same(self, uploads, count):
         """Artifacts have transformers' names, aliases and metadata, and hold the files of the model."""
         self.monkeypatch.setenv("WANDB_LOG_MODEL", uploads)
         found = {}
         for library in LIBRARIES:
-            artifacts = self.written(library, training, save_strategy="steps", save_steps=4).details["artifacts"]
+            artifacts = self.run_and_read(library, train, save_strategy="steps", save_steps=4).details["artifacts"]
             found[library] = [(a.name, a.type, sorted(a.aliases), sorted(json.loads(a.metadata))) for a in artifacts]
             files = {entry.path for entry in artifacts[-1].manifest.contents}
         assert found["hftrainer"] == found["transformers"]
@@ -156,7 +157,7 @@ class TestWandB(TrackerSuite):
         assert {"model.safetensors", "config.json", "model_architecture.txt"} <= files  # ours, the last
         assert len(found["hftrainer"]) == count
 
-    def test_run_of_the_user(self):
+    def test_run_opened_by_the_user_is_used(self):
         import wandb
 
         _, make = self.open(model="plain")
@@ -167,7 +168,7 @@ class TestWandB(TrackerSuite):
         assert mine.summary["train/global_step"] == 8
         assert mine.config["per_device_train_batch_size"] == 4
 
-    def test_watches(self):
+    def test_watch_variable_logs_gradients(self):
         import wandb
 
         self.monkeypatch.setenv("WANDB_WATCH", "gradients")
@@ -177,30 +178,30 @@ class TestWandB(TrackerSuite):
 
 class TestMLflow(TrackerSuite):
     tracker = tracking.MLflow
-    script = staticmethod(training)  # transformers would begin runs without a name for what follows
+    script = staticmethod(train)  # transformers would begin runs without a name for what follows
     eval_steps = (3, 6, 8)
     hyperparameters = 100
 
-    def distinct(self, curves):
+    def drop_duplicates(self, curves):
         """MLflow keeps one of several equal entries of the same millisecond."""
         return {name: list(dict.fromkeys(entries)) for name, entries in curves.items()}
 
     def check(self, ours):
         assert ours.details["runs"] == [("a-run", "FINISHED")]
 
-    def test_resumed(self):
+    def test_resumed_run_writes_the_same(self):
         """One run, where transformers begins another at each resume; with a tag that says so."""
-        ours, theirs = (self.written(library, resumed) for library in reversed(LIBRARIES))
-        assert self.distinct(ours.curves) == self.distinct(theirs.curves)
+        ours, theirs = (self.run_and_read(library, train_and_resume) for library in reversed(LIBRARIES))
+        assert self.drop_duplicates(ours.curves) == self.drop_duplicates(theirs.curves)
         assert ours.details["runs"] == theirs.details["runs"][:1]
         assert ours.details["tags"][0]["hftrainer.resumed_from_step"] == "4"
 
-    def test_experiment_and_tags(self):
+    def test_experiment_and_tags_come_from_the_environment(self):
         self.monkeypatch.setenv("MLFLOW_TAGS", '{"release": "1"}')
         self.monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tiny")
-        assert self.alike(training, max_steps=2).details["tags"][0]["release"] == "1"
+        assert self.assert_alike(train, max_steps=2).details["tags"][0]["release"] == "1"
 
-    def test_run_of_the_user(self):
+    def test_run_opened_by_the_user_is_used(self):
         import mlflow
 
         self.monkeypatch.setenv("MLFLOW_FLATTEN_PARAMS", "1")
@@ -216,7 +217,7 @@ class TestMLflow(TrackerSuite):
         assert ours.curves["train/odd_name_"] == [(8, 1.0)]
         assert ours.details["runs"] == [("mine", "RUNNING")]
 
-    def test_run_by_its_id_and_nested(self):
+    def test_run_can_be_chosen_by_id_or_nested(self):
         import mlflow
 
         _, make = self.open(model="plain", run_name="child")

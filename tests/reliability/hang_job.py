@@ -20,7 +20,7 @@ TIMEOUT = timedelta(seconds=2)
 
 
 def stop():
-    """Like a machine that hangs: the process is there, and does not answer."""
+    """Stop this process, as a machine that hangs does not answer."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -60,7 +60,7 @@ def evaluate(folder, victim):
     trainer.evaluate()
 
 
-#: Kind of operation → one that a rank begins alone.
+#: Kind of collective operation → a function that begins it in one rank alone.
 ALONE = {
     "connecting": lambda processes: processes.barrier(),  # they have connected before the other stopped
     "barrier": lambda processes: processes.barrier(),

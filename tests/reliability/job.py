@@ -21,12 +21,12 @@ from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.trainer_utils import get_last_checkpoint
 from hftrainer.training import stopping
 
-#: What a job is given besides training arguments.
+#: Options of a job besides training arguments, with their defaults.
 OPTIONS = {
     **{"width": 64, "pause": 0.0, "waits_at": None, "alone_until": None, "kill_at": 0, "adds": False},
     **{"adapters": False, "exact": False, "kill_upload": 0, "dies_at": None, "copies_within": None},
 }
-#: Events of the interpreter at which a file is touched.
+#: Audit events of Python that touch a file.
 TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
 
 

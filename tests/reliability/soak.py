@@ -30,18 +30,18 @@ from tests.support import faults, processes
 from tests.support.checkpoints import BACKGROUND
 from tests.support.hub_runs import environment
 from tests.support.hub_server import HubServer
-from tests.support.jobs import SHARDED, Group, assert_same, log, names, weights
+from tests.support.jobs import SHARDED, JobGroup, assert_same, final_log, final_weights, names_in
 
 TOKEN = "hf_ofTheSoak"
 #: What the errors of a full or read-only disk say; the last one is torch's, of a file that the job itself saves.
 FULL = ("No space left", "Read-only file system", "iostream error")
-#: In the traceback of a loading process whose parent is killed while it hands over a batch.
+#: Part of the traceback of a loader's worker whose parent is killed while it passes on a batch.
 HANDS_OVER = ", in _serve\n"
 #: The fault that a job does to itself.
 AT_A_TOUCH = "kill at a touch of a file"
-#: A run is disturbed at most so often: it should end, too.
+#: Maximum number of disturbances of a run, so that it ends.
 MOST = 6
-#: Of the disk of a run.
+#: Size of the disk of a run.
 SIZE = "24m"
 #: A run that has not ended after so many seconds hangs.
 SECONDS = 120
@@ -118,10 +118,10 @@ def left_over(output):
 
 
 def what_is_left(folder):
-    """What is in a folder, with as many checkpoints; only the last is the same, since a signal saves between two."""
+    """The number of whole checkpoints, the last one, and other files; a signal saves others in between."""
     checkpoints = sorted(folder.glob("checkpoint-*"), key=step_of)
     whole = [path for path in checkpoints if (path / "trainer_state.json").exists()]  # a script may have begun others
-    return len(whole), whole[-1].name, set(names(folder)) - {path.name for path in checkpoints}
+    return len(whole), whole[-1].name, set(names_in(folder)) - {path.name for path in checkpoints}
 
 
 def step_of(checkpoint):
@@ -164,7 +164,7 @@ class Run:
         sizes = self.scenario.sizes
         count, size = self.moments.choice(sizes) if sizes else (self.scenario.count, {})
         given = {**self.scenario.settings, **size, **uploads, **settings}
-        return Group(self.folder, count, (kill_at,) * count, **given)
+        return JobGroup(self.folder, count, (kill_at,) * count, **given)
 
     def close(self):
         self.disk.remove()
@@ -187,7 +187,7 @@ class Run:
     def disturb(self):
         """One start that something happens to; whether the run has ended all the same."""
         has_disk = self.disk.mounted and not self.scenario.searches
-        possible = [*faults.SIGNALS, *(faults.OF_DISKS if has_disk else ())]
+        possible = [*faults.SIGNALS, *(faults.DISK_FAULTS if has_disk else ())]
         name = self.moments.choice([*possible, *[AT_A_TOUCH] * 3])
         if name == AT_A_TOUCH:
             group = self._start(kill_at=self.moments.randrange(1, 250 // self.scenario.count))
@@ -219,7 +219,7 @@ class Run:
         if self.scenario.settings.get("save_total_limit") == 1 and complete:
             self.durable = 0  # of a complete run the best is kept, though a later one was saved
         if self.scenario.count == 1:
-            excused = name in faults.OF_DISKS and any(words in printed[0] for words in FULL)
+            excused = name in faults.DISK_FAULTS and any(words in printed[0] for words in FULL)
             assert printed[0].count("Traceback") == printed[0].count(HANDS_OVER) or excused, printed[0]
         for checkpoint in self.folder.glob("checkpoint-*") if "adds" in self.scenario.settings else ():
             if (
@@ -241,7 +241,7 @@ class Run:
         folders = sorted(whole, key=step_of)
         if len(folders) < 2 or "load_best_model_at_end" in self.scenario.settings:
             return
-        self.history.append(("damage", faults.damage(folders[-1], self.moments)))
+        self.history.append(("damage", faults.damage_a_file(folders[-1], self.moments)))
         self.found.disturbed["damage"] += 1
         self.durable = 0
 
@@ -258,18 +258,18 @@ class Run:
         if self.scenario.sizes:
             self.compare_sums(expected)
             return
-        assert_same(weights(self.folder), weights(expected.folder))
-        assert log(self.folder) == log(expected.folder)
+        assert_same(final_weights(self.folder), final_weights(expected.folder))
+        assert final_log(self.folder) == final_log(expected.folder)
         assert what_is_left(self.folder) == what_is_left(expected.folder)
         assert abs(self.disk.used() - expected.disk.used()) < 0.1
 
     def compare_sums(self, expected):
         """Ranks and micro-batches add up losses and gradients in another order."""
-        found, wanted = weights(self.folder), weights(expected.folder)
+        found, wanted = final_weights(self.folder), final_weights(expected.folder)
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
             assert torch.allclose(found[name], value, rtol=0, atol=1e-6), name
-        for line, other in zip(log(self.folder), log(expected.folder), strict=True):
+        for line, other in zip(final_log(self.folder), final_log(expected.folder), strict=True):
             assert line.keys() == other.keys() and line["step"] == other["step"]
             assert abs(line.get("loss", 0) - other.get("loss", 0)) < 1e-6, (line, other)
 

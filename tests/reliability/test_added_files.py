@@ -12,13 +12,13 @@ import hftrainer
 from hftrainer.checkpointing import folder as folder_module, writer
 from hftrainer.checkpointing.files import read_manifest
 from hftrainer.checkpointing.folder import CheckpointFolder, staging_folder
-from tests.support.checkpoints import BACKGROUND, OnSave, finished
+from tests.support.checkpoints import BACKGROUND, OnSave, train_to_end
 from tests.support.differences import files_in
-from tests.support.parity import alike, assert_equal, assert_same_weights, build
+from tests.support.parity import assert_equal, assert_same_weights, build, run_both
 from tests.support.tiny import make_plain
 
 
-def saving(before=None, after=lambda folder: None, asks=False):
+def make_class(before=None, after=lambda folder: None, asks=False):
     def make_class(library):
         class Own(library.Trainer):
             def _save_checkpoint(self, model, trial):
@@ -47,7 +47,7 @@ def write_after(folder):
     (folder / "after.txt").write_text(f"after {folder.name}")
 
 
-WRITING, BEFORE = saving(write_before, write_after), saving(write_before)
+WRITING, BEFORE = make_class(write_before, write_after), make_class(write_before)
 
 
 def write_on_save(folder):
@@ -59,7 +59,7 @@ def make(folder, library="hftrainer", trainer_class=WRITING, model="plain", **se
     return build(library, model, folder, trainer_class=trainer_class, **{**defaults, **settings})[0]
 
 
-def listed(folder):
+def in_manifest(folder):
     return set(read_manifest(folder))
 
 
@@ -77,39 +77,39 @@ def test_same_files_as_transformers(tmp_path, model, settings):
         trainer.train()
         return {folder.name: files_in(folder) for folder in (tmp_path / name).iterdir()}
 
-    alike(run, assert_equal)
+    run_both(run, assert_equal)
     for folder in (tmp_path / "hftrainer").iterdir():
         for name in ("before", "after"):
             assert (folder / f"{name}.txt").read_text() == f"{name} {folder.name}"
-        assert {"before.txt", "deeper/before.txt"} <= listed(folder)
-        assert not {"after.txt", "on_save.txt"} & listed(folder)
+        assert {"before.txt", "deeper/before.txt"} <= in_manifest(folder)
+        assert not {"after.txt", "on_save.txt"} & in_manifest(folder)
         assert skip_reason(folder) is None
 
 
 @pytest.mark.parametrize("asks", [False, True])
-def test_an_old_file_that_is_copied_with_its_times(tmp_path, asks):
+def test_file_copied_with_old_times_is_in_the_checkpoint(tmp_path, asks):
     source = tmp_path / "code.py"
     source.write_text("print(1)")
     os.utime(source, (10**9, 10**9))
     for _ in range(2):  # the second run finds the copies of the first
-        make(tmp_path / "out", trainer_class=saving(lambda folder: shutil.copy2(source, folder), asks=asks)).train()
+        make(tmp_path / "out", trainer_class=make_class(lambda folder: shutil.copy2(source, folder), asks=asks)).train()
         for folder in (tmp_path / "out").iterdir():
             assert (folder / "code.py").read_text() == "print(1)"
-            assert "code.py" in listed(folder)
+            assert "code.py" in in_manifest(folder)
 
 
 @pytest.mark.parametrize("settings", [{}, BACKGROUND], ids=str)
-def test_resumed_from_such_a_checkpoint(tmp_path, settings):
-    whole = finished(make(tmp_path / "whole", **settings))
-    resumed = finished(make(tmp_path / "resumed", **settings), tmp_path / "whole" / "checkpoint-2")
+def test_checkpoint_with_added_files_resumes(tmp_path, settings):
+    whole = train_to_end(make(tmp_path / "whole", **settings))
+    resumed = train_to_end(make(tmp_path / "resumed", **settings), tmp_path / "whole" / "checkpoint-2")
     assert_same_weights(resumed.model.state_dict(), whole.model.state_dict())
-    again = finished(make(tmp_path / "whole", max_steps=8, **settings), True)
+    again = train_to_end(make(tmp_path / "whole", max_steps=8, **settings), True)
     assert again.state.global_step == 8
     assert (tmp_path / "whole" / "checkpoint-8" / "before.txt").is_file()
 
 
-def test_leftovers_of_a_killed_run_are_not_taken(tmp_path):
-    """Half a checkpoint looks like what an override has begun; what was there before the run stays out."""
+def test_leftovers_of_a_killed_run_are_left_out(tmp_path):
+    """Half a checkpoint looks like files that an override has begun to write."""
     half, stale = tmp_path / "checkpoint-4", {"optimizer.pt", "rng_state.pth", "stale.txt", "deeper.txt"}
     half.mkdir()
     for name in ("before.txt", *stale):
@@ -121,18 +121,18 @@ def test_leftovers_of_a_killed_run_are_not_taken(tmp_path):
     assert skip_reason(half) is None
 
 
-def test_files_of_an_earlier_checkpoint_are_not_taken(tmp_path):
-    """A run in a used folder replaces its checkpoints, in which damage to the script's files is found."""
+def test_files_of_a_replaced_checkpoint_are_left_out(tmp_path):
+    """Before, damage to the script's files is found."""
     make(tmp_path).train()
     (tmp_path / "checkpoint-4" / "before.txt").write_text("broken!!")
     assert "before.txt" in str(skip_reason(tmp_path / "checkpoint-4"))
     (tmp_path / "checkpoint-4" / "old.txt").write_text("old")
-    make(tmp_path, trainer_class=saving()).train()
+    make(tmp_path, trainer_class=make_class()).train()
     assert not {"old.txt", "before.txt", "after.txt"} & {*files_in(tmp_path / "checkpoint-4")}
 
 
-def test_same_step_saved_twice(tmp_path):
-    """A file that is written again with the same contents is still the script's; what a callback added stays."""
+def test_saving_a_step_twice_keeps_added_files(tmp_path):
+    """Files of callbacks too, and files rewritten with the same contents."""
     saves = []
 
     class Twice(hftrainer.TrainerCallback):
@@ -145,10 +145,10 @@ def test_same_step_saved_twice(tmp_path):
     trainer.train()
     assert saves == [tmp_path / "checkpoint-10"] * 2
     assert {*files_in(tmp_path / "checkpoint-10")} >= {"before.txt", "after.txt", "on_save.txt"}
-    assert "on_save.txt" in listed(tmp_path / "checkpoint-10")
+    assert "on_save.txt" in in_manifest(tmp_path / "checkpoint-10")
 
 
-def test_hyperparameter_trials(tmp_path):
+def test_checkpoints_of_trials_keep_added_files(tmp_path):
     pytest.importorskip("optuna")
     trainer = make(tmp_path, trainer={"model_init": make_plain}, eval_strategy="steps", eval_steps=2)
     trainer.hyperparameter_search(lambda trial: {"seed": trial.suggest_int("seed", 1, 3)}, n_trials=2)
@@ -158,23 +158,23 @@ def test_hyperparameter_trials(tmp_path):
         assert skip_reason(folder) is None
 
 
-def test_copied_where_files_cannot_be_linked(tmp_path, monkeypatch):
+def test_added_files_are_copied_where_links_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(writer.os, "link", mock.Mock(side_effect=OSError("no links here")))
     make(tmp_path).train()
     assert (tmp_path / "checkpoint-4" / "deeper" / "before.txt").read_text() == "deeper"
     assert skip_reason(tmp_path / "checkpoint-4") is None
 
 
-def test_links_are_taken_as_links(tmp_path):
+def test_added_symbolic_links_stay_links(tmp_path):
     target = tmp_path / "base"
     target.write_text("the base model")
-    links = saving(lambda folder: (folder / "base").symlink_to(target))
+    links = make_class(lambda folder: (folder / "base").symlink_to(target))
     make(tmp_path / "out", trainer_class=links).train()
     link = tmp_path / "out" / "checkpoint-4" / "base"
     assert link.is_symlink() and link.read_text() == "the base model"
 
 
-def test_storage_that_fails_leaves_the_files_of_the_script(tmp_path, monkeypatch, caplog):
+def test_failed_save_leaves_the_files_of_the_script(tmp_path, monkeypatch, caplog):
     original, staged = Path.rename, staging_folder(tmp_path / "checkpoint-4")
 
     def full(self, target):
@@ -190,9 +190,9 @@ def test_storage_that_fails_leaves_the_files_of_the_script(tmp_path, monkeypatch
     assert skip_reason(tmp_path / "checkpoint-6") is None
 
 
-def test_outside_a_run(tmp_path):
+def test_save_checkpoint_outside_a_run_leaves_old_files_out(tmp_path):
     """`_save_checkpoint` by itself, where no run says what is left over: only what the Trainer writes."""
-    trainer = make(tmp_path, trainer_class=saving())
+    trainer = make(tmp_path, trainer_class=make_class())
     trainer.create_optimizer_and_scheduler(10)
     (tmp_path / "checkpoint-0").mkdir()
     (tmp_path / "checkpoint-0" / "stale.txt").write_text("?")

@@ -18,10 +18,10 @@ from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotWritten
 from hftrainer.training import saver
-from tests.support.checkpoints import BACKGROUND, BEST, MODELS, At, assert_same_end, finished, make_trainer
+from tests.support.checkpoints import BACKGROUND, BEST, MODELS, At, assert_same_end, make_trainer, train_to_end
 from tests.support.differences import OWN_FILES
 from tests.support.faults import FailsOnce
-from tests.support.jobs import names
+from tests.support.jobs import names_in
 from tests.support.parity import assert_same_weights
 
 
@@ -58,7 +58,7 @@ def contents(path):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_same_files(tmp_path, model, hold_back):
+def test_background_saves_write_the_same_files(tmp_path, model, hold_back):
     for name, config in (("now", {}), ("later", BACKGROUND)):
         callbacks = [EMAWeightAveraging(decay=0.5)] if model == "plain" else []
         if name == "later":
@@ -66,7 +66,7 @@ def test_the_same_files(tmp_path, model, hold_back):
         make_trainer(tmp_path / name, model, callbacks, **config).train()
     for step in (3, 6, 9):
         now, later = (tmp_path / name / f"checkpoint-{step}" for name in ("now", "later"))
-        assert names(now) == names(later)
+        assert names_in(now) == names_in(later)
         for path in now.iterdir():
             if path.name not in ("hftrainer_manifest.json", "README.md"):
                 assert contents(path) == contents(later / path.name), path.name
@@ -88,7 +88,7 @@ class Notes(TrainerCallback):
 @pytest.mark.parametrize(
     "config", [BACKGROUND["lightning_config"], {"plugins": [AsyncCheckpointIO()]}], ids=["argument", "plugin"]
 )
-def test_training_does_not_wait(tmp_path, hold_back, config):
+def test_training_continues_while_a_checkpoint_is_written(tmp_path, hold_back, config):
     notes, threads = Notes(), hold_back(folder, "write_manifest")
     make_trainer(tmp_path, callbacks=[notes], max_steps=8, lightning_config=config).train()
     assert len(threads) == 3
@@ -96,38 +96,36 @@ def test_training_does_not_wait(tmp_path, hold_back, config):
     saves = [event for event in notes.events if event[0] == "save"]
     assert saves == [("save", step) for step in (3, 6, 8)]
     assert notes.events.index(saves[0]) > notes.events.index(("step", 5))
-    assert names(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
+    assert names_in(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
 
 
-def test_rotation_and_the_best(tmp_path):
+def test_rotation_and_best_model_are_the_same(tmp_path):
     now, later = (
-        finished(make_trainer(tmp_path / name, save_total_limit=1, **BEST, **config))
+        train_to_end(make_trainer(tmp_path / name, save_total_limit=1, **BEST, **config))
         for name, config in (("now", {}), ("later", BACKGROUND))
     )
-    assert names(tmp_path / "later") == names(tmp_path / "now")
+    assert names_in(tmp_path / "later") == names_in(tmp_path / "now")
     assert_same_end(later, now)
 
 
-def test_two_runs_with_one_trainer(tmp_path):
-    trainer = finished(make_trainer(tmp_path, **BACKGROUND))
-    finished(trainer, tmp_path / "checkpoint-6")
-    assert names(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
-    assert OWN_FILES & set(names(tmp_path / "checkpoint-9")) == {"hftrainer_manifest.json", "progress.pt"}
+def test_one_trainer_saves_in_two_runs(tmp_path):
+    trainer = train_to_end(make_trainer(tmp_path, **BACKGROUND))
+    train_to_end(trainer, tmp_path / "checkpoint-6")
+    assert names_in(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    assert OWN_FILES & set(names_in(tmp_path / "checkpoint-9")) == {"hftrainer_manifest.json", "progress.pt"}
 
 
-def test_training_again_while_a_checkpoint_is_written(tmp_path, hold_back):
+def test_train_after_an_error_waits_for_the_pending_checkpoint(tmp_path, hold_back):
     hold_back(folder, "write_manifest")
     fails_once = mock.Mock(side_effect=[RuntimeError("my own bug"), None])
     trainer = make_trainer(tmp_path, callbacks=[At(4, fails_once, "on_pre_optimizer_step")], **BACKGROUND)
     with pytest.raises(RuntimeError, match="my own bug"):
         trainer.train()
-    assert names(tmp_path) == ["checkpoint-3"]
-    assert finished(trainer, True).state.global_step == 9
+    assert names_in(tmp_path) == ["checkpoint-3"]
+    assert train_to_end(trainer, True).state.global_step == 9
 
 
-def test_overrides_write_at_once(tmp_path):
-    """A subclass that writes the model itself sees the weights of the step, not those of later ones."""
-
+def test_overridden_save_sees_the_weights_of_its_step(tmp_path):
     class Own(Trainer):
         def _save(self, output_dir=None, state_dict=None):
             super()._save(output_dir, state_dict)
@@ -139,7 +137,7 @@ def test_overrides_write_at_once(tmp_path):
         assert_same_weights(torch.load(folder / "own.pt"), load_file(folder / "model.safetensors"))
 
 
-def test_overrides_find_the_files_that_transformers_has_written_before(tmp_path):
+def test_overridden_optimizer_save_finds_the_files_written_before_it(tmp_path):
     found = []
 
     class Own(Trainer):
@@ -157,7 +155,7 @@ def test_overrides_find_the_files_that_transformers_has_written_before(tmp_path)
         assert CheckpointFolder(tmp_path / f"checkpoint-{step}").inspect().changes == ""
 
 
-#: Each but the last is in a thread of its own also without `async_checkpoint`.
+#: All but the last run in a thread also without `async_checkpoint`.
 PLACES = {
     "writing": (files, "save", "optimizer.pt"),
     "flushing": (files, "flush_to_disk", "model.safetensors"),
@@ -170,33 +168,33 @@ ERRORS = {"of the storage": OSError(errno.EIO, "Input/output error"), "another":
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ERRORS)
-def test_an_error(tmp_path, monkeypatch, caplog, place, background, kind):
-    """Training goes on after one of the storage, with nothing left of the checkpoint."""
+def test_storage_error_skips_a_checkpoint_others_end_training(tmp_path, monkeypatch, caplog, place, background, kind):
+    """Nothing of the checkpoint is left."""
     module, function, name = PLACES[place]
     fails = FailsOnce(monkeypatch, module, function, ERRORS[kind], name)
     trainer = make_trainer(tmp_path, lightning_config={"async_checkpoint": background})
     if kind == "another":
         with pytest.raises(ZeroDivisionError, match="my own bug"):
             trainer.train()
-        assert not [name for name in names(tmp_path) if name == "checkpoint-3" or name.startswith("_tmp_")]
+        assert not [name for name in names_in(tmp_path) if name == "checkpoint-3" or name.startswith("_tmp_")]
     else:
         trainer.train()
         assert "checkpoint-3 could not be written (Input/output error); its partial files were removed" in caplog.text
-        assert names(tmp_path) == ["checkpoint-6", "checkpoint-9"]
+        assert names_in(tmp_path) == ["checkpoint-6", "checkpoint-9"]
     assert (fails.thread is threading.main_thread()) == (place == "publishing" and not background)
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_an_error_that_stops(tmp_path, monkeypatch, background):
+def test_on_save_error_stop_ends_training(tmp_path, monkeypatch, background):
     FailsOnce(monkeypatch, folder, "write_manifest", OSError(errno.ENOSPC, "No space left on device"))
     trainer = make_trainer(tmp_path, lightning_config={"async_checkpoint": background, "on_save_error": "stop"})
     with pytest.raises(CheckpointNotWritten, match="checkpoint-3 could not be written"):
         trainer.train()
-    assert "checkpoint-3" not in names(tmp_path)
-    assert trainer.state.global_step <= (6 if background else 3)
+    assert "checkpoint-3" not in names_in(tmp_path)
+    assert trainer.state.global_step <= (6 if background else 3)  # in the background, by the next save
 
 
-def test_a_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, caplog):
+def test_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, caplog):
     """Otherwise that thread would go on writing into a folder that is removed, or belongs to the next checkpoint."""
     events, save, discard = [], files.save, CheckpointFolder.discard
     # called as the weights are about to be written
@@ -218,4 +216,4 @@ def test_a_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, c
     assert fails.thread is threading.main_thread()
     assert events == ["written", "discarded"]
     assert "checkpoint-3 could not be written (No space left)" in caplog.text
-    assert names(tmp_path) == ["checkpoint-6", "checkpoint-9"]
+    assert names_in(tmp_path) == ["checkpoint-6", "checkpoint-9"]

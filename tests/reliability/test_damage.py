@@ -1,4 +1,4 @@
-"""Harmed files of checkpoints give way to an older whole one or are refused; those changed on purpose are used."""
+"""Damaged checkpoints are skipped or refused; those changed on purpose are used."""
 
 import functools
 import json
@@ -18,8 +18,8 @@ from hftrainer.checkpointing.folder import CheckpointFolder, Inspection
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.support.checkpoints import BEST, HARM, OnSave, finished, flip, grow, make_trainer, truncate, weights_of
-from tests.support.jobs import names
+from tests.support.checkpoints import BEST, HARM, OnSave, flip, grow, make_trainer, train_to_end, truncate, weights_of
+from tests.support.jobs import names_in
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_bert
 
@@ -31,105 +31,104 @@ HARMED = [(harm, name) for harm in HARM for name in FILES if (harm, name) != ("d
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def finished_runs(tmp_path_factory):
     """Model → a finished run of nine steps: its folder, and the weights that every resumed one must reach."""
 
     @functools.cache
     def run(model):
         folder = tmp_path_factory.mktemp(model)
-        return folder, weights_of(finished(make_trainer(folder, model)))
+        return folder, weights_of(train_to_end(make_trainer(folder, model)))
 
     return run
 
 
 @pytest.fixture
-def checkpoint(runs, tmp_path):
-    shutil.copytree(runs("bert")[0] / "checkpoint-6", tmp_path / "out" / "checkpoint-6")
+def checkpoint(finished_runs, tmp_path):
+    shutil.copytree(finished_runs("bert")[0] / "checkpoint-6", tmp_path / "out" / "checkpoint-6")
     return tmp_path / "out" / "checkpoint-6"
 
 
-def copy(source, folder):
+def copy_checkpoints(source, folder):
     shutil.rmtree(folder, ignore_errors=True)
     for step in (3, 6):
         shutil.copytree(source / f"checkpoint-{step}", folder / f"checkpoint-{step}")
     return folder / "checkpoint-6"
 
 
-def resumed(checkpoint, resume=None, model="bert"):
-    return finished(make_trainer(checkpoint.parent, model), resume or checkpoint).model.state_dict()
+def resume_run(checkpoint, resume=None, model="bert"):
+    return train_to_end(make_trainer(checkpoint.parent, model), resume or checkpoint).model.state_dict()
 
 
-def test_files_of_a_checkpoint(runs):
-    assert tuple(names(runs("bert")[0] / "checkpoint-6")) == FILES
+def test_checkpoint_has_the_files_that_are_harmed_here(finished_runs):
+    assert tuple(names_in(finished_runs("bert")[0] / "checkpoint-6")) == FILES
 
 
 @pytest.mark.parametrize(("harm", "name"), HARMED)
-def test_automatic_choice_gives_way(runs, tmp_path, harm, name, caplog):
+def test_resume_skips_a_harmed_checkpoint_for_an_older_one(finished_runs, tmp_path, harm, name, caplog):
     caplog.set_level(logging.WARNING)
-    source, expected = runs("bert")
-    harmed = copy(source, tmp_path / "out") / name
+    source, expected = finished_runs("bert")
+    harmed = copy_checkpoints(source, tmp_path / "out") / name
     HARM[harm](harmed)
-    assert_same_weights(resumed(harmed.parent, True), expected)
+    assert_same_weights(resume_run(harmed.parent, True), expected)
     assert str(harmed) in caplog.text
 
 
 @pytest.mark.parametrize(("harm", "name"), HARMED)
-def test_by_name_is_refused(checkpoint, harm, name, caplog):
+def test_harmed_checkpoint_is_refused_by_name(checkpoint, harm, name, caplog):
     HARM[harm](checkpoint / name)
     if harm == "deleted" and name not in NEEDED:  # can be meant
-        resumed(checkpoint)
+        resume_run(checkpoint)
         assert f"{CHANGED} (removed: {name}). It is used" in caplog.text
     else:
         with pytest.raises(CheckpointNotFound, match="(damaged|lacks).*" + name.replace(".", r"\.")):
-            resumed(checkpoint)
+            resume_run(checkpoint)
 
 
-def test_without_its_manifest_a_folder_is_like_one_of_transformers(runs, checkpoint, caplog):
+def test_checkpoint_without_a_manifest_resumes_without_warning(finished_runs, checkpoint, caplog):
     caplog.set_level(logging.WARNING)
     (checkpoint / MANIFEST_NAME).unlink()
-    assert_same_weights(resumed(checkpoint, True), runs("bert")[1])
+    assert_same_weights(resume_run(checkpoint, True), finished_runs("bert")[1])
     assert not caplog.text
 
 
 @pytest.mark.parametrize("harm", ["truncated", "empty", "deleted"])
 @pytest.mark.parametrize("name", FILES_OF_TRANSFORMERS)
-def test_folders_of_transformers(runs, tmp_path, harm, name, caplog):
-    """Without a manifest damage is known from the files themselves."""
+def test_harm_is_found_without_a_manifest(finished_runs, tmp_path, harm, name, caplog):
     caplog.set_level(logging.WARNING)
-    source, expected = runs("plain")
-    folder = copy(source, tmp_path / "out")
+    source, expected = finished_runs("plain")
+    folder = copy_checkpoints(source, tmp_path / "out")
     for manifest in folder.parent.glob(f"*/{MANIFEST_NAME}"):
         manifest.unlink()
     HARM[harm](folder / name)
-    end = resumed(folder, True, model="plain")
+    end = resume_run(folder, True, model="plain")
     assert name in caplog.text or "holds no weights" in caplog.text or "lacks the optimizer" in caplog.text
     if harm != "deleted" or name in NEEDED:
         assert_same_weights(end, expected)  # what save_only_model leaves out may be missing, and is another run
 
 
-def test_nothing_whole_is_left(runs, tmp_path):
-    folder = copy(runs("plain")[0], tmp_path / "out")
+def test_resume_fails_when_no_checkpoint_is_whole(finished_runs, tmp_path):
+    folder = copy_checkpoints(finished_runs("plain")[0], tmp_path / "out")
     for optimizer in folder.parent.glob("*/optimizer.pt"):
         truncate(optimizer)
     with pytest.raises(CheckpointNotFound, match="No valid checkpoint found"):
-        resumed(folder, True, model="plain")
+        resume_run(folder, True, model="plain")
     assert get_last_checkpoint(str(folder.parent)) is None
 
 
-def test_auto(tmp_path):
+def test_resume_auto_skips_harmed_checkpoints(tmp_path):
     saved = []
     for steps in (3, 6, 9):
         saves = OnSave(lambda folder: saved.append(folder.name))
-        finished(make_trainer(tmp_path, callbacks=[saves], max_steps=steps), "auto")
+        train_to_end(make_trainer(tmp_path, callbacks=[saves], max_steps=steps), "auto")
         truncate(tmp_path / f"checkpoint-{steps}" / "optimizer.pt")
-    # checkpoint-3 was written anew by the second
+    # the second run has found checkpoint-3 damaged, and wrote it again; the third did so with checkpoint-6
     assert saved == [f"checkpoint-{step}" for step in (3, 3, 6, 6, 9)]
 
 
-def test_a_best_model_that_was_moved(tmp_path, caplog):
+def test_best_model_is_found_in_a_moved_folder(tmp_path, caplog):
     make_trainer(tmp_path / "a", **BEST).train()
     shutil.move(tmp_path / "a", tmp_path / "b")
-    moved = finished(make_trainer(tmp_path / "b", max_steps=12, **BEST), True)
+    moved = train_to_end(make_trainer(tmp_path / "b", max_steps=12, **BEST), True)
     assert "is missing: " in caplog.text
     assert moved.state.best_model_checkpoint.startswith(str(tmp_path / "b"))
 
@@ -155,7 +154,7 @@ def change_weights(folder, change):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def and_back(folder):
+def to_shards_and_back(folder):
     """Shards are made, then one file again: the index stays, and lists shards that are gone."""
     to_shards(folder)
     type(make_bert()).from_pretrained(folder).save_pretrained(folder, max_shard_size="1GB")
@@ -172,11 +171,11 @@ def unlink(name):
     return lambda folder: (folder / name).unlink()
 
 
-def writing(name, text):
+def write_file(name, text):
     return lambda folder: (folder / name).write_bytes(text)
 
 
-def harming(harm, name):
+def harm_file(harm, name):
     return lambda folder: harm(folder / name)
 
 
@@ -185,25 +184,25 @@ PURPOSES = {
     "bin beside": (to_bin_beside, ["added: pytorch_model.bin"]),
     "shards": (to_shards, ["model-00001-of-", "removed: model.safetensors"]),
     "other types": (lambda folder: change_weights(folder, torch.Tensor.double), ["different size: model.safetensors"]),
-    "there and back": (and_back, ["added: model.safetensors.index.json"]),
+    "there and back": (to_shards_and_back, ["added: model.safetensors.index.json"]),
     "config": (edit_config, ["different size: config.json"]),
     "removed": (unlink("progress.pt"), ["removed: progress.pt"]),
-    "added": (writing("notes.bin", b"\xff mine"), ["added: notes.bin"]),
+    "added": (write_file("notes.bin", b"\xff mine"), ["added: notes.bin"]),
 }
 
 
 @pytest.mark.parametrize("purpose", PURPOSES)
-def test_changed_on_purpose(runs, checkpoint, purpose, caplog):
-    """Named, it is used with a warning. `True` means one that is whole; what is only added changes nothing."""
+def test_checkpoint_changed_on_purpose_is_used_by_name_with_a_warning(finished_runs, checkpoint, purpose, caplog):
+    """`True` chooses an unchanged one instead, unless files were only added."""
     caplog.set_level(logging.WARNING)
     change, named = PURPOSES[purpose]
     change(checkpoint)
     older = checkpoint.with_name("checkpoint-3")
-    shutil.copytree(runs("bert")[0] / "checkpoint-3", older)
+    shutil.copytree(finished_runs("bert")[0] / "checkpoint-3", older)
     newest = checkpoint if purpose in ("added", "bin beside") else older
     assert get_last_checkpoint(str(checkpoint.parent)) == str(newest)
     caplog.clear()
-    assert_same_weights(resumed(checkpoint), runs("bert")[1])
+    assert_same_weights(resume_run(checkpoint), finished_runs("bert")[1])
     (warning,) = [record.getMessage() for record in caplog.records if CHANGED in record.getMessage()]
     assert all(part in warning for part in named)
     assert f"{command_name()} checkpoint --accept {checkpoint}" in warning
@@ -211,7 +210,7 @@ def test_changed_on_purpose(runs, checkpoint, purpose, caplog):
     assert get_last_checkpoint(str(checkpoint.parent)) != str(checkpoint)
 
 
-def half_written(folder):
+def write_half(folder):
     to_bin(folder)
     truncate(folder / "pytorch_model.bin")
 
@@ -222,29 +221,29 @@ def harm_shard(folder, harm):
 
 
 DAMAGE = {
-    "half written": (half_written, "pytorch_model.bin is truncated"),
+    "half written": (write_half, "pytorch_model.bin is truncated"),
     "shard lost": (lambda folder: harm_shard(folder, os.remove), "model-00002-.* is missing"),
     "shard cut": (lambda folder: harm_shard(folder, truncate), "model-00002-.* cannot be read"),
     "no weights": (unlink("model.safetensors"), "model.safetensors is missing, and no weights replace it"),
-    "other bytes": (harming(flip, "model.safetensors"), "contents of .*model.safetensors have changed"),
-    "more bytes": (harming(grow, "optimizer.pt"), "optimizer.pt has extra bytes at its end"),
-    "no pickle": (harming(truncate, "training_args.bin"), "training_args.bin is truncated"),
-    "state": (writing("trainer_state.json", b"[]"), "trainer_state.json does not contain a state"),
-    "manifest": (harming(flip, MANIFEST_NAME), f"{MANIFEST_NAME} cannot be read"),
+    "other bytes": (harm_file(flip, "model.safetensors"), "contents of .*model.safetensors have changed"),
+    "more bytes": (harm_file(grow, "optimizer.pt"), "optimizer.pt has extra bytes at its end"),
+    "no pickle": (harm_file(truncate, "training_args.bin"), "training_args.bin is truncated"),
+    "state": (write_file("trainer_state.json", b"[]"), "trainer_state.json does not contain a state"),
+    "manifest": (harm_file(flip, MANIFEST_NAME), f"{MANIFEST_NAME} cannot be read"),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_refused(checkpoint, kind):
+def test_each_kind_of_damage_is_refused_with_its_reason(checkpoint, kind):
     harm, reason = DAMAGE[kind]
     harm(checkpoint)
     with pytest.raises(CheckpointNotFound, match=f"is damaged: .*{reason}") as refused:
-        resumed(checkpoint)
+        resume_run(checkpoint)
     assert ("checkpoint --accept" in str(refused.value)) == (kind in ("other bytes", "manifest"))
 
 
-def test_every_byte_of_the_manifest(checkpoint):
-    """Damage to the list of files is never taken for a change of the files."""
+def test_changed_byte_of_the_manifest_is_damage(checkpoint):
+    """It is not taken for a change of the listed files."""
     manifest = checkpoint / MANIFEST_NAME
     whole, unreadable = manifest.read_bytes(), Inspection(checkpoint, fault=f"{manifest} cannot be read")
     for place in range(0, whole.index(b'"crc32"', whole.rindex(b"}\n },")), 7):
@@ -257,8 +256,8 @@ def test_every_byte_of_the_manifest(checkpoint):
     assert CheckpointFolder(checkpoint).inspect() == Inspection(checkpoint)
 
 
-def test_forms(tmp_path):
-    """What has no form of its own is read as a text; legacy pickles of torch are read too."""
+def test_files_of_unknown_format_are_checked_as_text(tmp_path):
+    """Legacy pickles of torch are read too."""
     torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "vocab.txt").write_text("wörter\n")
     for name in ("old.pt", "vocab.txt"):
@@ -274,12 +273,12 @@ def test_forms(tmp_path):
     assert set(reasons.values()) == {"is not text, and its format cannot be checked"}
 
 
-def test_best_model_that_a_callback_changes(tmp_path, caplog):
-    """As callbacks for adapters do in on_save; a damaged one loses nobody hours of training."""
+def test_best_model_changed_in_on_save_is_loaded_unless_damaged(tmp_path, caplog):
+    """As callbacks for adapters do; if it is damaged, the last weights are kept."""
     loaded = {}
-    for name, change in (("plain", lambda folder: None), ("converted", to_bin), ("cut", half_written)):
+    for name, change in (("plain", lambda folder: None), ("converted", to_bin), ("cut", write_half)):
         settings = {**BEST, "learning_rate": 1.0, "save_total_limit": 1}
-        trainer = finished(make_trainer(tmp_path / name, callbacks=[OnSave(change)], **settings))
+        trainer = train_to_end(make_trainer(tmp_path / name, callbacks=[OnSave(change)], **settings))
         assert trainer.state.best_global_step < 9
         assert ("The best model cannot be loaded, so the Trainer keeps the last one" in caplog.text) == (name == "cut")
         loaded[name] = weights_of(trainer)
@@ -290,7 +289,7 @@ def test_best_model_that_a_callback_changes(tmp_path, caplog):
 
 
 @pytest.fixture
-def command(capsys):
+def run_command(capsys):
     def run(*words):
         capsys.readouterr()
         try:
@@ -302,62 +301,62 @@ def command(capsys):
     return run
 
 
-def test_what_a_checkpoint_says_of_its_run(checkpoint, command):
-    status, printed, _ = command(checkpoint, "--json")
+def test_checkpoint_command_describes_the_run(checkpoint, run_command):
+    status, printed, _ = run_command(checkpoint, "--json")
     found = json.loads(printed)
     assert status == 0
     assert (found["damage"], found["step"], found["max_steps"], found["lacks"]) == (None, 6, 9, None)
     assert (found["processes"], found["global_batch"], found["samples_read_in_epoch"]) == (1, 4, 24)
     assert found["resumes_on"] == "any number of processes, with DDP, FSDP or neither"
-    assert re.search("^optimizer step +6 of 9$", command(checkpoint)[1], re.MULTILINE)
+    assert re.search("^optimizer step +6 of 9$", run_command(checkpoint)[1], re.MULTILINE)
     truncate(checkpoint / "optimizer.pt")
-    status, printed, _ = command(checkpoint)
+    status, printed, _ = run_command(checkpoint)
     assert status == 1
     assert f"no: {checkpoint / 'optimizer.pt'} has changed size since it was written" in printed
-    assert command(checkpoint.parent)[0] == 2
+    assert run_command(checkpoint.parent)[0] == 2
 
 
-def test_accept(runs, checkpoint, command, caplog):
+def test_accept_updates_the_manifest_or_names_the_damage(finished_runs, checkpoint, run_command, caplog):
     to_bin(checkpoint)
     flip(checkpoint / "config.json")  # no JSON any more
-    status, _, errors = command("--accept", checkpoint)
+    status, _, errors = run_command("--accept", checkpoint)
     assert status == 1
     assert f"error: {checkpoint / 'config.json'} cannot be read" in errors
-    shutil.copy(runs("bert")[0] / "checkpoint-6" / "config.json", checkpoint)
+    shutil.copy(finished_runs("bert")[0] / "checkpoint-6" / "config.json", checkpoint)
     manifest = (checkpoint / MANIFEST_NAME).read_text()
-    status, printed, errors = command("--accept", checkpoint)
+    status, printed, errors = run_command("--accept", checkpoint)
     assert (status, errors) == (0, "")
     assert "is accepted (added: pytorch_model.bin; removed: model.safetensors)." in printed
     assert (checkpoint / MANIFEST_NAME).read_text() != manifest
     assert get_last_checkpoint(str(checkpoint.parent)) == str(checkpoint)
-    assert_same_weights(resumed(checkpoint), runs("bert")[1])
+    assert_same_weights(resume_run(checkpoint), finished_runs("bert")[1])
     assert CHANGED not in caplog.text
 
 
-def test_accept_other_bytes(checkpoint, command):
-    """Weights that were edited in place have their old size: the command is how to say that it was meant."""
+def test_accept_allows_weights_edited_in_place(checkpoint, run_command):
+    """They have their old size, so only the command says that the edit was meant."""
     change_weights(checkpoint, lambda tensor: tensor * 2)
     with pytest.raises(CheckpointNotFound, match="have changed since it was written, but not its size"):
-        resumed(checkpoint)
-    status, printed, errors = command("--accept", checkpoint)
+        resume_run(checkpoint)
+    status, printed, errors = run_command("--accept", checkpoint)
     assert (status, errors) == (0, "")
     assert "(same size, different contents: model.safetensors)" in printed
-    resumed(checkpoint, True)
+    resume_run(checkpoint, True)
 
 
 @pytest.mark.parametrize(
     ("folder", "said"), [("missing", "the folder does not exist"), ("..", "it lacks trainer_state.json")]
 )
-def test_accept_what_is_none(checkpoint, command, folder, said):
-    status, _, errors = command("--accept", checkpoint / folder)
+def test_accept_refuses_a_folder_without_checkpoint(checkpoint, run_command, folder, said):
+    status, _, errors = run_command("--accept", checkpoint / folder)
     assert (status, f"is not a checkpoint: {said}" in errors) == (2, True), errors
 
 
-def test_accept_a_folder_of_transformers(checkpoint, command):
+def test_accept_writes_a_missing_manifest(checkpoint, run_command):
     (checkpoint / MANIFEST_NAME).unlink()
-    assert command("--accept", checkpoint)[0] == 0
+    assert run_command("--accept", checkpoint)[0] == 0
     assert (checkpoint / MANIFEST_NAME).is_file()
     (checkpoint / "model.safetensors").unlink()
-    status, _, errors = command("--accept", checkpoint)
+    status, _, errors = run_command("--accept", checkpoint)
     assert status == 1
     assert "model.safetensors is missing, and no weights replace it: a run cannot resume from the checkpoint" in errors

@@ -64,12 +64,12 @@ class Drawing(Plain):
         return super().forward(x + sum(draw() for draw in DRAWS.values()) if self.training else x, labels)
 
 
-def held():
+def data_in_memory():
     """Samples in memory: reading them draws nothing."""
     return plain_data(22)
 
 
-def grouped(count=22):
+def data_of_lengths(count=22):
     return [{**sample, "input_ids": [0] * (index % 7)} for index, sample in enumerate(plain_data(count))]
 
 
@@ -81,7 +81,7 @@ def build(folder, make_data=Augmented, collator=None, **settings):
     return make_trainer(folder, trainer=given, **{**defaults, **settings})
 
 
-def lines(trainer):
+def comparable_log(trainer):
     *logs, last = comparable(trainer.state.log_history)
     return [*logs, {name: value for name, value in last.items() if name != "train_loss"}]
 
@@ -93,7 +93,7 @@ def end_workers(trainer):
             loader._iterator._shutdown_workers()
 
 
-def resumed_from_each(tmp_path, steps=None, **settings):
+def resume_from_each(tmp_path, steps=None, **settings):
     """Train, then resume from each checkpoint; asserts that all end alike. Returns the datasets read."""
     whole = build(tmp_path, **settings)
     whole.train()
@@ -105,7 +105,7 @@ def resumed_from_each(tmp_path, steps=None, **settings):
         trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         end_workers(trainer)
         where = f"resumed from step {step}"
-        assert lines(trainer) == lines(whole), where
+        assert comparable_log(trainer) == comparable_log(whole), where
         assert_same_weights(trainer.model.state_dict(), whole.model.state_dict())
         for name in ("global_step", "total_flos", "best_metric", "num_input_tokens_seen", "epoch"):
             assert getattr(trainer.state, name) == getattr(state, name), where
@@ -121,8 +121,8 @@ SETTINGS = {
     "plain": {},
     "evaluating": {"steps": [2, 5, 6, 7], **EVALUATED},
     "accumulated, evaluating": {**THREE, **EVALUATED},
-    "in memory": {"make_data": held, "trainer": {"model_init": Drawing}},
-    "in memory, accumulated": {"make_data": held, "trainer": {"model_init": Drawing}, **THREE},
+    "in memory": {"make_data": data_in_memory, "trainer": {"model_init": Drawing}},
+    "in memory, accumulated": {"make_data": data_in_memory, "trainer": {"model_init": Drawing}, **THREE},
     "by epoch": {"steps": STATES, "eval_strategy": "epoch", "logging_strategy": "epoch"},
     "last batch dropped": {"dataloader_drop_last": True, "max_steps": 7, **THREE},
     "sequential": {"steps": STATES, "train_sampling_strategy": "sequential", "logging_first_step": True},
@@ -149,15 +149,15 @@ SETTINGS = {
         **{"eval_strategy": "epoch", "logging_strategy": "epoch"},
     },
     "grouped by length": {
-        **{"steps": [2, 6], "make_data": grouped, "trainer": {"eval_dataset": grouped(9)}},
+        **{"steps": [2, 6], "make_data": data_of_lengths, "trainer": {"eval_dataset": data_of_lengths(9)}},
         **{"train_sampling_strategy": "group_by_length", **EVALUATED},
     },
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings(tmp_path, name):
-    resumed_from_each(tmp_path, **SETTINGS[name])
+def test_resume_is_exact_with_each_setting(tmp_path, name):
+    resume_from_each(tmp_path, **SETTINGS[name])
 
 
 class OneByOne(SequentialSampler):
@@ -165,7 +165,7 @@ class OneByOne(SequentialSampler):
         return (random.randrange(len(self.data_source)) for _ in self.data_source)
 
 
-def weighted(data, generator=None):
+def weighted_sampler(data, generator=None):
     weights = [1.0 + i % 3 for i in range(len(data))]
     return torch.utils.data.WeightedRandomSampler(weights, len(data), generator=generator)
 
@@ -177,34 +177,34 @@ def seeded():
 SAMPLERS = {
     "random": RandomSampler,
     "replacement": lambda data: RandomSampler(data, replacement=True, generator=seeded()),
-    "weighted": weighted,
-    "weighted-generator": lambda data: weighted(data, seeded()),
+    "weighted": weighted_sampler,
+    "weighted-generator": lambda data: weighted_sampler(data, seeded()),
     "one-by-one": OneByOne,
 }
 
 
-@pytest.mark.parametrize("make_data", [Augmented, held])
+@pytest.mark.parametrize("make_data", [Augmented, data_in_memory])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_own_sampler(tmp_path, name, make_data):
+def test_resume_is_exact_with_a_custom_sampler(tmp_path, name, make_data):
     class Own(Trainer):
         def _get_train_sampler(self, train_dataset=None):
             return SAMPLERS[name](self.train_dataset)
 
-    resumed_from_each(tmp_path, [2, 6, 8], trainer_class=Own, make_data=make_data, trainer={"model_init": Drawing})
+    resume_from_each(tmp_path, [2, 6, 8], trainer_class=Own, make_data=make_data, trainer={"model_init": Drawing})
 
 
 @pytest.mark.parametrize(("prepared", "workers"), [(False, 0), (False, 2), (True, 2)])
-def test_own_batch_sampler(tmp_path, prepared, workers):
+def test_resume_is_exact_with_a_custom_batch_sampler(tmp_path, prepared, workers):
     class Own(Trainer):
         def get_train_dataloader(self):
             collate = self._get_collator_with_removed_columns(self.data_collator)
-            sampler = torch.utils.data.BatchSampler(weighted(self.train_dataset, seeded()), 4, drop_last=False)
+            sampler = torch.utils.data.BatchSampler(weighted_sampler(self.train_dataset, seeded()), 4, drop_last=False)
             loader = DataLoader(self.train_dataset, batch_sampler=sampler, num_workers=workers, collate_fn=collate)
             return self.accelerator.prepare(loader) if prepared else loader
 
     draws = tuple(DRAWS) if prepared or not workers else ()
     steps = [2, 6] if workers else [2, 6, 8]
-    resumed_from_each(tmp_path, steps, trainer_class=Own, make_data=lambda: Augmented(22, draws))
+    resume_from_each(tmp_path, steps, trainer_class=Own, make_data=lambda: Augmented(22, draws))
 
 
 #: Kind of generator → makes one, and draws from it.
@@ -232,9 +232,9 @@ class NoisyCollator:
 
 
 @pytest.mark.parametrize(("kind", "workers"), [*((kind, 0) for kind in KINDS), ("torch", 2), ("numpy", 2)])
-def test_collator_with_a_generator(tmp_path, kind, workers):
+def test_resume_restores_the_generator_of_a_collator(tmp_path, kind, workers):
     steps = [2, 6] if workers else [2, 6, 8]
-    resumed_from_each(tmp_path, steps, collator=lambda: NoisyCollator(kind), dataloader_num_workers=workers)
+    resume_from_each(tmp_path, steps, collator=lambda: NoisyCollator(kind), dataloader_num_workers=workers)
 
 
 class Masking:
@@ -250,22 +250,22 @@ class Masking:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_seeded_masks_of_the_installed_release(tmp_path, workers):
+def test_resume_restores_seeded_masks_of_transformers(tmp_path, workers):
     """Reported for v5.24, whose collator makes a new generator when it does not know the process of the old one."""
     steps = [2, 6] if workers else [2, 6, 8]
-    resumed_from_each(tmp_path, steps, collator=Masking, dataloader_num_workers=workers)
+    resume_from_each(tmp_path, steps, collator=Masking, dataloader_num_workers=workers)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_stream_with_a_state_is_not_read_again(tmp_path, accumulation):
+def test_stateful_stream_is_not_read_again(tmp_path, accumulation):
     more = {"max_steps": 7, "gradient_accumulation_steps": accumulation}
-    data = resumed_from_each(tmp_path, [1, 4, 7], make_data=lambda: StatefulStream(26), **more)
-    assert data[0].read[0] == 4 * accumulation
+    data = resume_from_each(tmp_path, [1, 4, 7], make_data=lambda: StatefulStream(26), **more)
+    assert data[0].read[0] == 4 * accumulation  # after one step of batches of 4
     assert data[-1].read == []  # its run was complete
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_stream_of_datasets(tmp_path, shuffled):
+def test_resume_is_exact_with_a_stream_of_datasets(tmp_path, shuffled):
     datasets = pytest.importorskip("datasets")
     read = []
 
@@ -276,12 +276,12 @@ def test_stream_of_datasets(tmp_path, shuffled):
         stream = stream.map(lambda row, index: read.append(index) or row, with_indices=True)
         return (stream.shuffle(seed=1, buffer_size=5) if shuffled else stream).with_format("torch")
 
-    resumed_from_each(tmp_path, [1, 5, 6, 3], make_data=make_data, max_steps=8)
+    resume_from_each(tmp_path, [1, 5, 6, 3], make_data=make_data, max_steps=8)
     assert (read[0] == 0) == shuffled  # the samples in a shuffle buffer are not in the state: read again
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_stateful_loader_of_torchdata(tmp_path, workers):
+def test_resume_is_exact_with_a_stateful_loader_of_torchdata(tmp_path, workers):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     class Own(Trainer):
@@ -290,5 +290,5 @@ def test_stateful_loader_of_torchdata(tmp_path, workers):
             return stateful.StatefulDataLoader(self.train_dataset, 4, **how)
 
     settings = {"trainer_class": Own, "make_data": lambda: StatefulStream(22, ()), "max_steps": 9}
-    data = resumed_from_each(tmp_path, [1, 3, 6], **settings)
-    assert workers or data[1].read[0] == 12
+    data = resume_from_each(tmp_path, [1, 3, 6], **settings)
+    assert workers or data[1].read[0] == 12  # after three batches of 4

@@ -1,6 +1,6 @@
-"""Contents that somebody made up, of checkpoints, configurations and the Hub: a clear error, or they are used.
+"""Random changes to checkpoints, configurations and references to the Hub give a clear error, or are used.
 
-No code of theirs is run, and no other file is written.
+No code in them is run, and no other file is written.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from hftrainer.hub.download import download_checkpoint
 from hftrainer.parallel.fsdp_settings import read_fsdp
 from hftrainer_deepspeed.settings import build_config
 from tests.support import fuzz
-from tests.support.checkpoints import KeepsState, copy_without_manifest, finished, make_trainer
+from tests.support.checkpoints import KeepsState, copy_without_manifest, make_trainer, train_to_end
 from tests.support.hub_runs import TOKEN, hub as hub
 from tests.support.hub_server import Commit, Repo
-from tests.support.jobs import names
-from tests.support.parts import stepped, write
+from tests.support.jobs import names_in
+from tests.support.parts import make_stepped, write_parts
 from tests.support.tiny import make_bert
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -48,7 +48,7 @@ def sources(tmp_path_factory):
     def source(kind):
         folder = tmp_path_factory.mktemp(kind)
         if kind == "parts":
-            write(folder / "checkpoint-3")
+            write_parts(folder / "checkpoint-3")
             (folder / "checkpoint-3" / MANIFEST_NAME).touch()
         else:
             make(folder, max_steps=3, **(WORKERS if kind == "workers" else {})).train()
@@ -62,19 +62,19 @@ def folder(tmp_path):
     return tmp_path / "run" / "checkpoint-3"
 
 
-def memory():
+def used_memory():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextlib.contextmanager
-def harmless(folder):
+def assert_harmless(folder):
     """What is read inside is accepted or refused; it runs no code, writes nothing elsewhere, takes little memory."""
-    before = memory()
+    before = used_memory()
     with fuzz.accepted_or_refused():
         yield
-    assert names(folder.parents[1]) == ["run"]
-    assert memory() - before < 500 * 2**20
+    assert names_in(folder.parents[1]) == ["run"]
+    assert used_memory() - before < 500 * 2**20
 
 
 def change_json(path, draw, trace):
@@ -111,7 +111,7 @@ def change_list(path, draw, trace):
     else:
         setattr(parts, name, draw(fuzz.mutated(value)))
     if draw(st.integers(0, 9)) == 9:
-        parts.planner_data = {"more": fuzz.Mischief(trace)}
+        parts.planner_data = {"more": fuzz.MaliciousPickle(trace)}
     path.write_bytes(pickle.dumps(parts))
 
 
@@ -120,12 +120,12 @@ def scramble(path, draw, trace):
 
 
 def resume(folder, **settings):
-    finished(make(folder.parent, **settings), folder)
+    train_to_end(make(folder.parent, **settings), folder)
 
 
 def load(kind):
     def load_parts(folder):
-        model, optimizer = stepped()
+        model, optimizer = make_stepped()
         if kind == "model":
             load_model_shards(model, str(folder))
         else:
@@ -139,7 +139,7 @@ CHANGES = {
     **dict.fromkeys(["progress.pt", "rng_state.pth", "optimizer.pt", "scheduler.pt"], change_torch),
     **dict.fromkeys(["lightning_callbacks.pt", "training_args.bin"], change_torch),
 }
-#: What is changed → the checkpoint it is in, the file, how, and what reads it.
+#: Case → kind of checkpoint, the file that is changed, how, and what reads it.
 CASES = {
     **{f"values of {name}": ("run", name, change, resume) for name, change in CHANGES.items()},
     **{f"bytes of {name}": ("run", name, scramble, resume) for name in CHANGES},
@@ -153,34 +153,34 @@ for _kind, _folder in SHARD_FOLDERS.items():
 
 
 @pytest.mark.parametrize("case", CASES)
-@fuzz.made_up
-def test_made_up_contents(sources, folder, case, data):
+@fuzz.with_examples
+def test_random_contents_of_checkpoints_are_used_or_refused(sources, folder, case, data):
     kind, name, change, read = CASES[case]
     copy_without_manifest(sources(kind), folder)
     if name == MANIFEST_NAME:
         (folder / name).write_bytes((sources(kind) / name).read_bytes())
     change(folder / name, data.draw, folder.parents[1] / "trace")
-    with harmless(folder):
+    with assert_harmless(folder):
         read(folder)
 
 
-def of_index(shard):
+def index_of(shard):
     return "model.safetensors.index.json", {"weight_map": {"a": shard}}
 
 
-def of_manifest(name):
+def manifest_of(name):
     files = {name: {"size": 1, "crc32": 1}}
     return MANIFEST_NAME, {"files": files, "crc32": crc32_of_list(files)}
 
 
 OUTSIDE = [
-    *map(of_index, ["../outside.safetensors", "/tmp/outside.safetensors", 7, None]),
-    *map(of_manifest, ["../outside", "/etc/hostname", "a/../../outside"]),
+    *map(index_of, ["../outside.safetensors", "/tmp/outside.safetensors", 7, None]),
+    *map(manifest_of, ["../outside", "/etc/hostname", "a/../../outside"]),
 ]
 
 
 @pytest.mark.parametrize(("name", "content"), OUTSIDE, ids=str)
-def test_no_way_out_of_the_folder(sources, folder, name, content):
+def test_paths_out_of_the_checkpoint_are_refused(sources, folder, name, content):
     copy_without_manifest(sources("run"), folder)
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
     (folder / name).write_text(json.dumps(content))
@@ -200,7 +200,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_values_that_a_step_of_training_would_refuse(sources, folder, name):
+def test_values_that_would_fail_in_training_are_refused(sources, folder, name):
     file, change = STEPS[name]
     copy_without_manifest(sources("run"), folder)
     held = torch.load(folder / file, weights_only=False)
@@ -235,12 +235,12 @@ DEEPSPEED = {
 }
 
 
-def parsed(path):
+def parse_arguments(path):
     parser = HfArgumentParser(TrainingArguments)
     (parser.parse_json_file if path.suffix == ".json" else parser.parse_yaml_file)(str(path))
 
 
-def completed(path):
+def complete_deepspeed(path):
     args = TrainingArguments("out", use_cpu=True, report_to="none")
     args.deepspeed = str(path)  # afterwards: nobody asks whether DeepSpeed is installed
     build_config(args).complete_with_run_values(args, make_bert(), 10)
@@ -248,11 +248,11 @@ def completed(path):
 
 #: Kind of file → its contents, and what reads it.
 KINDS = {
-    "arguments": (ARGUMENTS, parsed),
+    "arguments": (ARGUMENTS, parse_arguments),
     "lightning": (LIGHTNING, lambda path: make_trainer("out", lightning_config=str(path))),
     "accelerator": (ACCELERATOR, lambda path: make_trainer("out", accelerator_config=str(path))),
     "fsdp": (FSDP, lambda path: read_fsdp(True, str(path), {})),
-    "deepspeed": (DEEPSPEED, completed),
+    "deepspeed": (DEEPSPEED, complete_deepspeed),
 }
 FILES = [*(f"{kind}.json" for kind in KINDS), "arguments.yaml", "lightning.yaml", "deepspeed.yaml"]
 
@@ -266,8 +266,8 @@ def place(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("way", ["values", "bytes"])
-@fuzz.made_up
-def test_made_up_files(place, name, way, data):
+@fuzz.with_examples
+def test_random_config_files_are_used_or_refused(place, name, way, data):
     content, read = KINDS[name.partition(".")[0]]
     if way == "values":
         text = json.dumps(data.draw(fuzz.mutated(content))).encode()  # YAML reads JSON
@@ -276,10 +276,10 @@ def test_made_up_files(place, name, way, data):
     (place / name).write_bytes(text)
     with fuzz.accepted_or_refused():
         read(place / name)
-    assert set(names(place)) <= {name, "out"}
+    assert set(names_in(place)) <= {name, "out"}
 
 
-#: Which no reader takes for a mapping of arguments.
+#: Contents that are no mapping of arguments.
 ODD = {
     **{"deep": b"[" * 1_000, "deeper": b"[" * 10_000, "empty": b"", "zero": b"\x00", "letters": "é".encode() * 3},
     **{"no anchor": b"a: &a [x, x]\nb: *c", "deep keys": b'{"a": 1' * 2_000, "no UTF-8": b'{"devices": "\xff\xfe"}'},
@@ -287,8 +287,8 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_odd_files(place, name):
-    """As it is, each is read."""
+def test_config_files_without_a_mapping_are_refused(place, name):
+    """Unchanged, the same files are read."""
     content, read = KINDS[name.partition(".")[0]]
     (place / name).write_text(json.dumps(content))
     read(place / name)
@@ -308,7 +308,7 @@ REFERENCES = st.builds(
     st.lists(st.sampled_from(WORDS), max_size=3).map("/".join),
 )
 STATE = b'{"global_step": 2}'
-#: Names of files in a repository that somebody made up.
+#: Malicious names of files in a repository.
 PATHS = {
     **{"../outside": STATE, "checkpoint-2/../../outside": STATE, "/tmp/hftrainer-outside": STATE},
     **{"checkpoint-2/trainer_state.json": STATE, "a\\..\\b": STATE},
@@ -325,9 +325,8 @@ def files_below(folder):
     return {path for path in folder.rglob("*") if path.is_file()}
 
 
-@fuzz.made_up
-def test_made_up_references(repos, tmp_path, data):
-    """What is downloaded stays in the cache, whatever is asked for and whatever the repository lists."""
+@fuzz.with_examples
+def test_random_references_download_into_the_cache_only(repos, tmp_path, data):
     home = tmp_path / "home" / "hub"
     for reference in data.draw(st.lists(REFERENCES, min_size=5, max_size=5)):
         try:
@@ -343,6 +342,6 @@ def test_made_up_references(repos, tmp_path, data):
 @pytest.mark.parametrize(
     "place", ["..", "../..", "checkpoint-2/../../../..", "/", "//", "/tmp", "checkpoint-2//", ".", "a\\..\\.."]
 )
-def test_a_reference_that_leads_out_of_the_cache(repos, place):
+def test_reference_that_leads_out_of_the_cache_is_refused(repos, place):
     with pytest.raises(CheckpointNotFound, match="pass 'hub:owner/name'"):
         download_checkpoint(f"hub:me/run/{place}", HUB_ARGS)

@@ -25,14 +25,14 @@ from hftrainer.parallel import process_group
 from hftrainer.parallel.processes import _wait_for_job as has_ended
 from hftrainer.search.jobs import pickle_trainer
 from tests.support.checkpoints import At, OnSave
-from tests.support.hub_runs import READS, STEPS, TOKEN, environment, hub as hub, make_uploading
+from tests.support.hub_runs import READ_TOKEN, STEPS, TOKEN, environment, hub as hub, make_uploading
 from tests.support.hub_server import Commit, Repo, cut, fail
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_plain
 
 
 @pytest.fixture(autouse=True)
-def no_token(request, tmp_path, monkeypatch, caplog, capfd):
+def assert_no_token_is_shown(request, tmp_path, monkeypatch, caplog, capfd):
     """After the test, search every upload, file, log line and printed line for the tokens. Tests print their errors."""
     monkeypatch.setattr(repository, "_WAITS", (0.01,))
     repos = request.getfixturevalue("hub").repos if "hub" in request.fixturenames else {}
@@ -43,7 +43,7 @@ def no_token(request, tmp_path, monkeypatch, caplog, capfd):
     shown += [(path, path.read_bytes()) for path in tmp_path.rglob("*") if path.is_file()]
     shown += [("the log", caplog.handler.format(record).encode()) for record in caplog.get_records("call")]
     shown += [("what was printed", printed.encode()) for printed in capfd.readouterr()]
-    assert not [where for where, data in shown if TOKEN.encode() in data or READS.encode() in data]
+    assert not [where for where, data in shown if TOKEN.encode() in data or READ_TOKEN.encode() in data]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def undisturbed(tmp_path_factory):
     return trainer.model.state_dict()
 
 
-def last(hub):
+def head(hub):
     return hub.repos["me/run"].at("main")
 
 
@@ -62,7 +62,7 @@ def messages(hub):
     return hub.repos["me/run"].messages()
 
 
-def steps(*numbers, checkpoint=False):
+def step_messages(*numbers, checkpoint=False):
     parts = ("", ", checkpoint") if checkpoint else ("",)
     return [f"Training in progress, step {number}{part}" for number in numbers for part in parts]
 
@@ -92,7 +92,7 @@ def train_disturbed(hub, folder, act, part="", times=None, callbacks=(), **setti
     trainer._finish_current_push = repair_and_finish
     trainer.train()
     assert trainer.state.global_step == STEPS
-    assert last(hub).files["model.safetensors"] == saved[f"checkpoint-{STEPS}"]
+    assert head(hub).files["model.safetensors"] == saved[f"checkpoint-{STEPS}"]
     return trainer, saved
 
 
@@ -100,28 +100,28 @@ ONCE, QUEUED = {"hub_strategy": "checkpoint"}, {"hub_always_push": True}
 EACH = {"hub_strategy": "all_checkpoints", "save_steps": 1, "save_total_limit": 1, "hub_always_push": True}
 #: How the Hub fails, the arguments, whether the log promises a retry at the end, the commits.
 DISTURBED = {
-    "refuses": ((cut,), ONCE, True, steps(6, checkpoint=True)),
-    "fails": ((fail, "", 3), ONCE | QUEUED, False, steps(2, 4, 6, checkpoint=True)),
-    "cuts uploads": ((cut, "PUT", 3), ONCE | QUEUED, False, steps(2, 4, 6, checkpoint=True)),
-    "fails to commit": ((fail, "/commit/"), {}, True, steps(6)),
+    "refuses": ((cut,), ONCE, True, step_messages(6, checkpoint=True)),
+    "fails": ((fail, "", 3), ONCE | QUEUED, False, step_messages(2, 4, 6, checkpoint=True)),
+    "cuts uploads": ((cut, "PUT", 3), ONCE | QUEUED, False, step_messages(2, 4, 6, checkpoint=True)),
+    "fails to commit": ((fail, "/commit/"), {}, True, step_messages(6)),
     # Without Xet, the client retries all requests but this one.
-    "fails to commit once": ((fail, "/commit/", 1), QUEUED, True, steps(4, 6)),
-    "cuts a commit": ((cut, "/commit/", 1), QUEUED, True, steps(4, 6)),
+    "fails to commit once": ((fail, "/commit/", 1), QUEUED, True, step_messages(4, 6)),
+    "cuts a commit": ((cut, "/commit/", 1), QUEUED, True, step_messages(4, 6)),
     # Skipped saves: the newest for each path is uploaded at the end.
-    "hangs": (("hold", "PUT"), {"save_steps": 1}, False, steps(1, 6)),
-    "hangs, checkpoint": (("hold", "PUT"), ONCE, False, steps(2, 6, checkpoint=True)),
+    "hangs": (("hold", "PUT"), {"save_steps": 1}, False, step_messages(1, 6)),
+    "hangs, checkpoint": (("hold", "PUT"), ONCE, False, step_messages(2, 6, checkpoint=True)),
     # All saves are uploaded in order, even if the checkpoints have been deleted.
     "hangs, all queued": (
         ("hold", "PUT"),
         EACH | {"lightning_config": {"async_checkpoint": True}},
         False,
-        steps(1, 2, 3, 4, 5, 6, checkpoint=True),
+        step_messages(1, 2, 3, 4, 5, 6, checkpoint=True),
     ),
 }
 
 
 @pytest.mark.parametrize(("disturbance", "settings", "is_retried", "expected"), DISTURBED.values(), ids=DISTURBED)
-def test_a_hub_that_fails_for_a_while(hub, tmp_path, undisturbed, caplog, disturbance, settings, is_retried, expected):
+def test_failed_uploads_are_retried(hub, tmp_path, undisturbed, caplog, disturbance, settings, is_retried, expected):
     """Training yields the same weights, each commit has those of its step, and at the end the last save is uploaded."""
     trainer, saved = train_disturbed(hub, tmp_path / "run", *disturbance, **settings)
     assert_same_weights(trainer.model.state_dict(), undisturbed)
@@ -141,23 +141,23 @@ def test_a_hub_that_fails_for_a_while(hub, tmp_path, undisturbed, caplog, distur
     assert "Not uploaded" not in caplog.text
 
 
-def test_the_last_save_is_made_up_for_though_it_is_deleted(hub, tmp_path):
+def test_last_save_is_uploaded_though_its_checkpoint_is_deleted(hub, tmp_path):
     """`save_total_limit=1` keeps only the best checkpoint."""
     falling = itertools.count(0, -1)
     best = {"save_total_limit": 1, "load_best_model_at_end": True, "metric_for_best_model": "x", "eval_steps": 2}
     measured = {"eval_strategy": "steps", "trainer": {"compute_metrics": lambda _: {"x": float(next(falling))}}}
     train_disturbed(hub, tmp_path / "run", "hold", "PUT", **best, **measured)
     assert not (tmp_path / "run" / "checkpoint-6").exists()
-    assert messages(hub) == steps(2, 6)
+    assert messages(hub) == step_messages(2, 6)
 
 
-def test_another_trainer_in_the_same_folder(hub, tmp_path):
+def test_second_trainer_in_the_folder_leaves_pending_uploads(hub, tmp_path):
     other = At(5, lambda: make_uploading(tmp_path / "run", hub_model_id="me/second", hub_strategy="end"))
     train_disturbed(hub, tmp_path / "run", "hold", "PUT", callbacks=[other], hub_always_push=True)
-    assert messages(hub) == steps(2, 4, 6)
+    assert messages(hub) == step_messages(2, 4, 6)
 
 
-def test_uploads_called_off(hub, tmp_path):
+def test_cancelled_uploads_are_followed_by_the_next_save(hub, tmp_path):
     arrived = threading.Event()
 
     def call_off():
@@ -169,11 +169,11 @@ def test_uploads_called_off(hub, tmp_path):
     hub.disturb(lambda _: arrived.set(), "PUT")
     hub.disturb(hub.hold, "PUT")
     trainer.train()
-    assert messages(hub) == [*steps(2), *steps(4, checkpoint=True)]
+    assert messages(hub) == [*step_messages(2), *step_messages(4, checkpoint=True)]
     assert not list(tmp_path.rglob("_tmp_*"))
 
 
-def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
+def test_uploads_that_keep_failing_are_reported_with_the_command(hub, tmp_path, undisturbed, caplog):
     """The log names what is uploaded and what is not, with the command; `push_to_hub` uploads the rest."""
     trainer = make_uploading(tmp_path / "run", hub_strategy="all_checkpoints")
     trainer.add_callback(At(3, lambda: (trainer.push_in_progress.wait_until_done(), hub.disturb(fail, "/preupload/"))))
@@ -196,11 +196,11 @@ def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
     trainer.push_to_hub()
     trainer._finish_current_push()
     # The current model, then the pending checkpoints, oldest first.
-    assert messages(hub)[2:] == ["End of training", *(f"{message}, checkpoint" for message in steps(4, 6))]
+    assert messages(hub)[2:] == ["End of training", *(f"{message}, checkpoint" for message in step_messages(4, 6))]
     assert not list(tmp_path.rglob("_tmp_*"))
     expected = (folder / "checkpoint-6" / "model.safetensors").read_bytes()
-    assert last(hub).files["model.safetensors"] == last(hub).files["checkpoint-6/model.safetensors"] == expected
-    assert "checkpoint-4/model.safetensors" in last(hub).files
+    assert head(hub).files["model.safetensors"] == head(hub).files["checkpoint-6/model.safetensors"] == expected
+    assert "checkpoint-4/model.safetensors" in head(hub).files
 
 
 def test_files_of_sagemaker_are_not_uploaded(hub, tmp_path):
@@ -210,11 +210,10 @@ def test_files_of_sagemaker_are_not_uploaded(hub, tmp_path):
     (tmp_path / "run" / "y.sagemaker-uploaded").touch()
     trainer.train()
     trainer.push_to_hub()
-    assert not [name for name in last(hub).files if "sagemaker" in name]
+    assert not [name for name in head(hub).files if "sagemaker" in name]
 
 
-def test_another_branch(hub, tmp_path):
-    """An upload to another branch does not replace a pending upload to this one."""
+def test_push_to_another_branch_leaves_the_pending_upload(hub, tmp_path):
     trainer = make_uploading(tmp_path / "run", max_steps=2)
     hub.repos["me/run"].branches["dev"] = list(hub.repos["me/run"].branches["main"])
     hub.disturb(fail, "/commit/main")
@@ -223,11 +222,11 @@ def test_another_branch(hub, tmp_path):
     assert hub.repos["me/run"].messages("dev") == ["End of training"]
     hub.repair()
     trainer._finish_current_push()
-    assert messages(hub) == steps(2)
+    assert messages(hub) == step_messages(2)
 
 
-def test_a_search(hub, tmp_path):
-    """A pruned trial does not wait, uploads never run in parallel, and checkpoints of trials are not uploaded."""
+def test_search_uploads_one_at_a_time_and_no_checkpoints_of_trials(hub, tmp_path):
+    """A pruned trial does not wait for its uploads."""
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     in_trial = iter([lambda: hub.disturb(hub.hold, "PUT"), hub.repair])
@@ -236,22 +235,22 @@ def test_a_search(hub, tmp_path):
     trainer.model_init = make_plain
     pruner = SimpleNamespace(prune=lambda study, trial: trial.number == 0 and trial.last_step >= 4)
     trainer.hyperparameter_search(n_trials=2, hp_space=lambda trial: {"seed": trial.number}, pruner=pruner)
-    assert [messages(hub)[0], messages(hub)[-1]] == steps(2, 6)
+    assert [messages(hub)[0], messages(hub)[-1]] == step_messages(2, 6)
     assert_one_at_a_time(hub)
-    assert not [name for name in last(hub).files if "checkpoint-" in name]
+    assert not [name for name in head(hub).files if "checkpoint-" in name]
 
 
-def test_a_trainer_on_its_way_to_another_process(hub, tmp_path):
-    """The copy has no uploads of the original, and opens the repository itself."""
+def test_pickled_trainer_has_uploads_of_its_own(hub, tmp_path):
+    """The copy opens the repository itself."""
     trainer = make_uploading(tmp_path / "run", max_steps=2)
     unpacked = pickle_trainer(trainer._hftrainer).unpack().trainer
     assert None is not trainer._hftrainer.uploads is not unpacked._hftrainer.uploads
     unpacked.train()
-    assert messages(hub) == steps(2)
+    assert messages(hub) == step_messages(2)
 
 
-def test_a_timeout_of_the_work_itself():
-    """A TimeoutError of the work that others wait for is an error, and does not mean "not finished yet"."""
+def test_timeout_error_of_the_work_is_raised():
+    """It does not mean that the work is unfinished."""
 
     def time_out():
         raise TimeoutError("of the work")
@@ -286,8 +285,8 @@ def find_no_space(*_, **__):
     ("save_pretrained", "words"),
     [(refuse, "storage failed (not here)"), (find_no_space, "it could not be prepared (Exception: No space left on")],
 )
-def test_a_storage_that_fails(hub, tmp_path, caplog, save_pretrained, words):
-    """The upload is skipped and training goes on, even if a checkpoint has been deleted."""
+def test_upload_that_cannot_be_prepared_is_skipped(hub, tmp_path, caplog, save_pretrained, words):
+    """Training continues, also if a checkpoint has been deleted."""
     trainer, deleted = make_uploading(tmp_path / "run"), str(tmp_path / "run" / "checkpoint-2")
     uploads = trainer._hftrainer.uploads
     uploads._snapshots.processing_class = SimpleNamespace(save_pretrained=save_pretrained)
@@ -303,7 +302,7 @@ def test_a_storage_that_fails(hub, tmp_path, caplog, save_pretrained, words):
     assert not is_storage_error(Exception("something else"), str(tmp_path))
 
 
-def test_shards_and_adapters(tmp_path):
+def test_model_files_include_shards_and_adapters(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     for name in ("model-1.safetensors", "optimizer.pt", "training_args.bin", "adapter_config.json", "own.txt"):
         (tmp_path / name).touch()
@@ -312,7 +311,7 @@ def test_shards_and_adapters(tmp_path):
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_snapshots(tmp_path, links, monkeypatch):
+def test_snapshot_keeps_files_as_they_were(tmp_path, links, monkeypatch):
     """A snapshot does not change with the files, and takes no disk space for files that are written once.
 
     Symbolic links are followed, pipes left out, and files of the checkpoint not overwritten.
@@ -357,7 +356,7 @@ from tests.support.hub_runs import make_uploading
 make_uploading("run", max_steps=100000).train()
 """
 GIVES_UP = TRAINS.format("uploads._GRACE = 0.5")
-#: By itself, when it logs that it waits for the uploads.
+#: Sends itself Ctrl-C again when it logs that it waits for the uploads.
 AGAIN = TRAINS.format(
     "from hftrainer.training import stopping\n"
     "stopping._DUPLICATE_WINDOW[False] = 0.0\n"
@@ -388,12 +387,12 @@ def interrupt_upload(hub, processes, script, cwd):
 
 
 @pytest.mark.parametrize("script", [AGAIN, PUSHES], ids=["second Ctrl-C", "push_to_hub"])
-def test_stopped_at_once(hub, tmp_path, processes, script):
+def test_ctrl_c_ends_the_process_though_an_upload_hangs(hub, tmp_path, processes, script):
     """A second Ctrl-C, or one inside `push_to_hub`, ends the process even if an upload hangs."""
     interrupt_upload(hub, processes, script, tmp_path)
 
 
-def test_stopped_while_an_upload_hangs(hub, tmp_path, processes):
+def test_interrupted_run_saves_and_reports_the_hanging_upload(hub, tmp_path, processes):
     process = interrupt_upload(hub, processes, GIVES_UP, tmp_path)
     assert "Not uploaded to me/run" in process.stderr
     assert "hf upload me/run" in process.stderr
@@ -412,11 +411,11 @@ def test_stopped_while_an_upload_hangs(hub, tmp_path, processes):
         ("hub_token is empty: pass a token", {"hub_token": ""}),
         ("hub_model_id='a/b/c' is not a valid repository name", {"hub_model_id": "a/b/c"}),
         ("lacks write access", {"hub_model_id": "other/run"}),
-        ("lacks write access", {"hub_token": READS, "hub_model_id": "me/there"}),
+        ("lacks write access", {"hub_token": READ_TOKEN, "hub_model_id": "me/there"}),
         ("the revision does not exist: create the branch", {"hub_revision": "dev", "hub_model_id": "me/there"}),
     ],
 )
-def test_refused_at_the_start(hub, tmp_path, words, settings):
+def test_wrong_token_or_repository_is_refused_at_the_start(hub, tmp_path, words, settings):
     hub.repos["me/there"] = Repo()
     with pytest.raises((HubError, InvalidArgument)) as caught:
         make_uploading(tmp_path / "run", **settings)
@@ -424,7 +423,7 @@ def test_refused_at_the_start(hub, tmp_path, words, settings):
     traceback.print_exception(caught.value)
 
 
-def test_no_network_at_the_start(hub, tmp_path, monkeypatch):
+def test_unreachable_hub_is_retried_once_then_refused_at_the_start(hub, tmp_path, monkeypatch):
     hub.disturb(fail, times=1)
     assert make_uploading(tmp_path / "run").hub_model_id == "me/run"
     hub.disturb(cut)
@@ -438,10 +437,10 @@ def test_no_network_at_the_start(hub, tmp_path, monkeypatch):
         make_uploading(tmp_path / "run", push_to_hub=False).push_to_hub()
 
 
-def test_errors_in_words(hub, tmp_path, monkeypatch):
-    """They contain the Hub's message and no token, and do not take a local failure for one of the network."""
-    monkeypatch.setenv("HF_TOKEN", READS)
-    hidden = failures.remove_tokens(f"a {TOKEN}, b {READS}, https://x.co/y?X-Sig=abc", TOKEN)
+def test_errors_name_the_cause_and_hide_tokens(hub, tmp_path, monkeypatch):
+    """A local failure is not reported as one of the network."""
+    monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
+    hidden = failures.remove_tokens(f"a {TOKEN}, b {READ_TOKEN}, https://x.co/y?X-Sig=abc", TOKEN)
     assert hidden == "a <HUB_TOKEN>, b <HUB_TOKEN>, https://x.co/y"
     trainer = make_uploading(tmp_path / "run", hub_strategy="end", max_steps=1)
     with pytest.raises(InvalidArgument, match="contains a space or a line break") as caught:
@@ -470,17 +469,17 @@ def test_tokens_are_not_saved(tmp_path):
     assert args.hub_token == TOKEN
     print(args, args.to_dict(), args.to_json_string(), args.to_sanitized_dict())
     with pytest.raises(InvalidArgument) as caught:
-        TrainingArguments(hub_token=TOKEN, push_to_hub_token=READS)
+        TrainingArguments(hub_token=TOKEN, push_to_hub_token=READ_TOKEN)
     traceback.print_exception(caught.value)
 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
-def test_resume(hub, tmp_path, undisturbed, strategy):
+def test_resume_from_a_reference_to_the_hub(hub, tmp_path, undisturbed, strategy):
     """A reference names the newest checkpoint, that of a revision, or a folder; it is downloaded once."""
     trainer = make_uploading(tmp_path / "run", hub_strategy=strategy, hub_always_push=True)
     trainer.add_callback(At(4, lambda: setattr(trainer.control, "should_training_stop", True)))
     trainer.train()
-    references = ["hub:me/run", f"hub:me/run@{last(hub).oid}", "hub:me/run/checkpoint-2"]
+    references = ["hub:me/run", f"hub:me/run@{head(hub).oid}", "hub:me/run/checkpoint-2"]
     for reference in references if strategy == "all_checkpoints" else references[:2]:
         hub.requests.clear()
         resumed = make_uploading(tmp_path / "resumed", push_to_hub=False)
@@ -497,8 +496,7 @@ def test_resume(hub, tmp_path, undisturbed, strategy):
     ("strategy", "prefix"),
     [("every_save", None), ("checkpoint", "last-checkpoint/"), ("all_checkpoints", "checkpoint-6/")],
 )
-def test_a_run_that_ended_before_its_last_upload(hub, tmp_path, strategy, prefix):
-    """Started again it has nothing to train, and uploads what is missing, but not twice."""
+def test_complete_run_started_again_uploads_what_is_missing_once(hub, tmp_path, strategy, prefix):
     make_uploading(tmp_path / "run", push_to_hub=False).train()  # as one that was killed with its uploads still to come
     for _ in range(2):
         again = make_uploading(tmp_path / "run", hub_strategy=strategy)
@@ -506,8 +504,8 @@ def test_a_run_that_ended_before_its_last_upload(hub, tmp_path, strategy, prefix
         assert again._initial_global_step == STEPS
         for path in ("model.safetensors", *([f"{prefix}optimizer.pt"] if prefix else [])):
             expected = (tmp_path / "run" / "checkpoint-6" / path.rpartition("/")[2]).read_bytes()
-            assert last(hub).files[path] == expected
-    assert len(messages(hub)) == (2 if prefix else 1)
+            assert head(hub).files[path] == expected
+    assert len(messages(hub)) == (2 if prefix else 1)  # the model, and a checkpoint
 
 
 def test_resume_from_the_branch_of_the_run(hub, tmp_path):
@@ -522,7 +520,7 @@ def test_resume_from_the_branch_of_the_run(hub, tmp_path):
         resumed.train(resume_from_checkpoint="hub:me/run@main")
 
 
-def test_nothing_to_resume_from(hub, tmp_path):
+def test_reference_without_a_checkpoint_is_refused(hub, tmp_path):
     hub.repos["me/weights"] = Repo(branches={"main": [Commit("m", {"model.safetensors": b"x"})]})
     hub.repos["me/private"] = Repo(private=True)
     trainer = make_uploading(tmp_path / "run", push_to_hub=False, hub_token=None)

@@ -1,4 +1,4 @@
-"""Lightning checkpoints of a run, written and read: the way on when there is nothing else."""
+"""Runs resume from Lightning's checkpoint files, written within a run or by ModelCheckpoint."""
 
 import pytest
 import torch
@@ -6,38 +6,38 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
-from tests.support.checkpoints import At, assert_same_end, finished, make_trainer
+from tests.support.checkpoints import At, assert_same_end, make_trainer, train_to_end
 from tests.support.tiny import make_plain
 
 
 @pytest.mark.parametrize("model", ["plain", "bert", "peft"])
-def test_written_within_a_run(tmp_path, model):
+def test_file_written_within_a_run_resumes_exactly(tmp_path, model):
     settings = {"max_steps": 14, "save_strategy": "no"}
     files = {step: tmp_path / f"{step}.ckpt" for step in (4, 10)}
     saves = [At(step, lambda file=file: whole.save_lightning_checkpoint(str(file))) for step, file in files.items()]
     whole = make_trainer(tmp_path / "a", model, saves, **settings)
     whole.train()
     for file in files.values():
-        resumed = finished(make_trainer(tmp_path / "b", model, **settings), file)
+        resumed = train_to_end(make_trainer(tmp_path / "b", model, **settings), file)
         assert resumed.state.global_step == 14
         assert_same_end(resumed, whole)
 
 
 @pytest.mark.parametrize("averaging", [False, True])
-def test_of_model_checkpoint(tmp_path, averaging):
-    """What Lightning's own callback wrote is as good; averaged weights and those in training are both in it."""
+def test_file_of_model_checkpoint_resumes_exactly(tmp_path, averaging):
+    """It holds averaged weights beside those in training."""
 
     def make(name, *more):
         callbacks = [EMAWeightAveraging(decay=0.5)] * averaging
         return make_trainer(tmp_path / name, callbacks=[*callbacks, *more], save_strategy="no")
 
-    whole = finished(make("a", ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=5, filename="five")))
-    assert_same_end(finished(make("b"), tmp_path / "five.ckpt"), whole)
+    whole = train_to_end(make("a", ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=5, filename="five")))
+    assert_same_end(train_to_end(make("b"), tmp_path / "five.ckpt"), whole)
 
 
-def test_after_training(tmp_path):
-    finished(make_trainer(tmp_path / "a")).save_lightning_checkpoint(str(tmp_path / "end.ckpt"))
-    further = finished(make_trainer(tmp_path / "b", max_steps=12), tmp_path / "end.ckpt")
+def test_file_written_after_training_continues(tmp_path):
+    train_to_end(make_trainer(tmp_path / "a")).save_lightning_checkpoint(str(tmp_path / "end.ckpt"))
+    further = train_to_end(make_trainer(tmp_path / "b", max_steps=12), tmp_path / "end.ckpt")
     assert further.state.global_step == 12
 
 
@@ -48,14 +48,14 @@ class Lit(LightningModule):
 
 
 def test_lightning_loads_its_weights(tmp_path):
-    trainer = finished(make_trainer(tmp_path / "a"))
+    trainer = train_to_end(make_trainer(tmp_path / "a"))
     trainer.save_lightning_checkpoint(str(tmp_path / "end.ckpt"))
     loaded = Lit.load_from_checkpoint(tmp_path / "end.ckpt", weights_only=True)
     for ours, theirs in zip(trainer.model.parameters(), loaded.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_bad_files(tmp_path):
+def test_wrong_files_are_refused(tmp_path):
     trainer = make_trainer(tmp_path / "a")
     for _ in range(2):
         with pytest.raises(InvalidArgument, match="needs a run"):
@@ -66,4 +66,4 @@ def test_bad_files(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
     for name, words in (("absent", "file does not exist"), ("other", "is not a Lightning checkpoint of this Trainer")):
         with pytest.raises(CheckpointNotFound, match=words):
-            finished(trainer, tmp_path / f"{name}.ckpt")
+            train_to_end(trainer, tmp_path / f"{name}.ckpt")

@@ -33,15 +33,15 @@ def start(processes, tmp_path):
     return start_script
 
 
-def found(text):
+def read_found(text):
     return [json.loads(line.partition(" ")[2]) for line in text.splitlines() if line.startswith("found")]
 
 
-def test_two_searches(tmp_path, start):
+def test_script_and_worker_share_the_trials_of_two_searches(tmp_path, start):
     script, worker = start(8, "twice")
     output, errors = script.communicate()
     assert script.returncode == 0, errors
-    (best, trials), (second, others) = found(output)
+    (best, trials), (second, others) = read_found(output)
     assert [number for number, _, _ in trials] == list(range(8))
     assert {state for _, state, _ in trials} == {"COMPLETE"}
     assert {process for _, _, process in trials} == {script.pid, worker}
@@ -51,35 +51,35 @@ def test_two_searches(tmp_path, start):
     assert second == str(best_there.number)
 
 
-def test_a_worker_that_is_killed(start):
+def test_trial_of_a_killed_worker_is_tried_again(start):
     script, worker = start(4, "waits")
     os.kill(worker, signal.SIGKILL)
     output, errors = script.communicate()
     assert script.returncode == 0, errors
-    ((_, trials),) = found(output)
+    ((_, trials),) = read_found(output)
     assert [process for _, state, process in trials if state == "FAIL"] == [worker]
     assert sum(state == "COMPLETE" for _, state, _ in trials) == 4
     assert "Worker 1 of n_jobs was killed by signal 9. See " in errors
 
 
 @pytest.mark.parametrize("mode", ["stops", "fails"])
-def test_ended_in_a_worker(start, mode):
+def test_stop_or_error_in_a_worker_ends_the_search(start, mode):
     script, worker = start(1000, mode)
     output, errors = script.communicate()
     with pytest.raises(ProcessLookupError):
         os.kill(worker, 0)
     assert script.returncode == (mode == "fails"), errors
     if mode == "stops":
-        ((_, trials),) = found(output)
+        ((_, trials),) = read_found(output)
         assert 2 <= len(trials) < 1000
     else:
         assert "SearchFailed: Worker 1 of n_jobs failed. See " in errors
         assert "KeyError: 'in the worker'" in errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=repr)
 def test_workers_end_with_the_script(start, number):
-    """Killed, it tells them nothing; at Ctrl-C it ends them first."""
+    """At Ctrl-C the script ends them; when it is killed, they notice."""
     script, worker = start(1000)
     ended = os.pidfd_open(worker)
     script.send_signal(number)
@@ -105,18 +105,18 @@ def search(tmp_path):
 
 
 @pytest.mark.parametrize("count", [0, -2, 1.5, "2"])
-def test_no_number_of_jobs(search, count):
+def test_wrong_n_jobs_is_refused(search, count):
     with pytest.raises(InvalidArgument, match=f"n_jobs={count!r} must be a positive integer, or -1"):
         search(n_jobs=count)
 
 
 @pytest.mark.parametrize("storage", ["sqlite://", "sqlite:///:memory:", optuna.storages.InMemoryStorage()])
-def test_storage_that_processes_cannot_share(search, storage):
+def test_storage_in_memory_is_refused(search, storage):
     with pytest.raises(UnsupportedArgument, match="is in memory, so processes cannot share it"):
         search(n_jobs=2, storage=storage)
 
 
-def test_refused_beside_a_launcher(search, monkeypatch):
+def test_n_jobs_beside_a_launcher_is_refused(search, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     words = r"a launcher has started several processes\. Start the script without"
     with pytest.raises(UnsupportedArgument, match=words):
@@ -124,9 +124,7 @@ def test_refused_beside_a_launcher(search, monkeypatch):
 
 
 @pytest.mark.parametrize(("seconds", "states"), [(None, ["COMPLETE"] * 3), (1e-9, [])])
-def test_what_a_worker_does(search, tmp_path, monkeypatch, seconds, states):
-    """Its copy trains the trials of the study that are left, within the time that is left."""
-
+def test_worker_trains_the_trials_that_are_left_in_time(search, tmp_path, monkeypatch, seconds, states):
     @contextmanager
     def run_workers(workers, count, function):
         found.append(count)
@@ -145,7 +143,7 @@ def test_what_a_worker_does(search, tmp_path, monkeypatch, seconds, states):
     assert found == [2, states]
 
 
-def test_what_cannot_be_sent_is_named(search):
+def test_what_cannot_be_pickled_is_named(search):
     for callbacks, name in (([threading.Lock()], "The search's options"), ([], "Trainer.lock")):
         with pytest.raises(InvalidArgument, match=rf"^{name} cannot be pickled for the processes of the search \("):
             search(n_trials=3, n_jobs=2, callbacks=callbacks)
@@ -164,6 +162,6 @@ def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch):
     assert jobs.number_of_jobs(-1) == 2
 
 
-def test_one_job_starts_nothing(search, tmp_path):
+def test_one_job_starts_no_worker(search, tmp_path):
     search(n_trials=1, n_jobs=1)
     assert not list(tmp_path.glob("worker-*")) and not list(tmp_path.glob("search.journal"))

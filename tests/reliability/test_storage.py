@@ -1,4 +1,4 @@
-"""The folders of checkpoints: rotated, replaced, half copied, linked, on storage that fails."""
+"""Folders of checkpoints are rotated and replaced safely, also on storage that fails."""
 
 import contextlib
 import os
@@ -14,12 +14,12 @@ from hftrainer import Trainer, TrainerCallback
 from hftrainer.checkpointing import folder as folder_module
 from hftrainer.checkpointing.folder import CheckpointFolder, clear_stale, rotate_checkpoints, staging_folder
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.support.checkpoints import BEST, At, OnSave, finished, make_trainer, truncate
+from tests.support.checkpoints import BEST, At, OnSave, make_trainer, train_to_end, truncate
 from tests.support.faults import Disk
-from tests.support.jobs import names
+from tests.support.jobs import names_in
 
 
-def test_a_run_that_does_not_resume_names_the_checkpoints_there(tmp_path, caplog):
+def test_run_that_does_not_resume_names_existing_checkpoints(tmp_path, caplog):
     make_trainer(tmp_path).train()
     assert "already has checkpoints" not in caplog.text
     make_trainer(tmp_path).train(resume_from_checkpoint=True)
@@ -30,16 +30,16 @@ def test_a_run_that_does_not_resume_names_the_checkpoints_there(tmp_path, caplog
     assert f"{tmp_path} already has checkpoints, up to checkpoint-9" in caplog.text
 
 
-def test_rotation_keeps_what_was_just_written(tmp_path):
+def test_rotation_keeps_the_checkpoint_just_written(tmp_path):
     make_trainer(tmp_path).train()
     later = (tmp_path / "checkpoint-9").stat().st_mtime + 60
     os.utime(tmp_path / "checkpoint-3", (later, later))  # somebody wrote into the older one
     rotate_checkpoints(str(tmp_path), 1, None, [str(tmp_path / "checkpoint-9")])
-    assert "checkpoint-9" in names(tmp_path)
+    assert "checkpoint-9" in names_in(tmp_path)
 
 
-def test_rotation_spares_the_last_whole_one(tmp_path):
-    """Two newer ones were damaged by something else; the last whole one stays until there is another."""
+def test_rotation_keeps_the_last_whole_checkpoint(tmp_path):
+    """The two newer ones are damaged."""
     make_trainer(tmp_path).train()
     for step in (6, 9):
         truncate(tmp_path / f"checkpoint-{step}" / "optimizer.pt")
@@ -50,27 +50,27 @@ def test_rotation_spares_the_last_whole_one(tmp_path):
             assert get_last_checkpoint(str(tmp_path)) is not None
 
     rotate_checkpoints(str(tmp_path), 1, None)
-    assert names(tmp_path) == ["checkpoint-3", "checkpoint-9"]
-    finished(make_trainer(tmp_path, trainer_class=Looks, save_total_limit=1), True)
-    assert names(tmp_path) == ["checkpoint-9"]
+    assert names_in(tmp_path) == ["checkpoint-3", "checkpoint-9"]
+    train_to_end(make_trainer(tmp_path, trainer_class=Looks, save_total_limit=1), True)
+    assert names_in(tmp_path) == ["checkpoint-9"]
 
 
-def test_rotation_deletes_nothing_of_others(tmp_path):
+def test_rotation_deletes_only_checkpoints_of_the_run(tmp_path):
     for name in ("checkpoint-1", "tmp-checkpoint", "checkpoint-best"):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-1" / "notes.txt").write_text("mine")
     make_trainer(tmp_path, save_total_limit=1).train()
-    assert names(tmp_path) == ["checkpoint-1", "checkpoint-9", "checkpoint-best", "tmp-checkpoint"]
+    assert names_in(tmp_path) == ["checkpoint-1", "checkpoint-9", "checkpoint-best", "tmp-checkpoint"]
 
 
-def test_a_best_model_without_its_optimizer(tmp_path):
-    """Callbacks that delete what they do not need keep the weights."""
+def test_best_model_without_its_optimizer_is_loaded(tmp_path):
+    """As left by callbacks that delete what they do not need."""
     thrifty = OnSave(lambda folder: os.remove(folder / "optimizer.pt"))
-    trainer = finished(make_trainer(tmp_path, callbacks=[thrifty], learning_rate=0.5, **BEST))
+    trainer = train_to_end(make_trainer(tmp_path, callbacks=[thrifty], learning_rate=0.5, **BEST))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric)
 
 
-def test_links_and_foreign_manifests(tmp_path):
+def test_linked_checkpoints_and_other_manifests_are_left_intact(tmp_path):
     class Own(Trainer):
         def _save(self, output_dir=None, state_dict=None):
             super()._save(output_dir, state_dict)
@@ -82,12 +82,12 @@ def test_links_and_foreign_manifests(tmp_path):
     shutil.move(checkpoint, tmp_path / "elsewhere")
     checkpoint.symlink_to(tmp_path / "elsewhere")
     CheckpointFolder(checkpoint).remove()
-    assert names(tmp_path / "out") == []
+    assert names_in(tmp_path / "out") == []
     assert (tmp_path / "elsewhere" / "trainer_state.json").is_file()
 
 
-def test_the_folder_beside_the_one_of_save_is_that_of_the_run(tmp_path):
-    """As ms-swift, which copies a file of the run into each checkpoint, and reads the step from its name."""
+def test_parent_of_the_folder_in_save_is_the_output_folder(tmp_path):
+    """ms-swift copies a file from there, and reads the step from the folder's name."""
     seen = []
 
     class Own(Trainer):
@@ -100,11 +100,10 @@ def test_the_folder_beside_the_one_of_save_is_that_of_the_run(tmp_path):
     make_trainer(tmp_path, trainer_class=Own).train()
     assert seen == [["3", "3"], ["6", "6"], ["9", "9"]]
     assert len(list(tmp_path.glob("checkpoint-*/args.json"))) == 3
-    assert names(tmp_path) == ["args.json", "checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    assert names_in(tmp_path) == ["args.json", "checkpoint-3", "checkpoint-6", "checkpoint-9"]
 
 
-def test_another_run_in_the_same_folder_keeps_its_own(tmp_path, monkeypatch):
-    """A run that begins and writes the same step leaves alone what a living process stages."""
+def test_staging_folder_of_a_living_process_is_kept(tmp_path, monkeypatch):
     with monkeypatch.context() as other:
         other.setattr(os, "getpid", os.getppid)
         theirs = staging_folder(tmp_path / "checkpoint-3")
@@ -112,11 +111,11 @@ def test_another_run_in_the_same_folder_keeps_its_own(tmp_path, monkeypatch):
     (theirs / "config.json").write_text("{}")
     make_trainer(tmp_path, max_steps=3).train()
     assert (theirs / "config.json").is_file()
-    assert names(tmp_path) == [theirs.name, "checkpoint-3"]
+    assert names_in(tmp_path) == [theirs.name, "checkpoint-3"]
 
 
-def test_what_another_machine_left(tmp_path):
-    """Whether its process still runs cannot be known, so that it is removed when nobody has written there for a day."""
+def test_staging_folder_of_another_machine_is_removed_after_a_day(tmp_path):
+    """Whether its process still runs cannot be known."""
     folder = tmp_path / "_tmp_node~7.lan.12.3456_checkpoint-3"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -125,7 +124,7 @@ def test_what_another_machine_left(tmp_path):
     for path in (folder / "config.json", folder):
         os.utime(path, (0, 0))
     clear_stale(str(tmp_path))
-    assert names(tmp_path) == []
+    assert names_in(tmp_path) == []
 
 
 @pytest.fixture
@@ -136,8 +135,8 @@ def no_renaming(monkeypatch):
 
 @pytest.mark.parametrize("renames", [True, False])
 @pytest.mark.parametrize("moment", range(4))
-def test_interrupted_while_one_is_replaced(tmp_path, monkeypatch, request, renames, moment):
-    """A second Ctrl-C between two renamings leaves one of the two checkpoints of the step in its place."""
+def test_interrupted_replacement_leaves_one_whole_checkpoint(tmp_path, monkeypatch, request, renames, moment):
+    """As by a second Ctrl-C between two renamings."""
     make_trainer(tmp_path, max_steps=3).train()
     if not renames:
         request.getfixturevalue("no_renaming")
@@ -157,11 +156,11 @@ def test_interrupted_while_one_is_replaced(tmp_path, monkeypatch, request, renam
     monkeypatch.setattr(folder_module, "has_writer_ended", lambda *_: True)
     clear_stale(str(tmp_path))
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
-    assert names(tmp_path) == ["checkpoint-3"]
+    assert names_in(tmp_path) == ["checkpoint-3"]
 
 
-def test_a_half_copied_one_does_not_hide_the_whole(tmp_path, monkeypatch):
-    """Where folders cannot be renamed, a process may die with half of the target there."""
+def test_half_copied_checkpoint_is_replaced_by_the_staged_one(tmp_path, monkeypatch):
+    """As left by a process that died where folders cannot be renamed."""
     make_trainer(tmp_path, max_steps=3).train()
     monkeypatch.setattr(folder_module, "has_writer_ended", lambda *_: True)
     shutil.copytree(tmp_path / "checkpoint-3", staging_folder(tmp_path / "checkpoint-3"))
@@ -170,12 +169,12 @@ def test_a_half_copied_one_does_not_hide_the_whole(tmp_path, monkeypatch):
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
 
 
-def test_without_renaming_folders(tmp_path, monkeypatch, no_renaming, caplog):
-    """Files are copied, `trainer_state.json` last."""
+def test_files_are_copied_where_folders_cannot_be_renamed(tmp_path, monkeypatch, no_renaming, caplog):
+    """`trainer_state.json` comes last."""
     copy = mock.Mock(side_effect=shutil.copyfile)
     monkeypatch.setattr(shutil, "copyfile", copy)
     make_trainer(tmp_path, save_total_limit=1).train()
-    assert names(tmp_path) == ["checkpoint-9"]
+    assert names_in(tmp_path) == ["checkpoint-9"]
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-9")
     order = [os.path.basename(call.args[1]) for call in copy.mock_calls]
     assert order[-2:] == ["hftrainer_manifest.json", "trainer_state.json"]
@@ -183,7 +182,7 @@ def test_without_renaming_folders(tmp_path, monkeypatch, no_renaming, caplog):
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file or directory", "/vocab"), ConnectionError("hub")])
-def test_errors_of_the_users_own_are_not_the_storages(tmp_path, error):
+def test_errors_of_an_override_are_not_taken_for_storage_errors(tmp_path, error):
     class Own(Trainer):
         def _save(self, output_dir=None, state_dict=None):
             raise error
@@ -221,27 +220,27 @@ class Fills(TrainerCallback):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_full_disk(caplog, background, make_disk):
+def test_full_disk_skips_a_checkpoint_and_training_continues(caplog, background, make_disk):
     disk = make_disk("200k")
     fills = Fills(disk, 3, 8)
     fills.trainer = make_trainer(disk.folder, callbacks=[fills], lightning_config={"async_checkpoint": background})
     assert fills.trainer.train().global_step == 9
-    assert names(disk.folder) == ["checkpoint-3", "checkpoint-9"]
+    assert names_in(disk.folder) == ["checkpoint-3", "checkpoint-9"]
     assert "checkpoint-6 could not be written (No space left on device)" in caplog.text
     assert "Training continues" in caplog.text
     assert get_last_checkpoint(str(disk.folder)) == str(disk.folder / "checkpoint-9")
 
 
-def test_full_disk_at_the_end_of_a_run_that_keeps_one_checkpoint(make_disk):
-    """The best stays alone when a run ends, but not when the end could not be saved: the newest is worth more."""
+def test_full_disk_at_the_end_keeps_the_best_and_the_newest(make_disk):
+    """Normally only the best is kept, but here the final state could not be saved."""
     disk = make_disk("500k")
     settings = {**BEST, "greater_is_better": True, "save_total_limit": 1, "learning_rate": 5e-5}
-    trainer = finished(make_trainer(disk.folder, callbacks=[Fills(disk, 6)], **settings))
+    trainer = train_to_end(make_trainer(disk.folder, callbacks=[Fills(disk, 6)], **settings))
     disk.filler.unlink()
     assert trainer.state.best_global_step == 3
-    assert names(disk.folder) == ["checkpoint-3", "checkpoint-6"]
-    finished(make_trainer(disk.folder, **settings), "auto")
-    assert names(disk.folder) == ["checkpoint-3"]
+    assert names_in(disk.folder) == ["checkpoint-3", "checkpoint-6"]
+    train_to_end(make_trainer(disk.folder, **settings), "auto")
+    assert names_in(disk.folder) == ["checkpoint-3"]
 
 
 @pytest.fixture
@@ -257,8 +256,8 @@ def limit_files():
 
 
 @pytest.mark.parametrize("kind", ["no folder", "limit"])
-def test_other_failures_of_the_storage(tmp_path, caplog, kind, limit_files):
-    """A folder that is no folder any more, and a file that may not grow, as under a quota."""
+def test_lost_folder_or_quota_skips_a_checkpoint(tmp_path, caplog, kind, limit_files):
+    """The folder becomes a file, or files may not grow, as under a quota."""
     folder, away = tmp_path / "out", tmp_path / "away"
 
     def hide():
@@ -272,6 +271,6 @@ def test_other_failures_of_the_storage(tmp_path, caplog, kind, limit_files):
     acts = (hide, show) if kind == "no folder" else (lambda: limit_files(1000), limit_files)
     saved = []
     callbacks = [At(4, acts[0]), At(7, acts[1]), OnSave(lambda checkpoint: saved.append(checkpoint.name))]
-    assert finished(make_trainer(folder, callbacks=callbacks)).state.global_step == 9
+    assert train_to_end(make_trainer(folder, callbacks=callbacks)).state.global_step == 9
     assert "checkpoint-6 could not be written" in caplog.text
-    assert names(folder) == saved == ["checkpoint-3", "checkpoint-9"]
+    assert names_in(folder) == saved == ["checkpoint-3", "checkpoint-9"]

@@ -16,8 +16,8 @@ from moto.server import ThreadedMotoServer
 from hftrainer import TrainingArguments
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, InvalidArgument, MissingPackage, StorageError
 from hftrainer.storage import remote
-from tests.support.checkpoints import BACKGROUND, BEST, At, OnSave, assert_same_end, finished, make_trainer, truncate
-from tests.support.jobs import Forked, assert_same, names, weights
+from tests.support.checkpoints import BACKGROUND, BEST, At, OnSave, assert_same_end, make_trainer, train_to_end
+from tests.support.jobs import Job, assert_same, final_weights, names_in
 from tests.support.storages import FaultyStorage, files_at, whole_checkpoints
 from tests.support.tracking import scalars
 
@@ -60,26 +60,26 @@ def url(request, tmp_path):
 
 @pytest.fixture
 def undisturbed(tmp_path):
-    return finished(make_trainer(tmp_path / "undisturbed", **CONSTANT))
+    return train_to_end(make_trainer(tmp_path / "undisturbed", **CONSTANT))
 
 
-def on_machine(folder, url=FAULTY, **settings):
+def trainer_at(folder, url=FAULTY, **settings):
     return make_trainer(folder, storage_url=url, **{**CONSTANT, **settings})
 
 
 @pytest.mark.parametrize("settings", [{}, BACKGROUND], ids=["at once", "in the background"])
-def test_another_machine_goes_on(url, tmp_path, undisturbed, settings):
-    first = on_machine(tmp_path / "a", url, max_steps=6, save_total_limit=2, **settings)
+def test_another_machine_resumes_a_run(url, tmp_path, undisturbed, settings):
+    first = trainer_at(tmp_path / "a", url, max_steps=6, save_total_limit=2, **settings)
     first.train(resume_from_checkpoint="auto")
     assert whole_checkpoints(url) == ["checkpoint-3", "checkpoint-6"]
-    second = on_machine(tmp_path / "b", url, save_total_limit=2, **settings)
+    second = trainer_at(tmp_path / "b", url, save_total_limit=2, **settings)
     second.train(resume_from_checkpoint="auto")
     assert_same_end(second, undisturbed)
     assert whole_checkpoints(url) == ["checkpoint-6", "checkpoint-9"]
     assert not any(
         "checkpoint-3" in name for name in fsspec.url_to_fs(url)[0].ls(fsspec.url_to_fs(url)[1], detail=False)
     )
-    assert [name for name in names(tmp_path / "b") if name.startswith("checkpoint")] == ["checkpoint-9"]
+    assert [name for name in names_in(tmp_path / "b") if name.startswith("checkpoint")] == ["checkpoint-9"]
     second.save_model()
     second.save_state()
     second.save_metrics("train", {"train_loss": 1.0})
@@ -87,37 +87,35 @@ def test_another_machine_goes_on(url, tmp_path, undisturbed, settings):
     assert {"model.safetensors", "trainer_state.json", "train_results.json", "README.md"} <= {*files_at(url)}
 
 
-def test_a_url_as_output_dir(tmp_path, monkeypatch, undisturbed):
+def test_output_dir_may_be_a_url(tmp_path, monkeypatch, undisturbed):
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
     args = TrainingArguments("s3://bucket/run/", report_to="none")
     assert (args.storage_url, args.output_dir) == ("s3://bucket/run", str(tmp_path / "home/hftrainer/s3/bucket/run"))
-    trainer = finished(make_trainer(FAULTY, max_steps=6, **CONSTANT))
+    trainer = train_to_end(make_trainer(FAULTY, max_steps=6, **CONSTANT))
     assert whole_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-6"]
     assert trainer.args.output_dir == str(tmp_path / "home/hftrainer/faulty/bucket/run")
-    elsewhere = finished(make_trainer(tmp_path / "b", **CONSTANT), f"{FAULTY}/checkpoint-6")
+    elsewhere = train_to_end(make_trainer(tmp_path / "b", **CONSTANT), f"{FAULTY}/checkpoint-6")
     assert_same_end(elsewhere, undisturbed)
     with pytest.raises(CheckpointNotFound, match="checkpoint-5: it has no hftrainer_manifest"):
-        finished(make_trainer(tmp_path / "b"), f"{FAULTY}/checkpoint-5")
+        train_to_end(make_trainer(tmp_path / "b"), f"{FAULTY}/checkpoint-5")
     with pytest.raises(CheckpointNotFound, match="pass the URL of a checkpoint-xxx folder"):
-        finished(make_trainer(tmp_path / "b"), FAULTY)
+        train_to_end(make_trainer(tmp_path / "b"), FAULTY)
 
 
 @pytest.mark.parametrize("of_time", [1, 2, 5, 8, 9, 10, 14, 20, 26])
-def test_a_network_that_fails_once(tmp_path, of_time, undisturbed):
-    """At each request: it is repeated, and nothing is missing."""
-
+def test_each_request_is_repeated_when_it_fails_once(tmp_path, of_time, undisturbed):
     def fail(request, path):
         if len(FaultyStorage.requests) == of_time:
             raise ConnectionResetError("gone")
 
     FaultyStorage.fault = fail
-    assert_same_end(finished(on_machine(tmp_path / "a")), undisturbed)
+    assert_same_end(train_to_end(trainer_at(tmp_path / "a")), undisturbed)
     assert whole_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "hftrainer_manifest.json"])
-def test_a_network_that_goes_down(tmp_path, caplog, file, undisturbed):
-    """In the middle of a checkpoint: training goes on, the earlier one is whole, and this machine uploads the rest."""
+def test_network_lost_during_an_upload_leaves_the_earlier_checkpoint(tmp_path, caplog, file, undisturbed):
+    """Training continues, and this machine uploads the rest later."""
 
     def fail(request, path):
         if (request == "put" and path.endswith(f"checkpoint-6/{file}")) or "down" in state:
@@ -126,43 +124,41 @@ def test_a_network_that_goes_down(tmp_path, caplog, file, undisturbed):
 
     state = set()
     FaultyStorage.fault = fail
-    assert_same_end(finished(on_machine(tmp_path / "a")), undisturbed)
+    assert_same_end(train_to_end(trainer_at(tmp_path / "a")), undisturbed)
     FaultyStorage.fault = None
     assert whole_checkpoints(FAULTY) == ["checkpoint-3"]
     assert "checkpoint-6 is deleted, though it was not uploaded: keep_local=1" in caplog.text
     assert "Not uploaded to faulty://bucket/run: checkpoint-9" in caplog.text
-    assert [name for name in names(tmp_path / "a") if name.startswith("checkpoint")] == ["checkpoint-9"]
-    finished(on_machine(tmp_path / "a"), resume=True)
+    assert [name for name in names_in(tmp_path / "a") if name.startswith("checkpoint")] == ["checkpoint-9"]
+    train_to_end(trainer_at(tmp_path / "a"), resume=True)
     assert whole_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-9"]
 
 
-def test_a_network_that_comes_back(tmp_path):
-    """What was missing and is still here is uploaded with the next checkpoint."""
-
+def test_missed_uploads_are_made_with_the_next_checkpoint(tmp_path):
     def fail(request, path):
         if "checkpoint-3" in path and len(FaultyStorage.requests) < 12:
             raise TimeoutError("no answer")
 
     FaultyStorage.fault = fail
-    finished(on_machine(tmp_path / "a", keep_local=3, save_total_limit=2))
+    train_to_end(trainer_at(tmp_path / "a", keep_local=3, save_total_limit=2))
     assert whole_checkpoints(FAULTY) == ["checkpoint-6", "checkpoint-9"]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
-def test_a_storage_that_refuses(tmp_path, caplog, number):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES], ids=os.strerror)
+def test_refused_upload_is_reported_and_not_repeated(tmp_path, caplog, number):
     def refuse(request, path):
         if request == "put":
             raise OSError(number, os.strerror(number), path)
 
     FaultyStorage.fault = refuse
-    assert finished(on_machine(tmp_path / "a")).state.global_step == 9
+    assert train_to_end(trainer_at(tmp_path / "a")).state.global_step == 9
     assert "is written but not uploaded" in caplog.text and os.strerror(number) in caplog.text
     assert len(FaultyStorage.requests) < 30  # such errors are not repeated
     with pytest.raises(CheckpointNotWritten, match="checkpoint-3 is written but not uploaded"):
-        finished(on_machine(tmp_path / "b", lightning_config={"on_save_error": "stop"}))
+        train_to_end(trainer_at(tmp_path / "b", lightning_config={"on_save_error": "stop"}))
 
 
-def test_a_storage_that_cannot_be_written_stops_the_run_at_once(tmp_path, monkeypatch, caplog):
+def test_storage_that_cannot_be_written_ends_the_run_at_once(tmp_path, monkeypatch, caplog):
     secret = "abcdefghijkl"
     monkeypatch.setenv("SOME_SECRET", secret)
 
@@ -172,27 +168,27 @@ def test_a_storage_that_cannot_be_written_stops_the_run_at_once(tmp_path, monkey
     monkeypatch.setattr(FaultyStorage, "pipe_file", refuse)
     monkeypatch.setitem(remote._CREDENTIALS, "faulty", "A_VARIABLE")
     with pytest.raises(StorageError, match="faulty://bucket/run cannot be written: PermissionError") as raised:
-        on_machine(tmp_path / "a").train()
+        trainer_at(tmp_path / "a").train()
     assert str(raised.value).endswith(" The credentials are those of A_VARIABLE.")
     assert secret not in f"{raised.value}{caplog.text}" and "0123" not in f"{raised.value}{caplog.text}"
     assert raised.value.__suppress_context__
 
 
-def test_what_a_listing_does_not_show(tmp_path, undisturbed):
-    """A checkpoint that a listing leaves out is not found; files that it leaves out are there all the same."""
-    finished(on_machine(tmp_path / "a"))
+def test_incomplete_listing_hides_checkpoints_but_not_their_files(tmp_path, undisturbed):
+    """The manifest names the files of a checkpoint."""
+    train_to_end(trainer_at(tmp_path / "a"))
     FaultyStorage.hidden = ("checkpoint-9",)
     resumed = OnSave(lambda folder: None)
-    trainer = finished(on_machine(tmp_path / "b", callbacks=[resumed]), "auto")
+    trainer = train_to_end(trainer_at(tmp_path / "b", callbacks=[resumed]), "auto")
     assert_same_end(trainer, undisturbed)
     FaultyStorage.hidden = ("optimizer.pt", "hftrainer_manifest.json")
-    assert_same_end(finished(on_machine(tmp_path / "c"), "auto"), undisturbed)
+    assert_same_end(train_to_end(trainer_at(tmp_path / "c"), "auto"), undisturbed)
     assert ("get", "/bucket/run/checkpoint-9/optimizer.pt") in FaultyStorage.requests
 
 
 @pytest.mark.parametrize("harm", ["gone", "other bytes", "half a manifest"])
-def test_a_damaged_checkpoint_is_skipped(tmp_path, caplog, harm, undisturbed):
-    finished(on_machine(tmp_path / "a"))
+def test_damaged_checkpoint_at_the_url_is_skipped(tmp_path, caplog, harm, undisturbed):
+    train_to_end(trainer_at(tmp_path / "a"))
     system = fsspec.filesystem("faulty")
     file = "/bucket/run/checkpoint-9/" + ("hftrainer_manifest.json" if harm == "half a manifest" else "optimizer.pt")
     content = bytearray(system.cat_file(file))
@@ -200,96 +196,94 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path, caplog, harm, undisturbed):
     system.rm_file(file)
     if harm != "gone":
         system.pipe_file(file, bytes(content if harm == "other bytes" else content[:100]))
-    assert_same_end(finished(on_machine(tmp_path / "b"), "auto"), undisturbed)
+    assert_same_end(train_to_end(trainer_at(tmp_path / "b"), "auto"), undisturbed)
     assert "Downloading faulty://bucket/run/checkpoint-6" in caplog.text or "checkpoint-9 is skipped" in caplog.text
     assert whole_checkpoints(FAULTY)[-1] == "checkpoint-9"  # written again
 
 
-def test_local_space_is_bounded(tmp_path):
-    """While uploads are slower than saves, training waits; then the older ones go."""
+def test_keep_local_bounds_local_checkpoints(tmp_path):
+    """While uploads are slower than saves, training waits."""
     free, most = threading.Event(), []
 
     def slow(request, path):
         if request == "put":
-            most.append(len([name for name in names(tmp_path / "a") if "checkpoint" in name]))
+            most.append(len([name for name in names_in(tmp_path / "a") if "checkpoint" in name]))
             free.wait(0.01)
 
     FaultyStorage.fault = slow
-    finished(on_machine(tmp_path / "a", save_steps=1, keep_local=2, **BACKGROUND))
+    train_to_end(trainer_at(tmp_path / "a", save_steps=1, keep_local=2, **BACKGROUND))
     assert max(most) <= 4  # two, one that is uploaded, one that is written
     assert whole_checkpoints(FAULTY) == [f"checkpoint-{step}" for step in range(1, 10)]
 
 
-def test_the_best_is_kept_and_fetched(tmp_path):
+def test_best_checkpoint_is_kept_at_the_url_and_fetched(tmp_path):
     settings = {**BEST, "learning_rate": 0.5, "save_total_limit": 1}
-    whole = finished(on_machine(tmp_path / "a", "memory://best", **settings))
+    whole = train_to_end(trainer_at(tmp_path / "a", "memory://best", **settings))
     best = whole.state.best_model_checkpoint
     assert whole_checkpoints("memory://best") == [os.path.basename(best)]
-    first = on_machine(tmp_path / "b", callbacks=[At(7, lambda: 1 / 0)], save_on_interrupt=False, **settings)
+    first = trainer_at(tmp_path / "b", callbacks=[At(7, lambda: 1 / 0)], save_on_interrupt=False, **settings)
     with pytest.raises(ZeroDivisionError):
         first.train()
-    second = finished(on_machine(tmp_path / "c", **settings), "auto")
+    second = train_to_end(trainer_at(tmp_path / "c", **settings), "auto")
     assert os.path.basename(second.state.best_model_checkpoint) == os.path.basename(best)
     assert_same_end(second, whole)
 
 
-def test_one_run_in_trackers(tmp_path):
-    """On another machine it goes on in the same folder of TensorBoard, which was fetched."""
-    finished(on_machine(tmp_path / "a", max_steps=6, report_to="tensorboard"))
-    finished(on_machine(tmp_path / "b", report_to="tensorboard"), "auto")
+def test_tracker_run_continues_on_another_machine(tmp_path):
+    """The folder of TensorBoard is fetched with the checkpoint."""
+    train_to_end(trainer_at(tmp_path / "a", max_steps=6, report_to="tensorboard"))
+    train_to_end(trainer_at(tmp_path / "b", report_to="tensorboard"), "auto")
     runs = {name.split("/")[1] for name in files_at(FAULTY) if name.startswith("runs/")}
     assert len(runs) == 1
     losses = scalars(tmp_path / "b" / "runs" / runs.pop())["train/loss"]
     assert [step for step, _ in losses] == [3, 6, 9]
 
 
-def test_what_somebody_has_deleted_is_not_resumed(tmp_path, caplog):
-    finished(on_machine(tmp_path / "a"))
+def test_checkpoint_deleted_at_the_url_is_not_resumed(tmp_path, caplog):
+    train_to_end(trainer_at(tmp_path / "a"))
     fsspec.filesystem("faulty").rm("/bucket/run", recursive=True)
-    trainer = on_machine(tmp_path / "a", max_steps=2)
+    trainer = trainer_at(tmp_path / "a", max_steps=2)
     trainer.train(resume_from_checkpoint="auto")
     assert "checkpoint-9 is skipped: it was uploaded, but is no longer at faulty://bucket/run" in caplog.text
     assert trainer.state.global_step == 2
-    assert "checkpoint-9" in names(tmp_path / "a")
+    assert "checkpoint-9" in names_in(tmp_path / "a")
     with pytest.raises(CheckpointNotFound, match=r"neither .* nor faulty://bucket/other"):
-        finished(on_machine(tmp_path / "b", "faulty://bucket/other"), True)
-    finished(on_machine(tmp_path / "a", "faulty://bucket/moved"), "auto")  # a bucket that was renamed
+        train_to_end(trainer_at(tmp_path / "b", "faulty://bucket/other"), True)
+    train_to_end(trainer_at(tmp_path / "a", "faulty://bucket/moved"), "auto")  # a bucket that was renamed
     assert whole_checkpoints("faulty://bucket/moved") == ["checkpoint-9"]
 
 
-def test_checkpoints_of_runs_without_a_url_stay(tmp_path):
-    finished(make_trainer(tmp_path / "a", **CONSTANT))
-    finished(on_machine(tmp_path / "a", max_steps=12), "auto")
+def test_checkpoints_of_a_run_without_a_url_are_kept_locally(tmp_path):
+    train_to_end(make_trainer(tmp_path / "a", **CONSTANT))
+    train_to_end(trainer_at(tmp_path / "a", max_steps=12), "auto")
     assert whole_checkpoints(FAULTY) == ["checkpoint-9", "checkpoint-12"]
-    assert {"checkpoint-3", "checkpoint-6", "checkpoint-12"} <= {*names(tmp_path / "a")}
+    assert {"checkpoint-3", "checkpoint-6", "checkpoint-12"} <= {*names_in(tmp_path / "a")}
 
 
-def test_a_bucket_that_is_gone(tmp_path, caplog):
+def test_bucket_lost_during_a_run_is_reported(tmp_path, caplog):
     def gone(request, path):
         if request == "put" and len(FaultyStorage.requests) > 30:
             raise FileNotFoundError(path)
 
     FaultyStorage.fault = gone
-    finished(on_machine(tmp_path / "a", save_total_limit=1))
+    train_to_end(trainer_at(tmp_path / "a", save_total_limit=1))
     FaultyStorage.fault = None
     assert "is written but not uploaded" in caplog.text and "Not uploaded to faulty://bucket/run" in caplog.text
     assert whole_checkpoints(FAULTY)
 
 
-def test_a_checkpoint_that_a_script_deletes_while_it_is_uploaded(tmp_path, caplog):
-    """The one before it is not deleted for it."""
-
+def test_checkpoint_deleted_during_its_upload_leaves_the_earlier_one(tmp_path, caplog):
     def delete(request, path):
         if request == "put" and path.endswith("checkpoint-9/optimizer.pt"):
             shutil.rmtree(tmp_path / "a" / "checkpoint-9")
 
     FaultyStorage.fault = delete
-    finished(on_machine(tmp_path / "a", save_total_limit=1))
+    train_to_end(trainer_at(tmp_path / "a", save_total_limit=1))
     assert "checkpoint-9 was deleted before it was uploaded" in caplog.text
     assert whole_checkpoints(FAULTY) == ["checkpoint-6"]
 
 
-def test_a_network_that_is_down_at_the_end(tmp_path, caplog):
+def test_network_lost_at_the_end_is_reported(tmp_path, caplog):
     def fail(request, path):
         if "checkpoint-9" in path or "down" in state:
             state.add("down")
@@ -297,42 +291,42 @@ def test_a_network_that_is_down_at_the_end(tmp_path, caplog):
 
     state = set()
     FaultyStorage.fault = fail
-    assert finished(on_machine(tmp_path / "a", **BEST, save_total_limit=1)).state.global_step == 9
+    assert train_to_end(trainer_at(tmp_path / "a", **BEST, save_total_limit=1)).state.global_step == 9
     assert "were not deleted: faulty://bucket/run" in caplog.text
 
 
-def test_the_best_of_another_run(tmp_path, monkeypatch):
-    """Nothing is deleted there; and a damaged best one is left out when a run resumes."""
+def test_best_checkpoint_of_another_url_is_not_deleted(tmp_path, monkeypatch):
+    """A damaged one is left out when a run resumes."""
     settings = {**BEST, "learning_rate": 0.5}
-    first = finished(on_machine(tmp_path / "old", "memory://old", keep_local=3, **settings))
+    first = train_to_end(trainer_at(tmp_path / "old", "memory://old", keep_local=3, **settings))
     best = os.path.basename(first.state.best_model_checkpoint)
     last = next(name for name in ("checkpoint-9", "checkpoint-6") if name != best)
     there = whole_checkpoints("memory://old")
-    finished(on_machine(tmp_path / "new", "memory://new", **settings, save_total_limit=1), tmp_path / "old" / last)
+    train_to_end(trainer_at(tmp_path / "new", "memory://new", **settings, save_total_limit=1), tmp_path / "old" / last)
     assert whole_checkpoints("memory://old") == there
     system = fsspec.filesystem("memory")
     system.pipe_file(f"/old/{best}/model.safetensors", b"")
-    finished(on_machine(tmp_path / "third", "memory://old", **settings, max_steps=12), "auto")
+    train_to_end(trainer_at(tmp_path / "third", "memory://old", **settings, max_steps=12), "auto")
 
 
-def test_files_of_an_older_state_overwrite_nothing(tmp_path):
-    """The first machine comes back after another one has gone on."""
-    first = on_machine(tmp_path / "a", max_steps=6)
+def test_files_of_an_older_run_do_not_overwrite_newer_ones(tmp_path):
+    """The first machine resumes after another has trained further."""
+    first = trainer_at(tmp_path / "a", max_steps=6)
     first.train()
     first.save_model()
-    second = finished(on_machine(tmp_path / "b"), "auto")
+    second = train_to_end(trainer_at(tmp_path / "b"), "auto")
     second.save_model()
     newest = fsspec.filesystem("faulty").cat_file("/bucket/run/model.safetensors")
     fsspec.filesystem("faulty").pipe_file("/bucket/run/data/train.parquet", b"of somebody")
-    again = on_machine(tmp_path / "a")
+    again = trainer_at(tmp_path / "a")
     again.save_metrics("eval", {"eval_loss": 1.0})
     assert fsspec.filesystem("faulty").cat_file("/bucket/run/model.safetensors") == newest
-    finished(again, "auto")
+    train_to_end(again, "auto")
     assert not (tmp_path / "a" / "data").exists()
 
 
-def test_smaller_batches_discard_what_they_uploaded(tmp_path):
-    """Another machine must not go on with the attempt that ran out of memory."""
+def test_retry_with_smaller_batches_removes_earlier_uploads(tmp_path):
+    """Another machine must not resume the attempt that ran out of memory."""
     there = []
 
     def run_out():
@@ -342,43 +336,43 @@ def test_smaller_batches_discard_what_they_uploaded(tmp_path):
             raise torch.OutOfMemoryError("no memory")
 
     settings = {"callbacks": [At(1, run_out), At(4, run_out)], "auto_find_batch_size": True}
-    trainer = on_machine(tmp_path / "a", **settings)
-    finished(trainer)
+    trainer = trainer_at(tmp_path / "a", **settings)
+    train_to_end(trainer)
     assert there == [[], ["checkpoint-3"], [], ["checkpoint-3"]]
     assert "checkpoint-9" in whole_checkpoints(FAULTY)
 
 
-def test_a_url_that_is_named_wins(tmp_path):
-    """Over a checkpoint of the same step that this folder has from another run."""
-    finished(make_trainer(tmp_path / "a", seed=3, **CONSTANT))
-    finished(on_machine(tmp_path / "b"))
+def test_checkpoint_named_by_url_wins_over_the_local_one(tmp_path):
+    """The local one is of the same step, but from another run."""
+    train_to_end(make_trainer(tmp_path / "a", seed=3, **CONSTANT))
+    train_to_end(trainer_at(tmp_path / "b"))
     mine = fsspec.filesystem("faulty").cat_file("/bucket/run/checkpoint-3/model.safetensors")
-    finished(on_machine(tmp_path / "a", max_steps=3), f"{FAULTY}/checkpoint-3")
+    train_to_end(trainer_at(tmp_path / "a", max_steps=3), f"{FAULTY}/checkpoint-3")
     assert (tmp_path / "a" / "checkpoint-3" / "model.safetensors").read_bytes() == mine
 
 
-def test_a_local_checkpoint_that_is_damaged(tmp_path, undisturbed):
-    finished(on_machine(tmp_path / "a"))
-    truncate(tmp_path / "a" / "checkpoint-9" / "optimizer.pt")
-    assert_same_end(finished(on_machine(tmp_path / "a", max_steps=9), True), undisturbed)
+def test_damaged_local_checkpoint_is_fetched_from_the_url(tmp_path, undisturbed):
+    train_to_end(trainer_at(tmp_path / "a"))
+    (tmp_path / "a" / "checkpoint-9" / "optimizer.pt").write_bytes(b"cut")
+    assert_same_end(train_to_end(trainer_at(tmp_path / "a", max_steps=9), True), undisturbed)
     assert whole_checkpoints(FAULTY)[-1] == "checkpoint-9"
 
 
-def test_a_run_that_does_not_resume_is_told(tmp_path, caplog):
-    finished(on_machine(tmp_path / "a"))
-    finished(on_machine(tmp_path / "b", save_total_limit=2))
+def test_run_that_does_not_resume_names_checkpoints_at_the_url(tmp_path, caplog):
+    train_to_end(trainer_at(tmp_path / "a"))
+    train_to_end(trainer_at(tmp_path / "b", save_total_limit=2))
     assert "faulty://bucket/run already has checkpoints, up to checkpoint-9" in caplog.text
     assert whole_checkpoints(FAULTY) == ["checkpoint-6", "checkpoint-9"]
 
 
 @pytest.mark.parametrize("kind", ["file", "s3"])
-def test_killed_in_the_middle_of_uploads(request, tmp_path, kind):
-    """Each time on a machine without local files: nothing is lost beyond the last whole checkpoint."""
+def test_runs_killed_during_uploads_lose_no_whole_checkpoint(request, tmp_path, kind):
+    """Each start is on a machine without local files."""
     environment = request.getfixturevalue("s3") if kind == "s3" else {}
     url = f"s3://bucket/{tmp_path.name}" if kind == "s3" else f"file://{tmp_path}/bucket"
     last = 0
     for attempt, upload in enumerate((3, 20, 8, 25, 13)):
-        job = Forked(tmp_path / f"killed-{attempt}", environment, kill_upload=upload, storage_url=url)
+        job = Job(tmp_path / f"killed-{attempt}", environment, kill_upload=upload, storage_url=url)
         job.process.join()
         assert job.process.exitcode == -9, job.output.read_text()
         there = whole_checkpoints(url)
@@ -387,9 +381,9 @@ def test_killed_in_the_middle_of_uploads(request, tmp_path, kind):
         assert now >= last
         last = now
     assert last > 14
-    Forked(tmp_path / "end", environment, storage_url=url).finish()
-    Forked(tmp_path / "undisturbed").finish()
-    assert_same(weights(tmp_path / "end"), weights(tmp_path / "undisturbed"))
+    Job(tmp_path / "end", environment, storage_url=url).finish()
+    Job(tmp_path / "undisturbed").finish()
+    assert_same(final_weights(tmp_path / "end"), final_weights(tmp_path / "undisturbed"))
 
 
 @pytest.mark.parametrize(
@@ -412,7 +406,7 @@ def test_killed_in_the_middle_of_uploads(request, tmp_path, kind):
         ({"keep_local": 0, "storage_url": "memory://run"}, InvalidArgument, "keep_local=0"),
     ],
 )
-def test_what_cannot_be_used(tmp_path, settings, error, words):
+def test_wrong_storage_settings_are_refused(tmp_path, settings, error, words):
     with pytest.raises(error, match=words) as raised:
         make_trainer(tmp_path, **settings)
     assert "secret" not in str(raised.value)
@@ -430,14 +424,14 @@ def test_what_cannot_be_used(tmp_path, settings, error, words):
         ("S3://bucket/run", "has the scheme 'S3', which is unknown"),
     ],
 )
-def test_malformed_urls_are_refused_with_the_arguments(url, problem):
+def test_malformed_output_urls_are_refused_at_once(url, problem):
     with pytest.raises(
         InvalidArgument, match=re.escape(f"output_dir={url!r} {problem}") + r"\b.*Use a URL such as 's3:"
     ):
         TrainingArguments(url)
 
 
-def test_the_hub_offline_is_refused_without_a_request(tmp_path, monkeypatch):
+def test_hub_url_in_offline_mode_is_refused_without_a_request(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(remote, "call_with_retries", None)
     message = "since HF_HUB_OFFLINE=1 is set: unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE"
@@ -447,7 +441,7 @@ def test_the_hub_offline_is_refused_without_a_request(tmp_path, monkeypatch):
         make_trainer(tmp_path).train(resume_from_checkpoint="hf://datasets/user/name/checkpoint-1")
 
 
-def test_a_url_of_two_kinds():
+def test_output_url_beside_storage_url_is_refused():
     with pytest.raises(InvalidArgument, match="set only one"):
         TrainingArguments("s3://a/b", storage_url="s3://c/d")
     with pytest.raises(InvalidArgument, match="like a URL without '://': use 's3://a/b'"):
@@ -457,6 +451,6 @@ def test_a_url_of_two_kinds():
     assert json.loads(again.to_json_string())["storage_url"] == "s3://a/b"
 
 
-def test_keep_local_without_a_url(tmp_path, caplog):
+def test_keep_local_without_a_url_warns(tmp_path, caplog):
     make_trainer(tmp_path, keep_local=2)
     assert "keep_local=2 has no effect without storage_url" in caplog.text

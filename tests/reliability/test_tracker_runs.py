@@ -9,9 +9,9 @@ import pytest
 
 import hftrainer
 from tests.support import tracking
-from tests.support.jobs import Forked, log
+from tests.support.jobs import Job, final_log
 from tests.support.tracking import make_trainer, scalars
-from tests.support.wandb_server import Runs
+from tests.support.wandb_server import WandbServer
 
 wandb, mlflow = pytest.importorskip("wandb"), pytest.importorskip("mlflow")
 #: A checkpoint at every fourth step: some kills come before the next one, or while steps are written again.
@@ -19,35 +19,35 @@ KILLS = [6, 11, 9, 15, 16]
 STEPS = list(range(1, 19))
 
 
-def rows(folder):
+def read_table(folder):
     """The rows of the one table in a folder."""
     (table,) = folder.rglob("metrics.csv")
     return list(csv.DictReader(table.read_text().splitlines()))
 
 
-def steps(table, name="train/loss"):
+def steps_of(table, name="train/loss"):
     return [int(row["step"]) for row in table if row.get(name)]
 
 
-def test_five_kills(tmp_path, processes):
-    """Each tracker has one run with the numbers of the log, which a run that was never killed has too."""
-    folder, database, server = tmp_path / "run", tracking.mlflow_database(tmp_path / "mlflow.db"), Runs()
+def test_run_killed_five_times_has_one_run_with_each_step_once(tmp_path, processes):
+    """The numbers are those of the log, and of a run that was never killed."""
+    folder, database, server = tmp_path / "run", tracking.mlflow_database(tmp_path / "mlflow.db"), WandbServer()
     settings = {"save_steps": 4, "logging_steps": 1, "num_train_epochs": 1}
     reported = {**settings, "report_to": ["tensorboard", "csv", "mlflow", "wandb"]}
     with server.serving() as address:
         variables = {**address, "WANDB_DIR": str(tmp_path), "MLFLOW_TRACKING_URI": database}
         for step in KILLS:
-            job = Forked(folder, variables, dies_at=step, **reported)
+            job = Job(folder, variables, dies_at=step, **reported)
             job.process.join()
             assert job.process.exitcode == -signal.SIGKILL, job.output.read_text()
-        Forked(folder, variables, **reported).finish()
-    Forked(tmp_path / "whole", **settings).finish()
-    lines = log(tmp_path / "whole")
-    assert log(folder) == lines
+        Job(folder, variables, **reported).finish()
+    Job(tmp_path / "whole", **settings).finish()
+    lines = final_log(tmp_path / "whole")
+    assert final_log(folder) == lines
     losses = [line["loss"] for line in lines]
 
-    table = rows(folder)
-    assert steps(table) == STEPS
+    table = read_table(folder)
+    assert steps_of(table) == STEPS
     assert [float(row["train/loss"]) for row in table[:-1]] == losses
     (events,) = {path.parent for path in folder.rglob("events*")}
     curves = scalars(events)
@@ -78,7 +78,7 @@ def train(tracker, resume=False, folder=None, **settings):
     return trainer
 
 
-def runs(tracker):
+def count_runs(tracker):
     """How many runs a tracker has."""
     if isinstance(tracker, tracking.MLflow):
         return len(mlflow.search_runs())
@@ -105,40 +105,39 @@ def tracker(request, tmp_path, monkeypatch):
     return request.param(tmp_path / "run", monkeypatch)
 
 
-def test_one_run_and_new_runs_by_the_argument(tracker):
+def test_resume_continues_the_run_unless_asked(tracker):
     train(tracker)
     train(tracker, resume=True)
-    assert runs(tracker) == 1
+    assert count_runs(tracker) == 1
     assert tracker.read().steps("train/loss") == [2, 4, 6, 8]
     train(tracker, resume=True, new_tracker_run=True)
-    assert runs(tracker) == 2
+    assert count_runs(tracker) == 2
 
 
-def test_a_checkpoint_of_another_folder(tracker, tmp_path):
-    """The run that it belongs to keeps its later steps."""
+def test_resume_in_another_folder_starts_a_new_run(tracker, tmp_path):
+    """The run of the checkpoint keeps its later steps."""
     train(tracker)
     train(tracker, resume=True, folder=tmp_path / "branch")
-    assert runs(tracker) == 2
+    assert count_runs(tracker) == 2
 
 
-def test_folder_that_the_script_names(tmp_path, monkeypatch):
+def test_run_continues_only_in_the_same_logging_dir(tmp_path, monkeypatch):
     tracker = Table(tmp_path / "run", monkeypatch)
     for resume, logs, count in ((False, "one", 1), (True, "one", 1), (True, "two", 2)):
         train(tracker, resume, logging_dir=str(tracker.folder / logs))
-        assert runs(tracker) == count
-    assert [steps(rows(tracker.folder / logs)) for logs in ("one", "two")] == [[2, 4, 6, 8], [6, 8]]
+        assert count_runs(tracker) == count
+    assert [steps_of(read_table(tracker.folder / logs)) for logs in ("one", "two")] == [[2, 4, 6, 8], [6, 8]]
 
 
-def test_a_finished_run(tracker):
-    """It has its last line; another, of a training without a step, is not written to it."""
+def test_finished_run_is_not_continued(tracker):
     train(tracker)
     for count in (2, 3):
         train(tracker, resume=True, max_steps=4)
-        assert runs(tracker) == count
+        assert count_runs(tracker) == count
 
 
-def test_rows_of_the_checkpoints_own_step(tmp_path, monkeypatch):
-    """What was logged there before the checkpoint is kept; what came after it is not in the checkpoint's log either."""
+def test_rows_logged_before_a_save_are_kept_on_resume(tmp_path, monkeypatch):
+    """Those logged after it are not in the checkpoint's log either."""
 
     class Logs(hftrainer.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -152,9 +151,9 @@ def test_rows_of_the_checkpoints_own_step(tmp_path, monkeypatch):
         settings = {**tracker.settings, "save_strategy": "steps", "save_steps": 4, "eval_strategy": "no"}
         trainer = make_trainer("hftrainer", tracker.folder, "plain", {"callbacks": [Logs]}, **settings)
         trainer.train(resume_from_checkpoint=resume)
-    table = rows(tracker.folder)
+    table = read_table(tracker.folder)
     for name, logged in {"before": list(range(1, 9)), "after": [8]}.items():
-        assert steps(table, f"train/{name}") == logged
+        assert steps_of(table, f"train/{name}") == logged
         assert [line["step"] for line in trainer.state.log_history if name in line] == logged
 
 
@@ -167,7 +166,7 @@ def test_rows_of_the_checkpoints_own_step(tmp_path, monkeypatch):
         ({"runs": {"csv": {"folder": "a", "version": "x", "rows": "1"}}}, "this release cannot read it"),
     ],
 )
-def test_runs_of_a_later_release(tmp_path, monkeypatch, caplog, saved, why):
+def test_run_ids_of_a_later_release_start_a_new_run(tmp_path, monkeypatch, caplog, saved, why):
     tracker = Table(tmp_path / "run", monkeypatch)
     monkeypatch.setattr(
         "hftrainer.training.saver.ids_of_open_runs",
@@ -176,10 +175,10 @@ def test_runs_of_a_later_release(tmp_path, monkeypatch, caplog, saved, why):
     train(tracker)
     train(tracker, resume=True)
     assert why in caplog.text
-    assert runs(tracker) == 2
+    assert count_runs(tracker) == 2
 
 
-def test_a_run_that_is_gone(tracker, caplog):
+def test_missing_run_is_replaced_by_a_new_one(tracker, caplog):
     train(tracker)
     if isinstance(tracker, tracking.MLflow):
         mlflow.delete_run(mlflow.search_runs(output_format="list")[0].info.run_id)
@@ -187,12 +186,12 @@ def test_a_run_that_is_gone(tracker, caplog):
         shutil.rmtree(tracker.folder / "runs")
     train(tracker, resume=True)
     assert "the checkpoint's run, " in caplog.text and "cannot continue, so a new run starts" in caplog.text
-    assert runs(tracker) == 1
+    assert count_runs(tracker) == 1
     assert tracker.read().steps("train/loss") == [6, 8]
 
 
-def test_values_that_differ_are_written(tmp_path, monkeypatch):
-    """MLflow keeps what it has: another learning rate gives values beside those of the first run."""
+def test_mlflow_keeps_earlier_values_beside_new_ones(tmp_path, monkeypatch):
+    """MLflow cannot delete values; another seed gives different ones."""
     tracker = tracking.MLflow(tmp_path / "run", monkeypatch)
     train(tracker)
     train(tracker, resume=True, seed=7)
@@ -207,9 +206,9 @@ class Online(tracking.WandB):
 
 
 @pytest.fixture
-def empty(tmp_path, monkeypatch):
-    """The server, and what writes to it."""
-    server = Runs()
+def empty_wandb(tmp_path, monkeypatch):
+    """A server of W&B, and the tracker that writes to it."""
+    server = WandbServer()
     with server.serving() as address:
         for name, value in address.items():
             monkeypatch.setenv(name, value)
@@ -217,24 +216,24 @@ def empty(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def online(empty):
-    """The same; it holds a run of eight steps."""
-    server, tracker = empty
+def wandb_with_a_run(empty_wandb):
+    """The server and its tracker, after a run of eight steps."""
+    server, tracker = empty_wandb
     train(tracker)
     assert server.steps("train/loss") == [2, 4, 6, 8]
     return server, tracker
 
 
-def test_wandb_rewinds(online):
-    server, tracker = online
+def test_wandb_run_is_rewound_to_the_checkpoint(wandb_with_a_run):
+    server, tracker = wandb_with_a_run
     train(tracker, resume=True)
     assert server.steps("train/loss") == [2, 4, 6, 8]
     train(tracker, resume=True, new_tracker_run=True)
     assert len(server.lines) == 2
 
 
-def test_wandb_server_that_cannot_rewind(online, caplog):
-    server, tracker = online
+def test_wandb_run_that_cannot_be_rewound_has_steps_twice(wandb_with_a_run, caplog):
+    server, tracker = wandb_with_a_run
     server.rewinds = False
     train(tracker, resume=True)
     assert server.steps("train/loss") == [2, 4, 6, 8, 6, 8]
@@ -242,18 +241,18 @@ def test_wandb_server_that_cannot_rewind(online, caplog):
     assert "to step 4, so it has later steps twice" in caplog.text
 
 
-def test_wandb_run_without_a_line_at_the_checkpoint(empty):
-    """It begins again, with its name."""
-    server, tracker = empty
+def test_wandb_run_without_a_line_at_the_checkpoint_begins_again(empty_wandb):
+    """It keeps its name."""
+    server, tracker = empty_wandb
     for resume in (False, True):
         train(tracker, resume, run_name="mine", logging_steps=5)
     (names,) = server.names.values()
     assert [name for name in names if name] == ["mine", "mine"]  # of both processes
 
 
-def test_wandb_server_that_has_lost_lines(online):
-    """Those that the client had not sent when its process was killed."""
-    server, tracker = online
+def test_wandb_lines_lost_by_the_server_are_sent_again(wandb_with_a_run):
+    """The client had not sent them when its process was killed."""
+    server, tracker = wandb_with_a_run
     (lines,) = server.lines.values()
     del lines[1:]
     train(tracker, resume=True)
@@ -261,8 +260,8 @@ def test_wandb_server_that_has_lost_lines(online):
 
 
 @pytest.mark.parametrize("chosen", [False, True])
-def test_wandb_run_that_is_gone(online, caplog, monkeypatch, chosen):
-    server, tracker = online
+def test_missing_wandb_run_is_replaced_by_a_new_one(wandb_with_a_run, caplog, monkeypatch, chosen):
+    server, tracker = wandb_with_a_run
     server.lines.clear()
     if chosen:
         monkeypatch.setenv("WANDB_RUN_ID", "mine")
@@ -273,7 +272,7 @@ def test_wandb_run_that_is_gone(online, caplog, monkeypatch, chosen):
 
 
 @pytest.mark.parametrize("adds", [False, True])
-def test_wandb_lines_of_the_script(tmp_path, monkeypatch, caplog, adds):
+def test_wandb_run_with_lines_of_the_script_is_left_as_it_is(tmp_path, monkeypatch, caplog, adds):
     """Offline, W&B reads no earlier file: a run with lines that the Trainer does not know is left as it is."""
 
     class Adds(hftrainer.TrainerCallback):
@@ -290,8 +289,8 @@ def test_wandb_lines_of_the_script(tmp_path, monkeypatch, caplog, adds):
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_comet_experiment(tmp_path, monkeypatch, caplog, is_there):
-    """It is asked for by its key; what there is of a server is that an experiment counts as one online."""
+def test_comet_experiment_is_continued_by_its_key(tmp_path, monkeypatch, caplog, is_there):
+    """Offline experiments count as online ones here, since there is no server."""
     comet = pytest.importorskip("comet_ml")
     start, asked = comet.start, []
 

@@ -1,4 +1,4 @@
-"""Another process writes the large checkpoints of the background: the same files, and no harm if it is killed."""
+"""Another process writes large checkpoints in the background: the same files, and no harm if it is killed."""
 
 import errno
 import functools
@@ -13,13 +13,13 @@ from transformers import BertForSequenceClassification
 
 from hftrainer.checkpointing import files, writer
 from hftrainer.checkpointing.writer_process import CannotUnpack, SharedCopies, WriterProcess
-from tests.support.checkpoints import BACKGROUND, At, finished, make_trainer
-from tests.support.jobs import names
+from tests.support.checkpoints import BACKGROUND, At, make_trainer, train_to_end
+from tests.support.jobs import names_in
 from tests.support.tiny import MODELS
 
 
 @pytest.fixture
-def always(monkeypatch):
+def use_process_for_any_size(monkeypatch):
     monkeypatch.setattr(writer, "_MIN_BYTES_FOR_PROCESS", 0)
 
 
@@ -36,25 +36,24 @@ def process_of(trainer):
     return trainer._hftrainer.checkpoint_writer._process
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("use_process_for_any_size")
 @pytest.mark.parametrize("model", ["plain", "bert"])
-def test_the_same_files(tmp_path, model):
+def test_process_writes_the_same_files(tmp_path, model):
     used = []
-    finished(make_trainer(tmp_path / "at once", model))
+    train_to_end(make_trainer(tmp_path / "at once", model))
     trainer = make_trainer(tmp_path / "process", model, **BACKGROUND)
     trainer.add_callback(At(9, lambda: used.append(process_of(trainer)._process is not None)))
-    finished(trainer)
+    train_to_end(trainer)
     assert used == [True]
     for step in (3, 6, 9):
         ours, theirs = (tmp_path / kind / f"checkpoint-{step}" for kind in ("process", "at once"))
-        assert names(ours) == names(theirs)
-        for name in set(names(ours)) - {"hftrainer_manifest.json", "training_args.bin", "progress.pt"}:
+        assert names_in(ours) == names_in(theirs)
+        for name in set(names_in(ours)) - {"hftrainer_manifest.json", "training_args.bin", "progress.pt"}:
             assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
 
 
-@pytest.mark.usefixtures("always")
-def test_killed_while_it_waits(tmp_path, caplog):
-    """Costs the next checkpoint, and is started again for the one after it."""
+@pytest.mark.usefixtures("use_process_for_any_size")
+def test_killed_process_costs_one_checkpoint_and_is_started_again(tmp_path, caplog):
     trainer = make_trainer(tmp_path, **BACKGROUND)
 
     def kill():
@@ -63,14 +62,14 @@ def test_killed_while_it_waits(tmp_path, caplog):
         process_of(trainer)._process.wait()
 
     trainer.add_callback(At(5, kill))
-    assert finished(trainer).state.global_step == 9
-    assert names(tmp_path) == ["checkpoint-3", "checkpoint-9"]
+    assert train_to_end(trainer).state.global_step == 9
+    assert names_in(tmp_path) == ["checkpoint-3", "checkpoint-9"]
     assert (
         "checkpoint-6 could not be written (the process that writes checkpoints has ended by signal 9)" in caplog.text
     )
 
 
-def test_what_it_raises(process, tmp_path):
+def test_errors_reach_the_trainer_and_signals_are_ignored(process, tmp_path):
     started, copies = process
     state = copies.copy({"x": torch.arange(5.0), "y": 3})
     full = functools.partial(files.save, path="/dev/full")
@@ -87,8 +86,7 @@ def test_what_it_raises(process, tmp_path):
     assert started._process.pid == pid
 
 
-def test_memory_and_entries(process, tmp_path):
-    """Of a large state there is one copy, which is used again; its files are described and on the disk."""
+def test_memory_is_reused_and_written_files_are_described(process, tmp_path):
     started, copies = process
     path = str(tmp_path / "state.pt")
     for round_ in range(3):
@@ -110,7 +108,7 @@ class Own(BertForSequenceClassification):
         super().save_pretrained(*args, **kwargs)
 
 
-def test_a_class_that_it_cannot_import(process, tmp_path):
+def test_class_that_the_process_cannot_import_is_reported(process, tmp_path):
     started, _ = process
     module = types.ModuleType("only_here")
     exec("class Kept:\n    pass", vars(module))
@@ -122,13 +120,13 @@ def test_a_class_that_it_cannot_import(process, tmp_path):
     assert not (tmp_path / "x.pt").exists()
 
 
-@pytest.mark.usefixtures("always")
-def test_a_model_that_saves_itself(tmp_path):
+@pytest.mark.usefixtures("use_process_for_any_size")
+def test_model_with_its_own_save_pretrained_is_written_in_a_thread(tmp_path):
     """A thread writes it, since its `save_pretrained` may depend on what is in this process."""
     make_model, _ = MODELS["bert"]
     trainer = make_trainer(tmp_path, "bert", trainer={"model": Own(make_model().config)}, **BACKGROUND)
     used = []
     trainer.add_callback(At(8, lambda: used.append(process_of(trainer))))
-    finished(trainer)
+    train_to_end(trainer)
     assert used == [None]
-    assert "model.safetensors.index.json" in names(tmp_path / "checkpoint-9")
+    assert "model.safetensors.index.json" in names_in(tmp_path / "checkpoint-9")

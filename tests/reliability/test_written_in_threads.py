@@ -20,9 +20,9 @@ from hftrainer.checkpointing import files
 from hftrainer.checkpointing.files import write_manifest
 from hftrainer.checkpointing.folder import CheckpointFolder, clear_stale, get_last_checkpoint
 from hftrainer.checkpointing.names import MANIFEST_NAME
-from tests.support.checkpoints import finished, flip, make_trainer
+from tests.support.checkpoints import flip, make_trainer, train_to_end
 from tests.support.faults import FailsOnce
-from tests.support.jobs import names
+from tests.support.jobs import names_in
 from tests.support.parity import assert_same_weights, leaves
 
 
@@ -68,8 +68,7 @@ def events(monkeypatch):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_flushed_before_it_is_named(tmp_path, events, background):
-    """The power may fail at any time."""
+def test_files_are_flushed_before_the_folder_gets_its_name(tmp_path, events, background):
     make_trainer(tmp_path, max_steps=2, save_steps=2, lightning_config={"async_checkpoint": background}).train()
     folder = tmp_path / "checkpoint-2"
     named = events.index(("rename", str(folder)))
@@ -80,7 +79,7 @@ def test_flushed_before_it_is_named(tmp_path, events, background):
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice on its page cache")
-def test_large_files_leave_the_cache_once_they_are_flushed(tmp_path, events):
+def test_large_files_leave_the_page_cache_once_flushed(tmp_path, events):
     write_files(tmp_path)
     write_manifest(tmp_path)
     large = [(tmp_path / name).stat().st_ino for name in ("model.safetensors", "optimizer.pt")]
@@ -90,7 +89,7 @@ def test_large_files_leave_the_cache_once_they_are_flushed(tmp_path, events):
 
 @pytest.mark.parametrize("place", [0, 2**20 - 1, 2**20, LARGE - 1])
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
-def test_one_bit_after_the_writing(tmp_path, name, place):
+def test_one_changed_bit_is_detected(tmp_path, name, place):
     write_files(tmp_path)
     write_manifest(tmp_path)
     assert_listed(tmp_path)
@@ -104,8 +103,8 @@ def small_windows(monkeypatch):
     monkeypatch.setattr(files, "_LARGE", 0)
 
 
-def test_a_streamed_file(tmp_path, small_windows, monkeypatch):
-    """It holds what `torch.save` writes, and its checksum is known without reading it again."""
+def test_streamed_file_is_what_torch_save_writes_and_has_its_checksum(tmp_path, small_windows, monkeypatch):
+    """The checksum is known without reading the file again."""
     value = {"a": torch.arange(5_000), "b": [torch.zeros(0), torch.ones(777, dtype=torch.bfloat16)], "c": "text"}
     path = tmp_path / "optimizer.pt"
     (tmp_path / "trainer_state.json").write_text('{"global_step": 2}')
@@ -124,8 +123,8 @@ def test_a_streamed_file(tmp_path, small_windows, monkeypatch):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_an_override_that_changes_a_streamed_file(tmp_path, small_windows, background):
-    """The manifest lists what is there, although the size is the same."""
+def test_streamed_file_changed_by_an_override_has_a_new_checksum(tmp_path, small_windows, background):
+    """The size stays the same."""
 
     class Own(Trainer):
         def _save_optimizer_and_scheduler(self, output_dir):
@@ -138,8 +137,8 @@ def test_an_override_that_changes_a_streamed_file(tmp_path, small_windows, backg
 
 
 @pytest.mark.parametrize("at", [1, 2, 5, "full"])
-def test_a_streamed_file_that_cannot_be_written(tmp_path, small_windows, monkeypatch, at):
-    """Also when the disk recovers: what a failed flush has lost is not written again. No thread is left."""
+def test_streamed_file_that_cannot_be_written_raises_and_leaves_no_thread(tmp_path, small_windows, monkeypatch, at):
+    """Also if the disk recovers: what a failed flush lost is not written again."""
     path, message = str(tmp_path / "optimizer.pt"), "Input/output error"
     if at == "full":
         path, message = "/dev/full", "No space left on device"
@@ -152,11 +151,11 @@ def test_a_streamed_file_that_cannot_be_written(tmp_path, small_windows, monkeyp
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_checkpoints_with_streamed_files(tmp_path, small_windows, background):
+def test_checkpoints_with_streamed_files_are_whole_and_resume(tmp_path, small_windows, background):
     config = {"lightning_config": {"async_checkpoint": background}}
     found = []
     for resume in (None, tmp_path / "checkpoint-6"):
-        finished(make_trainer(tmp_path, **config), resume)
+        train_to_end(make_trainer(tmp_path, **config), resume)
         assert [damage(tmp_path / f"checkpoint-{step}") for step in (3, 6, 9)] == [None] * 3
         found.append(leaves(torch.load(tmp_path / "checkpoint-9" / "optimizer.pt")["state"]))
     assert_same_weights(*found)
@@ -188,8 +187,8 @@ def publish_and_kill(folder, flushes):
 
 
 @pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
-def test_killed_while_files_are_flushed(tmp_path):
-    """At each flush in turn: the checkpoint is whole, or the next run removes what is left of it."""
+def test_kill_at_any_flush_leaves_a_whole_checkpoint_or_none(tmp_path):
+    """The next run removes what is left."""
     found, killed, flushes = [], True, 0
     while killed:
         flushes += 1
@@ -200,7 +199,7 @@ def test_killed_while_files_are_flushed(tmp_path):
         clear_stale(str(folder))
         assert not list(folder.glob("_tmp_*"))
         last = get_last_checkpoint(str(folder))
-        assert names(folder) == ([] if last is None else ["checkpoint-2"])
+        assert names_in(folder) == ([] if last is None else ["checkpoint-2"])
         found.append(last is not None)
     assert flushes > 6  # each file, the manifest, and the folders
     assert found[:6] == [False] * 6

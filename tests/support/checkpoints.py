@@ -1,4 +1,4 @@
-"""Small runs that write checkpoints, and what may happen to those."""
+"""Small runs that write checkpoints, callbacks for them, and damage to their files."""
 
 import os
 import shutil
@@ -47,7 +47,7 @@ def make_trainer(folder: Path, model: str = "plain", callbacks=(), trainer_class
     return trainer_class(args=args, callbacks=list(callbacks), **given)
 
 
-def finished(trainer: Any, resume: Any = None) -> Any:
+def train_to_end(trainer: Any, resume: Any = None) -> Any:
     trainer.train(resume_from_checkpoint=str(resume) if isinstance(resume, Path) else resume)
     return trainer
 
@@ -107,11 +107,11 @@ def grow(path: Path) -> None:
         file.write(b"\0" * 100)
 
 
-#: What a disk may do to a file.
+#: Kinds of damage that a disk does to a file.
 HARM = {"truncated": truncate, "flipped": flip, "deleted": os.remove, "empty": empty, "grown": grow}
 
 
-class Mischief:
+class MaliciousPickle:
     """Leaves a folder behind when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
@@ -122,7 +122,7 @@ class Mischief:
 
 
 def copy_without_manifest(source: Path, folder: Path) -> Path:
-    """A copy of a checkpoint in the place of what is there; who means harm would mend the manifest."""
+    """Replace a folder by a copy of a checkpoint without its manifest, which an attacker would adapt."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(source, folder)
     (folder / MANIFEST_NAME).unlink()

@@ -6,7 +6,7 @@ from hftrainer import TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.support import check_supported, make_plan
 
-#: What torchrun sets in the second of two processes.
+#: Variables that torchrun sets in the second of two processes.
 SECOND = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=localhost MASTER_PORT=29501"
 
 

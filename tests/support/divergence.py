@@ -5,7 +5,7 @@ import json
 import torch
 from torch.utils.data import IterableDataset
 
-from tests.support.checkpoints import finished, make_trainer
+from tests.support.checkpoints import make_trainer, train_to_end
 from tests.support.tiny import make_plain, plain_data
 
 SEQUENTIAL = {"train_sampling_strategy": "sequential", "save_steps": 2, "logging_steps": 1}
@@ -23,7 +23,7 @@ class Rows(IterableDataset):
 
 
 class Sensitive(torch.nn.Module):
-    """A model whose loss, or whose gradients alone, are as bad as the samples' `ill` says."""
+    """A model whose loss, or only its gradient, diverges by the `ill` of its samples."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class _Explodes(torch.autograd.Function):
         return gradient * float("inf")
 
 
-#: Name → what makes a sample bad.
+#: Kind of divergence → the value of `ill` that causes it.
 KINDS = {"nan loss": float("nan"), "infinite gradient": 1e31, "spike": 200.0}
 
 
@@ -53,17 +53,16 @@ def rows(count, bad=(), value=float("nan")):
     return [{**row, "ill": torch.tensor(value if index in bad else 0.0)} for index, row in enumerate(plain_data(count))]
 
 
-def lacking(windows, size):
-    """The samples without those of the windows."""
+def rows_without(windows, size):
     return [row for index, row in enumerate(rows(STEPS * size)) if index // size not in windows]
 
 
-def trained(folder, data, resume=None, **settings):
-    """A Trainer that has trained a model with dropout; the samples are in order."""
+def fit(folder, data, resume=None, **settings):
+    """Train a model with dropout on the samples in order; returns the Trainer."""
     settings = {**SEQUENTIAL, "per_device_train_batch_size": SIZE, **settings}
     torch.manual_seed(0)
-    return finished(make_trainer(folder, trainer={"model": Sensitive(), "train_dataset": data}, **settings), resume)
+    return train_to_end(make_trainer(folder, trainer={"model": Sensitive(), "train_dataset": data}, **settings), resume)
 
 
-def lines(folder):
+def entries(folder):
     return [json.loads(line) for line in (folder / "skipped_samples.jsonl").read_text().splitlines()]

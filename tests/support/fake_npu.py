@@ -11,7 +11,7 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
-#: Another name for another device: tests/support/fake_tpu.py.
+#: tests/support/fake_tpu.py sets another name.
 NAME = "npu"
 CALLS: list[str] = []
 
@@ -43,7 +43,7 @@ class NpuModule(backend_registration._DummyBackendModule):
         return [torch.float16, torch.bfloat16]
 
 
-#: Storages on the device → the CPU tensors that hold their numbers. It never forgets, which short runs can afford.
+#: Storages on the device → the CPU tensors that hold their numbers. Nothing is removed, since runs are short.
 HELD: dict[int, torch.Tensor] = {}
 
 

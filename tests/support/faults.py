@@ -87,21 +87,21 @@ SIGNALS = {
     # asleep for a while, and lost a moment after it has woken up
     "stop": [(signal.SIGSTOP, 0.1, 0.6), (signal.SIGCONT, 0.0, 0.3), (signal.SIGKILL, 0.0, 0.0)],
 }
-#: What happens to a `Disk` that is mounted.
-OF_DISKS = {"fill disk": Disk.fill, "forbid writing": Disk.forbid}
+#: Faults of a mounted `Disk`.
+DISK_FAULTS = {"fill disk": Disk.fill, "forbid writing": Disk.forbid}
 
 
 def disturb(name, group, disk, moments):
     pid = _victim(group, moments)
-    if name in OF_DISKS:
-        OF_DISKS[name](disk)
+    if name in DISK_FAULTS:
+        DISK_FAULTS[name](disk)
     for number, least, most in SIGNALS.get(name, ()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
         time.sleep(moments.uniform(least, most))
 
 
-def damage(folder, moments):
+def damage_a_file(folder, moments):
     path = moments.choice(sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.stat().st_size))
     place = moments.randrange(path.stat().st_size)
     if moments.random() < 0.5:

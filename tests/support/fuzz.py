@@ -1,4 +1,4 @@
-"""Contents that somebody made up: strategies of hypothesis, and how many examples are tried.
+"""Random contents of files: strategies of hypothesis, and how many examples are tried.
 
 `make test` tries the same few each time. `make soak` tries many new ones (FUZZ=1000), and says how to repeat a failure.
 """
@@ -13,14 +13,14 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from hftrainer import errors
-from tests.support.checkpoints import Mischief
+from tests.support.checkpoints import MaliciousPickle
 
 _MANY = int(os.environ.get("FUZZ", "0"))
 #: Errors that say what is wrong with a file or an argument.
 CLEAR = tuple(kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BaseException))
 
 
-def made_up(test: Callable) -> Callable:
+def with_examples(test: Callable) -> Callable:
     """Call a test with `data`, whose method `draw` draws from a strategy, for each example."""
     # No check of health: the fixtures of one test serve all its examples.
     how = {"database": None, "deadline": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
@@ -32,14 +32,14 @@ def accepted_or_refused() -> contextlib.AbstractContextManager[None]:
     return contextlib.suppress(*CLEAR)
 
 
-#: What a writer of JSON might have put somewhere.
+#: Values that JSON can hold.
 _odd = st.sampled_from([-1, 0, 10**12, -(10**30), "x" * 300, "../../outside"])
 values = st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=9) | _odd,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("0ab"), inner, max_size=2),
     max_leaves=4,
 )
-#: What torch.save might have put there.
+#: Values that torch.save can write.
 tensors = values | st.sampled_from(
     [torch.zeros(0), torch.zeros(3, 5), torch.full((2,), float("nan")), torch.tensor(7)]
 ).map(torch.clone)
@@ -66,7 +66,7 @@ def mutated(draw: Any, value: Any, make: Any = values) -> Any:
 def pickled(draw: Any, value: Any, trace: Any) -> Any:
     """The same for a pickle of torch, which may also hold what leaves a trace when it is run."""
     value = draw(mutated(value, tensors))
-    return {"all": value, "more": Mischief(trace)} if draw(st.integers(0, 9)) == 9 else value
+    return {"all": value, "more": MaliciousPickle(trace)} if draw(st.integers(0, 9)) == 9 else value
 
 
 @st.composite

@@ -16,7 +16,7 @@ SHORT = [
 ]
 
 
-def logs(state):
+def comparable_logs(state):
     """The log lines, with 0 for each measured time: their names stay."""
     lines, measured = json.loads(state.read_text())["log_history"], (*MEASURED, "step_time")
     return [{key: 0.0 if key.endswith(measured) else value for key, value in line.items()} for line in lines]
@@ -36,9 +36,9 @@ def assert_same(ours, theirs, tolerance=0.0):
     assert (files(ours, "trainer_state.json"), files(ours, "*.safetensors")) == (states, weights)
     assert len(states) >= 3 and len(weights) >= 3, "two checkpoints and what the script saves at the end"
     for state in states:
-        lines = logs(theirs / state)
+        lines = comparable_logs(theirs / state)
         expected = [pytest.approx(line, rel=tolerance, abs=0) for line in lines] if tolerance else lines
-        assert logs(ours / state) == expected
+        assert comparable_logs(ours / state) == expected
         assert any("eval_loss" in line for line in lines)
     for file in weights:
         our_weights, their_weights = load_file(ours / file), load_file(theirs / file)

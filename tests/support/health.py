@@ -16,7 +16,7 @@ def ask(port: str, path: str = "health") -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def health(port: str) -> dict:
+def read_health(port: str) -> dict:
     status, text = ask(port)
     said = json.loads(text)
     assert status == (503 if said["status"] == "stalled" else 200)
@@ -26,7 +26,7 @@ def health(port: str) -> dict:
 def wait_until(port: str, holds: Callable[[dict], bool], seconds: float = 60.0) -> dict:
     """Ask until the answer is as wanted; the answer. `holds` may assert what no answer may be."""
     deadline = time.monotonic() + seconds
-    while not holds(said := health(port)):
+    while not holds(said := read_health(port)):
         assert time.monotonic() < deadline, said
         time.sleep(0.02)
     return said

@@ -13,8 +13,8 @@ from tests.support import processes
 from tests.support.hub_server import HubServer
 from tests.support.parity import build
 
-TOKEN, READS = "hf_aVeryPrivateTokenIndeed", "hf_mayOnlyRead"
-#: Of a run that uploads.
+TOKEN, READ_TOKEN = "hf_aVeryPrivateTokenIndeed", "hf_mayOnlyRead"
+#: Optimizer steps of a run that uploads.
 STEPS = 6
 
 
@@ -30,7 +30,7 @@ def hub(monkeypatch, tmp_path):
     """A Hub that this process uses, with its cache in "home", nobody logged in, and short waits."""
     from transformers.utils import hub
 
-    with HubServer({TOKEN: ("me", "write"), READS: ("me", "read")}) as server:
+    with HubServer({TOKEN: ("me", "write"), READ_TOKEN: ("me", "read")}) as server:
         places = {"HF_HUB_CACHE": str(tmp_path / "home" / "hub"), "HF_TOKEN_PATH": str(tmp_path / "home" / "token")}
         endpoint = server.url_for("").rstrip("/")
         template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
@@ -46,7 +46,7 @@ def hub(monkeypatch, tmp_path):
         yield server
 
 
-#: Of a run that pushes each second step.
+#: Arguments of a run that pushes every second step.
 PUSHES = {"push_to_hub": True, "hub_token": TOKEN, "save_strategy": "steps", "save_steps": 2}
 
 

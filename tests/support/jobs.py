@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from multiprocessing import connection
 from pathlib import Path
@@ -12,15 +11,16 @@ from pathlib import Path
 import torch
 
 from tests.support import processes
+from tests.support.launching import free_port
 from tests.support.parity import assert_same_weights as assert_same
 
-__all__ = ["JOB", "SHARDED", "Forked", "Group", "assert_same", "log", "names", "read_until", "weights"]
+__all__ = ["JOB", "SHARDED", "Job", "JobGroup", "assert_same", "final_log", "final_weights", "names_in", "read_until"]
 JOB = Path(__file__).parents[1] / "reliability" / "job.py"
 #: Settings of a job whose ranks each write their shard of a checkpoint.
 SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 
 
-def names(folder):
+def names_in(folder):
     return sorted(path.name for path in Path(folder).iterdir())
 
 
@@ -34,7 +34,7 @@ def read_until(process, line):
     raise AssertionError(f"no {line!r} in {seen}: {process.stderr.read()}")
 
 
-class Forked:
+class Job:
     """A job, a module of tests/reliability, in a process of its own; the file `output` has all that it prints."""
 
     def __init__(self, folder, environment=None, job="job", **settings):
@@ -60,21 +60,18 @@ class Forked:
         return printed.splitlines()
 
 
-class Group:
+class JobGroup:
     """The processes of one job, with the environment of a launcher if there are several: rank 0 has the store.
 
     Each is killed at the touch of its files that `kill_at` says, at 0 never.
     """
 
     def __init__(self, folder, count=2, kill_at=(0, 0), **settings):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0"}
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         places = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
         self.jobs = [
-            Forked(folder, place if count > 1 else None, kill_at=at, **settings)
+            Job(folder, place if count > 1 else None, kill_at=at, **settings)
             for place, at in zip(places, kill_at, strict=False)
         ]
 
@@ -100,11 +97,11 @@ class Group:
         return [job.output.read_text() for job in self.jobs]
 
 
-def weights(folder):
+def final_weights(folder):
     return _final(folder)["weights"]
 
 
-def log(folder):
+def final_log(folder):
     """What a job has logged since its first start, without what is measured and without the last line's mean loss."""
     lines = [line for line in _final(folder)["log"] if "train_loss" not in line]  # which is of the last start
     measured = ("runtime", "per_second", "flos")

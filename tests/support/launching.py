@@ -13,15 +13,15 @@ from tests.support import processes
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-def python(*words: str, **variables: str) -> subprocess.CompletedProcess:
+def run_python(*words: str, **variables: str) -> subprocess.CompletedProcess:
     line, env = [sys.executable, *map(str, words)], {**processes.environment(), **variables}
     return subprocess.run(line, env=env, capture_output=True, text=True)
 
 
-def of_both_libraries(script: Path, folder: Path) -> dict:
+def run_with_both(script: Path, folder: Path) -> dict:
     """What a script wrote with transformers, then with ours, which reads their checkpoints: by library and rank."""
     for library in ("transformers", "hftrainer"):
-        run = python(*TORCHRUN, str(script), library, str(folder))
+        run = run_python(*TORCHRUN, str(script), library, str(folder))
         assert run.returncode == 0, run.stderr[-3000:]
     return {path.stem: pickle.loads(path.read_bytes()) for path in folder.glob("*.pkl")}
 
@@ -62,7 +62,7 @@ def read(folder):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def port():
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
@@ -72,18 +72,18 @@ def accelerate(*options):
     return ["-m", "accelerate.commands.launch", *options]
 
 
-#: Name → what stands before the script.
+#: Launcher → words of the command line before the script.
 LAUNCHERS = {
     "torch.distributed.launch": lambda: (
-        f"-m torch.distributed.launch --nproc_per_node=2 --master_port={port()}".split()
+        f"-m torch.distributed.launch --nproc_per_node=2 --master_port={free_port()}".split()
     ),
     "accelerate": lambda: accelerate(
         *("--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"),
-        f"--main_process_port={port()}",
+        f"--main_process_port={free_port()}",
     ),
     "hftrainer": lambda: ["-m", "hftrainer", "run", "--nproc", "2"],
 }
-#: How accelerate ends each of its files.
+#: Last lines of each of accelerate's files.
 END_OF_FILE = """\
 rdzv_backend: static
 same_network: true

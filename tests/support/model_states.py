@@ -82,12 +82,12 @@ class ModelStatesSuite:
         assert ours.keys() == theirs.keys()
         assert not [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
 
-    def test_implementation(self, folder):
+    def test_trainer_uses_the_implementation(self, folder):
         trainer = self.make(folder)
         assert type(trainer._hftrainer.strategy) is self.implementation
         assert trainer.place_model_on_device is not trainer._hftrainer.strategy.shards_model
 
-    def test_a_checkpoint_brings_all_back(self, folder):
+    def test_resumed_run_is_the_undisturbed_one(self, folder):
         undisturbed = self.make(folder / "one")
         undisturbed.train()
         resumed = self.make(folder / "two")
@@ -96,7 +96,7 @@ class ModelStatesSuite:
         ours, theirs = ([line for line in each.state.log_history if "loss" in line] for each in (resumed, undisturbed))
         assert ours == theirs and len(ours) == 4
 
-    def test_what_save_model_writes_is_whole(self, folder):
+    def test_save_model_writes_whole_weights(self, folder):
         trainer = self.make(folder / "run", save_strategy="no")
         trainer.train()
         trainer.save_model(str(folder / "saved"))
@@ -106,20 +106,20 @@ class ModelStatesSuite:
             found = torch.load(path, weights_only=True) if path.name == WHOLE else load_file(path)
             self.assert_same(found, expected)
 
-    def test_a_checkpoint_of_the_model_alone_has_no_optimizer(self, folder):
+    def test_save_only_model_writes_no_optimizer(self, folder):
         trainer = self.make(folder, save_only_model=True)
         trainer.train()
         trainer.accelerator.wait_for_everyone()
         names = [path.name for path in (folder / "checkpoint-4").rglob("*")]
         assert names and not [name for name in names if "optim" in name or name == "scheduler.pt"]
 
-    def test_nothing_that_was_gathered_is_kept(self, folder):
+    def test_gathered_weights_are_not_kept(self, folder):
         trainer = self.make(folder)
         trainer.train()
         assert (folder / "checkpoint-4").is_dir()
         assert not [value for value in vars(trainer._hftrainer.strategy).values() if isinstance(value, dict) and value]
 
-    def test_the_best_is_loaded(self, folder):
+    def test_best_model_is_loaded_at_the_end(self, folder):
         """The weights of the step whose evaluation was best, not the last ones."""
         settings = {"lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": 1}
         highest = {"metric_for_best_model": "loss", "greater_is_better": True}  # early: it falls
@@ -131,7 +131,7 @@ class ModelStatesSuite:
         short.train()
         self.assert_same(self.weights(trainer), self.weights(short))
 
-    def test_a_folder_that_cannot_be_made(self, folder, monkeypatch):
+    def test_checkpoint_whose_folder_cannot_be_made_is_skipped(self, folder, monkeypatch):
         """The checkpoint is skipped in all processes, and training goes on."""
         begin = CheckpointFolder.begin
 

@@ -78,7 +78,7 @@ def seq2seq(library: Any) -> type:
     return library.Seq2SeqTrainer
 
 
-#: Makes a subclass with a training step of its own, which Lightning's manual optimization runs.
+#: Makes a subclass with a training step of its own.
 with_own_step = subclass(training_step=lambda self, *args, **kw: super(type(self), self).training_step(*args, **kw))
 
 
@@ -167,7 +167,7 @@ def assert_equal(ours: Any, theirs: Any) -> None:
     assert ours == theirs
 
 
-def alike(run: Callable[[str], Any], same: Callable[[Any, Any], None] = assert_same) -> Any:
+def run_both(run: Callable[[str], Any], same: Callable[[Any, Any], None] = assert_same) -> Any:
     """What `run("hftrainer")` returns, after asserting that `run("transformers")` is the same."""
     ours, theirs = run("hftrainer"), run("transformers")
     same(ours, theirs)
@@ -176,7 +176,7 @@ def alike(run: Callable[[str], Any], same: Callable[[Any, Any], None] = assert_s
 
 def compare(tmp_path: Path, model: Model, same: Callable[..., None] = assert_same, **settings: Any) -> Record:
     """Our run, after asserting that transformers does the same with the same settings."""
-    return alike(lambda name: train(name, model, tmp_path / name, **settings), same)
+    return run_both(lambda name: train(name, model, tmp_path / name, **settings), same)
 
 
 def compare_resumed(tmp_path: Path, model: Model, step: int, **settings: Any) -> Record:
@@ -206,7 +206,7 @@ def leaves(data, path=""):
     return {path: data}
 
 
-def exactly(data: Any) -> dict[str, Any]:
+def array_bytes(data: Any) -> dict[str, Any]:
     """Every array of nested outputs by its path, with dtype, shape and bytes."""
 
     def shown(leaf: Any) -> Any:

@@ -6,7 +6,7 @@ from hftrainer.checkpointing.sharded import model_state, optimizer_state, save_s
 from tests.support.tiny import make_plain
 
 
-def stepped():
+def make_stepped():
     model = make_plain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 8), torch.tensor([0, 1]))["loss"].backward()
@@ -14,8 +14,8 @@ def stepped():
     return model, optimizer
 
 
-def write(folder, **more):
-    model, optimizer = stepped()
+def write_parts(folder, **more):
+    model, optimizer = make_stepped()
     optimizer.param_groups[0].update(more)
     parts = {"model": model_state(model, full=False), "optimizer": optimizer_state(model, optimizer, full=False)}
     save_shards(parts, folder)

@@ -5,7 +5,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-#: What decides what a lane shows; those that are installed are named when its tests begin.
+#: Packages whose releases matter; pytest's header names those installed.
 SHOWN = """
     torch lightning torchmetrics transformers accelerate huggingface_hub safetensors tokenizers numpy optuna tqdm
     datasets peft deepspeed ray torch_xla trl sentence-transformers setfit adapters

@@ -20,7 +20,7 @@ def make_trainer(folder, trainer=(), model_init=make_plain, library="hftrainer",
     return package.Trainer(model_init=model_init, args=args, **given)
 
 
-def with_width(width: int) -> torch.nn.Module:
+def plain_of_width(width: int) -> torch.nn.Module:
     model = Plain()
     model.layers = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 3))
     return model
@@ -34,19 +34,19 @@ class Failing(TrainerCallback):
             raise torch.OutOfMemoryError("CUDA out of memory: as asked")
 
 
-def nan_when_bad(metrics):
+def nan_above_5(metrics):
     return math.nan if metrics["eval_loss"] > 5 else metrics["eval_loss"]
 
 
-def no_number(metrics):
+def return_nan(metrics):
     return math.nan
 
 
-def nothing(metrics):
+def return_none(metrics):
     """No objective."""
 
 
-#: What is given to a search → the error, and its words. Functions make what differs between the backends.
+#: Case → keywords of the search, or a function of the backend that makes them; the error and its words.
 REFUSED = {
     "direction": ({"direction": "down"}, InvalidArgument, "direction='down': use 'minimize' or 'maximize'"),
     "no space": ({"hp_space": lambda trial: None}, InvalidArgument, "hp_space returned None"),
@@ -76,7 +76,6 @@ class SearchBackend:
         raise NotImplementedError
 
     def keywords(self, trainer):
-        """What every search is given."""
         return {}
 
     def search(self, trainer, **keywords):
@@ -91,14 +90,14 @@ class SearchBackend:
         assert trainer.hp_search_backend is None and trainer.args.learning_rate == 0.5
 
     @pytest.mark.parametrize("case", REFUSED)
-    def test_refused(self, tmp_path, case):
+    def test_wrong_search_arguments_are_refused(self, tmp_path, case):
         self.assert_refused(tmp_path, *REFUSED[case])
 
-    def test_failed_trials_are_no_candidates(self, tmp_path, caplog):
+    def test_failed_trials_cannot_be_the_best(self, tmp_path, caplog):
         """The best objective is of a trial that failed afterwards, and the next is NaN."""
         trainer = make_trainer(tmp_path / "out", {"callbacks": [Failing]})
         arguments, rates = trainer.args.to_dict(), self.grid(learning_rate=[0.5, 1e3, 1e-3])
-        best = self.search(trainer, compute_objective=nan_when_bad, direction="maximize", **rates)
+        best = self.search(trainer, compute_objective=nan_above_5, direction="maximize", **rates)
         assert best.hyperparameters == {"learning_rate": 1e-3}
         assert trainer.args.to_dict() == arguments and trainer.hp_search_backend is None
         said = self.failures(trainer, best, caplog)
@@ -108,11 +107,11 @@ class SearchBackend:
         """What is said of the trials that failed."""
         raise NotImplementedError
 
-    def test_no_trial_is_completed(self, tmp_path):
+    def test_search_without_a_completed_trial_fails(self, tmp_path):
         trainer = make_trainer(tmp_path / "out")
         words = r"No trial was completed \(2 \w+\).*\n- compute_objective returned nan"
         with pytest.raises(SearchFailed, match=words):
-            self.search(trainer, compute_objective=no_number, **self.grid(learning_rate=[1e-3, 1e-2]))
+            self.search(trainer, compute_objective=return_nan, **self.grid(learning_rate=[1e-3, 1e-2]))
 
 
 class OneProcessBackend(SearchBackend):
@@ -120,11 +119,11 @@ class OneProcessBackend(SearchBackend):
 
     several: str
 
-    def test_several_objectives(self, tmp_path):
+    def test_several_objectives_are_refused(self, tmp_path):
         words = "one objective; use backend='optuna'"
         self.assert_refused(tmp_path, {"direction": ["minimize", "maximize"]}, UnsupportedArgument, words)
 
-    def test_several_processes(self, tmp_path, monkeypatch):
+    def test_several_processes_are_refused(self, tmp_path, monkeypatch):
         trainer = make_trainer(tmp_path)
         monkeypatch.setattr(type(trainer.args), "world_size", 2)
         with pytest.raises(UnsupportedArgument, match=self.several):

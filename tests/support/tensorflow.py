@@ -7,7 +7,7 @@ from torch import nn
 from hftrainer import TFTrainer
 
 
-class Still(nn.Module):
+class DenseModel(nn.Module):
     """A model without random numbers; its loss is a mean, as in transformers."""
 
     def __init__(self):
@@ -29,7 +29,7 @@ def rows(count=20, seed=0):
     return [{"x": rng.normal(size=4).astype("float32"), "label": int(rng.integers(3))} for _ in range(count)]
 
 
-class Loud(TFTrainer):
+class RecordingTrainer(TFTrainer):
     def __init__(self, *args, **kwargs):
         self.seen = []
         super().__init__(*args, **kwargs)

@@ -151,13 +151,13 @@ def pad(samples):
 
 
 def pad_left(samples):
-    """As decoders generate: prompts end together."""
+    """Pad at the left, as decoders need it: all prompts end together."""
     turned = pad([{name: value.flip(0) for name, value in sample.items()} for sample in samples])
     return {name: value.flip(1) for name, value in turned.items()}
 
 
 def without_dropout(make_model):
-    """Processes draw other masks than one does."""
+    """Two processes would draw other dropout masks than one."""
 
     def make():
         model = make_model()

@@ -47,7 +47,7 @@ def without_times(name: str, value: Any) -> Any:
 
 
 @dataclass
-class Written:
+class TrackedRuns:
     """What a tracker holds of all runs.
 
     Attributes:
@@ -88,8 +88,8 @@ class CSV:
     def settings(self) -> dict[str, Any]:
         return {"report_to": "csv", "logging_dir": str(self.folder / "logs")}
 
-    def read(self) -> Written:
-        found = Written()
+    def read(self) -> TrackedRuns:
+        found = TrackedRuns()
         (file,) = self.folder.rglob("metrics.csv")
         for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines()):
             for name in filter(row.get, row):
@@ -98,7 +98,7 @@ class CSV:
         return found
 
 
-class UsersCSV(CSV):
+class CustomCSVLogger(CSV):
     @property
     def settings(self):
         return {"trainer": {"loggers": [CSVLogger(self.folder / "logs", name="mine", version=0)]}}
@@ -111,7 +111,7 @@ class Recorder(Logger):
 
     def __init__(self):
         super().__init__()
-        self.written, self.status = Written(), []
+        self.written, self.status = TrackedRuns(), []
 
     def log_metrics(self, metrics, step=None):
         for name, value in metrics.items():
@@ -124,7 +124,7 @@ class Recorder(Logger):
         self.status.append(status)
 
 
-class UsersOwn(CSV):
+class CustomLogger(CSV):
     @property
     def settings(self):
         self.recorder = Recorder()
@@ -143,7 +143,7 @@ class TensorBoard(CSV):
 
     def read(self):
         """Folders of event files one after another, of which `details` has the tags."""
-        found = Written(details={"scalars": [], "texts": []})
+        found = TrackedRuns(details={"scalars": [], "texts": []})
         for folder in sorted({path.parent for path in self.folder.rglob("events*")}):
             curves, written = scalars(folder), texts(folder)
             for name, entries in curves.items():
@@ -164,7 +164,7 @@ class WandB(CSV):
     def read(self):
         """The one run, which this closes. The numbers of a whole run are in the summary, at the last step."""
         self.close()
-        found, parts = Written(), {}
+        found, parts = TrackedRuns(), {}
         for record in wandb_records(self.folder):
             kind = record.WhichOneof("record_type")
             parts.setdefault(kind, []).append(getattr(record, kind))
@@ -210,7 +210,7 @@ class MLflow(CSV):
         mlflow = importlib.import_module("mlflow")
         mlflow.flush_async_logging()
         client = mlflow.MlflowClient()
-        found = Written(details={"runs": [], "tags": []})
+        found = TrackedRuns(details={"runs": [], "tags": []})
         experiments = [experiment.experiment_id for experiment in client.search_experiments()]
         for run in client.search_runs(experiments, order_by=["attributes.start_time ASC"]):
             for name in run.data.metrics:
@@ -240,7 +240,7 @@ class Comet(CSV):
     def read(self):
         """The messages of the one experiment, which this ends."""
         self.close()
-        found, parameters = Written(details={"epochs": {}}), {}
+        found, parameters = TrackedRuns(details={"epochs": {}}), {}
         (file,) = self.folder.glob("comet/*.zip")
         with zipfile.ZipFile(file) as archive:
             messages = [json.loads(line)["payload"] for line in archive.read("messages.json").decode().splitlines()]

@@ -11,7 +11,7 @@ from pytest_httpserver import HTTPServer
 from werkzeug import Request, Response
 
 
-class Runs:
+class WandbServer:
     """What the server holds. Each method answers the query of its name as W&B does.
 
     Attributes:
@@ -58,7 +58,7 @@ class Runs:
         count = {"historyLineCount": len(self.lines[name]), "logLineCount": 0, "eventsLineCount": 0}
         tails = {"historyTail": json.dumps([json.dumps(line) for line in self.lines[name][-1:]]), "eventsTail": "[]"}
         named = {"id": name, "name": name, "displayName": name, "config": "{}", "summaryMetrics": "{}"}
-        # What says that the client has set up the run.
+        # By this the client knows that it has set up the run.
         named["wandbConfig"] = '{"t": {}}'
         return {**texts, **count, **tails, **named, "project": project}
 

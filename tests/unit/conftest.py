@@ -7,13 +7,13 @@ from hftrainer import TrainingArguments
 
 @pytest.fixture
 def deepspeed_installed(monkeypatch):
-    """As if DeepSpeed were there, for what asks whether it is and runs none of it."""
+    """Pretend that DeepSpeed is installed, for code that only asks."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: True if name == "deepspeed" else find(name, *of))
 
 
 @pytest.fixture(autouse=True)
-def nobody_to_meet(monkeypatch):
+def _no_process_group(monkeypatch):
     """The launchers of these tests are made up: their variables name processes that are not there."""
     monkeypatch.setattr(TrainingArguments, "_join_process_group", lambda self: None)
 

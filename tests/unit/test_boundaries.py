@@ -1,4 +1,4 @@
-"""Who may import whom, as far as import-linter cannot say it: its contracts are in pyproject.toml, for `make lint`."""
+"""Import rules that import-linter cannot express; its contracts are in pyproject.toml, for `make lint`."""
 
 import ast
 from collections.abc import Iterator
@@ -22,30 +22,30 @@ def imported_at_once(node: ast.AST) -> Iterator[str]:
         yield from imported_at_once(child)
 
 
-def those_that_ask(folder: str, libraries: set[str]) -> dict[str, set[str]]:
+def imports_by_file(folder: str, libraries: set[str]) -> dict[str, set[str]]:
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
     asked = {str(path.relative_to(ROOT)): {*imported_at_once(ast.parse(path.read_text()))} for path in files}
     return {path: names & libraries for path, names in asked.items() if names & libraries}
 
 
-def test_other_libraries_are_optional():
+def test_optional_libraries_are_imported_in_functions_only():
     """They are imported inside functions only; to import-linter an import is an import, wherever it stands."""
-    assert not those_that_ask("hftrainer", OPTIONAL | ADAPTERS)
+    assert not imports_by_file("hftrainer", OPTIONAL | ADAPTERS)
 
 
-def test_the_adapter_asks_for_deepspeed_when_it_is_wanted():
-    """Inside functions, too. That it imports no other library, and not its host, import-linter sees."""
-    assert not those_that_ask("adapters", {"deepspeed"})
+def test_adapters_import_deepspeed_in_functions_only():
+    """import-linter checks the other imports of the adapters."""
+    assert not imports_by_file("adapters", {"deepspeed"})
 
 
-def test_adapters_is_a_folder_and_no_package():
+def test_adapters_folder_is_no_package():
     """`import adapters` belongs to another library of the same users."""
     assert not (ROOT / "adapters" / "__init__.py").exists()
 
 
-def asked_of_adapters() -> Iterator[tuple[str, str, str]]:
-    """Where, the module of an adapter, and what is asked of it; mypy does not know the type of such a module."""
+def names_used_of_adapters() -> Iterator[tuple[str, str, str]]:
+    """File, module of an adapter, and name that the file uses of it; mypy does not know the type of such a module."""
     for path in sorted([*ROOT.glob("hftrainer/**/*.py"), *ROOT.glob("adapters/**/*.py")]):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         modules = {ast.unparse(node): node for node in nodes if isinstance(node, ast.Call)}
@@ -64,9 +64,9 @@ def asked_of_adapters() -> Iterator[tuple[str, str, str]]:
                         yield path.name, f"hftrainer_{name}/{module}.py", node.attr
 
 
-def test_adapters_have_what_is_asked_of_them():
-    """`run --tpu` and `observe` on a GPU asked for functions that were not there, where no test runs."""
-    asked = set(asked_of_adapters())
+def test_adapters_define_every_name_used_of_them():
+    """`run --tpu` and `observe` on a GPU once called functions that did not exist, where no test runs."""
+    asked = set(names_used_of_adapters())
     assert len(asked) > 25
     for path, module, name in asked:
         defined = set()
@@ -80,7 +80,7 @@ def test_adapters_have_what_is_asked_of_them():
         assert name in defined, f"{path} asks {module} for {name}"
 
 
-def test_importing_is_cheap(processes, tmp_path):
+def test_import_loads_no_large_library(processes, tmp_path):
     """Neither `from hftrainer import Trainer` nor arguments must pay for what a run may need."""
     code = (
         "import sys; from hftrainer import Trainer, TrainingArguments; args = TrainingArguments(max_steps=1);"

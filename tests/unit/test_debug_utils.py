@@ -1,4 +1,4 @@
-"""The memory report, and the search for infinite numbers."""
+"""`skip_memory_metrics=False` reports memory, and `debug='underflow_overflow'` finds infinite numbers."""
 
 import sys
 
@@ -11,8 +11,8 @@ from tests.support.parity import assert_same, build, train
 from tests.support.tiny import Plain, plain_data
 
 
-def test_memory_metrics_as_in_transformers(tmp_path):
-    """The same names in the same metrics; the first stage also reports the construction."""
+def test_memory_metric_names_match_transformers(tmp_path):
+    """The first stage also reports the memory of the construction."""
     names = []
     for name in ("hftrainer", "transformers"):
         trainer, _ = build(name, "plain", tmp_path / name, skip_memory_metrics=False, eval_strategy="epoch")
@@ -25,7 +25,7 @@ def test_memory_metrics_as_in_transformers(tmp_path):
     assert "init_mem_cpu_alloc_delta" in names[0][0]
 
 
-def test_memory_is_measured(tmp_path):
+def test_memory_report_counts_a_large_tensor(tmp_path):
     class Hungry(Plain):
         def forward(self, x, labels=None):
             big = torch.ones(40_000_000)  # 160 MB for a moment
@@ -59,7 +59,7 @@ class Explodes(nn.Module):
         return nn.functional.cross_entropy(logits, labels), logits
 
 
-def test_underflow_overflow(tmp_path):
+def test_underflow_overflow_names_the_bad_module(tmp_path):
     args = TrainingArguments(str(tmp_path), max_steps=5, debug="underflow_overflow", use_cpu=True, disable_tqdm=True)
     trainer = Trainer(Explodes(), args, train_dataset=plain_data())
     words = r"^second \(Linear\): input\[0\] has (inf|nan), output has (inf|nan)"
@@ -70,6 +70,6 @@ def test_underflow_overflow(tmp_path):
     assert not any(module._forward_hooks for module in trainer.model.modules())
 
 
-def test_underflow_overflow_leaves_numbers_alone(tmp_path):
+def test_underflow_overflow_does_not_change_training(tmp_path):
     watched = train("hftrainer", "bert", tmp_path / "with", debug="underflow_overflow")
     assert_same(watched, train("hftrainer", "bert", tmp_path / "without"))

@@ -1,4 +1,4 @@
-"""What a Trainer cannot be given is refused when it is made, with what to pass instead."""
+"""A Trainer refuses wrong arguments when it is made, and says what to pass instead."""
 
 import lightning.pytorch as pl
 import pytest
@@ -91,22 +91,22 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
         (TypeError, {"callbacks": [NeedsPath]}, "NeedsPath\\(\\) fails .*missing .*'path'.*: pass an instance"),
     ],
 )
-def test_what_a_trainer_is_given(make_args, kind, given, message):
+def test_wrong_argument_of_the_trainer_is_refused(make_args, kind, given, message):
     with pytest.raises(kind, match=message):
         Trainer(**{"model": MODEL, "args": make_args(), **given})
 
 
-def test_the_old_name_of_processing_class(make_args):
+def test_tokenizer_sets_processing_class(make_args):
     it = object()
     with pytest.warns(FutureWarning, match="processing_class"):
         assert Trainer(make_plain(), make_args(), tokenizer=it).processing_class is it
 
 
-def test_seq2seq_with_arguments_of_another_trainer(make_args):
+def test_seq2seq_trainer_refuses_plain_training_arguments(make_args):
     with pytest.raises(WrongObject, match=r"args is a TrainingArguments, .* pass Seq2SeqTrainingArguments"):
         Seq2SeqTrainer(make_plain(), make_args())
 
 
-def test_names_of_transformers():
+def test_import_of_a_name_of_transformers_says_where_it_is():
     with pytest.raises(ImportError, match="Write: from transformers import AutoTokenizer"):
         from hftrainer import AutoTokenizer  # noqa: F401

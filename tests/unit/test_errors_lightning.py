@@ -15,7 +15,7 @@ from hftrainer.errors import UnknownArgument, WrongObject
 from tests.support.tiny import make_plain, plain_data
 
 
-def test_names_of_lightning(make_args):
+def test_lightning_methods_and_keywords_get_a_hint(make_args):
     trainer = Trainer(make_plain(), make_args())
     with pytest.raises(AttributeError, match=r"Trainer has no method 'fit'.*: call train\(\)"):
         trainer.fit()
@@ -36,7 +36,7 @@ def test_names_of_lightning(make_args):
         ("on_validation_end", "trainer, pl_module"),
     ],
 )
-def test_a_hook_with_other_parameters(make_args, hook, parameters):
+def test_lightning_hook_with_wrong_parameters_is_named(make_args, hook, parameters):
     def handle(self):
         raise AssertionError
 
@@ -50,7 +50,7 @@ def test_a_hook_with_other_parameters(make_args, hook, parameters):
         assert f"Own.{hook} is called with ({parameters}), but takes ()." in caught.value.__notes__
 
 
-def test_a_type_error_within_a_hook(make_args):
+def test_type_error_raised_in_a_hook_gets_no_hint(make_args):
     class Own(pl.Callback):
         def on_train_start(self, trainer, pl_module):
             raise TypeError("on_train_start() is mine")
@@ -60,7 +60,7 @@ def test_a_type_error_within_a_hook(make_args):
     assert not any("is called with" in note for note in caught.value.__notes__)
 
 
-def test_an_attribute_that_lightning_lacks(make_args):
+def test_missing_attribute_of_lightnings_trainer_keeps_its_message(make_args):
     trainer = Trainer(make_plain(), make_args(max_steps=1), train_dataset=plain_data())
     trainer.train()
     with pytest.raises(AttributeError, match=r"^'Trainer' object has no attribute 'max_epochz'"):
@@ -79,13 +79,13 @@ def test_an_attribute_that_lightning_lacks(make_args):
         ("logger", True, "use report_to or Trainer(loggers=[...])"),
     ],
 )
-def test_keywords_of_lightning(make_args, name, value, hint):
+def test_keywords_of_lightnings_trainer_get_a_hint(make_args, name, value, hint):
     for make in (TrainingArguments, functools.partial(Trainer, make_plain(), make_args())):
         with pytest.raises(UnknownArgument, match=f"has no argument {name!r}: .*{re.escape(hint)}"):
             make(**{name: value})
 
 
-def test_a_lightning_module_with_a_forward_trains(make_args, caplog):
+def test_lightning_module_with_a_forward_trains(make_args, caplog):
     class Lit(LightningModule):
         def __init__(self):
             super().__init__()
@@ -102,7 +102,7 @@ def test_a_lightning_module_with_a_forward_trains(make_args, caplog):
     assert "\n- configure_optimizers: the arguments optim, learning_rate and lr_scheduler_type" in caplog.text
 
 
-def test_a_lightning_module_whose_step_is_the_loss(make_args):
+def test_lightning_module_step_may_serve_as_compute_loss(make_args):
     class Lit(LightningModule):
         def __init__(self):
             super().__init__()
@@ -119,7 +119,7 @@ def test_a_lightning_module_whose_step_is_the_loss(make_args):
     assert OwnLoss(Lit(), args, train_dataset=plain_data()).train().global_step == args.max_steps
 
 
-def test_methods_of_a_lightning_module_in_a_trainer(make_args, caplog):
+def test_lightning_module_methods_of_a_trainer_are_listed(make_args, caplog):
     class Lit(Trainer):
         def configure_optimizers(self):
             raise AssertionError
@@ -156,7 +156,7 @@ def test_methods_of_a_lightning_module_in_a_trainer(make_args, caplog):
     assert all(line.startswith(f"- {name}") for line, name in zip(lines, names, strict=True))
 
 
-def test_training_step_of_a_lightning_module_in_a_trainer(make_args):
+def test_training_step_with_batch_idx_is_refused(make_args):
     class Lit(Trainer):
         def training_step(self, batch, batch_idx):
             raise AssertionError
@@ -171,8 +171,9 @@ def test_training_step_of_a_lightning_module_in_a_trainer(make_args):
         lambda self, model, inputs, batch_idx=None: Trainer.training_step(self, model, inputs, batch_idx),
         lambda self, model, inputs, number=None, batch_idx=0: Trainer.training_step(self, model, inputs, number),
     ],
+    ids=["in place of num_items_in_batch", "after it"],
 )
-def test_training_step_with_an_index_that_a_trainer_can_call(make_args, step):
+def test_training_step_with_optional_batch_idx_is_accepted(make_args, step):
     kind = type("Own", (Trainer,), {"training_step": step})
     assert kind(make_plain(), make_args(), train_dataset=plain_data()).train().global_step == 2
 
@@ -193,13 +194,13 @@ def test_training_step_with_an_index_that_a_trainer_can_call(make_args, step):
         (pl.Callback, "on_train_start", None),
     ],
 )
-def test_events_that_are_misspelt(make_args, caplog, base, name, meant):
+def test_misspelt_callback_event_is_named(make_args, caplog, base, name, meant):
     Trainer(make_plain(), make_args(), callbacks=[type("Own", (base,), {name: lambda *_, **__: None})])
     found = [each.getMessage() for each in caplog.records if "never called" in each.getMessage()]
     assert found == ([f"Own.{name} is never called; did you mean {meant}?"] if meant else [])
 
 
-def test_events_that_a_callback_calls_itself(make_args, caplog):
+def test_event_method_that_the_callback_calls_is_accepted(make_args, caplog):
     class Own(TrainerCallback):
         def on_save(self, *args, **kwargs):
             self.on_save_checkpoint()
@@ -212,7 +213,7 @@ def test_events_that_a_callback_calls_itself(make_args, caplog):
 
 
 @pytest.mark.parametrize("make_callback", [EarlyStopping, functools.partial(ModelCheckpoint, dirpath="saved")])
-def test_names_of_metrics_in_lightning(make_args, caplog, monkeypatch, tmp_path, make_callback):
+def test_val_loss_monitor_suggests_eval_loss(make_args, caplog, monkeypatch, tmp_path, make_callback):
     monkeypatch.chdir(tmp_path)
 
     def train(monitor, **settings):
@@ -231,7 +232,7 @@ def test_names_of_metrics_in_lightning(make_args, caplog, monkeypatch, tmp_path,
 
 
 @pytest.mark.parametrize("kind", [TrainingArguments, Seq2SeqTrainingArguments, type("Own", (TrainingArguments,), {})])
-def test_attributes_that_are_misspelt(tmp_path, caplog, kind):
+def test_misspelt_attribute_of_arguments_is_named(tmp_path, caplog, kind):
     args = kind(str(tmp_path), use_cpu=True)
     args.lerning_rate, args.max_step = 1e-3, 1
     # A script's own names.

@@ -1,4 +1,4 @@
-"""What pyproject.toml claims as the oldest release of a package is what `make test-versions RELEASES=floor` tries."""
+"""`make test-versions RELEASES=floor` tries the oldest release of each package that pyproject.toml claims."""
 
 import sys
 from pathlib import Path
@@ -30,7 +30,7 @@ ELSEWHERE = {
 }
 
 
-def required() -> list[Requirement]:
+def requirements() -> list[Requirement]:
     lines = [line for extra, found in EXTRAS.items() if extra not in ELSEWHERE for line in found]
     found = [Requirement(line) for line in [*PROJECT["dependencies"], *lines]]
     return [requirement for requirement in found if requirement.name != PROJECT["name"]]
@@ -41,28 +41,28 @@ def floor(requirement: Requirement) -> Version:
     return lowest
 
 
-def tried() -> dict[str, Version]:
+def pinned_versions() -> dict[str, Version]:
     lines = (ROOT / "tests" / "versions" / "floor.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
     return {pin.name: Version(next(iter(pin.specifier)).version) for pin in pins}
 
 
-@pytest.mark.parametrize("requirement", required(), ids=lambda requirement: requirement.name)
-def test_the_lane_tries_the_floor(requirement):
-    assert tried()[requirement.name] == floor(requirement)
+@pytest.mark.parametrize("requirement", requirements(), ids=lambda requirement: requirement.name)
+def test_floor_txt_pins_the_oldest_claimed_release(requirement):
+    assert pinned_versions()[requirement.name] == floor(requirement)
 
 
-def test_extras_elsewhere_exist():
+def test_left_out_extras_exist():
     assert ELSEWHERE.keys() <= EXTRAS.keys()
 
 
-def test_python():
+def test_oldest_python_is_3_10():
     assert PROJECT["requires-python"] == ">=3.10"
 
 
-def test_lightning_has_a_bound():
+def test_lightning_is_bounded_by_its_next_minor_release():
     """Private names may go with any minor release: the next one is admitted once it has been tried."""
-    (lightning,) = [requirement for requirement in required() if requirement.name == "lightning"]
+    (lightning,) = [requirement for requirement in requirements() if requirement.name == "lightning"]
     newest = Version(pin("lightning"))
     assert newest in lightning.specifier
     assert f"{newest.major}.{newest.minor + 1}.0" not in lightning.specifier

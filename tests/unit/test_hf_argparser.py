@@ -1,4 +1,4 @@
-"""Our HfArgumentParser gives what that of transformers gives, on the same classes."""
+"""Our HfArgumentParser parses the same classes to the same objects as that of transformers."""
 
 import dataclasses
 import enum
@@ -60,7 +60,7 @@ class Example:
         "--needed 3 --items 1 --flag 1 --on 0",
     ],
 )
-def test_same_objects(line):
+def test_parsed_objects_match_transformers(line):
     (ours,) = HfArgumentParser(Example).parse_args_into_dataclasses(line.split())
     (other,) = theirs(Example).parse_args_into_dataclasses(line.split())
     assert ours == other
@@ -70,7 +70,7 @@ def test_same_objects(line):
 @pytest.mark.parametrize(
     "line", ["", "--needed x", "--needed 3 --color green", "--needed 3 --flag perhaps", "--needed 3 --size 4"]
 )
-def test_same_refusals(line, capsys):
+def test_wrong_words_are_refused_like_in_transformers(line, capsys):
     for parser in (HfArgumentParser, theirs):
         with pytest.raises(SystemExit) as caught:
             parser(Example).parse_args_into_dataclasses(line.split())
@@ -101,7 +101,7 @@ COMMANDS = {
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("line", COMMANDS)
-def test_documented_command_lines(line, tmp_path):
+def test_documented_command_line_is_parsed_and_used(line, tmp_path):
     """Both parsers read them alike, and a Trainer is made or refuses an argument by name."""
     words = ["--output_dir", str(tmp_path), "--use_cpu", *shlex.split(line)]
     args, other = (kind(TrainingArguments).parse_args_into_dataclasses(words)[0] for kind in (HfArgumentParser, theirs))
@@ -119,7 +119,7 @@ def test_documented_command_lines(line, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("parser", [HfArgumentParser, theirs])
+@pytest.mark.parametrize("parser", [HfArgumentParser, theirs], ids=["ours", "theirs"])
 @pytest.mark.parametrize(
     ("line", "fsdp", "debug"),
     [
@@ -133,7 +133,7 @@ def test_documented_command_lines(line, tmp_path):
         ("", None, []),
     ],
 )
-def test_words_of_old_flags(parser, line, fsdp, debug):
+def test_old_flags_accept_optional_words(parser, line, fsdp, debug):
     (args,) = parser(TrainingArguments).parse_args_into_dataclasses(["--use_cpu", *shlex.split(line)])
     assert (args.fsdp, args.debug) == (fsdp, debug)
 
@@ -143,7 +143,7 @@ class Second:
     extra: str = "none"
 
 
-def test_several_classes_and_remaining_words():
+def test_several_classes_are_parsed_and_other_words_returned():
     parser = HfArgumentParser((Example, Second))
     first, second = parser.parse_args_into_dataclasses(["--needed", "1", "--extra", "e"])
     assert (first.needed, second.extra) == (1, "e")
@@ -155,7 +155,7 @@ def test_several_classes_and_remaining_words():
         parser.parse_args_into_dataclasses(["--needed", "1", "--extras", "e"])
 
 
-def test_files(tmp_path, monkeypatch):
+def test_arguments_are_read_from_files(tmp_path, monkeypatch):
     parser = HfArgumentParser((Example, Second))
     path = tmp_path / "settings.json"
     path.write_text(json.dumps({"needed": 4, "color": "blue", "extra": "e"}))
@@ -200,13 +200,13 @@ class Switches:
     ("words", "expected"),
     [("", (None, None)), ("--either --other", (True, True)), ("--either false --other no", (False, False))],
 )
-def test_optional_switches_alone(words, expected):
-    """huggingface/transformers#43469: as those that are not optional."""
+def test_optional_switch_without_a_value_is_true(words, expected):
+    """As those that are not optional (huggingface/transformers#43469)."""
     (parsed,) = HfArgumentParser(Switches).parse_args_into_dataclasses(words.split())
     assert (parsed.either, parsed.other) == expected
 
 
-def test_dict_is_json(capsys):
+def test_dict_field_is_read_as_json(capsys):
     """transformers takes none on a command line (huggingface/transformers#48030)."""
     fields = [("first", dict, field(default_factory=dict)), ("second", dict | None, None)]
     kind = dataclasses.make_dataclass("Settings", fields)

@@ -28,7 +28,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("kind", ["Trainer", "Seq2SeqTrainer"])
-def test_one_attribute_beside_the_documented_ones(tmp_path, kind):
+def test_trainer_adds_only_documented_attributes(tmp_path, kind):
     trainer, _ = build("hftrainer", "plain", tmp_path, trainer_class=lambda library: getattr(library, kind), **SETTINGS)
     trainer.train()
     known = json.loads(FACTS.read_text())
@@ -40,7 +40,7 @@ def test_one_attribute_beside_the_documented_ones(tmp_path, kind):
     assert "Lightning loggers" in hftrainer.Trainer.loggers.__doc__
 
 
-def attributes(base):
+def take_as_attributes(base):
     class Taken(base):
         def __init__(self, *args, **kwargs):
             for name in TAKEN:
@@ -52,16 +52,16 @@ def attributes(base):
     return Taken
 
 
-def methods(base):
+def take_as_methods(base):
     def fail(self, *args, **kwargs):
         raise AssertionError("a method that only the subclass knows was called")
 
     return type("Taken", (base,), dict.fromkeys(TAKEN, fail))
 
 
-@pytest.mark.parametrize("taking", [attributes, methods])
+@pytest.mark.parametrize("taking", [take_as_attributes, take_as_methods])
 @pytest.mark.parametrize("kind", ["Trainer", "Seq2SeqTrainer"])
-def test_subclass_takes_the_names(tmp_path, kind, taking):
+def test_subclass_may_use_any_other_name(tmp_path, kind, taking):
     classes = {"plain": getattr(hftrainer, kind), "taken": taking(getattr(hftrainer, kind))}
     made = []
     plain, taken = (
@@ -69,5 +69,5 @@ def test_subclass_takes_the_names(tmp_path, kind, taking):
         for name, kind in classes.items()
     )
     assert_same(taken, plain)
-    if taking is attributes:
+    if taking is take_as_attributes:
         assert made[1].loggers == "mine loggers"

@@ -38,7 +38,7 @@ def make_trainer(tmp_path):
 
 
 @pytest.fixture
-def warned(caplog):
+def warnings_text(caplog):
     return lambda: "\n".join(line.message for line in caplog.records if line.levelno >= logging.WARNING)
 
 
@@ -62,12 +62,12 @@ class Actions(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, actions), "logits": logits}
 
 
-def of_actions():
+def actions_in_place_of_labels():
     rows = [{"x": row["x"], "actions": row["labels"]} for row in plain_data()]
     return {"model": Actions(), "data": rows, "eval_dataset": rows[:9]}
 
 
-def of_own(make_optimizer):
+def with_optimizer(make_optimizer):
     model = make_plain()
     return {"model": model, "optimizers": (make_optimizer(model), None)}
 
@@ -82,7 +82,7 @@ def one(prediction):
 
 SILENT = {
     "#13255, no labels of that name": (
-        lambda: {"label_smoothing_factor": 0.1, **of_actions()},
+        lambda: {"label_smoothing_factor": 0.1, **actions_in_place_of_labels()},
         "label_smoothing_factor=0.1 has no effect: it needs 'labels'",
     ),
     "smoothing beside another loss": (
@@ -93,7 +93,7 @@ SILENT = {
         "label_smoothing_factor has no effect: compute_loss_func",
     ),
     "#28530, labels that are not found": (
-        lambda: {"compute_metrics": one, **EVALUATED, **of_actions()},
+        lambda: {"compute_metrics": one, **EVALUATED, **actions_in_place_of_labels()},
         r"compute_metrics is not called: no batch has all of the labels \[\]; add them, or correct label_names",
     ),
     "#10908, names of classes": (
@@ -130,19 +130,19 @@ SILENT = {
     "a long warm-up": (lambda: {"warmup_steps": 50}, r"warmup_steps=50, but the run has only \d steps: the learning"),
     "betas of SGD": (lambda: {"optim": "sgd", "adam_beta1": 0.3}, "adam_beta1=0.3 has no effect: optim='sgd'"),
     "the rate of another optimizer": (
-        lambda: {**of_own(sgd), "learning_rate": 0.3, "weight_decay": 0.1},
+        lambda: {**with_optimizer(sgd), "learning_rate": 0.3, "weight_decay": 0.1},
         r"(?s)learning_rate=0.3 has no effect: .* \[0.5\].*weight_decay=0.1 has no effect: .* \[0.0\]",
     ),
-    "an optimizer of another model": (lambda: of_own(lambda _: sgd(make_plain())), "no parameter of the model"),
+    "an optimizer of another model": (lambda: with_optimizer(lambda _: sgd(make_plain())), "no parameter of the model"),
     "#28500, nothing is the best": (lambda: {**BEST, "eval_delay": 9}, "load_best_model_at_end has no effect"),
 }
 
 
 @pytest.mark.parametrize("case", SILENT)
-def test_warns(make_trainer, warned, case):
+def test_argument_without_effect_warns(make_trainer, warnings_text, case):
     make_settings, expected = SILENT[case]
     make_trainer(**make_settings()).train()
-    assert re.search(expected, warned())
+    assert re.search(expected, warnings_text())
 
 
 RESUMED = {
@@ -156,7 +156,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_warns_when_resuming(make_trainer, warned, tmp_path, case):
+def test_changed_setting_warns_on_resume(make_trainer, warnings_text, tmp_path, case):
     changed, expected = RESUMED[case]
 
     def run(resume=None, **settings):
@@ -164,9 +164,9 @@ def test_warns_when_resuming(make_trainer, warned, tmp_path, case):
         make_trainer(**BEST, **stopping, **settings).train(resume_from_checkpoint=resume)
 
     run()
-    assert "stay in use" not in warned() and "from scratch" not in warned()
+    assert "stay in use" not in warnings_text() and "from scratch" not in warnings_text()
     run(str(tmp_path / "out" / "checkpoint-2"), max_steps=3, **changed)
-    assert re.search(expected, warned())
+    assert re.search(expected, warnings_text())
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_warns_when_resuming(make_trainer, warned, tmp_path, case):
     ],
     ids=str,
 )
-def test_resuming_with_another_kind_is_named(make_trainer, tmp_path, before, after):
+def test_resume_with_another_optimizer_or_schedule_is_refused(make_trainer, tmp_path, before, after):
     folder = str(tmp_path / "out" / "checkpoint-2")
     first = make_trainer(**SAVED, **before)
     first.train()
@@ -195,14 +195,14 @@ def test_resuming_with_another_kind_is_named(make_trainer, tmp_path, before, aft
     assert then.train(resume_from_checkpoint=folder).global_step == 3
 
 
-def test_a_schedule_by_metric_continues_another(make_trainer, tmp_path):
+def test_plateau_schedule_may_resume_another(make_trainer, tmp_path):
     """As in transformers, since its state keeps what the other lacks."""
     make_trainer(**SAVED).train()
     then = make_trainer(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch", max_steps=3)
     assert then.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2")).global_step == 3
 
 
-def test_resuming_with_fewer_parameters_is_named(make_trainer, tmp_path):
+def test_resume_with_fewer_parameters_is_refused(make_trainer, tmp_path):
     make_trainer(**SAVED).train()
     then = make_trainer()
     next(then.model.parameters()).requires_grad_(False)
@@ -210,7 +210,7 @@ def test_resuming_with_fewer_parameters_is_named(make_trainer, tmp_path):
         then.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
 
 
-def test_resuming_from_another_model(make_trainer, tmp_path):
+def test_resume_from_another_model_is_refused(make_trainer, tmp_path):
     make_trainer(**SAVED).train()
     then = make_trainer(model=torch.nn.Sequential(torch.nn.Linear(8, 3)))
     folder = str(tmp_path / "out" / "checkpoint-2")
@@ -282,7 +282,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_error_names_the_cause(make_trainer, case):
+def test_error_of_a_wrong_argument_names_the_cause(make_trainer, case):
     make_settings, expected = MISFITS[case]
     settings = make_settings()
     with pytest.raises((ValueError, TypeError), match=expected):
@@ -297,7 +297,7 @@ class Short(TrainerCallback):
         self.metrics = metrics
 
 
-def test_functions_are_called_by_their_own_signature(make_trainer):
+def test_user_functions_get_the_parameters_they_accept(make_trainer):
     short = Short()
     shapes = []
     settings = {"compute_metrics": lambda p: shapes.append(p.predictions.shape) or {}, "callbacks": [short]}
@@ -307,7 +307,7 @@ def test_functions_are_called_by_their_own_signature(make_trainer):
     assert shapes == [(9,), (9,)]
 
 
-def test_sparse_outputs_are_dense_predictions(make_trainer):
+def test_sparse_outputs_become_dense_predictions(make_trainer):
     model = Embedding(lambda hidden: {"square": torch.eye(len(hidden), 4).to_sparse()})
     data = varied_language_data(8)
     trainer = make_trainer(model, data, eval_dataset=copy.copy(data), data_collator=pad)
@@ -324,7 +324,7 @@ class PassesOn(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [PassesOn, nn.DataParallel, lambda model: PassesOn(PassesOn(model))])
-def test_modules_that_pass_all_on_are_looked_through(make_trainer, wrap):
+def test_wrapper_module_takes_the_inner_models_arguments(make_trainer, wrap):
     settings = {"eval_dataset": text_data(9), "compute_metrics": one, **EVALUATED}
     trainer = make_trainer(wrap(make_bert()), text_data(), **settings)
     trainer.train()
@@ -332,7 +332,7 @@ def test_modules_that_pass_all_on_are_looked_through(make_trainer, wrap):
 
 
 @pytest.mark.parametrize("name", [1, ("f1", 0), None])
-def test_names_of_logged_values(make_trainer, tmp_path, name):
+def test_log_keys_that_are_no_strings_survive_a_resume(make_trainer, tmp_path, name):
     class Logs(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             state.log_history.append({name: 2.0, "step": state.global_step})
@@ -354,15 +354,15 @@ SEARCHED = {
 
 
 @pytest.mark.parametrize("case", SEARCHED)
-def test_functions_of_a_search(make_trainer, case):
+def test_wrong_search_function_is_named(make_trainer, case):
     given, expected = SEARCHED[case]
     trainer = make_trainer(model_init=make_plain, **EVALUATED)
     with pytest.raises((ValueError, KeyError), match=expected):
         trainer.hyperparameter_search(**{"hp_space": lambda trial: {}, "n_trials": 1, "backend": "optuna", **given})
 
 
-def test_configuration_with_objects_is_described(make_trainer):
-    """#37518: it ended the run at its beginning."""
+def test_model_config_with_objects_is_logged(make_trainer):
+    """#37518: TensorBoard's text of the configuration ended the run."""
     pytest.importorskip("tensorboard")
     model = make_bert()
     model.config.further = {"dtype of a script": torch.Size([1]), "set": {1}}

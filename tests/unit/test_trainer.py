@@ -1,4 +1,4 @@
-"""The methods of Trainer that a run does not show."""
+"""Methods and side effects of a Trainer that other tests of runs do not show."""
 
 import importlib
 import multiprocessing
@@ -31,7 +31,7 @@ def make_trainer(tmp_path):
 
 
 def test_loading_processes_end_with_the_run(make_trainer):
-    """Also those that stay between epochs: collected as garbage, each would be waited for 5 seconds in vain."""
+    """Also persistent ones: left to garbage collection, each would take 5 seconds to end."""
     others = multiprocessing.active_children()
     trainer = make_trainer(max_steps=12, dataloader_num_workers=2, dataloader_persistent_workers=True)
     trainer.train()
@@ -41,14 +41,14 @@ def test_loading_processes_end_with_the_run(make_trainer):
 
 
 @pytest.mark.newest_peer  # it was a method before
-def test_metrics_format_is_that_of_transformers(make_trainer):
+def test_metrics_format_matches_transformers(make_trainer):
     metrics = {"train_runtime": 3725.6789, "total_flos": 5 << 33, "init_mem_cpu_alloc_delta": 5 << 20}
     metrics |= {"train_loss": 0.123456, "epoch": 3, "note": "text"}
     assert make_trainer().metrics_format(metrics) == transformers.trainer_pt_utils.metrics_format(metrics)
 
 
 @pytest.mark.parametrize("make_model", [make_plain, make_bert, make_llama])
-def test_decay_parameter_names(make_trainer, tmp_path, make_model):
+def test_decay_parameter_names_match_transformers(make_trainer, tmp_path, make_model):
     model = make_model()
     ours = make_trainer(model).get_decay_parameter_names(model)
     theirs = transformers.Trainer(model, transformers.TrainingArguments(str(tmp_path), use_cpu=True))
@@ -56,7 +56,7 @@ def test_decay_parameter_names(make_trainer, tmp_path, make_model):
     assert 0 < len(ours) < len(dict(model.named_parameters()))
 
 
-def test_optimizer_questions(make_trainer):
+def test_optimizer_getters_give_rates_and_groups(make_trainer):
     trainer = make_trainer(learning_rate=0.25, weight_decay=0.5)
     with pytest.raises(ValueError, match="no optimizer yet"):
         trainer.get_learning_rates()
@@ -69,15 +69,15 @@ def test_optimizer_questions(make_trainer):
     assert trainer.get_num_trainable_parameters() == sum(p.numel() for p in trainer.model.parameters())
 
 
-def test_counting(make_trainer):
+def test_examples_tokens_and_flops_are_counted(make_trainer):
     trainer = make_trainer(make_bert(), text_data(), remove_unused_columns=True)
     loader = trainer.get_train_dataloader()
     assert trainer.num_examples(loader) == 38
-    assert Trainer.num_tokens(loader) == 38 * 12
-    assert Trainer.num_tokens(loader, max_steps=5) == 4 * 12 * 5
+    assert Trainer.num_tokens(loader) == 38 * 12  # tokens in each sample
+    assert Trainer.num_tokens(loader, max_steps=5) == 4 * 12 * 5  # a batch in each step
     batch = next(iter(loader))
     flos = trainer.floating_point_ops(batch)
-    assert flos == 6 * 48 * trainer.model.num_parameters(exclude_embeddings=True)
+    assert flos == 6 * 48 * trainer.model.num_parameters(exclude_embeddings=True)  # 48 tokens in a batch
     assert make_trainer().floating_point_ops(plain_data()[0]) == 0
 
 
@@ -94,7 +94,7 @@ def test_counting(make_trainer):
         ("label_ids", [torch.tensor([1, 2]), torch.tensor([3, 4])]),
     ],
 )
-def test_default_collator_as_transformers(name, values):
+def test_default_collator_matches_transformers(name, values):
     others = {"x": torch.ones(2), "y": np.arange(3), "z": [1, 2], "text": "no", "nothing": None}
     features = [{**others, name: value} for value in values]
     ours, theirs = (library.default_data_collator(features) for library in (hftrainer, transformers))
@@ -110,7 +110,7 @@ def make_vit():
 
 
 @pytest.mark.parametrize("make_model", [make_tied, make_vit])
-def test_weights_under_fewer_or_other_names(make_trainer, tmp_path, caplog, make_model):
+def test_resume_restores_tied_and_renamed_weights(make_trainer, tmp_path, caplog, make_model):
     """A plain module's shared tensor is written once; transformers v5 saves a ViT in the names of older releases."""
     images = [{"pixel_values": torch.randn(1, 4, 4), "labels": i % 3} for i in range(20)]
     data = images if make_model is make_vit else plain_data()
@@ -122,7 +122,7 @@ def test_weights_under_fewer_or_other_names(make_trainer, tmp_path, caplog, make
     assert "lacks" not in caplog.text
 
 
-def test_adapters_into_a_model_without(make_trainer, tmp_path):
+def test_resume_of_adapters_needs_a_peft_model(make_trainer, tmp_path):
     make_trainer(make_peft(), language_data()).train()
     with pytest.raises(CheckpointNotFound, match="get_peft_model"):
         make_trainer(make_llama(), language_data()).train(resume_from_checkpoint=True)
@@ -136,7 +136,7 @@ def test_rotation_spares_a_fresh_run_in_a_used_folder(make_trainer, tmp_path):
     assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-2", "checkpoint-3"]
 
 
-def test_model_stays_in_use_after_training(make_trainer):
+def test_training_leaves_no_hook_or_wrapper_on_the_model(make_trainer):
     """No hook, wrapper or moved weight is left on the user's model, with autocast either."""
     model = make_plain()
     trainer = make_trainer(model, bf16=True)
@@ -146,7 +146,7 @@ def test_model_stays_in_use_after_training(make_trainer):
     assert trainer.model is model
 
 
-def test_accelerator_names(make_trainer):
+def test_accelerator_methods_work_in_one_process(make_trainer):
     accelerator, model, tensor = make_trainer().accelerator, make_plain(), torch.ones(3)
     assert accelerator.prepare(model) is accelerator.unwrap_model(model) is model
     assert accelerator.num_processes == accelerator.state.num_processes == 1
@@ -159,7 +159,7 @@ def test_accelerator_names(make_trainer):
     assert model.layers[0].weight.grad is not None
 
 
-def test_the_seed_holds_in_a_fresh_process(processes):
+def test_first_trainer_of_a_process_is_seeded(processes):
     """Libraries that the engine imports draw random numbers; the first Trainer of a process is seeded all the same."""
     code = """
 import random, tempfile
@@ -174,7 +174,7 @@ assert drawn == random.getstate()
     assert done.returncode == 0, done.stderr
 
 
-def test_methods_before_init(tmp_path):
+def test_methods_may_be_called_before_init(tmp_path):
     """SpanMarker and sentence-transformers call them on a Trainer that is not made yet."""
 
     class Own(Trainer):

@@ -10,12 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.strategies.xla import XLAStrategy
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from hftrainer.parallel.process_group import device_mesh
@@ -75,7 +79,7 @@ _HIDDEN_WARNINGS = (
     "predict returned None if it was on purpose",
     # Metrics are gathered from all ranks before they are logged.
     "It is recommended to use `self.log.*sync_dist=True",
-    # Manual optimization: the Trainer makes and announces the steps.
+    # The run steps its schedule, and clears the gradients, itself.
     "SWA is currently only supported every epoch",
     "When using `Trainer.accumulate_grad_batches != 1.` and overriding",
     # Intended: without log lines, nothing is logged.
@@ -145,6 +149,13 @@ def needs_lightning_hooks(trainer: pl.Trainer) -> bool:
     return bool(trainer.callbacks) or not isinstance(trainer.profiler, NoProfiler)  # type: ignore[attr-defined]
 
 
+def call_strategy(trainer: pl.Trainer, hook: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of Lightning's strategy; for callbacks and profilers, as Lightning's loops do."""
+    if needs_lightning_hooks(trainer):
+        return call._call_strategy_hook(trainer, hook, *args, **kwargs)
+    return getattr(trainer.strategy, hook)(*args, **kwargs)
+
+
 def copy_profiler(profiler: Any) -> Any:
     """A copy of `profiler` with the same records, for Lightning to attach to a module. A name stays unchanged.
 
@@ -168,7 +179,7 @@ def call_gradient_hooks(precision: Precision, model: Any, optimizer: Any) -> Non
     """
     if needs_lightning_hooks(model.trainer):
         precision._after_closure(model, optimizer)
-    elif model.automatic_optimization:
+    else:
         model.configure_gradient_clipping(optimizer)
 
 
@@ -188,6 +199,41 @@ class PrecisionFromPlan(Strategy):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = precision_plugin
+
+
+class _BackwardWithinForward(_DDPForwardRedirection):
+    """Runs the training step, which includes backward, as the `forward` of DDP's wrapper."""
+
+    def on_after_inner_forward(self, wrapper_module: Any, original_module: Any) -> None:
+        """Let the wrapper prepare nothing now: `pre_backward` has."""
+        self._syncs_buffers = wrapper_module.require_forward_param_sync
+        wrapper_module.require_backward_grad_sync = False
+
+    def on_after_outer_forward(self, wrapper_module: Any, original_module: Any) -> None:
+        wrapper_module.require_backward_grad_sync = True
+        wrapper_module.require_forward_param_sync = self._syncs_buffers
+
+
+class StepDDPStrategy(DDPStrategy):
+    """DDP for a training step that includes backward. Lightning does the same, for its manual optimization alone."""
+
+    _is_static_graph_ready = False
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._forward_redirection = _BackwardWithinForward()
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """Prepare the reducer."""
+        model: Any = self.model
+        prepare_for_backward(model, closure_loss)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Start the first all-reduce of a static graph."""
+        model: Any = self.model
+        if model.static_graph and not self._is_static_graph_ready:
+            model.reducer._delay_all_reduce()
+            self._is_static_graph_ready = True
 
 
 class SharedMeshStrategy(ModelParallelStrategy):

@@ -1,26 +1,20 @@
 """Lightning's training loops: their counters, and per-batch work that the Trainer skips.
 
-A micro-batch goes one of two ways, which `needs_lightning_hooks` chooses: the methods below, if there are neither
-Lightning callbacks nor a profiler, else those of Lightning, which also call the hooks of these. Both do the same to the
-model, in the same order. They differ in when `TrainerModule.optimizer_step` begins, which is called for the last
-micro-batch of a window: Lightning passes forward and backward to it as a closure.
+What happens in a micro-batch, in order; the middle rows only in the last of a window.
 
-what happens          without these                         with these
+on_train_batch_start    _WindowedEpochLoop.advance
+training_step           _WindowedOptimization.run
+scaling of the loss     PlainPrecision.pre_backward, within Trainer.training_step, which calls accelerator.backward
+backward                TrainerModule.backward
+on_after_backward       PlainPrecision.post_backward
+optimizer_step          _WindowedOptimization.run
+clipping                call_gradient_hooks, after on_before_optimizer_step
+optimizer.step          PlainPrecision.optimizer_step
+schedule                end of TrainerModule.optimizer_step
+on_train_batch_end      _WindowedEpochLoop.advance
 
-on_train_batch_start  _WindowedEpochLoop.advance            _TrainingEpochLoop.advance
-                                                            TrainerModule.optimizer_step begins
-training_step         _FastOptimization.run                 a closure, which PlainPrecision.optimizer_step calls
-scaling of the loss   PlainPrecision.pre_backward           the same, then on_before_backward
-backward              TrainerModule.backward                the same
-on_after_backward     PlainPrecision.post_backward          the same
-                      TrainerModule.optimizer_step begins
-clipping              call_gradient_hooks                   the same, after on_before_optimizer_step
-optimizer.step        PlainPrecision.optimizer_step         the same
-schedule              TrainerModule.optimizer_step ends     the same
-on_train_batch_end    _WindowedEpochLoop.advance            _TrainingEpochLoop.advance
-
-Manual optimization takes the first and last row; `TrainerModule.training_step` does the rest. `_FastEvaluationLoop` in
-`evaluation.py` is chosen the same way.
+Without Lightning callbacks and profilers (`needs_lightning_hooks`), only the module's own hooks are called.
+`_FastEvaluationLoop` in `evaluation.py` is chosen the same way.
 """
 
 from __future__ import annotations
@@ -30,35 +24,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import RunningStage
 
-from hftrainer_lightning.private_api.trainer import needs_lightning_hooks
+from hftrainer_lightning.private_api.trainer import call_strategy, needs_lightning_hooks
 
 if TYPE_CHECKING:
     from hftrainer.training.run_batches import RunBatches
-    from hftrainer_lightning.module import TrainerModule
-
-
-class _UndividedLoss(ClosureResult):
-    """Leaves the loss undivided.
-
-    Lightning divides it by `accumulate_grad_batches`, but the Trainer has already divided it by the window's actual
-    micro-batches, or by its items. It needs no copy of the loss, which Lightning keeps for scaling in place.
-    """
-
-    def _clone_loss(self) -> None:
-        if self.closure_loss is not None:
-            self.loss = self.closure_loss.detach()
-
-    @classmethod
-    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> _UndividedLoss:
-        return cls(training_step_output)
 
 
 class _WindowedEpochLoop(_TrainingEpochLoop):
@@ -91,11 +67,8 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         self._batches_that_stepped = self.global_step + 1
         module.on_train_batch_start(batch, index)
         progress.increment_started()
-        step: Any = {"batch": batch, "batch_idx": index}
-        if module.automatic_optimization:
-            self.automatic_optimization.run(trainer.optimizers[0], index, step)
-        else:
-            self.manual_optimization.run(step)
+        arguments: Any = {"batch": batch, "batch_idx": index}
+        self.automatic_optimization.run(trainer.optimizers[0], index, arguments)
         progress.increment_processed()
         module.on_train_batch_end(None, batch, index)
         progress.increment_completed()
@@ -122,7 +95,7 @@ class _TrainerFitLoop(_FitLoop):
     def advance(self) -> None:
         """Run the epoch and its end hooks."""
         module: Any = self.trainer.lightning_module
-        module.events.call_run_epoch(self._advance_and_end)
+        module.events.run_epoch_in_trainer(self._advance_and_end)
 
     def _advance_and_end(self) -> None:
         super().advance()
@@ -132,36 +105,33 @@ class _TrainerFitLoop(_FitLoop):
         """Do nothing: the epoch has ended within `advance`."""
 
 
-class _FastOptimization(_AutomaticOptimization):
-    """Runs backward before the optimizer step, if nobody listens, and keeps no copy of the loss.
+class _WindowedOptimization(_AutomaticOptimization):
+    """Runs the training step, which includes backward, and after the last micro-batch of a window the optimizer step.
 
-    Announces `zero_grad` only to callbacks: the training run clears the gradients after the step.
+    Lightning passes forward and backward to the optimizer's step as a closure: the optimizer's step hooks would then
+    see no gradients, and optimizers that ignore closures would not train.
     """
 
-    output_result_cls = _UndividedLoss
+    batches: RunBatches
 
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
-        """Run the forward and backward passes and, at the end of the window, the optimizer step."""
+        """Run a micro-batch. Returns its loss, for callbacks."""
         trainer: Any = self.trainer
-        if needs_lightning_hooks(trainer):
-            return super().run(optimizer, batch_idx, kwargs)
-        strategy, progress = trainer.strategy, self.optim_progress.optimizer.step
-        is_accumulating = trainer.fit_loop._should_accumulate()
-        if not is_accumulating:
+        has_listeners = needs_lightning_hooks(trainer)
+        if has_listeners and self.batches.window.is_first:
+            # Only announced: the run clears the gradients after the step.
+            self._on_before_zero_grad(optimizer)
+        loss = call_strategy(trainer, "training_step", *kwargs.values())
+        if self.batches.window.is_last:
+            progress = self.optim_progress.optimizer.step
             progress.increment_ready()
-        with (
-            _block_parallel_sync_behavior(strategy) if is_accumulating else contextlib.nullcontext(),
-            torch.enable_grad(),
-        ):
-            strategy.backward(strategy.training_step(*kwargs.values()), optimizer)
-        if not is_accumulating:
-            lightning_optimizer = strategy._lightning_optimizers[0]
-            trainer.lightning_module.optimizer_step(trainer.current_epoch, batch_idx, lightning_optimizer)
+            arguments = trainer.current_epoch, batch_idx, trainer.strategy._lightning_optimizers[0]
+            if has_listeners:
+                call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
+            else:
+                trainer.lightning_module.optimizer_step(*arguments)
             progress.increment_completed()
-        return {}
-
-    def _make_zero_grad_fn(self, batch_idx: int, optimizer: Any) -> Any:
-        return super()._make_zero_grad_fn(batch_idx, optimizer) if self.trainer.callbacks else None  # type: ignore[attr-defined]
+        return {"loss": loss}
 
 
 class _StepLoggerConnector(_LoggerConnector):
@@ -195,19 +165,10 @@ def install_window_accumulation(trainer: pl.Trainer, batches: RunBatches) -> Non
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.__class__ = _WindowedEpochLoop
     epoch_loop.batches = batches
-    epoch_loop.automatic_optimization.__class__ = _FastOptimization
+    optimization: Any = epoch_loop.automatic_optimization
+    optimization.__class__ = _WindowedOptimization
+    optimization.batches = batches
     trainer._logger_connector.__class__ = _StepLoggerConnector
-
-
-def switch_optimization(trainer: pl.Trainer, module: TrainerModule) -> None:
-    """Switch between automatic and manual optimization within a run, and set both loops' step counters."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    steps = epoch_loop.global_step
-    module.automatic_optimization = not module.automatic_optimization
-    automatic = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-    manual = epoch_loop.manual_optimization.optim_step_progress.total
-    for counters in (automatic, manual):
-        counters.ready = counters.completed = steps
 
 
 def restore_progress(trainer: pl.Trainer, run_batches: RunBatches, global_step: int) -> None:
@@ -229,7 +190,6 @@ def restore_progress(trainer: pl.Trainer, run_batches: RunBatches, global_step: 
     steps = {"ready": global_step, "completed": global_step}
     optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
     optimizer["step"] |= {"total": dict(steps)}
-    state["epoch_loop.manual_optimization.optim_step_progress"] |= {"total": dict(steps)}
     state["epoch_loop.state_dict"]["_batches_that_stepped"] = global_step
     trainer.fit_loop.load_state_dict(state)
 

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from tests.support.launching import port
+from tests.support.launching import free_port
 
 #: `make test-adapters` has an environment of its own for these.
 collect_ignore_glob = [] if importlib.util.find_spec("deepspeed") else ["test_*.py"]
@@ -15,7 +15,7 @@ def one_process(monkeypatch):
     from tests.adapters.deepspeed.sets import without_compiler
 
     without_compiler()
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
 

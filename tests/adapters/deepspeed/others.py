@@ -37,7 +37,7 @@ def losses(trainer):
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-def loading(folder):
+def load_pretrained(folder):
     """`from_pretrained` partitions while it loads, as long as the arguments live; training is as without it."""
     from transformers import LlamaForCausalLM
 
@@ -62,7 +62,7 @@ def loading(folder):
     return found
 
 
-def in_parts(folder):
+def save_in_parts(folder):
     """Weights that are not to be gathered stay in parts, and DeepSpeed's script makes one file of them."""
     args = arguments(folder, deepspeed=IN_PARTS, save_strategy="steps", save_steps=2)
     trainer = Trainer(make_llama(), args, train_dataset=language_data())
@@ -80,7 +80,7 @@ def in_parts(folder):
     return found
 
 
-def evaluating(folder):
+def evaluate_and_train(folder):
     found = {}
     for name, config in (("none", None), ("stage 2", STAGES[2]), ("stage 3", STAGES[3])):
         args = arguments(folder / name, deepspeed=config)
@@ -99,7 +99,7 @@ def arguments_to_generate(folder, **settings):
     return arguments(folder, Seq2SeqTrainingArguments, deepspeed=STAGES[3], **defaults, **settings)
 
 
-def generating(folder):
+def generate(folder):
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(1)
@@ -120,7 +120,7 @@ def generating(folder):
     }
 
 
-def ending_apart(folder):
+def generate_unequal_lengths(folder):
     """The second process has generated all its tokens first: it takes part until the first has, too."""
     from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -138,7 +138,7 @@ def ending_apart(folder):
     return [int((line > 1).sum()) for line in predictions]
 
 
-def full(folder):
+def fill_one_disk(folder):
     """The second process alone cannot write one checkpoint: nothing hangs, and the next is whole."""
 
     class Full(hftrainer.TrainerCallback):
@@ -155,7 +155,7 @@ def full(folder):
     return {"folders": sorted(os.listdir(folder)), "steps": trainer.state.global_step}
 
 
-def names(folder):
+def use_deepspeed_names(folder):
     class Own(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
@@ -182,7 +182,7 @@ def names(folder):
     }
 
 
-def propagating(folder):
+def propagate_arguments(folder):
     """Batches of another size, once by arguments that were changed and propagated."""
     found = {}
     for name, size in (("made so", 2), ("changed", 4)):
@@ -197,7 +197,7 @@ def propagating(folder):
     return {**found, "refused": refused}
 
 
-def given(folder):
+def use_given_objects(folder):
     """What scripts give besides: schedules, Lightning's callbacks, types, and saving before training."""
     from lightning.pytorch.callbacks import LearningRateMonitor
     from transformers import LlamaForCausalLM
@@ -266,7 +266,7 @@ def check_callbacks(folder):
     return found
 
 
-def one(folder):
+def resume_alone(folder):
     """One process, without a launcher, goes on from two processes' checkpoint, once it is a universal one."""
     written = folder / "hftrainer" / "stage 2" / "checkpoint-4"
     found = {}
@@ -288,7 +288,7 @@ def one(folder):
     return found
 
 
-def searching(folder):
+def search_configurations(folder):
     """A search over stages and what else is nested in the configuration, and the same trainings each by itself."""
     configs = [{**STAGES[stage], "gradient_clipping": limit} for stage, limit in ((2, 0.5), (3, 1.0), (0, 0.5))]
     found = {"trials": [], "stages": [], "alone": []}
@@ -318,14 +318,17 @@ def searching(folder):
     return found
 
 
-CASES = (loading, in_parts, evaluating, generating, ending_apart, full, names, propagating, given)
+CASES = (
+    *(load_pretrained, save_in_parts, evaluate_and_train, generate, generate_unequal_lengths, fill_one_disk),
+    *(use_deepspeed_names, propagate_arguments, use_given_objects),
+)
 
 
 def main(folder, chosen):
     without_compiler()
     torch.set_num_threads(1)
     for case in [globals()[name] for name in chosen] or CASES:
-        home = folder if case is one else folder / case.__name__
+        home = folder if case is resume_alone else folder / case.__name__
         found = case(home)
         (folder / f"{case.__name__}-{RANK}.pkl").write_bytes(pickle.dumps(found))
 

@@ -124,9 +124,9 @@ def main(library, folder, *chosen):
     importlib.import_module(library)
     found = {name: run(library, name, folder / library / name.replace(", ", "-")) for name in CASES}
     for name, step in RESUMED:
-        found[f"{name}, resumed at {step}"] = resumed(library, library, name, step, folder)
+        found[f"{name}, resumed at {step}"] = resume_run(library, library, name, step, folder)
         if library == "hftrainer":
-            found[f"{name}, resumed at {step} from theirs"] = resumed(library, "transformers", name, step, folder)
+            found[f"{name}, resumed at {step} from theirs"] = resume_run(library, "transformers", name, step, folder)
     if library == "hftrainer":
         for name in ("stage 0", "llama"):  # the same with replicas
             model, settings = CASES[name]
@@ -135,7 +135,7 @@ def main(library, folder, *chosen):
     (folder / f"{library}-{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
 
 
-def resumed(library, writer, name, step, folder):
+def resume_run(library, writer, name, step, folder):
     checkpoint = folder / writer / name.replace(", ", "-") / f"checkpoint-{step}"
     return run(library, name, folder / "resumed" / f"{library}-{writer}-{name}-{step}", str(checkpoint))
 

@@ -14,8 +14,8 @@ from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer_deepspeed.start import check_config
 from tests.adapters.deepspeed.sets import STAGES
 from tests.docs.documents import running
-from tests.docs.documents.running import losses, quiet
-from tests.support.launching import END_OF_FILE, port
+from tests.docs.documents.running import losses, make_args
+from tests.support.launching import END_OF_FILE, free_port
 from tests.support.tiny import make_plain, plain_data
 
 #: 292 and 349.
@@ -32,12 +32,12 @@ CLIPPING = '{"gradient_clipping": 1.0,}'
 STAGE_2 = {"zero_optimization": {"stage": 2}}
 
 
-def mended(text):
+def mend_json(text):
     """Two of the blocks have a comma too many, which no reader of JSON takes."""
     return json.loads(text.replace(",}", "}"))
 
 
-def scaled(optimizer, **params):
+def with_params(optimizer, **params):
     """The file of 245 has these values in place of those of 390 and 448."""
     return {**optimizer, "params": {**optimizer["params"], **params}}
 
@@ -45,8 +45,8 @@ def scaled(optimizer, **params):
 LONG = {
     **json.loads(ZERO),
     "zero_allow_untested_optimizer": True,
-    "optimizer": scaled(json.loads(OPTIMIZER)["optimizer"], lr=3e-5),
-    "scheduler": scaled(json.loads(SCHEDULER)["scheduler"], warmup_max_lr=3e-5, warmup_num_steps=500),
+    "optimizer": with_params(json.loads(OPTIMIZER)["optimizer"], lr=3e-5),
+    "scheduler": with_params(json.loads(SCHEDULER)["scheduler"], warmup_max_lr=3e-5, warmup_num_steps=500),
 }
 #: Line of v4.1 → configuration and arguments.
 RUNS = {
@@ -62,7 +62,7 @@ RUNS = {
     429: (STAGE_2, "--output_dir out --lr_scheduler_type constant_with_warmup --learning_rate 3e-5 --warmup_steps 500"),
     435: (STAGE_2, "--output_dir out --lr_scheduler_type linear --learning_rate 3e-5 --warmup_steps 500"),
     448: ({**STAGE_2, **json.loads(SCHEDULER)}, "--output_dir out"),
-    509: ({**STAGE_2, **mended(CLIPPING)}, running.NORMAL),
+    509: ({**STAGE_2, **mend_json(CLIPPING)}, running.NORMAL),
     "max_grad_norm": (STAGE_2, f"{running.NORMAL} --max_grad_norm 0.5"),
 }
 
@@ -74,7 +74,7 @@ def found(tmp_path_factory):
     for line, (config, words) in RUNS.items():
         (folder / f"ds_config-{line}.json").write_text(json.dumps(config))
         lines.append(f"{words} --deepspeed ds_config-{line}.json")
-    block = f"deepspeed --num_gpus=2 your_program.py {running.several(*lines)}"
+    block = f"deepspeed --num_gpus=2 your_program.py {running.join_runs(*lines)}"
     ranks = running.run(folder, block, "your_program.py")
     return [dict(zip(RUNS, runs, strict=True)) for runs in ranks]
 
@@ -84,7 +84,7 @@ def rates(run):
 
 
 @pytest.mark.parametrize("line", [f"trainer_api_v4.1:{line}" for line in RUNS if isinstance(line, int)])
-def test_sections(line, found):
+def test_configuration_of_the_document_trains(line, found):
     number = int(line.rpartition(":")[2])
     for rank, runs in enumerate(found):
         run, given = runs[number], RUNS[number][0]
@@ -118,7 +118,7 @@ def test_sections(line, found):
         assert clipping == [1.0, 0.5]
 
 
-def test_v4_1_malformed(tmp_path):
+def test_malformed_json_of_the_document_is_refused(tmp_path):
     """As they stand, two of the blocks are no JSON, for the release as for ours."""
     for name, text in {"fp16": FP16, "clipping": CLIPPING}.items():
         path = tmp_path / f"{name}.json"
@@ -130,15 +130,15 @@ def test_v4_1_malformed(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["trainer_api_v4.1:474"])
-def test_fp16(line):
-    args = TrainingArguments("o", use_cpu=True, deepspeed={**STAGE_2, **mended(FP16)})
+def test_fp16_section_of_the_document_is_read(line):
+    args = TrainingArguments("o", use_cpu=True, deepspeed={**STAGE_2, **mend_json(FP16)})
     assert args.hf_deepspeed_config.dtype() == torch.float16
-    assert args.hf_deepspeed_config.config["fp16"] == mended(FP16)["fp16"]
+    assert args.hf_deepspeed_config.config["fp16"] == mend_json(FP16)["fp16"]
 
 
 @pytest.mark.parametrize("line", ["trainer_api_v4.1:491"])
-def test_amp(line):
-    """Given to DeepSpeed as it is, which has removed it."""
+def test_amp_section_of_the_document_is_refused(line):
+    """DeepSpeed, which gets the section unchanged, no longer has it."""
     args = TrainingArguments("o", use_cpu=True, deepspeed={**STAGE_2, **json.loads(AMP)})
     assert args.hf_deepspeed_config.config["amp"] == {"enabled": True, "opt_level": "O1"}
     with pytest.raises(InvalidConfig, match=r"deepspeed: amp=.* is refused by DeepSpeed .*has been removed"):
@@ -154,7 +154,7 @@ FINETUNE = """
 
 
 @pytest.mark.parametrize("line", ["trainer_api_v4.1:212"])
-def test_all_devices(line, tmp_path):
+def test_deepspeed_launcher_uses_all_devices(line, tmp_path):
     """On a machine without GPUs DeepSpeed finds one device for each group of processors."""
     folder = tmp_path / "examples" / "seq2seq"
     folder.mkdir(parents=True)
@@ -168,10 +168,10 @@ def test_all_devices(line, tmp_path):
 
 
 @pytest.mark.parametrize("line", ["trainer_api_v4.48:3"])
-def test_launcher_alone(line, tmp_path):
+def test_deepspeed_launcher_without_a_config_trains_replicas(line, tmp_path):
     """Without its integration: replicas, as the release trains them."""
-    block = f"deepspeed --num_gpus 2 trainer-program.py {running.several(running.NORMAL)}"
-    found = running.run(tmp_path, block, "trainer-program.py", RELEASE=running.several(running.NORMAL))
+    block = f"deepspeed --num_gpus 2 trainer-program.py {running.join_runs(running.NORMAL)}"
+    found = running.run(tmp_path, block, "trainer-program.py", RELEASE=running.join_runs(running.NORMAL))
     assert [run["kind"] for run, _ in found] == ["MULTI_CPU"] * 2
     running.assert_as_release(found)
 
@@ -205,12 +205,12 @@ FILES = {"trainer_guide_zh_v4.48:448": FILE, "trainer_guide_zh_v4.48:467": PLUGI
 
 
 @pytest.mark.parametrize("line", FILES)
-def test_files_of_accelerate(line, tmp_path):
-    """With two processes instead of four."""
+def test_accelerate_file_of_the_document_trains(line, tmp_path):
+    """With two processes instead of its four."""
     (tmp_path / "ds_zero3_config.json").write_text(json.dumps(STAGES[3]))
     (tmp_path / "config.yaml").write_text(SHARED + FILES[line])
-    launcher = f"accelerate launch --config_file config.yaml --main_process_port {port()} trainer-program.py"
-    found = running.run(tmp_path, f"{launcher} {running.several(running.NORMAL)}", "trainer-program.py")
+    launcher = f"accelerate launch --config_file config.yaml --main_process_port {free_port()} trainer-program.py"
+    found = running.run(tmp_path, f"{launcher} {running.join_runs(running.NORMAL)}", "trainer-program.py")
     for rank, (run,) in enumerate(found):
         assert (run["place"], run["kind"]) == ([rank, rank, 2], "DEEPSPEED")
         config = run["deepspeed"]
@@ -226,8 +226,8 @@ def test_files_of_accelerate(line, tmp_path):
 
 
 @pytest.mark.parametrize("line", ["trainer_behaviours_v4.48:521"])
-def test_arguments_reach_the_configuration(line, tmp_path):
-    args = quiet(tmp_path, deepspeed=STAGES[2])
+def test_changed_arguments_are_propagated_to_the_configuration(line, tmp_path):
+    args = make_args(tmp_path, deepspeed=STAGES[2])
     trainer = Trainer(make_plain(), args, train_dataset=plain_data(8))
     args.per_device_train_batch_size, args.max_grad_norm = 2, 0.25
     trainer.propagate_args_to_deepspeed()

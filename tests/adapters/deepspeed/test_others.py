@@ -1,4 +1,4 @@
-"""Partitioned models are loaded, evaluated, saved and let generate; a failing disk, launchers, fewer processes."""
+"""DeepSpeed besides training: loading, evaluating, generating, full disks, launchers and fewer processes."""
 
 import json
 import pickle
@@ -8,9 +8,10 @@ import pytest
 from safetensors.torch import load_file
 
 from hftrainer import TrainingArguments
+from tests.adapters.deepspeed.others import CASES
 from tests.adapters.deepspeed.sets import AUTO, STAGES, TOLERANCE
 from tests.support.jobs import assert_same
-from tests.support.launching import TORCHRUN, accelerate, port, python, read, start as start_script
+from tests.support.launching import TORCHRUN, accelerate, free_port, read, run_python, start as start_script
 
 HERE = Path(__file__).parent
 RANKS = (0, 1)
@@ -23,15 +24,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    run = python(*TORCHRUN, str(HERE / "others.py"), str(folder))
+    run = run_python(*TORCHRUN, str(HERE / "others.py"), str(folder))
     assert run.returncode == 0, run.stderr[-3000:]
-    names = ("loading", "in_parts", "evaluating", "generating", "ending_apart", "full", "names", "propagating", "given")
+    names = [case.__name__ for case in CASES]
     return {name: [pickle.loads((folder / f"{name}-{rank}.pkl").read_bytes()) for rank in RANKS] for name in names}
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_from_pretrained_partitions(found, rank):
-    loaded = found["loading"][rank]
+def test_from_pretrained_partitions_and_trains_the_same(found, rank):
+    loaded = found["load_pretrained"][rank]
     assert loaded["partitioned, partitioned at first"]
     assert loaded["partitioned, numbers at first"] == 0
     assert not loaded["whole, partitioned at first"]
@@ -42,19 +43,19 @@ def test_from_pretrained_partitions(found, rank):
 
 
 @pytest.mark.parametrize("attempt", range(3))
-def test_a_search_changes_the_configuration(tmp_path, attempt):
-    """And its processes end as others do: they were aborted at their end in two of five attempts."""
-    run = python(*TORCHRUN, str(HERE / "others.py"), str(tmp_path), "searching")
+def test_search_over_configurations_trains_as_each_alone(tmp_path, attempt):
+    """Processes must exit cleanly: they were aborted at exit in two of five attempts."""
+    run = run_python(*TORCHRUN, str(HERE / "others.py"), str(tmp_path), "search_configurations")
     assert run.returncode == 0, run.stderr[-3000:]
     for rank in RANKS:
-        searched = pickle.loads((tmp_path / f"searching-{rank}.pkl").read_bytes())
+        searched = pickle.loads((tmp_path / f"search_configurations-{rank}.pkl").read_bytes())
         assert searched["stages"] == [2, 3, 0]
         assert searched["trials"] == searched["alone"]
         assert searched["trials"][0] != searched["trials"][1]
 
 
-def test_weights_stay_in_parts(found):
-    saved = found["in_parts"][0]
+def test_weights_that_are_not_gathered_stay_in_parts(found):
+    saved = found["save_in_parts"][0]
     for name in ("final", "checkpoint-2"):
         assert {"config.json", "latest", "zero_to_fp32.py", "training_args.bin"} <= set(saved[name])
         assert not any(file.endswith((".safetensors", ".bin")) and "args" not in file for file in saved[name])
@@ -62,8 +63,8 @@ def test_weights_stay_in_parts(found):
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_evaluates_before_and_after_training(found, rank):
-    evaluated = found["evaluating"][rank]
+def test_evaluation_before_and_after_training_is_that_of_ddp(found, rank):
+    evaluated = found["evaluate_and_train"][rank]
     until_second = 6  # which begins with a new optimizer here, and with the old one without DeepSpeed
     assert evaluated["stage 2"][:until_second] == pytest.approx(evaluated["none"][:until_second], rel=TOLERANCE)
     assert evaluated["stage 3"] == pytest.approx(evaluated["stage 2"], rel=1e-6)  # the sum is of 5,400 numbers
@@ -72,24 +73,24 @@ def test_evaluates_before_and_after_training(found, rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_partitioned_models_generate(found, rank):
-    generated = found["generating"][rank]
+    generated = found["generate"][rank]
     assert [line[:8] for line in generated["partitioned"]] == generated["whole"]
     assert len({tuple(line) for line in generated["whole"]}) > 1
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_processes_whose_sequences_end_apart(found, rank):
-    """They take samples in turn: seven tokens, and two before the end."""
-    assert found["ending_apart"][rank] == [7, 2, 7, 2]
+def test_generation_waits_for_the_longest_sequence_of_all_ranks(found, rank):
+    """Ranks take samples in turn: those of rank 0 get seven tokens, those of rank 1 two."""
+    assert found["generate_unequal_lengths"][rank] == [7, 2, 7, 2]
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_disk_that_fails_one_process(found, rank):
-    assert found["full"][rank] == {"folders": ["checkpoint-1", "checkpoint-3", "checkpoint-4"], "steps": 4}
+def test_full_disk_of_one_rank_skips_the_checkpoint(found, rank):
+    assert found["fill_one_disk"][rank] == {"folders": ["checkpoint-1", "checkpoint-3", "checkpoint-4"], "steps": 4}
 
 
-def test_names(found):
-    names = found["names"][0]
+def test_deepspeed_names_of_the_trainer_and_accelerator(found):
+    names = found["use_deepspeed_names"][0]
     assert "pass optimizer_cls_and_kwargs" in names.pop("refused")
     losses = names.pop("losses")
     assert len(losses) == 3
@@ -101,20 +102,20 @@ def test_names(found):
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_arguments_are_propagated(found, rank):
-    propagated = found["propagating"][rank]
+def test_propagate_args_to_deepspeed_changes_the_batch_size(found, rank):
+    propagated = found["propagate_arguments"][rank]
     assert propagated["changed"] == propagated["made so"]
     assert propagated["changed"][-1] == 2
     assert "set per_device_train_batch_size" in propagated["refused"]
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_what_scripts_give(found, rank):
-    given = found["given"][rank]
+def test_given_schedules_callbacks_and_types_work(found, rank):
+    given = found["use_given_objects"][rank]
     assert given["schedule, stage 2"] == given["schedule, stage 0"] == [0.1, 0.05, 0.025]
     assert given["monitor"]
     assert len(set(given["types"])) == 2  # before training and after it, in one type throughout
-    assert given["gathered"] == given["in parts"] == 6800
+    assert given["gathered"] == given["in parts"] == 6800  # parameters
 
 
 @pytest.mark.parametrize(
@@ -127,20 +128,19 @@ def test_what_scripts_give(found, rank):
         ("another stage", "model, stage and optimizer must be those of the checkpoint"),
     ],
 )
-def test_refusals(found, name, words):
-    assert words in found["given"][0][name]
+def test_unsupported_setting_is_refused(found, name, words):
+    assert words in found["use_given_objects"][0][name]
 
 
-def test_fewer_processes(tmp_path):
-    """One process cannot read the parts of two, says so, and reads a universal checkpoint made of them."""
+def test_fewer_processes_resume_only_from_a_universal_checkpoint(tmp_path):
     for launcher, script, words in (
         (TORCHRUN, "sets.py", ("hftrainer", str(tmp_path), "stage 2")),
-        ((), "others.py", (str(tmp_path), "one")),
+        ((), "others.py", (str(tmp_path), "resume_alone")),
     ):
-        run = python(*launcher, str(HERE / script), *words)
+        run = run_python(*launcher, str(HERE / script), *words)
         assert run.returncode == 0, run.stderr[-3000:]
     (both,) = (pickle.loads(path.read_bytes())["stage 2"]["logs"] for path in tmp_path.glob("hftrainer-0.pkl"))
-    one = pickle.loads((tmp_path / "one-0.pkl").read_bytes())
+    one = pickle.loads((tmp_path / "resume_alone-0.pkl").read_bytes())
     assert "holds shards of 2 processes, but this run has 1" in one["parts"]
     assert "ds_to_universal" in one["parts"]
     written = load_file(tmp_path / "hftrainer" / "stage 2" / "checkpoint-4" / "model.safetensors")
@@ -161,13 +161,13 @@ def launch(folder, before, after=(), **environment):
     return read(folder)
 
 
-def test_launchers(tmp_path):
+def test_every_launcher_trains_the_same_weights(tmp_path):
     """torchrun, DeepSpeed's own, ours, and accelerate's with a file and with options: the same weights."""
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(CONFIG))
-    given, at_port = ["--deepspeed", str(path)], lambda: f"--main_process_port={port()}"
+    given, at_port = ["--deepspeed", str(path)], lambda: f"--main_process_port={free_port()}"
     by_accelerate = accelerate("--use_deepspeed", "--num_processes=2", "--num_machines=1", "--mixed_precision=no")
-    runner = ["-m", "deepspeed.launcher.runner", "--num_gpus=2", f"--master_port={port()}"]
+    runner = ["-m", "deepspeed.launcher.runner", "--num_gpus=2", f"--master_port={free_port()}"]
     started = {
         "torchrun": (TORCHRUN, given),
         "deepspeed": (runner, given),
@@ -185,14 +185,13 @@ def test_launchers(tmp_path):
             assert one["weights"] == found["torchrun"][rank]["weights"], name
 
 
-def test_wrong_device_is_named(tmp_path):
-    """DeepSpeed chooses its device by itself."""
+def test_mismatch_of_deepspeed_and_trainer_device_is_named(tmp_path):
     text = "from hftrainer_deepspeed import start as deepspeed_start\nimport datetime, torch\n"
     text += "from hftrainer.parallel.processes import Processes\n"
     text += "deepspeed_start.connect(Processes(), torch.device('cuda'), datetime.timedelta(1), None)\n"
     script = tmp_path / "script.py"
     script.write_text(text)
-    run = python(str(script))
+    run = run_python(str(script))
     assert run.returncode != 0
     assert "DeepSpeed uses 'cpu' but the Trainer uses 'cuda': set DS_ACCELERATOR=cuda" in run.stderr
 
@@ -203,17 +202,16 @@ def test_explain_names_the_strategy(tmp_path):
     assert "strategy=DeepSpeedStrategy()" in str(args.explain())
 
 
-def test_two_processes_killed_go_on(tmp_path):
-    """Killed in the middle, the run ends with the weights of the undisturbed one."""
+def test_killed_run_resumes_to_the_undisturbed_weights(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(STAGES[3]))
     script = [str(HERE / "killed.py"), str(path)]
-    undisturbed = python(*TORCHRUN, *script, str(tmp_path / "undisturbed"), "-1")
+    undisturbed = run_python(*TORCHRUN, *script, str(tmp_path / "undisturbed"), "-1")
     assert undisturbed.returncode == 0, undisturbed.stderr[-3000:]
     for step in (3, 5):
-        killed = python(*TORCHRUN, *script, str(tmp_path / "killed"), str(step))
+        killed = run_python(*TORCHRUN, *script, str(tmp_path / "killed"), str(step))
         assert killed.returncode != 0
-    finished = python(*TORCHRUN, *script, str(tmp_path / "killed"), "-1")
+    finished = run_python(*TORCHRUN, *script, str(tmp_path / "killed"), "-1")
     assert finished.returncode == 0, finished.stderr[-3000:]
     weights = [(tmp_path / name / "final/model.safetensors").read_bytes() for name in ("undisturbed", "killed")]
     assert weights[0] == weights[1]

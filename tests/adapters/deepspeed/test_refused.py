@@ -45,7 +45,7 @@ def make_trainer(folder, config, kind=Trainer):
 
 
 @pytest.mark.parametrize(("config", "words"), REFUSED, ids=json.dumps)
-def test_before_there_is_an_engine(tmp_path, config, words):
+def test_wrong_section_is_refused_before_the_engine_is_made(tmp_path, config, words):
     with pytest.raises(InvalidConfig) as found:
         make_trainer(tmp_path, config)
     assert words in str(found.value)
@@ -54,7 +54,7 @@ def test_before_there_is_an_engine(tmp_path, config, words):
 
 
 @pytest.mark.parametrize(("config", "words"), NO_ENGINE, ids=json.dumps)
-def test_engine(tmp_path, config, words):
+def test_value_that_the_engine_refuses_is_named(tmp_path, config, words):
     trainer = make_trainer(tmp_path, config)
     with pytest.raises(InvalidConfig, match="deepspeed: DeepSpeed cannot create an engine from") as found:
         trainer.train()
@@ -62,7 +62,7 @@ def test_engine(tmp_path, config, words):
     assert str(config) in str(found.value).replace(", 'zero_optimization': {'stage': 2}", "")
 
 
-def test_errors_of_the_script_are_its_own(tmp_path):
+def test_errors_of_an_override_are_raised_unchanged(tmp_path):
     class Own(Trainer):
         def create_scheduler(self, num_training_steps, optimizer=None):
             raise TypeError("of the script")
@@ -71,8 +71,8 @@ def test_errors_of_the_script_are_its_own(tmp_path):
         make_trainer(tmp_path, {"optimizer": ADAM}, Own).train()
 
 
-def test_errors_of_the_compiler_are_not_those_of_the_config(tmp_path, monkeypatch):
-    """As on an H100 with DeepSpeed 0.19 and torch 2.11: of the list of architectures, "10.0a" is no number."""
+def test_errors_of_the_compiler_are_not_taken_for_config_errors(tmp_path, monkeypatch):
+    """On an H100, DeepSpeed 0.19 with torch 2.11 fails to read "10.0a" in a list of architectures."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     source = "def initialize(**kwargs):\n    int('0a')"

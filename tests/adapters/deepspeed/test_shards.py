@@ -62,7 +62,7 @@ def checkpoint(request, written, pretrained, tmp_path):
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_resumes(checkpoint, written, pretrained, named, caplog):
+def test_partitioned_checkpoint_resumes_exactly(checkpoint, written, pretrained, named, caplog):
     whole = train("hftrainer", written / "whole", pretrained, steps=4)
     resumed = train("hftrainer", checkpoint.parent, pretrained, 4, str(checkpoint) if named else "auto")
     assert losses(resumed) == losses(whole)
@@ -70,7 +70,7 @@ def test_resumes(checkpoint, written, pretrained, named, caplog):
 
 
 @pytest.mark.parametrize("part", ["model_states", "optim_states"])
-def test_a_missing_part_is_named(checkpoint, pretrained, part, caplog):
+def test_missing_part_is_named_and_the_checkpoint_skipped(checkpoint, pretrained, part, caplog):
     """One of two processes: the files of rank 1 say that there was a rank 0."""
     caplog.set_level(logging.WARNING)
     states = checkpoint / "global_step2"
@@ -83,7 +83,7 @@ def test_a_missing_part_is_named(checkpoint, pretrained, part, caplog):
     assert begun_again.state.log_history[0]["step"] == 1
 
 
-def test_operations_of_a_partitioned_model(tmp_path, pretrained):
+def test_flos_and_parameters_of_a_partitioned_model_are_counted(tmp_path, pretrained):
     trainer = train("hftrainer", tmp_path, pretrained, steps=1)
     model = make_llama()
     tokens = 8 * len(language_data()[0]["input_ids"])
@@ -92,7 +92,7 @@ def test_operations_of_a_partitioned_model(tmp_path, pretrained):
 
 
 @pytest.mark.parametrize("flag", ["true", "false"])
-def test_models_are_partitioned_whatever_the_launcher_says(monkeypatch, tmp_path, pretrained, flag):
+def test_zero3_init_flag_of_the_launcher_changes_nothing(monkeypatch, tmp_path, pretrained, flag):
     """`zero3_init_flag` in accelerate's file changes nothing with transformers either."""
     launched = {"USE_DEEPSPEED": "true", "DEEPSPEED_ZERO_STAGE": "3", "DEEPSPEED_ZERO3_INIT": flag}
     for library in ("transformers", "hftrainer"):
@@ -107,7 +107,7 @@ def test_models_are_partitioned_whatever_the_launcher_says(monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize(("layers", "marked"), [("LlamaMLP", 2), ("NoSuchLayer", None)])
-def test_layers_that_are_gathered_as_one(monkeypatch, tmp_path, pretrained, layers, marked):
+def test_moe_layer_names_of_the_launcher_mark_leaf_modules(monkeypatch, tmp_path, pretrained, layers, marked):
     """`deepspeed_moe_layer_cls_names` in accelerate's file."""
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", layers)
     if marked is None:

@@ -7,7 +7,7 @@ import torch
 
 from tests.adapters.deepspeed.sets import CASES, RESUMED, TOLERANCE
 from tests.support.jobs import assert_same
-from tests.support.launching import of_both_libraries
+from tests.support.launching import run_with_both
 
 pytestmark = pytest.mark.timeout(3600)  # the first test waits for the runs of all
 RANKS = ("0", "1")
@@ -15,7 +15,7 @@ RANKS = ("0", "1")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return of_both_libraries(Path(__file__).with_name("sets.py"), tmp_path_factory.mktemp("sets"))
+    return run_with_both(Path(__file__).with_name("sets.py"), tmp_path_factory.mktemp("sets"))
 
 
 NAMES = [*CASES, *(f"{name}, resumed at {step}" for name, step in RESUMED)]
@@ -23,7 +23,7 @@ NAMES = [*CASES, *(f"{name}, resumed at {step}" for name, step in RESUMED)]
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("case", NAMES)
-def test_same_as_transformers(found, case, rank):
+def test_training_is_that_of_transformers(found, case, rank):
     ours, theirs = dict(found[f"hftrainer-{rank}"][case]), dict(found[f"transformers-{rank}"][case])
     assert torch.equal(ours.pop("random"), theirs.pop("random"))
     assert_same(ours.pop("weights"), theirs.pop("weights"))
@@ -41,14 +41,13 @@ def test_resumed_run_ends_the_same(found, name, step, written, rank):
     assert torch.equal(resumed["random"], undisturbed["random"])
 
 
-@pytest.mark.parametrize("name", ["stage 0", "stage 1", "stage 2", "stage 3", "offload", "offload, stage 3"])
-def test_same_losses_as_replicas(found, name):
-    assert_close(found["hftrainer-0"][name]["logs"], found["hftrainer-0"]["stage 0, replicas"]["logs"])
+STAGES = ("stage 0", "stage 1", "stage 2", "stage 3", "offload", "offload, stage 3")
 
 
-@pytest.mark.parametrize("name", ["llama"])
-def test_same_losses_as_replicas_with_accumulation(found, name):
-    assert_close(found["hftrainer-0"][name]["logs"], found["hftrainer-0"]["llama, replicas"]["logs"])
+@pytest.mark.parametrize(("name", "replicas"), [*((stage, "stage 0") for stage in STAGES), ("llama", "llama")])
+def test_losses_are_those_of_replicas(found, name, replicas):
+    """`llama` accumulates."""
+    assert_close(found["hftrainer-0"][name]["logs"], found["hftrainer-0"][f"{replicas}, replicas"]["logs"])
 
 
 def assert_close(logs, others):

@@ -1,7 +1,6 @@
-"""A checkpoint of DeepSpeed that somebody else made: none of its code is run, and no file elsewhere is read."""
+"""A checkpoint of DeepSpeed from an untrusted source: its code is not run, and no other file is read."""
 
 import shutil
-import socket
 
 import pytest
 import torch
@@ -12,22 +11,13 @@ from hftrainer.errors import CheckpointNotFound, UnsafeCheckpoint
 from tests.support import fuzz
 from tests.support.tiny import make_plain, plain_data
 
+pytestmark = pytest.mark.usefixtures("one_process")
 CONFIG = {
     "zero_optimization": {"stage": 2},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
 }
 FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
 
 
 def make_trainer(folder, steps):
@@ -58,21 +48,21 @@ def resume(checkpoint, steps=3):
     return trainer.state.global_step
 
 
-def test_as_it_was_written(checkpoint):
+def test_unchanged_checkpoint_resumes(checkpoint):
     assert resume(checkpoint) == 3
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_pickle_is_not_run(checkpoint, tmp_path, name):
+def test_pickled_code_is_not_run(checkpoint, tmp_path, name):
     path = checkpoint / "global_step2" / name
-    torch.save({**torch.load(path, weights_only=False), "more": fuzz.Mischief(tmp_path / "trace")}, path)
+    torch.save({**torch.load(path, weights_only=False), "more": fuzz.MaliciousPickle(tmp_path / "trace")}, path)
     with pytest.raises(UnsafeCheckpoint, match=r"checkpoint-2 holds a pickled posix\.mkdir"):
         resume(checkpoint)
     assert not (tmp_path / "trace").exists()
 
 
 @pytest.mark.parametrize("tag", ["../../elsewhere", "/tmp", "..", ""])
-def test_no_way_out_of_the_folder(checkpoint, tag):
+def test_tag_that_leads_out_of_the_folder_is_refused(checkpoint, tag):
     shutil.copytree(checkpoint / "global_step2", checkpoint.parent / "elsewhere")
     (checkpoint / "latest").write_text(tag)
     with pytest.raises(CheckpointNotFound, match="checkpoint-2/latest does not hold what"):
@@ -82,9 +72,9 @@ def test_no_way_out_of_the_folder(checkpoint, tag):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("way", ["values", "bytes"])
-@fuzz.made_up
-def test_made_up_contents(checkpoint, written, tmp_path, name, way, data):
-    """Read, and no step taken: DeepSpeed checks little of what it reads, and a later step may fail by it."""
+@fuzz.with_examples
+def test_random_contents_are_used_or_refused(checkpoint, written, tmp_path, name, way, data):
+    """No step is taken: DeepSpeed checks little, and a later step may fail."""
     path, whole = checkpoint / "global_step2" / name, written / "checkpoint-2" / "global_step2" / name
     if way == "values":
         held = torch.load(whole, weights_only=False)

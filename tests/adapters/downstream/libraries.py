@@ -129,7 +129,6 @@ def write(result: dict[str, Any]) -> None:
 
 
 def is_recorded(result: dict[str, Any]) -> bool:
-    """Whether `results.json` says the same."""
     return result in read()
 
 

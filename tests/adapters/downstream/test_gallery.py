@@ -10,7 +10,7 @@ from tests.support.processes import environment
 
 
 @pytest.mark.parametrize("name", ["dpo", "embeddings"])
-def test_the_numbers_of_transformers(name, tmp_path):
+def test_example_gives_the_numbers_of_transformers(name, tmp_path):
     text = (EXAMPLES / f"{name}.py").read_text()
     assert "import hftrainer" not in text and "from hftrainer" not in text
     script = [str(EXAMPLES / f"{name}.py"), *SHORT]

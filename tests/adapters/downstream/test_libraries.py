@@ -28,12 +28,12 @@ def records(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("library", "name"), [(library, name) for library in CASES for name in CASES[library]])
-def test_same_record(records, library, name):
+def test_case_leaves_the_same_record_with_both_libraries(records, library, name):
     support.assert_same(records(library), name)
 
 
 @pytest.mark.parametrize("library", CASES)
-def test_the_page_says_so(records, library):
+def test_compatibility_page_has_the_results(records, library):
     """COMPATIBILITY.md says what the lane has found; with WRITE=1 in the environment it is noted first."""
     missing = [name for name in CASES[library] if not (records(library) / "hftrainer" / name).exists()]
     if missing:

@@ -33,7 +33,7 @@ print(json.dumps([train(None), train("output/checkpoint-10")]))
 """
 
 
-def test_sources_of_sft(tmp_path):
+def test_sft_trainer_mixes_sources_and_resumes(tmp_path):
     save_model(tmp_path / "model")
     rows = [{"text": sentence(index, 4 + index % 9), "source": "code" if index % 3 else "chat"} for index in range(60)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

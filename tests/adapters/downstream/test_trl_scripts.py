@@ -34,7 +34,7 @@ def printed(output: str) -> list:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_script(tmp_path, script):
+def test_script_of_trl_prints_and_writes_the_same(tmp_path, script):
     row, more = SCRIPTS[script]
     save_model(tmp_path / "model")
     (tmp_path / "data").mkdir()

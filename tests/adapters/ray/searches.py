@@ -7,7 +7,7 @@ from pathlib import Path
 from ray import tune
 
 from hftrainer import TrainerCallback
-from tests.support.searches import OneProcessBackend, make_trainer, with_width
+from tests.support.searches import OneProcessBackend, make_trainer, plain_of_width
 
 
 class RayBackend(OneProcessBackend):
@@ -71,7 +71,7 @@ def worse_later(metrics):
 
 
 def make_of_trial(trial):
-    return with_width(16 if trial is None else trial["width"])
+    return plain_of_width(16 if trial is None else trial["width"])
 
 
 def lower_rate(config):

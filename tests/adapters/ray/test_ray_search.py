@@ -25,8 +25,8 @@ from hftrainer_ray.search import RaySearch
 from tests.adapters.ray import searches
 from tests.adapters.ray.searches import Diary, RayBackend, make_of_trial, make_saving, read, space
 from tests.support.differences import OWN_FILES
-from tests.support.parity import accuracy, alike, assert_equal, build
-from tests.support.searches import nothing
+from tests.support.parity import accuracy, assert_equal, build, run_both
+from tests.support.searches import return_none
 
 
 class TestRay(RayBackend):
@@ -43,7 +43,7 @@ search, grid = backend.search, backend.grid
 
 
 @pytest.mark.parametrize("settings", [{"eval_strategy": "epoch", "save_total_limit": 1}, {}], ids=str)
-def test_same_search(tmp_path, settings):
+def test_trials_and_best_are_those_of_transformers(tmp_path, settings):
     def run(library):
         given = {"model_init": make_of_trial, "compute_metrics": accuracy}
         trainer, _ = build(library, "plain", tmp_path / library, trainer=given, save_strategy="epoch", **settings)
@@ -64,11 +64,11 @@ def test_same_search(tmp_path, settings):
             },
         }
 
-    alike(run, assert_equal)
+    run_both(run, assert_equal)
 
 
 def test_asha_stops_bad_trials(tmp_path, monkeypatch):
-    """Four trials one after the other; those that are plainly worse than the ones before end at their first report."""
+    """The last two of four trials are worse, and end at their first report."""
     monkeypatch.chdir(tmp_path)
     given = {"callbacks": [Diary(tmp_path / "diary"), Timer()], "loggers": [CSVLogger("csv")]}
     trainer = make_saving("out", given, max_steps=8, report_to="tensorboard")
@@ -97,7 +97,7 @@ def test_asha_stops_bad_trials(tmp_path, monkeypatch):
     assert trainer.state.global_step == 8
 
 
-def test_population_based_training(tmp_path):
+def test_population_based_training_resumes_the_better_trial(tmp_path):
     """The worse trial goes on from the better one's checkpoint, at its step, with hyperparameters of its own."""
     given = {"callbacks": [Diary(tmp_path / "diary")]}
     trainer = make_saving(tmp_path / "out", given, max_steps=6, logging_steps=1, lr_scheduler_type="linear")
@@ -125,8 +125,8 @@ def lines(log, first, last):
     return [line for line in log if first <= line["step"] <= last]
 
 
-def test_search_algorithms_are_passed_through(tmp_path):
-    """One of Ray's, with its own space of floats, a name of a run, and an argument of the model."""
+def test_search_algorithm_of_ray_chooses_the_trials(tmp_path):
+    """With a space of Ray, a name for each run, and an argument of the model."""
     algorithm = OptunaSearch(metric="objective", mode="min", seed=1)
     trainer = make_saving(tmp_path / "out", model_init=make_of_trial)
     names = {"hp_name": lambda trial: f"width-{trial['width']}-{trial['learning_rate']}"}
@@ -137,8 +137,8 @@ def test_search_algorithms_are_passed_through(tmp_path):
         assert folder.is_dir() and not (tmp_path / "out" / f"run-{trial.trial_id}").exists()
 
 
-def test_killed_and_resumed(tmp_path, processes):
-    """A search that is killed in its second trial: the first is not trained again, the second goes on."""
+def test_killed_search_resumes_its_second_trial(tmp_path, processes):
+    """The first trial is not trained again."""
     how = {"env": {**processes.environment(), "TUNE_GLOBAL_CHECKPOINT_S": "0"}, "cwd": processes.ROOT}
     first = processes.run("-m", "tests.adapters.ray.killed", tmp_path, **how)
     assert first.returncode == -signal.SIGKILL, first.stderr
@@ -166,16 +166,16 @@ def test_truncated_state_does_not_start_a_new_search(tmp_path):
         search(make_saving(tmp_path / "out"), name="search", resume="AUTO")
 
 
-def test_mistakes_end_the_search(tmp_path):
-    """What every other trial would find too reaches the user as it is."""
+def test_error_that_every_trial_would_have_ends_the_search(tmp_path):
+    """The user gets that error itself."""
     trainer, rates = make_saving(tmp_path / "out"), grid(learning_rate=[1e-3, 1e-2])
     with pytest.raises(InvalidArgument, match=r"compute_objective returned None: it must return a number\."):
-        search(trainer, **rates, compute_objective=nothing, max_concurrent_trials=1)
+        search(trainer, **rates, compute_objective=return_none, max_concurrent_trials=1)
     assert trainer.hp_search_backend is None
 
 
-def test_which_objectives_count(tmp_path, monkeypatch):
-    """The last of a trial, or with ray_scope='all' the best: here that of a trial which gets worse afterwards."""
+def test_ray_scope_chooses_the_last_or_best_objective(tmp_path, monkeypatch):
+    """'all' chooses a trial that gets worse afterwards."""
     trainer = make_saving(tmp_path / "out", ray_scope="all")
     best = search(
         trainer, **grid(learning_rate=[2.0, 1e-5]), compute_objective=searches.worse_later, direction="maximize"
@@ -223,7 +223,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(tmp_path, case):
+def test_wrong_settings_of_ray_are_refused(tmp_path, case):
     *refused, settings = REFUSED[case]
     backend.assert_refused(tmp_path, *refused, **settings)
 
@@ -233,8 +233,8 @@ class Holding(TrainerCallback):
         self.trainer, self.other = trainer, other
 
 
-def test_packed(tmp_path):
-    """References to the Trainer are to the new one, which has an engine of its own and no bar of a notebook's."""
+def test_pickled_trainer_refers_to_itself_and_trains_alike(tmp_path):
+    """It has an engine of its own, and no progress bar of a notebook."""
     trainer = make_saving(tmp_path / "out")
     trainer.train()
     trainer.add_callback(Holding(trainer))
@@ -250,7 +250,7 @@ def test_packed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Trainer.lock", "The callback Holding"])
-def test_what_cannot_be_sent_is_named(tmp_path, name):
+def test_what_cannot_be_pickled_is_named(tmp_path, name):
     trainer = make_saving(tmp_path / "out")
     if name == "Trainer.lock":
         trainer.lock = threading.Lock()

@@ -11,7 +11,7 @@ import ray.data
 import ray.train
 from ray.train.torch import TorchTrainer
 
-from tests.adapters.ray.trains import alone, train
+from tests.adapters.ray.trains import train, train_alone
 from tests.support.pages import ROOT, run_page
 from tests.support.tiny import plain_data
 
@@ -31,8 +31,8 @@ def undisturbed(tmp_path_factory):
     return fit(tmp_path_factory.mktemp("undisturbed"))
 
 
-def test_two_workers(undisturbed, tmp_path, processes):
-    """They train the weights of two ranks without Ray, which gets each checkpoint with its metrics."""
+def test_two_workers_train_the_weights_of_two_ranks(undisturbed, tmp_path, processes):
+    """Ray gets each checkpoint with its metrics."""
     result, workers = undisturbed
     assert [worker["place"] for worker in workers] == [[2, 0], [2, 1]]
     assert workers[0]["weights"] == workers[1]["weights"]
@@ -41,11 +41,11 @@ def test_two_workers(undisturbed, tmp_path, processes):
     with result.checkpoint.as_directory() as path:
         state = json.loads(Path(path, "checkpoint", "trainer_state.json").read_text())
     assert state["global_step"] == 8
-    assert processes.run_ranks(alone, 2, tmp_path) == [worker["weights"] for worker in workers]
+    assert processes.run_ranks(train_alone, 2, tmp_path) == [worker["weights"] for worker in workers]
 
 
-def test_a_worker_is_killed(undisturbed, tmp_path):
-    """Ray starts both again, from the last checkpoint that it was given: the undisturbed weights."""
+def test_killed_worker_resumes_to_the_undisturbed_weights(undisturbed, tmp_path):
+    """Ray restarts both from the last checkpoint that it got."""
     _, expected = undisturbed
     result, workers = fit(tmp_path / "run", falls_at=5)
     assert (tmp_path / "run" / "fallen").exists()
@@ -55,8 +55,8 @@ def test_a_worker_is_killed(undisturbed, tmp_path):
     assert workers[0]["logs"] == expected[0]["logs"]
 
 
-def test_another_number_of_workers(tmp_path):
-    """With `elastic`, the losses of each step are those of two workers."""
+def test_elastic_run_continues_with_one_worker(tmp_path):
+    """The losses of each step are those of two workers."""
     given = {"settings": {"elastic": True}, "dropout": 0.0, "resume": "auto"}
     _, (whole, _) = fit(tmp_path / "whole", **given)
     fit(tmp_path / "run", stops_at=4, **given)
@@ -67,14 +67,13 @@ def test_another_number_of_workers(tmp_path):
     assert losses == pytest.approx(expected, rel=0, abs=1e-6)  # up to the order of additions, in float32
 
 
-def test_the_guide(processes, tmp_path, monkeypatch):
+def test_code_of_the_guide_runs(processes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     run_page(ROOT / "docs" / "guides" / "ray.md", processes)
 
 
-def test_data_of_ray(tmp_path):
-    """`prepare_trainer` reads iterators of Ray Data: each worker its shard."""
+def test_each_worker_reads_its_shard_of_ray_data(tmp_path):
     rows = [{"x": row["x"].numpy(), "labels": int(row["labels"])} for row in plain_data(40)]
     datasets = {"train": ray.data.from_items(rows * 2), "eval": ray.data.from_items(rows[:8])}
     result, workers = fit(tmp_path / "run", datasets, shards=True)

@@ -44,7 +44,7 @@ def weights(trainer):
     return {name: value.tolist() for name, value in trainer.model.state_dict().items()}
 
 
-def alone(folder):
+def train_alone(folder):
     torch.set_num_threads(1)
     trainer = make_trainer(folder, save_strategy="no")
     trainer.train()

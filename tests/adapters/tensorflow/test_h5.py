@@ -64,7 +64,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_same_outputs(tmp_path, name):
+def test_torch_model_computes_what_tensorflow_does(tmp_path, name):
     settings, inputs = MODELS[name]
     kind = getattr(transformers, f"TF{name}")
     config = kind.config_class(**settings)
@@ -80,7 +80,7 @@ def test_same_outputs(tmp_path, name):
     np.testing.assert_allclose(found[key].numpy(), expected[key].numpy(), atol=2e-5)
 
 
-def test_model_without_a_head_from_one_with_a_head(tmp_path):
+def test_model_without_a_head_reads_weights_of_one_with_a_head(tmp_path):
     config = transformers.BertConfig(**SMALL, **SHORT)
     theirs = transformers.TFBertForMaskedLM(config)
     theirs(TEXT)
@@ -92,7 +92,7 @@ def test_model_without_a_head_from_one_with_a_head(tmp_path):
     np.testing.assert_allclose(found.numpy(), expected.numpy(), atol=2e-5)
 
 
-def test_shards(tmp_path):
+def test_sharded_weights_are_read(tmp_path):
     config = transformers.BertConfig(**SMALL, **SHORT)
     theirs = transformers.TFBertForMaskedLM(config)
     expected = theirs(TEXT)[0]

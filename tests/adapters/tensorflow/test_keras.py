@@ -24,13 +24,13 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_as_keras(found, name):
+def test_weights_are_those_of_keras(found, name):
     assert found["far"][name] < 2e-6  # float32, in another order
 
 
-def test_saved(found):
+def test_saved_model_is_loaded_by_keras(found):
     assert found["saved"]
 
 
-def test_not_compiled(found):
+def test_model_that_is_not_compiled_is_refused(found):
     assert "Functional has no loss. Call model.compile(loss=...)" in found["refused"]

@@ -48,7 +48,7 @@ def farthest(ours: list, theirs: list) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_as_the_real_one(tmp_path, name):
+def test_logs_and_predictions_are_those_of_tensorflow(tmp_path, name):
     ours = run(tmp_path, CASES[name], name.partition("_")[0])
     theirs = json.loads((REFERENCE / f"{name}.json").read_text())
     if name in EACH_SAMPLE_ONCE:
@@ -70,7 +70,7 @@ def test_as_the_real_one(tmp_path, name):
         assert ours["label_ids"] == theirs["label_ids"]
 
 
-def test_example(tmp_path):
+def test_example_script_learns(tmp_path):
     pytest.importorskip("sklearn")
     if importlib.metadata.version("transformers").startswith("4."):
         pytest.skip("TensorFlow computes convolutions of images with channels last only, on the CPU")
@@ -86,7 +86,7 @@ def test_example(tmp_path):
     assert (tmp_path / "demo_output" / "tf" / "model.safetensors").is_file()
 
 
-def test_resumed(tmp_path):
+def test_resume_within_an_epoch_is_exact(tmp_path):
     """Within an epoch: the same order of samples, mean loss of the epoch and rate as in the undisturbed run."""
     words = "--task text --num_train_epochs 3 --save_steps 7"
     whole = run(tmp_path / "whole", words, "text")

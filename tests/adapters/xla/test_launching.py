@@ -1,7 +1,6 @@
 """`python -m hftrainer run --tpu`, and what several processes do; XLA's CPU has one core, and no collectives."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import torch
 
 from tests.adapters.xla.support import ROOT, TOLERANCE, numbers, run_script, trainer, weights
 from tests.support import processes
+from tests.support.launching import free_port
 
 SCRIPT = """
 import os, sys
@@ -24,7 +24,7 @@ sys.exit(int(sys.argv[2]))
 
 
 @pytest.mark.parametrize(("options", "status"), [(["--num-cores", "1"], 0), ([], 5)], ids=["one core", "all cores"])
-def test_script(tmp_path, options, status):
+def test_run_tpu_runs_the_script_and_returns_its_status(tmp_path, options, status):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = run_script("-m", "hftrainer", "run", "--tpu", *options, str(script), str(tmp_path), str(status))
@@ -32,7 +32,7 @@ def test_script(tmp_path, options, status):
     assert "device xla:0 xla hftrainer.trainer __main__" in done.stdout
 
 
-def test_too_many_cores(tmp_path):
+def test_more_cores_than_there_are_is_refused(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise AssertionError")
     done = run_script("-m", "hftrainer", "run", "--tpu", "--num-cores", "4", str(script))
@@ -42,10 +42,7 @@ def test_too_many_cores(tmp_path):
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory):
     folder = tmp_path_factory.mktemp("replicas")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {**processes.environment(), "PJRT_LOCAL_PROCESS_COUNT": "2", "MASTER_PORT": str(port)}
+    env = {**processes.environment(), "PJRT_LOCAL_PROCESS_COUNT": "2", "MASTER_PORT": free_port()}
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.adapters.xla.replicas", str(folder)],

@@ -14,14 +14,14 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 6}
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory):
+def cpu_run(tmp_path_factory):
     run = trainer(tmp_path_factory.mktemp("cpu"), "llama", use_cpu=True, **EVALUATED)
     run.train()
     return run
 
 
 @pytest.fixture(scope="module")
-def spmd(tmp_path_factory):
+def spmd_runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spmd")
     done = run_script("-m", "tests.adapters.xla.spmd", str(folder), CPU_NUM_DEVICES="2")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -29,22 +29,22 @@ def spmd(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpointed"])
-def test_spmd_trains_as_the_cpu(spmd, on_cpu, kind):
-    found = spmd[1][kind]
-    assert len(found["numbers"]) == len(numbers(on_cpu))
-    for line, expected in zip(found["numbers"], numbers(on_cpu), strict=True):
+def test_spmd_trains_as_the_cpu(spmd_runs, cpu_run, kind):
+    found = spmd_runs[1][kind]
+    assert len(found["numbers"]) == len(numbers(cpu_run))
+    for line, expected in zip(found["numbers"], numbers(cpu_run), strict=True):
         assert line == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
-    for name, value in weights(on_cpu).items():
+    for name, value in weights(cpu_run).items():
         torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=5 * TOLERANCE, msg=name)
         assert torch.equal(found["weights"][name], found["resumed"][name])
-    predictions = torch.tensor(on_cpu.predict(on_cpu.eval_dataset).predictions)
+    predictions = torch.tensor(cpu_run.predict(cpu_run.eval_dataset).predictions)
     torch.testing.assert_close(found["predictions"], predictions, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("part", ["layout", "layout_resumed", "layout_moments"])
-def test_spmd_gives_each_device_a_part(spmd, part):
-    """Of every weight, and of what the optimizer keeps of it: two devices, along the longest dimension."""
-    layout = spmd[1]["plain"][part]
+def test_spmd_gives_each_device_a_part_of_weights_and_moments(spmd_runs, part):
+    """Along the longest dimension, on two devices."""
+    layout = spmd_runs[1]["plain"][part]
     assert layout["model.layers.0.self_attn.q_proj.weight"] == "{devices=[2,1]0,1}"
     assert layout["model.layers.0.mlp.down_proj.weight"] == "{devices=[1,2]0,1}"
     assert layout["model.norm.weight"] == "{devices=[2]0,1}"
@@ -52,21 +52,21 @@ def test_spmd_gives_each_device_a_part(spmd, part):
     assert all(spec.startswith("{devices=[") for spec in layout.values())
 
 
-def test_spmd_compiles_nothing_twice(spmd):
-    compiled = spmd[1]["plain"]["compiled"]
+def test_spmd_compiles_nothing_twice(spmd_runs):
+    compiled = spmd_runs[1]["plain"]["compiled"]
     # Two shapes of batches, the last of an epoch is a ragged one; a log line; and what evaluating leaves behind.
     assert compiled[30] == compiled[13], compiled
 
 
-def test_spmd_checkpoints_are_ordinary(spmd, on_cpu, tmp_path):
-    folder = os.path.join(spmd[0], "plain", "checkpoint-6")
-    assert load_file(os.path.join(folder, "model.safetensors")).keys() == on_cpu.model.state_dict().keys()
+def test_spmd_checkpoints_are_ordinary(spmd_runs, cpu_run, tmp_path):
+    folder = os.path.join(spmd_runs[0], "plain", "checkpoint-6")
+    assert load_file(os.path.join(folder, "model.safetensors")).keys() == cpu_run.model.state_dict().keys()
     resumed = trainer(tmp_path, "llama", use_cpu=True, **EVALUATED)
     resumed.train(resume_from_checkpoint=folder)
-    assert_close(resumed, on_cpu, compared=slice(-3, -1))
+    assert_close(resumed, cpu_run, compared=slice(-3, -1))
 
 
-def wrapped(output_dir, name="llama", *, of_xla=None, **settings):
+def make_wrapped(output_dir, name="llama", *, of_xla=None, **settings):
     config = {"xla": True, "min_num_params": 200, **(of_xla or {})}
     return trainer(output_dir, name, fsdp=True, fsdp_config=config, **EVALUATED, **settings)
 
@@ -79,30 +79,30 @@ def wrapped(output_dir, name="llama", *, of_xla=None, **settings):
         {"xla_fsdp_settings": {"compute_dtype": "float32", "shard_param_on_dim_0": True}},
     ],
 )
-def test_wrapped_trains_as_the_cpu(tmp_path, on_cpu, of_xla):
-    run = wrapped(tmp_path, of_xla=of_xla)
+def test_xla_fsdp_trains_as_the_cpu(tmp_path, cpu_run, of_xla):
+    run = make_wrapped(tmp_path, of_xla=of_xla)
     run.train()
     assert type(run.lightning_trainer.strategy).__name__ == "XLAFSDPStrategy"
     assert type(run.model).__name__ == "XlaFullyShardedDataParallel"
     assert (run.is_fsdp_xla_enabled, run.is_fsdp_xla_v1_enabled, run.is_fsdp_enabled) == (True, True, False)
     assert [len(group["params"]) for group in run.optimizer.param_groups] == [16, 5]
     whole = run.accelerator.get_state_dict(run.model)
-    for name, value in weights(on_cpu).items():
+    for name, value in weights(cpu_run).items():
         torch.testing.assert_close(whole[name], value, rtol=0, atol=5 * TOLERANCE, msg=name)
-    for line, expected in zip(numbers(run)[:-1], numbers(on_cpu)[:-1], strict=True):
+    for line, expected in zip(numbers(run)[:-1], numbers(cpu_run)[:-1], strict=True):
         assert line == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
 
-def test_wrapped_saves_and_resumes(tmp_path):
+def test_xla_fsdp_saves_parts_and_whole_weights_and_resumes(tmp_path):
     """A file of each process, as transformers names them, and the whole weights for everybody else."""
     saved = {"save_strategy": "steps", "save_steps": 6, "load_best_model_at_end": True}
-    run = wrapped(tmp_path, **saved)
+    run = make_wrapped(tmp_path, **saved)
     run.train()
     folder = tmp_path / "checkpoint-6"
     parts = {name for name in os.listdir(folder) if name.startswith("rank")}
     assert parts == {"rank0-of-1-optimizer.pt", "rank0-of-1-pytorch_model.bin"}
     assert not (folder / "optimizer.pt").exists()
-    resumed = wrapped(tmp_path, **saved)
+    resumed = make_wrapped(tmp_path, **saved)
     resumed.train(resume_from_checkpoint=str(folder))
     assert all(torch.equal(value, weights(run)[name]) for name, value in weights(resumed).items())
     from transformers import LlamaForCausalLM
@@ -112,9 +112,9 @@ def test_wrapped_saves_and_resumes(tmp_path):
     assert all(torch.equal(value, whole[name]) for name, value in again.state_dict().items())
 
 
-def test_wrapped_bfloat16(tmp_path):
-    run = wrapped(tmp_path, of_xla={"xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, max_steps=6)
-    full = wrapped(tmp_path, max_steps=6)
+def test_xla_fsdp_in_bfloat16_is_close_to_float32(tmp_path):
+    run = make_wrapped(tmp_path, of_xla={"xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, max_steps=6)
+    full = make_wrapped(tmp_path, max_steps=6)
     losses = [each.train().training_loss for each in (run, full)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2) and losses[0] != losses[1]
 
@@ -127,8 +127,8 @@ def test_wrapped_bfloat16(tmp_path):
         ({"transformer_layer_cls_to_wrap": ["LlamaLayer"], "min_num_params": 0}, "the model has no LlamaLayer"),
     ],
 )
-def test_wrong_settings(tmp_path, of_xla, message):
-    run = wrapped(tmp_path, of_xla=of_xla)
+def test_wrong_xla_fsdp_settings_are_refused(tmp_path, of_xla, message):
+    run = make_wrapped(tmp_path, of_xla=of_xla)
     with pytest.raises(InvalidConfig, match=message):
         run.train()
 
@@ -141,12 +141,12 @@ def test_wrong_settings(tmp_path, of_xla, message):
         ({"reshard_after_forward": "hybrid_shard"}, "reshard_after_forward"),
     ],
 )
-def test_what_only_torch_has(tmp_path, of_xla, message):
+def test_settings_of_torch_fsdp_are_refused_with_xla(tmp_path, of_xla, message):
     with pytest.raises(UnsupportedArgument, match=message):
-        wrapped(tmp_path, of_xla=of_xla)
+        make_wrapped(tmp_path, of_xla=of_xla)
 
 
-def test_needs_a_tpu(tmp_path):
+def test_xla_fsdp_on_another_device_is_refused(tmp_path):
     args = TrainingArguments(str(tmp_path), fsdp=True, fsdp_config={"xla": True}, use_cpu=True)
     assert "training is on another device" in "\n".join(_found(args))
 

@@ -1,4 +1,4 @@
-"""`accelerate` as on a machine with two GPUs, on which `accelerate config` has written the file CONFIGURED, or none.
+"""Runs `accelerate` as if this machine had two GPUs, with the file CONFIGURED from `accelerate config`, or none.
 
 With fewer GPUs it would start one process, whatever is asked for.
 """

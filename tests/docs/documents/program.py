@@ -26,7 +26,7 @@ LIBRARY = transformers if "INSTALL" in os.environ else hftrainer
 PARSERS = (transformers.HfArgumentParser, hftrainer.HfArgumentParser)
 TEXTS = "task task_name data_dir src_lang tgt_lang dataset_name dataset_config_name source_lang target_lang final_model"
 NUMBERS = "max_seq_length n_train max_train_samples"
-#: Those of the documents' scripts, which make a tiny model and data of them here.
+#: Arguments of the documents' scripts; here they choose a tiny model and its data.
 ScriptArguments = make_dataclass(
     "ScriptArguments",
     [("model_name_or_path", str, "plain"), ("freeze_embeds", bool, False)]
@@ -35,7 +35,7 @@ ScriptArguments = make_dataclass(
 )
 
 
-def choose(name):
+def make_model_and_data(name):
     """A tiny model of the kind that was named, and data for it."""
     kinds = {"bert": (make_bert, text_data), "t5": (make_t5, t5_data), "mbart": (make_t5, t5_data)}
     make_model, make_data = next((kinds[kind] for kind in kinds if kind in name), (make_plain, plain_data))
@@ -48,7 +48,7 @@ def make_parser(kind, arguments):
 
 
 def parse(words):
-    """By both parsers, which must agree."""
+    """Parse with both parsers, which must agree."""
     found = [make_parser(kind, LIBRARY.Seq2SeqTrainingArguments).parse_args_into_dataclasses(words) for kind in PARSERS]
     (script, args), (others, same) = found
     assert (script, args.to_dict()) == (others, same.to_dict())
@@ -58,7 +58,7 @@ def parse(words):
 def logs_of_release(words):
     """What the installed transformers itself logs, in the same processes."""
     script, args = make_parser(PARSERS[0], transformers.Seq2SeqTrainingArguments).parse_args_into_dataclasses(words)
-    model, data = choose(script.model_name_or_path)
+    model, data = make_model_and_data(script.model_name_or_path)
     trainer = transformers.Seq2SeqTrainer(model, args, train_dataset=data, eval_dataset=data)
     trainer.train()
     return trainer.state.log_history
@@ -66,7 +66,7 @@ def logs_of_release(words):
 
 def run(words):
     script, args = parse(words)
-    model, data = choose(script.model_name_or_path)
+    model, data = make_model_and_data(script.model_name_or_path)
     trainer = LIBRARY.Seq2SeqTrainer(model, args, train_dataset=data, eval_dataset=data)
     devices = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")}
     found = {"script": asdict(script), "environment": devices, "device": str(args.device)}

@@ -9,7 +9,7 @@ import sys
 from hftrainer import TrainingArguments
 from tests.docs.documents import program
 from tests.support import processes
-from tests.support.launching import port
+from tests.support.launching import free_port
 from tests.support.parity import comparable
 
 #: Command → its module.
@@ -25,7 +25,7 @@ TINY = "--use_cpu True --max_steps 2 --logging_steps 1 --save_strategy no --repo
 NORMAL = "--output_dir out --learning_rate 0.01"
 
 
-def quiet(folder, kind=TrainingArguments, **settings):
+def make_args(folder, kind=TrainingArguments, **settings):
     defaults = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
     return kind(str(folder), **{**defaults, "max_steps": 2, **settings})
 
@@ -34,7 +34,7 @@ def losses(logs):
     return [line["loss"] for line in logs if "loss" in line]
 
 
-def several(*lines):
+def join_runs(*lines):
     return " + ".join(f"{line} {TINY}" for line in lines)
 
 
@@ -50,7 +50,7 @@ def run(folder, block, *programs, **environment):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(program.__file__)
     given = {"FOUND": str(folder), "PATH": f"{commands}:{os.environ['PATH']}", **environment}
-    given |= dict.fromkeys(("PET_MASTER_PORT", "DLTS_MASTER_PORT"), port())
+    given |= dict.fromkeys(("PET_MASTER_PORT", "DLTS_MASTER_PORT"), free_port())
     env = {**processes.environment(), **given}
     done = subprocess.run(["bash", "-ec", block], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -69,7 +69,7 @@ def found_in(folder):
 
 
 def assert_as_release(found):
-    """The last run of each process is the release's own, with the arguments of the run before: the same log lines."""
+    """The last run of each process is by transformers, with the arguments of the run before; both log the same."""
     for *_, ours, theirs in found:
         assert comparable(ours["logs"]) == comparable(theirs)
     assert found[0][-2]["weights"] == found[-1][-2]["weights"]

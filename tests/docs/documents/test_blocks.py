@@ -1,4 +1,4 @@
-"""The table of the documents' blocks, blocks.toml: each block has its test, or the reason why it has none."""
+"""blocks.toml lists the blocks of transformers' documents, each with its test or the reason why it has none."""
 
 import ast
 import functools
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 TESTS = HERE.parents[1]
 TABLE = tomllib.loads((HERE / "blocks.toml").read_text(encoding="utf-8"))
 ROWS = [(document, lines, row) for document, rows in TABLE.items() for lines, row in rows.items()]
-OURS = ("test_code.py", "test_launching.py")
+FILES = ("test_code.py", "test_launching.py")
 
 
 @functools.cache
@@ -39,16 +39,16 @@ def test_each_block_has_a_test_or_a_reason(document, lines, row):
         assert any(row["differs"] in rows for subjects in DIFFERENCES.values() for rows in subjects.values())
     if "test" in row:
         path, _, name = row["test"].rpartition("::")
-        assert any(name in names_of_tests(file) for file in ([TESTS / path] if path else [HERE / one for one in OURS]))
+        assert any(name in names_of_tests(file) for file in ([TESTS / path] if path else [HERE / one for one in FILES]))
 
 
-def test_each_test_is_of_a_block():
+def test_every_test_is_named_in_the_table():
     named = {row["test"] for _, _, row in ROWS if "::" not in row.get("test", "::")}
-    assert named == set().union(*(names_of_tests(HERE / each) for each in OURS))
+    assert named == set().union(*(names_of_tests(HERE / each) for each in FILES))
 
 
-def pieces(document, text):
-    """Line → what stands there; of the document that is one line, number → block."""
+def text_by_number(document, text):
+    """Number → text, of each line; of each block in the document that is a single line."""
     if document != "trainer_api_v4.48":
         return dict(enumerate(text.splitlines(), 1))
     fenced = re.findall(r"```\w+ (.*?)```", text)
@@ -60,10 +60,10 @@ def pieces(document, text):
     "DOCUMENTS" not in os.environ, reason="DOCUMENTS is the folder with the documents, which are not ours"
 )
 @pytest.mark.parametrize("document", TABLE)
-def test_the_document_has_these_blocks(document):
-    """At their lines; and no others, where the document marks its blocks."""
+def test_table_lists_exactly_the_blocks_of_the_document(document):
+    """Each is at its line; where the document marks its blocks, there are no others."""
     text = Path(os.environ["DOCUMENTS"], f"{document}.txt").read_text(encoding="utf-8")
-    found = pieces(document, text)
+    found = text_by_number(document, text)
     listed = [int(line) for lines in TABLE[document] for line in lines.split()]
     assert len(set(listed)) == len(listed)
     for lines, row in TABLE[document].items():

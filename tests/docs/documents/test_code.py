@@ -1,4 +1,4 @@
-"""What the documents say in code, signatures and docstrings, one block after the other: see blocks.toml."""
+"""What transformers' documents show in code, signatures and docstrings works, block after block: see blocks.toml."""
 
 import functools
 import inspect
@@ -14,16 +14,16 @@ from torch import nn
 from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from hftrainer.arguments import old_fields
 from hftrainer.trainer_callback import ProgressCallback
-from tests.docs.documents.running import losses, quiet
+from tests.docs.documents.running import losses, make_args
 from tests.support import tiny
-from tests.support.parity import alike, assert_equal, assert_same_weights, build
+from tests.support.parity import assert_equal, assert_same_weights, build, run_both
 
 
-def make(folder, trainer_class=Trainer, model=None, data=8, **given):
+def make_trainer(folder, trainer_class=Trainer, model=None, data=8, **given):
     fields = TrainingArguments.__dataclass_fields__
     settings = {name: given.pop(name) for name in list(given) if name in fields}
     given.setdefault("train_dataset", tiny.plain_data(data))
-    return trainer_class(tiny.make_plain() if model is None else model, quiet(folder, **settings), **given)
+    return trainer_class(tiny.make_plain() if model is None else model, make_args(folder, **settings), **given)
 
 
 def my_custom_loss(logits, labels):
@@ -31,7 +31,7 @@ def my_custom_loss(logits, labels):
 
 
 class MyTrainer(Trainer):
-    """Of v4.1, with a loss of its own."""
+    """From the documents of v4.1, with its own loss."""
 
     def compute_loss(self, model, inputs):
         labels = inputs.pop("labels")
@@ -41,7 +41,7 @@ class MyTrainer(Trainer):
 
 
 class MultilabelTrainer(Trainer):
-    """Of v4.15."""
+    """From the documents of v4.15."""
 
     def compute_loss(self, model, inputs, return_outputs=False):
         labels = inputs.get("labels")
@@ -55,7 +55,7 @@ class MultilabelTrainer(Trainer):
 
 
 class CustomTrainer(Trainer):
-    """Of the Chinese guide."""
+    """From the Chinese guide."""
 
     def compute_loss(self, model, inputs, return_outputs=False):
         labels = inputs.pop("labels")
@@ -75,8 +75,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_losses_of_subclasses(kind, tmp_path):
-    """Trains on its loss, which is the evaluation's too."""
+def test_overridden_compute_loss_is_used_by_training_and_evaluation(kind, tmp_path):
     model, data = tiny.without_dropout(tiny.make_bert)(), tiny.text_data(8)
     for row in data:
         row["labels"] = torch.tensor(row.pop("label"))
@@ -91,7 +90,7 @@ def test_losses_of_subclasses(kind, tmp_path):
         return pytest.approx(LOSSES[kind](model(**batch).logits, labels).item(), rel=1e-6)
 
     before = expected()
-    trainer = make(tmp_path, kind, model, max_steps=3, learning_rate=1e-2, train_dataset=data)
+    trainer = make_trainer(tmp_path, kind, model, max_steps=3, learning_rate=1e-2, train_dataset=data)
     trainer.train()
     logged = losses(trainer.state.log_history)
     assert logged[0] == before
@@ -109,8 +108,8 @@ class OwnOptimizer(Trainer):
         self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer, 1.0, num_training_steps)
 
 
-def test_own_optimizer_and_scheduler(tmp_path):
-    trainer = make(tmp_path, OwnOptimizer)
+def test_overridden_create_optimizer_and_scheduler_is_used(tmp_path):
+    trainer = make_trainer(tmp_path, OwnOptimizer)
     trainer.train()
     assert trainer.asked == 1
     assert [line["learning_rate"] for line in trainer.state.log_history if "loss" in line] == [0.1, 0.1]
@@ -141,7 +140,7 @@ SIGNATURES = """
   main_process_first: local=True desc='work'"""
 
 
-def read(text):
+def read_parameters(text):
     pairs = re.findall(r"(\w+)(?:=('[^']*'|\([^)]*\)|\S+))?", text)
     return {name: eval(default) if default else inspect.Parameter.empty for name, default in pairs}
 
@@ -152,35 +151,35 @@ def parameters(function):
 
 
 @pytest.mark.parametrize(("name", "text"), re.findall(r"(\w+): (.*)", SIGNATURES))
-def test_signatures(name, text):
-    """Called by position or by name: what later releases have added comes after it, with a default."""
-    documented = read(text)
+def test_method_accepts_documented_parameters(name, text):
+    """By position or by name; parameters that later releases added come after them, with a default."""
+    documented = read_parameters(text)
     ours = parameters(getattr(TrainingArguments if name == "main_process_first" else Trainer, name))
     assert dict(list(ours.items())[: len(documented)]) == documented
     added = {name: ours[name] for name in ours.keys() - documented.keys() - {"kwargs", "unknown"}}
     assert inspect.Parameter.empty not in added.values()
 
 
-def test_signature_of_the_trainer():
+def test_trainer_accepts_documented_parameters():
     """The first seven by position, as in later releases, and all by name."""
     text = "model=None args=None data_collator=None train_dataset=None eval_dataset=None tokenizer=None model_init=None"
-    documented = read(f"{text} compute_metrics=None callbacks=None optimizers=(None,None)")
+    documented = read_parameters(f"{text} compute_metrics=None callbacks=None optimizers=(None,None)")
     ours = parameters(Trainer)
     assert {name: ours[name] for name in documented} == documented
     assert list(ours)[:7] == ["processing_class" if name == "tokenizer" else name for name in documented][:7]
 
 
-def test_generation_by_position_and_by_name(tmp_path, monkeypatch):
+def test_generation_settings_by_position_and_by_name(tmp_path, monkeypatch):
     """`max_length` and `num_beams`, for one call; the prefix of predict() is that of later releases."""
     model, data, asked = tiny.make_t5(), tiny.t5_data(4), []
     generate = model.generate
 
-    def noting(*inputs, **settings):
+    def generate_and_record(*inputs, **settings):
         asked.append((settings.get("max_length"), settings.get("num_beams")))
         return generate(*inputs, **settings)
 
-    monkeypatch.setattr(model, "generate", noting)
-    args = quiet(tmp_path, Seq2SeqTrainingArguments, predict_with_generate=True)
+    monkeypatch.setattr(model, "generate", generate_and_record)
+    args = make_args(tmp_path, Seq2SeqTrainingArguments, predict_with_generate=True)
     trainer = Seq2SeqTrainer(model, args, compute_metrics=lambda prediction: {})
     evaluated = [trainer.evaluate(data, None, "eval", 7, 2), trainer.evaluate(data, max_length=7, num_beams=2)]
     predicted = [trainer.predict(data, None, "eval", 7, 2), trainer.predict(data, max_length=7, num_beams=2)]
@@ -214,56 +213,56 @@ DEFAULTS = {TrainingArguments: ARGUMENTS, Seq2SeqTrainingArguments: f"{ARGUMENTS
 
 
 @pytest.mark.parametrize("kind", DEFAULTS)
-def test_documented_defaults(kind):
-    """Each is there; given with the documented default, it changes nothing but what the releases have changed since."""
-    documented = read(DEFAULTS[kind])
+def test_documented_defaults_change_nothing(kind):
+    """Each argument exists, and giving its documented default changes only what releases have changed since."""
+    documented = read_parameters(DEFAULTS[kind])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         given, left_out = (kind("x", **settings).to_dict() for settings in (documented, {}))
     assert {name for name in left_out if given[name] != left_out[name]} == {"log_level_replica"}
     assert given.keys() == left_out.keys()
-    # The defaults that the classes have are these too, but for the ones that follow from others.
+    # The classes have these defaults too, except for two that have changed.
     assert set(documented) & {
         name for name, about in old_fields.ARGUMENTS.items() if about.past_defaults and not about.until
     } == {"log_level_replica", "report_to"}
 
 
-def test_output_folder_by_default():
+def test_default_output_dir_is_tmp_trainer():
     assert Trainer(tiny.make_plain()).args.output_dir == "tmp_trainer"
 
 
-class Own(TrainerCallback):
+class OwnCallback(TrainerCallback):
     pass
 
 
-def test_callbacks_by_class_and_by_object(tmp_path):
-    trainer, kept = make(tmp_path, disable_tqdm=False), Own()
+def test_callbacks_are_added_and_removed_by_class_and_object(tmp_path):
+    trainer, kept = make_trainer(tmp_path, disable_tqdm=False), OwnCallback()
 
     def names():
         return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
 
     before = names()
     trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(Own)
+    trainer.add_callback(OwnCallback)
     trainer.add_callback(kept)
     assert "ProgressCallback" in before
-    assert names() == [*(name for name in before if name != "ProgressCallback"), "Own", "Own"]
+    assert names() == [*(name for name in before if name != "ProgressCallback"), "OwnCallback", "OwnCallback"]
     assert trainer.pop_callback(kept) is kept
-    assert isinstance(trainer.pop_callback(Own), Own)
-    assert trainer.pop_callback(Own) is None
+    assert isinstance(trainer.pop_callback(OwnCallback), OwnCallback)
+    assert trainer.pop_callback(OwnCallback) is None
     trainer.add_callback(kept)
     assert trainer.remove_callback(kept) is None
     assert kept not in trainer.callback_handler.callbacks
 
 
-def test_resuming():
+def test_resume_from_latest_named_and_hub_checkpoint():
     """From the latest checkpoint, from a folder, and from the folder that hub_strategy='checkpoint' leaves."""
     short = {"max_steps": 4, "per_device_train_batch_size": 4}
-    first = make("written", save_strategy="steps", save_steps=2, **short)
+    first = make_trainer("written", save_strategy="steps", save_steps=2, **short)
     first.train()
     for name in ("checkpoint-2", "elsewhere", "last-checkpoint"):
         shutil.copytree("written/checkpoint-2", f"of_{name}/{name}")
-        trainer = make(f"of_{name}", **short)
+        trainer = make_trainer(f"of_{name}", **short)
         trainer.train(resume_from_checkpoint=name == "checkpoint-2" or f"of_{name}/{name}")
         assert_same_weights(trainer.model.state_dict(), first.model.state_dict())
         assert losses(trainer.state.log_history) == losses(first.state.log_history)
@@ -275,28 +274,27 @@ class TwoOutputs(tiny.Plain):
         return {**outputs, "hidden": outputs["logits"].exp()}
 
 
-def test_ignored_outputs(tmp_path):
+def test_ignore_keys_drop_outputs_from_predictions(tmp_path):
     shapes = []
     given = {"compute_metrics": lambda prediction: shapes.append(np.shape(prediction.predictions)) or {}}
     settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": tiny.plain_data(4)}
-    trainer = make(tmp_path, model=TwoOutputs(), **given, **settings)
+    trainer = make_trainer(tmp_path, model=TwoOutputs(), **given, **settings)
     trainer.train(ignore_keys_for_eval=["hidden"])
     trainer.evaluate(ignore_keys=["hidden"])
     trainer.evaluate()
     assert shapes == [(4, 3), (4, 3), (2, 4, 3)]
 
 
-def test_logits_without_labels(tmp_path):
-    """`preprocess_logits_for_metrics` is given None."""
+def test_preprocess_logits_gets_none_without_labels(tmp_path):
     seen = []
-    trainer = make(tmp_path, preprocess_logits_for_metrics=lambda out, labels: seen.append(labels) or out.argmax(-1))
+    trainer = make_trainer(tmp_path, preprocess_logits_for_metrics=lambda x, y: seen.append(y) or x.argmax(-1))
     for data in ([{"x": row["x"]} for row in tiny.plain_data(4)], tiny.plain_data(4)):
         assert trainer.predict(data).predictions.shape == (4,)
     assert seen[0] is None
     assert len(seen[1]) == 4
 
 
-def test_prepared_inputs(tmp_path):
+def test_prepare_input_matches_transformers(tmp_path):
     inputs = {"a": [torch.ones(2), (torch.zeros(1),)], "b": "text"}
-    ours = alike(lambda name: str(build(name, "plain", tmp_path)[0]._prepare_input(inputs)), assert_equal)
+    ours = run_both(lambda name: str(build(name, "plain", tmp_path)[0]._prepare_input(inputs)), assert_equal)
     assert ours == str(inputs)

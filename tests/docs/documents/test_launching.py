@@ -1,4 +1,4 @@
-"""The documents' blocks for a shell, with their options: launchers, sharding, which GPUs. See blocks.toml."""
+"""The documents' shell blocks run with their options for launchers, sharding and GPUs: see blocks.toml."""
 
 import functools
 import json
@@ -10,11 +10,11 @@ from hftrainer import TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.parallel.fsdp_settings import FsdpSettings
 from tests.docs.documents import program, running
-from tests.docs.documents.running import NORMAL, losses, several
-from tests.support.launching import END_OF_FILE, FSDP_FILE, port
+from tests.docs.documents.running import NORMAL, join_runs, losses
+from tests.support.launching import END_OF_FILE, FSDP_FILE, free_port
 from tests.support.parity import comparable
 
-#: Option → what it becomes.
+#: Option → settings that it becomes.
 FSDP = {
     "full_shard": {},
     "shard_grad_op": {"strategy": "shard_grad_op"},
@@ -59,9 +59,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_torchrun(folder):
-    """By rank and line; the last is what the release itself logs."""
-    block = "CUDA_VISIBLE_DEVICES=2,0 torchrun --nproc_per_node=2 trainer-program.py " + several(*LINES.values())
-    ranks = running.run(folder, block, "trainer-program.py", RELEASE=several(NORMAL))
+    """Results by rank and command line; `release` is what transformers itself logs."""
+    block = "CUDA_VISIBLE_DEVICES=2,0 torchrun --nproc_per_node=2 trainer-program.py " + join_runs(*LINES.values())
+    ranks = running.run(folder, block, "trainer-program.py", RELEASE=join_runs(NORMAL))
     return [dict(zip([*LINES, "release"], runs, strict=True)) for runs in ranks]
 
 
@@ -70,14 +70,13 @@ def settings_of(run):
     return FsdpSettings(**{**run["sharding"], "wrap_classes": classes and tuple(classes)})
 
 
-def test_torchrun_trains_as_the_release(by_torchrun):
+def test_torchrun_logs_match_transformers(by_torchrun):
     running.assert_as_release([[runs["replicas"], runs["release"]] for runs in by_torchrun])
     assert {runs["replicas"]["environment"]["CUDA_VISIBLE_DEVICES"] for runs in by_torchrun} == {"2,0"}
 
 
 @pytest.mark.parametrize("words", FSDP)
-def test_fsdp(words, by_torchrun):
-    """Sharded as the option says, with the losses of replicas."""
+def test_fsdp_option_shards_with_losses_of_replicas(words, by_torchrun):
     for runs in by_torchrun:
         assert runs[words]["kind"] == "FSDP"
         assert settings_of(runs[words]) == FsdpSettings(**FSDP[words])
@@ -86,7 +85,7 @@ def test_fsdp(words, by_torchrun):
     assert first[words]["weights"] == pytest.approx(first["replicas"]["weights"], abs=1e-5)
 
 
-def test_fsdp_config(by_torchrun):
+def test_fsdp_config_keys_reach_the_settings(by_torchrun):
     for runs in by_torchrun:
         for name, expected in {"file": READ, "size": BY_SIZE}.items():
             assert settings_of(runs[name]) == expected
@@ -95,8 +94,8 @@ def test_fsdp_config(by_torchrun):
     assert ResolvedArguments(args).fsdp == READ
 
 
-def test_whole_model_saved_from_shards(by_torchrun, folder):
-    """Though checkpoints are in parts."""
+def test_save_model_writes_whole_model_from_shards(by_torchrun, folder):
+    """Although its checkpoints are sharded."""
     written = load_file(folder / "final" / "model.safetensors")
     sums = {name: value.sum().item() for name, value in written.items()}
     for runs in by_torchrun:
@@ -104,7 +103,7 @@ def test_whole_model_saved_from_shards(by_torchrun, folder):
         assert sums == pytest.approx(runs["shards"]["weights"], abs=1e-6)
 
 
-def test_sharded_model_generates(by_torchrun):
+def test_sharded_model_generates_same_tokens(by_torchrun):
     for runs in by_torchrun:
         assert runs["generates"]["kind"] == "FSDP"
         assert runs["generates"]["tokens"] == runs["generates whole"]["tokens"]
@@ -138,22 +137,22 @@ SHARDED = {
 
 @pytest.fixture(scope="module")
 def by_launch(tmp_path_factory):
-    """By rank and words; the last is what the release itself logs."""
+    """Results by rank and options; `release` is what transformers itself logs."""
     chosen = [*SHARDED, (OF_V4_1, ""), (OF_V4_15, ""), (NORMAL, "")]
-    lines = several(*(" ".join(f"{words} {option}".split()) for words, option in chosen))
+    lines = join_runs(*(" ".join(f"{words} {option}".split()) for words, option in chosen))
     script, given = "examples/seq2seq/finetune_trainer.py", "export CUDA_VISIBLE_DEVICES=0,2\ncd examples/seq2seq\n"
     block = f"{given}python -m torch.distributed.launch --nproc_per_node=2 ./finetune_trainer.py {lines}"
-    ranks = running.run(tmp_path_factory.mktemp("launch"), block, script, RELEASE=several(NORMAL))
+    ranks = running.run(tmp_path_factory.mktemp("launch"), block, script, RELEASE=join_runs(NORMAL))
     return [dict(zip([*chosen, "release"], runs, strict=True)) for runs in ranks]
 
 
-def test_launch_trains_as_the_release(by_launch):
+def test_distributed_launch_logs_match_transformers(by_launch):
     running.assert_as_release([[runs[NORMAL, ""], runs["release"]] for runs in by_launch])
     assert {runs[NORMAL, ""]["environment"]["CUDA_VISIBLE_DEVICES"] for runs in by_launch} == {"0,2"}
 
 
 @pytest.mark.parametrize(("words", "option"), SHARDED, ids=[option for _, option in SHARDED])
-def test_sharded_ddp(words, option, by_launch):
+def test_sharded_ddp_has_losses_of_replicas(words, option, by_launch):
     """The losses are those of replicas, as FairScale's were."""
     for rank, runs in enumerate(by_launch):
         sharded, whole = runs[words, option], runs[words, ""]
@@ -170,8 +169,8 @@ def test_sharded_ddp(words, option, by_launch):
 
 
 @functools.cache
-def release_alone():
-    return comparable(program.logs_of_release(several(NORMAL).split()))
+def logs_of_transformers():
+    return comparable(program.logs_of_release(join_runs(NORMAL).split()))
 
 
 VARIABLES = ["VISIBLE_DEVICES=2,0", "VISIBLE_DEVICES=", "VISIBLE_DEVICES=1,0"]
@@ -179,11 +178,11 @@ VARIABLES += ["DEVICE_ORDER=PCI_BUS_ID", "DEVICE_ORDER=FASTEST_FIRST"]
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
-def test_variables_of_gpus(variable, tmp_path):
-    """Without a GPU the script trains on the CPU as the release does; it sees the variable as it is."""
+def test_gpu_variables_reach_a_cpu_script_unchanged(variable, tmp_path):
+    """Without a GPU the script trains on the CPU like transformers, and sees the variable unchanged."""
     name, _, value = f"CUDA_{variable}".partition("=")
-    (run,) = running.run_python(tmp_path, several(NORMAL), **{name: value})
-    assert comparable(run["logs"]) == release_alone()
+    (run,) = running.run_python(tmp_path, join_runs(NORMAL), **{name: value})
+    assert comparable(run["logs"]) == logs_of_transformers()
     assert (run["place"], run["device"], run["environment"][name]) == ([0, 0, 1], "cpu", value)
 
 
@@ -196,18 +195,18 @@ WORDS = """
 
 
 def glue_words(size, rate):
-    return several(" ".join(WORDS.format(size=size, rate=rate).split()))
+    return join_runs(" ".join(WORDS.format(size=size, rate=rate).split()))
 
 
-def test_accelerate_trains_as_the_release(tmp_path):
-    """On a machine without GPUs it would start one process: it is told that there are two."""
-    block = f"accelerate launch --num_processes 2 trainer-program.py {several(NORMAL)}"
-    found = running.run(tmp_path, block, "trainer-program.py", RELEASE=several(NORMAL))
+def test_accelerate_launch_logs_match_transformers(tmp_path):
+    """accelerate is told that there are two GPUs; without any it would start one process."""
+    block = f"accelerate launch --num_processes 2 trainer-program.py {join_runs(NORMAL)}"
+    found = running.run(tmp_path, block, "trainer-program.py", RELEASE=join_runs(NORMAL))
     assert len(found) == 2
     running.assert_as_release(found)
 
 
-def test_run_glue(tmp_path):
+def test_run_glue_trains_and_evaluates(tmp_path):
     given = glue_words(32, "2e-5").replace("$TASK_NAME", "mrpc")
     (run,) = running.run_python(tmp_path, given, fresh=True, INSTALL="1")
     assert run["trainer"] == "hftrainer.trainer_seq2seq"
@@ -216,8 +215,8 @@ def test_run_glue(tmp_path):
     assert run["metrics"]["eval_loss"] < run["logs"][0]["loss"]
 
 
-def test_run_glue_with_fsdp(tmp_path):
-    """By a file that `accelerate config` has written, and by options: the same weights."""
+def test_run_glue_fsdp_by_file_and_options_gives_same_weights(tmp_path):
+    """The file is one that `accelerate config` has written."""
     (tmp_path / "default_config.yaml").write_text(FSDP_FILE)
     options = (
         "--num_processes=2 --use_fsdp --mixed_precision=bf16 --fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP "
@@ -255,11 +254,11 @@ num_processes: 2
 {END_OF_FILE}"""
 
 
-def test_two_machines(tmp_path):
-    free = port()
+def test_accelerate_launch_joins_two_machines(tmp_path):
+    free = free_port()
     for rank in (0, 1):
         (tmp_path / f"{rank}.yaml").write_text(TWO_MACHINES.format(rank=rank, port=free))
-    start = f"accelerate launch --config_file {{}}.yaml trainer-program.py {several(NORMAL)}"
+    start = f"accelerate launch --config_file {{}}.yaml trainer-program.py {join_runs(NORMAL)}"
     found = running.run(tmp_path, f"{start.format(1)} &\n{start.format(0)}\nwait $!", "trainer-program.py")
     for rank, (run,) in enumerate(found):
         assert (run["place"], run["kind"], run["precision"]) == ([rank, 0, 2], "MULTI_CPU", "fp16")

@@ -1,4 +1,4 @@
-"""A rank that hangs: at whatever the other waits for, it ends within `ddp_timeout` and says for whom and what."""
+"""When a rank hangs, the other ends within `ddp_timeout`, and names the rank and the operation it waited for."""
 
 import re
 import threading
@@ -8,9 +8,9 @@ import pytest
 
 from hftrainer.errors import RanksLost
 from hftrainer.parallel import process_group
-from tests.support.jobs import Group
+from tests.support.jobs import JobGroup
 
-#: Kind of operation → what the message says that was awaited.
+#: Kind of operation → what the message says the rank waited for.
 AWAITED = {
     "barrier": "a barrier",
     "vote": "the maximum over all ranks",
@@ -32,11 +32,11 @@ OF_RANK_0 = ("barrier", "decision", "scatter", "objects", "gradients", "evaluati
 HANGS = [(kind, 1) for kind in AWAITED if kind not in ("decision", "scatter")] + [(kind, 0) for kind in OF_RANK_0]
 
 
-def hanging(folder, kind, victim, **more):
-    return Group(folder / f"{kind}-{victim}", job="hang_job", kind=kind, victim=victim, **more)
+def start_hanging(folder, kind, victim, **more):
+    return JobGroup(folder / f"{kind}-{victim}", job="hang_job", kind=kind, victim=victim, **more)
 
 
-def printed_by_the_other(group, victim):
+def output_of_waiting_rank(group, victim):
     """Of the rank that waits for the victim, once it has ended with an error."""
     waiting = group.jobs[1 - victim]
     waiting.process.join()
@@ -47,30 +47,30 @@ def printed_by_the_other(group, victim):
 
 
 @pytest.mark.parametrize("first", range(0, len(HANGS), 6))
-def test_a_rank_that_hangs(tmp_path, first):
-    """Some at a time: they wait more than they compute."""
-    groups = [(hanging(tmp_path, *case), *case) for case in HANGS[first : first + 6]]
+def test_hung_rank_and_awaited_operation_are_named(tmp_path, first):
+    """Six at a time, since they mostly wait."""
+    groups = [(start_hanging(tmp_path, *case), *case) for case in HANGS[first : first + 6]]
     for group, kind, victim in groups:
-        printed = printed_by_the_other(group, victim)
+        printed = output_of_waiting_rank(group, victim)
         assert f"Rank {1 - victim} has lost rank {victim} while it waited for {AWAITED[kind]}" in printed
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_never_comes(tmp_path, victim):
-    printed = printed_by_the_other(hanging(tmp_path, "meeting", victim), victim)
+def test_rank_that_never_connects_is_named(tmp_path, victim):
+    printed = output_of_waiting_rank(start_hanging(tmp_path, "meeting", victim), victim)
     assert f"Rank {1 - victim} could not connect to the other 1 at 127.0.0.1:" in printed
 
 
-def test_a_rank_that_hangs_while_ranks_connect(tmp_path):
-    """At any of the milliseconds that it takes, in some of which gloo itself waits without end."""
+def test_rank_that_hangs_while_connecting_is_named(tmp_path):
+    """At each of six milliseconds, in some of which gloo waits without end."""
     after = [0.001 * number for number in range(6)]
-    groups = [hanging(tmp_path / f"{each}", "connecting", 1, after=each) for each in after]
-    printed = [printed_by_the_other(group, 1) for group in groups]
+    groups = [start_hanging(tmp_path / f"{each}", "connecting", 1, after=each) for each in after]
+    printed = [output_of_waiting_rank(group, 1) for group in groups]
     lost = re.compile("Rank 0 (could not connect to the other|has lost rank 1)")
     assert all(map(lost.search, printed)), printed
 
 
-def test_a_meeting_that_does_not_end(monkeypatch):
+def test_wait_for_ranks_times_out_and_passes_on_errors(monkeypatch):
     monkeypatch.setattr(process_group, "_GRACE", 0.1)
     with pytest.raises(RanksLost, match="have not met"):
         process_group.wait_for_ranks(threading.Event().wait, timedelta(seconds=0.1), "The ranks have not met.")

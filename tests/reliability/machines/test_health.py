@@ -1,14 +1,14 @@
-"""A rank that hangs, however it does: rank 0 says so within 30 seconds, and shows where."""
+"""Rank 0 reports a hung rank within 30 seconds, and shows where it hangs."""
 
 import socket
 import time
 import urllib.error
 
-from tests.support.health import ask, health, wait_until
-from tests.support.jobs import Group
-from tests.support.launching import port
+from tests.support.health import ask, read_health, wait_until
+from tests.support.jobs import JobGroup
+from tests.support.launching import free_port
 
-#: Way to hang → the function where; a process that is stopped cannot show its stack.
+#: Way to hang → the function in the reported stack; a stopped process has none.
 HANGS = {
     "forward": "in hang_for_good",
     "collator": "in hang_in_the_collator",
@@ -18,8 +18,8 @@ HANGS = {
 
 
 def start(folder, kind):
-    number = port()
-    return Group(folder / kind, job="health_job", kind=kind, port=number), number
+    number = free_port()
+    return JobGroup(folder / kind, job="health_job", kind=kind, port=number), number
 
 
 def wait_for_hang(folder, kind, group):
@@ -44,8 +44,8 @@ def check_hang(folder, kind, group, number):
     assert "hftrainer_ranks_late 1.0" in ask(number, "metrics")[1]
 
 
-def test_ranks_that_hang(tmp_path):
-    """All at once, since they wait more than they compute."""
+def test_hung_rank_is_reported_with_its_stack(tmp_path):
+    """All ways at once, since they mostly wait."""
     groups = {kind: start(tmp_path, kind) for kind in HANGS}
     try:
         for kind, (group, number) in groups.items():
@@ -56,13 +56,13 @@ def test_ranks_that_hang(tmp_path):
                 job.kill()
 
 
-def test_ranks_that_are_slow(tmp_path):
-    """A rank that waits for one that saves or begins an epoch does not hang, nor does that one."""
+def test_slow_ranks_are_not_reported_as_hung(tmp_path):
+    """Neither a rank that saves or begins an epoch slowly, nor one that waits for it."""
     group, number = start(tmp_path, "slow")
     longest = {}
     while group.jobs[0].process.is_alive():
         try:
-            said = health(number)
+            said = read_health(number)
         except (urllib.error.URLError, ConnectionError):  # before the beginning, and after the end
             continue
         assert said["status"] != "stalled", said
@@ -74,12 +74,12 @@ def test_ranks_that_are_slow(tmp_path):
     assert min(longest[0, "training"], longest[1, "training"], longest[0, "saving"]) > 15, longest
 
 
-def test_a_port_that_is_taken(tmp_path):
-    """All ranks end, though only rank 0 would listen there."""
+def test_port_in_use_ends_all_ranks(tmp_path):
+    """Only rank 0 would listen there."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        group = Group(tmp_path / "out", job="health_job", kind="none", port=other.getsockname()[1])
+        group = JobGroup(tmp_path / "out", job="health_job", kind="none", port=other.getsockname()[1])
         for job in group.jobs:
             job.process.join()
         assert all("cannot listen on 127.0.0.1:" in printed for printed in group.printed()), group.printed()

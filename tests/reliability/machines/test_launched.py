@@ -12,15 +12,15 @@ from tests.support.launching import DEVICES, LAUNCHERS, start
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_that_fails_ends_all(rank, tmp_path):
+def test_failing_process_ends_all(rank, tmp_path):
     process = start(tmp_path, [], DEVICES, MISBEHAVE=f"fail {rank}")
     printed = process.communicate()[0]  # both hold the pipe
     assert process.returncode != 0
     assert "as asked" in printed
 
 
-def test_one_that_fails_when_the_first_has_finished(tmp_path):
-    """Which waits for it; Lightning, which looks every five seconds, may be faster, and kills the first."""
+def test_failure_after_rank_0_has_finished_is_reported(tmp_path):
+    """Rank 0 waits for rank 1. Lightning, which looks every five seconds, may kill rank 0 first."""
     process = start(tmp_path, [], DEVICES, MISBEHAVE="fail late")
     printed = process.communicate()[0]
     assert process.returncode == -signal.SIGKILL or (
@@ -28,7 +28,7 @@ def test_one_that_fails_when_the_first_has_finished(tmp_path):
     )
 
 
-def alive(pid):
+def is_running(pid):
     """Whether a process runs; one that has ended and was not waited for does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -41,7 +41,7 @@ def alive(pid):
     [([], DEVICES, signal.SIGKILL), ([], DEVICES, signal.SIGINT), (LAUNCHERS["hftrainer"](), (), signal.SIGTERM)],
     ids=["killed", "Ctrl-C", "SIGTERM to hftrainer run"],
 )
-def test_signals_to_the_first_end_all(before, after, number, tmp_path):
+def test_signal_to_the_first_process_ends_all(before, after, number, tmp_path):
     process = start(tmp_path, before, after, MISBEHAVE="wait")
     printed, pids = "", []
     while len(pids) < 2:
@@ -52,11 +52,11 @@ def test_signals_to_the_first_end_all(before, after, number, tmp_path):
     os.kill(process.pid, number)
     process.communicate()
     assert process.returncode != 0
-    while any(alive(pid) for pid in pids):  # for as long as pytest-timeout allows
+    while any(is_running(pid) for pid in pids):  # for as long as pytest-timeout allows
         time.sleep(0.1)
 
 
-def test_status_of_the_process_that_fails(tmp_path, processes):
+def test_run_command_exits_with_the_status_of_the_failed_process(tmp_path, processes):
     path = tmp_path / "script.py"
     path.write_text("import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(7)\ntime.sleep(60)\n")
     assert processes.run("-m", "hftrainer", "run", "--nproc", "2", path, cwd=tmp_path, fresh=True).returncode == 7

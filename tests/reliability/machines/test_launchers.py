@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.launching import DEVICES, FSDP_FILE, LAUNCHERS, SCRIPT, accelerate, launch, port, read, settings
+from tests.support.launching import DEVICES, FSDP_FILE, LAUNCHERS, SCRIPT, accelerate, free_port, launch, read, settings
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
@@ -20,13 +20,13 @@ def check(found, expected):
         assert one["environment"] == "LaunchedEnvironment"
 
 
-def test_torchrun(expected):
+def test_torchrun_ranks_train_and_take_turns(expected):
     check(expected, expected)
     assert [one["order"] for one in expected] == [[[], []], [["first-True-0"], ["first-False-0"]]]
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_launchers(name, expected, tmp_path):
+def test_launcher_trains_the_weights_of_torchrun(name, expected, tmp_path):
     if name == "accelerate":
         pytest.importorskip("accelerate")
     found = launch(tmp_path, LAUNCHERS[name]())
@@ -35,13 +35,13 @@ def test_launchers(name, expected, tmp_path):
     assert not any(one["compiled"] for one in found)
 
 
-def test_accelerate_compiles_and_rounds(expected, tmp_path):
+def test_accelerate_config_sets_compilation_and_bf16(expected, tmp_path):
     """The YAML of `accelerate config`: dynamo and mixed precision."""
     pytest.importorskip("accelerate")
     path = tmp_path / "accelerate.yaml"
     path.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_machines: 1\n"
-        f"num_processes: 2\nmachine_rank: 0\nmain_process_port: {port()}\n"
+        f"num_processes: 2\nmachine_rank: 0\nmain_process_port: {free_port()}\n"
         "dynamo_config:\n  dynamo_backend: EAGER\n"
     )
     found = launch(tmp_path / "out", accelerate("--config_file", str(path)))
@@ -49,12 +49,12 @@ def test_accelerate_compiles_and_rounds(expected, tmp_path):
     assert found[0]["weights"] == found[1]["weights"] != expected[0]["weights"]
 
 
-def test_accelerate_shards(tmp_path):
+def test_accelerate_config_shards_as_arguments_do(tmp_path):
     """By the documentation's file, and by arguments with `hftrainer run`: the same weights."""
     pytest.importorskip("accelerate")
     path = tmp_path / "accelerate.yaml"
     path.write_text(FSDP_FILE)
-    before = accelerate("--config_file", str(path), f"--main_process_port={port()}")
+    before = accelerate("--config_file", str(path), f"--main_process_port={free_port()}")
     launched = launch(tmp_path / "a", before, MODEL="bert")
     config = '{"version": 1, "transformer_layer_cls_to_wrap": "BertLayer"}'
     words = ["--fsdp", "full_shard auto_wrap", "--fsdp_config", config, "--bf16", "True"]
@@ -80,9 +80,9 @@ def mpirun(rank):
 
 
 @pytest.mark.parametrize("variables", [deepspeed, srun, mpirun], ids=lambda variables: variables.__name__)
-def test_variables_of_launchers_that_are_not_here(variables, expected, tmp_path, processes):
+def test_variables_of_other_launchers_are_understood(variables, expected, tmp_path, processes):
     """Two processes started by hand, with what the launcher gives to each."""
-    shared, jobs = port(), []
+    shared, jobs = free_port(), []
     for rank in (0, 1):
         words = [f"--local_rank={rank}"] if variables is deepspeed else []
         given = {name: str(value) for name, value in variables(rank).items()}
@@ -97,7 +97,7 @@ def test_variables_of_launchers_that_are_not_here(variables, expected, tmp_path,
 
 
 @pytest.mark.parametrize("before", [[], ["-m", "hftrainer", "run"]], ids=["python", "hftrainer run"])
-def test_a_script_that_starts_itself_again(before, expected, tmp_path):
+def test_script_with_two_devices_starts_its_second_process(before, expected, tmp_path):
     found = launch(tmp_path, before, DEVICES)
     check(found, expected)
     assert found[0]["arguments"] == found[1]["arguments"]

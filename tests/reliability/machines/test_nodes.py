@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from tests.support import processes
-from tests.support.jobs import JOB, Group, assert_same, weights
-from tests.support.launching import SCRIPT, port, read
+from tests.support.jobs import JOB, JobGroup, assert_same, final_weights
+from tests.support.launching import SCRIPT, free_port, read
 
 #: Nodes wait a second for more of them, and miss one after six: on a busy machine, one that is there may be silent for
 #: three.
 QUICKLY = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
-#: A torchrun that has been in an earlier round tells a new one nothing of the store that both would share.
+#: Otherwise a torchrun that took part in an earlier round would expect a shared store that a new one does not know.
 REJOIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -51,7 +51,7 @@ class Node:
             )
 
     def lose(self):
-        for pid in family(self.process.pid):  # workers are in sessions of their own
+        for pid in descendants(self.process.pid):  # workers are in sessions of their own
             os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
@@ -59,9 +59,9 @@ class Node:
         assert self.process.wait(timeout=120) == 0, self.output.read_text()[-3000:]
 
 
-def family(pid):
+def descendants(pid):
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(each for child in children for each in family(int(child)))]
+    return [pid, *(each for child in children for each in descendants(int(child)))]
 
 
 def wait_for(path, pattern):
@@ -78,12 +78,12 @@ def job(folder, **settings):
     return [str(JOB), str(folder), json.dumps(settings)]
 
 
-def test_two_nodes(tmp_path):
+def test_two_nodes_train_the_weights_of_one_node(tmp_path):
     settings = ["--max_steps=3", "--learning_rate=0.1", "--use_cpu=True", "--save_strategy=no", "--report_to=none"]
     folders = {"2": tmp_path / "two nodes", "1": tmp_path / "one node"}
     for folder in folders.values():
         folder.mkdir()
-    words, endpoint = [SCRIPT, "--output_dir", str(folders["2"]), *settings], port()
+    words, endpoint = [SCRIPT, "--output_dir", str(folders["2"]), *settings], free_port()
     nodes = [Node(number, endpoint, words, "2", tmp_path / f"node-{number}") for number in (1, 2)]
     for node in nodes:
         node.end()
@@ -94,13 +94,12 @@ def test_two_nodes(tmp_path):
     assert [process["weights"] for process in found] == [process["weights"] for process in expected]
 
 
-def test_nodes_with_disks_of_their_own(tmp_path):
-    """Each writes its checkpoints, and goes on from them; one that has lost them is named."""
-    Group(tmp_path / "undisturbed", max_steps=20).end()
+def test_nodes_with_separate_disks_resume_from_their_own_checkpoints(tmp_path):
+    JobGroup(tmp_path / "undisturbed", max_steps=20).end()
     settings = {"save_on_each_node": True, "max_steps": 20}
 
     def run(steps):
-        endpoint = port()
+        endpoint = free_port()
         jobs = {number: job(tmp_path / f"disk-{number}", **settings, **steps) for number in (1, 2)}
         return [Node(number, endpoint, words, "2", tmp_path / f"node-{number}") for number, words in jobs.items()]
 
@@ -112,7 +111,7 @@ def test_nodes_with_disks_of_their_own(tmp_path):
     assert all((tmp_path / f"disk-{number}" / "checkpoint-7" / "model.safetensors").is_file() for number in (1, 2))
     for node in run({}):
         node.end()
-    assert_same(weights(tmp_path / "disk-1"), weights(tmp_path / "undisturbed"))
+    assert_same(final_weights(tmp_path / "disk-1"), final_weights(tmp_path / "undisturbed"))
     for number in (1, 2):
         assert f"disk-{number}/checkpoint-7" in (tmp_path / f"node-{number}").read_text()
         assert (tmp_path / f"disk-{number}" / "checkpoint-20" / "model.safetensors").is_file()
@@ -120,7 +119,7 @@ def test_nodes_with_disks_of_their_own(tmp_path):
 
 def lose_and_return(tmp_path, settings):
     """Two nodes become one and two again; returns the output folder, and the steps at which they did."""
-    folder, endpoint = tmp_path / "out", port()
+    folder, endpoint = tmp_path / "out", free_port()
     words = job(folder, pause=0.1, alone_until=20, **settings)
     first, second = (Node(number, endpoint, words, "1:2", tmp_path / f"node-{number}") for number in (1, 2))
     wait_for(first.output, "processes 2.*^step 9$")
@@ -138,25 +137,24 @@ def lose_and_return(tmp_path, settings):
     return folder, lost, back
 
 
-def test_a_node_that_comes_back(tmp_path):
-    """It is lost: the other goes on alone from the last checkpoint. It is back: both go on from where the one was."""
+def test_training_continues_when_a_node_is_lost_and_returns(tmp_path):
+    """One node continues alone from the last checkpoint; both continue from where it was."""
     settings = {"max_steps": 60, "save_total_limit": None}
     folder, lost, back = lose_and_return(tmp_path, settings)
     expected = tmp_path / "expected"
     for count, kept in ((2, lost), (1, back), (2, 60)):  # the same, each change between two runs
-        assert not any(Group(expected, count, save_steps=1, **settings).end())
+        assert not any(JobGroup(expected, count, save_steps=1, **settings).end())
         for path in expected.glob("checkpoint-*"):
             if int(path.name.rpartition("-")[2]) > kept:
                 shutil.rmtree(path)
-    assert_same(weights(folder), weights(expected))
+    assert_same(final_weights(folder), final_weights(expected))
 
 
-def test_a_run_that_is_the_same_on_any_number_of_nodes(tmp_path):
-    """With `elastic`, it ends as if both had been there all the time."""
+def test_elastic_run_ends_the_same_when_a_node_is_lost_and_returns(tmp_path):
     settings = {"max_steps": 60, "elastic": True, "exact": True, "gradient_accumulation_steps": 2}
     folder, *_ = lose_and_return(tmp_path, settings)
-    Group(tmp_path / "undisturbed", 2, **settings).end()
-    assert_close(weights(folder), weights(tmp_path / "undisturbed"))
+    JobGroup(tmp_path / "undisturbed", 2, **settings).end()
+    assert_close(final_weights(folder), final_weights(tmp_path / "undisturbed"))
 
 
 SLURM_GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "slurm.md"
@@ -181,8 +179,8 @@ ELASTIC = {"elastic": True, "exact": True}
 
 
 @pytest.mark.parametrize(("tasks", "more"), [((2, 2), {}), ((2, 1), ELASTIC)], ids=["the same", "fewer tasks"])
-def test_a_job_that_slurm_requeues(slurm, tasks, more):
-    """The guide's batch script, from the first start to the end: a signal, a requeued job, the undisturbed weights."""
+def test_requeued_slurm_job_ends_as_the_undisturbed_run(slurm, tasks, more):
+    """Runs the batch script of the guide."""
     script = re.search(r"```text\n(#!/bin/bash.*?)```", SLURM_GUIDE.read_text(), re.DOTALL)[1]
     call = re.search(r"python train\.py .*", script)[0]
     settings = json.dumps({"max_steps": 40, "pause": 0.05, **more})
@@ -205,6 +203,6 @@ def test_a_job_that_slurm_requeues(slurm, tasks, more):
         assert (batch.returncode == 0) == (restart == 1), output.read_text()
     assert (slurm / "requeued").read_text() == "requeue 4711\n"
     assert re.search("^resuming from .*/checkpoint-1[0-9]$", output.read_text(), re.MULTILINE)
-    Group(slurm / "undisturbed", max_steps=40, **more).end()
+    JobGroup(slurm / "undisturbed", max_steps=40, **more).end()
     same = assert_close if more else assert_same
-    same(weights(slurm / "out"), weights(slurm / "undisturbed"))
+    same(final_weights(slurm / "out"), final_weights(slurm / "undisturbed"))

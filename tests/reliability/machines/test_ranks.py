@@ -9,29 +9,29 @@ import time
 import pytest
 
 from tests.support.checkpoints import BACKGROUND
-from tests.support.jobs import JOB, Group, assert_same, weights
-from tests.support.launching import TORCHRUN, python
+from tests.support.jobs import JOB, JobGroup, assert_same, final_weights
+from tests.support.launching import TORCHRUN, run_python
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "out"
-    pair = Group(folder)
+    pair = JobGroup(folder)
     assert pair.end() == [0, 0], pair.printed()
-    return weights(folder)
+    return final_weights(folder)
 
 
 def finish(folder, **settings):
-    pair = Group(folder, **settings)
+    pair = JobGroup(folder, **settings)
     assert pair.end() == [0, 0], pair.printed()
     assert pair.printed()[0].splitlines()[-1] == "done 36"
     assert not list(folder.glob("_tmp_*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signal_to_one_process(tmp_path, undisturbed, number):
-    """Both save after the same step and leave as the signal says, though a launcher sends another after it."""
-    pair = Group(tmp_path / "out", pause=0.02)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=repr)
+def test_signal_to_one_rank_saves_and_ends_both_at_one_step(tmp_path, undisturbed, number):
+    """Also if a launcher sends a second signal."""
+    pair = JobGroup(tmp_path / "out", pause=0.02)
     pair.jobs[1].wait_for("step 10")
     os.kill(pair.jobs[1].process.pid, number)
     time.sleep(0.005)
@@ -41,13 +41,12 @@ def test_signal_to_one_process(tmp_path, undisturbed, number):
     assert last[0] == last[1]
     assert (tmp_path / "out" / f"checkpoint-{last[0].split()[1]}" / "progress_1.pt").is_file()
     finish(tmp_path / "out")
-    assert_same(weights(tmp_path / "out"), undisturbed)
+    assert_same(final_weights(tmp_path / "out"), undisturbed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_other_ends_within_the_timeout_and_says_why(tmp_path, undisturbed, number):
-    """One that is killed, and one that hangs."""
-    pair = Group(tmp_path / "out", pause=0.02, ddp_timeout=5)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=repr)
+def test_rank_that_waits_for_a_lost_one_ends_and_says_why(tmp_path, undisturbed, number):
+    pair = JobGroup(tmp_path / "out", pause=0.02, ddp_timeout=5)
     pair.jobs[1].wait_for("step 16")
     os.kill(pair.jobs[1].process.pid, number)
     pair.jobs[0].process.join()
@@ -55,29 +54,29 @@ def test_the_other_ends_within_the_timeout_and_says_why(tmp_path, undisturbed, n
     assert pair.jobs[0].process.exitcode not in (None, 0)
     assert "Rank 0 has lost rank 1 while it waited for " in pair.printed()[0]
     finish(tmp_path / "out")
-    assert_same(weights(tmp_path / "out"), undisturbed)
+    assert_same(final_weights(tmp_path / "out"), undisturbed)
 
 
 @pytest.mark.parametrize("settings", [{}, {"fsdp": True}], ids=["replicas", "sharded"])
-def test_saved_in_the_background(tmp_path, settings):
+def test_run_killed_while_it_saves_in_the_background_resumes_exactly(tmp_path, settings):
     finish(tmp_path / "plain", **settings)
-    pair = Group(tmp_path / "out", **settings, **BACKGROUND)
+    pair = JobGroup(tmp_path / "out", **settings, **BACKGROUND)
     pair.jobs[0].wait_for("step 16")
     pair.jobs[1].kill()
     pair.end()
     finish(tmp_path / "out", **settings, **BACKGROUND)
-    assert_same(weights(tmp_path / "out"), weights(tmp_path / "plain"))
+    assert_same(final_weights(tmp_path / "out"), final_weights(tmp_path / "plain"))
 
 
-def test_a_killed_run_goes_on_under_torchrun(tmp_path, undisturbed):
-    pair = Group(tmp_path / "out", pause=0.02)
+def test_killed_run_resumes_under_torchrun(tmp_path, undisturbed):
+    pair = JobGroup(tmp_path / "out", pause=0.02)
     pair.jobs[0].wait_for("step 16")
     pair.jobs[0].kill()
     pair.end()
-    run = python(*TORCHRUN, str(JOB), str(tmp_path / "out"), json.dumps({}))
+    run = run_python(*TORCHRUN, str(JOB), str(tmp_path / "out"), json.dumps({}))
     assert run.returncode == 0, run.stderr[-2000:]
     assert "checkpoint-14" in run.stdout
-    assert_same(weights(tmp_path / "out"), undisturbed)
+    assert_same(final_weights(tmp_path / "out"), undisturbed)
 
 
 ENDS_BUSY = """
@@ -97,10 +96,10 @@ for _ in range(200):
 """
 
 
-def test_a_script_that_ends_while_the_group_is_busy(tmp_path, monkeypatch):
+def test_script_may_end_while_collectives_are_running(tmp_path, monkeypatch):
     """A thread of gloo that frees a tensor when Python is gone aborts the process."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(ENDS_BUSY)
-    run = python(*TORCHRUN, "script.py")  # torch's functions are imported after the Trainer
+    run = run_python(*TORCHRUN, "script.py")  # torch's functions are imported after the Trainer
     assert run.returncode == 0, run.stderr[-3000:]
     assert re.findall("held by torch|free", run.stdout) == ["free", "free"]

@@ -2,11 +2,11 @@
 
 from hftrainer.search.studies import INTERRUPTED, OWNER
 from tests.reliability.search_job import check
-from tests.support.jobs import Forked
+from tests.support.jobs import Job
 
 
 def start(folder, number=0, **settings):
-    return Forked(folder, {"RANK": str(number)} if number else None, job="search_job", **settings)
+    return Job(folder, {"RANK": str(number)} if number else None, job="search_job", **settings)
 
 
 def test_two_processes_share_a_study(tmp_path):
@@ -20,7 +20,7 @@ def test_two_processes_share_a_study(tmp_path):
     assert len(begun) == len(set(begun)) == 10
 
 
-def test_one_of_two_is_killed_and_the_other_does_its_part(tmp_path):
+def test_surviving_process_completes_the_trials_of_a_killed_one(tmp_path):
     folder = tmp_path / "search"
     survivor, victim = (start(folder, number, n_trials=10, pause=0.05) for number in (0, 1))
     victim.wait_for("trial")

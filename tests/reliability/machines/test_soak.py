@@ -20,7 +20,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize("name", KILLS)
-def test_disturbed_at_random(name):
+def test_runs_disturbed_at_random_reach_the_undisturbed_end(name):
     with mock.patch.dict(os.environ):  # it writes into it
         found = soak.run_all(KILLS[name], [name], seed=7)[name]
     assert not found.findings

@@ -24,7 +24,7 @@ STEPS = {"eval_strategy": "steps", "save_strategy": "steps"}
         ({"Epoch": 1}, "did you mean 'num_train_epochs'"),  # nearly the name of another library
     ],
 )
-def test_unknown_arguments(settings, message):
+def test_unknown_argument_suggests_the_nearest_name(settings, message):
     with pytest.raises(UnknownArgument, match=message):
         TrainingArguments("unused", **settings)
     assert issubclass(UnknownArgument, TypeError) and issubclass(MetricNotFound, KeyError)  # as in transformers
@@ -94,13 +94,13 @@ def test_unknown_arguments(settings, message):
     ],
     ids=str,
 )
-def test_wrong_values(settings, messages):
+def test_invalid_value_is_named_with_the_reason(settings, messages):
     with pytest.raises(InvalidArgument) as caught:
         Trainer(make_plain(), TrainingArguments(**{"output_dir": "unused", **settings}))
     assert all(message in str(caught.value) for message in messages)
 
 
-def test_shares_that_are_multiples(make_args):
+def test_save_steps_share_that_is_a_multiple_is_accepted(make_args):
     make_args(load_best_model_at_end=True, **STEPS, eval_steps=0.1, save_steps=0.3)
 
 
@@ -110,7 +110,7 @@ def test_unsupported_arguments_are_named_together(make_args):
         Trainer(make_plain(), make_args(fsdp="full_shard", mp_parameters="a=b"))
 
 
-def test_negative_number_of_epochs(make_args, caplog):
+def test_negative_num_train_epochs_warns_without_max_steps(make_args, caplog):
     Trainer(make_plain(), make_args(num_train_epochs=-1, max_steps=-1), train_dataset=plain_data()).train()
     assert "num_train_epochs=-1 trains no step" in caplog.text
     caplog.clear()
@@ -118,7 +118,7 @@ def test_negative_number_of_epochs(make_args, caplog):
     assert "num_train_epochs=-1" not in caplog.text
 
 
-def test_whole_numbers_with_a_point(make_args):
+def test_floats_for_integers_are_accepted_or_named(make_args):
     """transformers accepts some floats for integers; for others, its DataLoader or `range` fails."""
     args = make_args(save_strategy="steps", save_steps=1.0, save_total_limit=1.0, dataloader_num_workers=0.0)
     assert Trainer(make_plain(), args, train_dataset=plain_data()).train().global_step == 2
@@ -130,7 +130,7 @@ def test_whole_numbers_with_a_point(make_args):
 
 
 @pytest.mark.parametrize("package", [hftrainer, transformers])
-def test_a_float_that_only_an_evaluation_uses(tmp_path, package):
+def test_float_eval_batch_size_fails_in_evaluation_only(tmp_path, package):
     args = package.TrainingArguments(str(tmp_path), per_device_eval_batch_size=4.0, max_steps=2, use_cpu=True)
     data = {"train_dataset": plain_data(), "eval_dataset": plain_data()}
     trainer = package.Trainer(make_plain(), args, **data)
@@ -149,7 +149,7 @@ def test_a_float_that_only_an_evaluation_uses(tmp_path, package):
         ({"num_train_epochs": None, "max_steps": None}, {"num_train_epochs": 1.0, "max_steps": -1}),
     ],
 )
-def test_what_a_run_needs_may_be_filled_in_later(make_args, settings, then):
+def test_arguments_may_be_completed_before_the_trainer_is_made(make_args, settings, then):
     """As in transformers, whose scripts and libraries complete arguments that they have made."""
     args = make_args(**settings)
     for name, value in then.items():
@@ -157,7 +157,7 @@ def test_what_a_run_needs_may_be_filled_in_later(make_args, settings, then):
     Trainer(make_plain(), args, eval_dataset=[])
 
 
-def test_numbers_that_are_text_are_named(make_args):
+def test_numbers_given_as_text_are_named(make_args):
     with pytest.raises(WrongObject, match=r"learning_rate='1e-8' is text: .*1\.0e-5 as a number"):
         Trainer(make_plain(), make_args(learning_rate="1e-8"))
     with pytest.raises(WrongObject, match=r"dataloader_num_workers='2' is text"):
@@ -167,20 +167,20 @@ def test_numbers_that_are_text_are_named(make_args):
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "tokens_per_batch", "weight_decay", "seed", "save_steps"])
-def test_words_instead_of_numbers(make_args, name):
+def test_words_in_place_of_numbers_are_named(make_args, name):
     with pytest.raises(InvalidArgument, match=rf"^{name}='fast' is text: use a number\.$"):
         make_args(**{name: "fast", "max_steps": "1e1"})
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
-def test_an_output_dir_that_is_a_file(tmp_path, name):
+def test_output_dir_that_is_a_file_is_refused(tmp_path, name):
     (tmp_path / "file").touch()
     args = TrainingArguments(str(tmp_path / name), use_cpu=True)
     with pytest.raises(FileExistsError, match=r"output_dir=.*: this path, or one of its parents, is a file"):
         Trainer(make_plain(), args)
 
 
-def test_an_output_dir_that_cannot_be_created(tmp_path, monkeypatch):
+def test_output_dir_that_cannot_be_created_is_named(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied", "/there")
 
@@ -193,7 +193,7 @@ def test_an_output_dir_that_cannot_be_created(tmp_path, monkeypatch):
     assert caught.value.errno == errno.EACCES
 
 
-def test_a_timeout_that_no_operation_meets(make_args, monkeypatch):
+def test_negative_ddp_timeout_is_refused_for_several_processes(make_args, monkeypatch):
     Trainer(make_plain(), make_args(ddp_timeout=-1))  # one process waits for no other
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")

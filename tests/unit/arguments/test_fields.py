@@ -1,4 +1,4 @@
-"""TrainingArguments: its fields, its defaults, and that none is ignored."""
+"""TrainingArguments has the fields and defaults of transformers, and ignores none of them."""
 
 import dataclasses
 import importlib
@@ -47,13 +47,13 @@ def default(field):
     "name",
     [pytest.param(arg, marks=[pytest.mark.newest_peer] * (arg in CHANGED)) for arg in sorted(THEIRS.keys() - LEGACY)],
 )
-def test_default(name):
+def test_default_is_that_of_transformers(name):
     assert default(OURS[name]) == default(THEIRS[name])
 
 
 @pytest.mark.skipif(not LEGACY & THEIRS.keys(), reason="the installed transformers has no old name")
-def test_defaults_of_old_names():
-    """What they are when nothing is given, or nothing in another spelling."""
+def test_default_of_old_name_is_that_of_transformers():
+    """Empty defaults, such as '' and False, count as None."""
     names = LEGACY & THEIRS.keys()
     ours = {name: KEPT.get(name, default(OURS[name])) or None for name in names}
     assert ours == {name: default(THEIRS[name]) or None for name in names}
@@ -69,8 +69,8 @@ def test_every_field_has_a_row_and_a_docstring(name):
 
 
 @pytest.mark.newest_peer
-def test_fields_of_the_newest_transformers():
-    """114 of transformers 5.24, the 35 that it no longer has, and eleven of ours."""
+def test_fields_are_those_of_newest_transformers():
+    """transformers 5.24 has 114; ours has 35 old ones and its own in addition."""
     ours, theirs = (
         {field.name for field in dataclasses.fields(library.Seq2SeqTrainingArguments) if field.init}
         for library in (hftrainer, transformers)
@@ -80,7 +80,7 @@ def test_fields_of_the_newest_transformers():
     assert (len(THEIRS), len(LEGACY)) == (114, 35)
 
 
-def test_every_refusal_has_a_case():
+def test_every_refused_argument_has_a_case():
     refused = {name for name, row in TABLE.items() if row.kind == "refused"}
     assert refused <= {name for name, case in CASES.items() if case.refusal}
 
@@ -93,7 +93,7 @@ def test_every_refusal_has_a_case():
         ("fp16_backend", "apx", "is not supported: .*cuda_amp"),
     ],
 )
-def test_refused(name, value, reason):
+def test_unsupported_argument_is_refused_by_name(name, value, reason):
     args = TrainingArguments("x", use_cpu=True)
     assert not check_supported(ResolvedArguments(args))
     setattr(args, name, value)
@@ -105,7 +105,7 @@ def test_refused(name, value, reason):
 
 @pytest.mark.usefixtures("deepspeed_installed")
 @pytest.mark.parametrize("name", sorted(OURS.keys() - LEGACY))
-def test_plan(name, monkeypatch):
+def test_only_mapped_arguments_change_the_plan(name, monkeypatch):
     """What is mapped to a setting of Lightning, and only that, changes the plan."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     needs = {"fsdp": True} if name == "fsdp_config" else CASES[name].settings
@@ -125,12 +125,12 @@ def test_plan(name, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value"), [("find_unused_parameters", False), ("bucket_cap_mb", 0), ("broadcast_buffers", False)]
 )
-def test_false_and_zero_are_settings_of_ddp(name, value):
+def test_false_and_zero_reach_ddp(name, value):
     args = TrainingArguments("x", use_cpu=True, **{f"ddp_{name}": value})
     assert make_plan(ResolvedArguments(args)).ddp == {name: value}
 
 
-def test_construction_touches_nothing(tmp_path, monkeypatch):
+def test_construction_leaves_files_environment_and_random_state_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = dict(os.environ), torch.get_rng_state()
     args = TrainingArguments()
@@ -140,7 +140,7 @@ def test_construction_touches_nothing(tmp_path, monkeypatch):
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
-def test_fields_of_a_subclass_may_be_unset(tmp_path):
+def test_subclass_field_may_be_unset(tmp_path):
     @dataclasses.dataclass
     class WithLater(TrainingArguments):
         later: int = dataclasses.field(init=False)
@@ -148,7 +148,7 @@ def test_fields_of_a_subclass_may_be_unset(tmp_path):
     assert check_supported(ResolvedArguments(WithLater(str(tmp_path), use_cpu=True))) == []
 
 
-def test_derived_values():
+def test_unset_arguments_follow_from_others():
     args = TrainingArguments("~/x", eval_strategy="steps", logging_steps=7, load_best_model_at_end=True, save_steps=14)
     assert args.output_dir.startswith("/")
     assert (args.eval_steps, args.do_eval) == (7, True)
@@ -162,7 +162,7 @@ def test_derived_values():
     "library", [hftrainer, pytest.param(transformers, marks=pytest.mark.newest_peer)], ids=["ours", "theirs"]
 )
 @pytest.mark.parametrize(("steps", "of_200"), [(0, 0), (10, 10), (0.1, 20), (0.001, 1)])
-def test_warmup_steps(library, steps, of_200):
+def test_warmup_steps_below_one_are_a_share(library, steps, of_200):
     assert library.TrainingArguments("x", warmup_steps=steps).get_warmup_steps(200) == of_200
 
 
@@ -187,14 +187,14 @@ def test_to_dict_matches_transformers():
     assert all(type(value) in (bool, int, float, str) for value in args.to_sanitized_dict().values())
 
 
-def test_public_names():
+def test_public_names_can_be_imported():
     for name in hftrainer.__all__:
         assert getattr(hftrainer, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
         hftrainer.Trainr  # noqa: B018
 
 
-def test_the_compatibility_page_is_fresh():
+def test_compatibility_page_is_up_to_date():
     from scripts.compatibility_page import DIFFERENCES, GROUPS, PAGE, page
 
     assert set(DIFFERENCES) == set(GROUPS)
@@ -219,7 +219,7 @@ def test_the_compatibility_page_is_fresh():
     ],
 )
 @pytest.mark.parametrize("defaults", [True, False])
-def test_chaining_setters(method, given, defaults):
+def test_setter_methods_match_transformers(method, given, defaults):
     if defaults and method != "set_push_to_hub":
         given = {}
     ours, theirs = TrainingArguments("x"), transformers.TrainingArguments("x", eval_delay=0)
@@ -230,14 +230,14 @@ def test_chaining_setters(method, given, defaults):
     assert not different(ours.to_dict(), theirs.to_dict())
 
 
-def test_changed_arguments_are_checked_again(tmp_path):
+def test_arguments_changed_by_a_setter_are_checked_again(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True).set_logging(steps=0)
     with pytest.raises(InvalidArgument, match="logging_steps=0"):
         Trainer(make_plain(), args)
 
 
 @pytest.mark.parametrize("level", ["debug", "info", "warning", "error", "critical"])
-def test_log_levels(level, monkeypatch, tmp_path):
+def test_log_level_is_that_of_the_rank(level, monkeypatch, tmp_path):
     number = getattr(logging, level.upper())
     settings = {"log_level": level, "log_level_replica": "error", "use_cpu": True}
     args, elsewhere = (TrainingArguments(str(tmp_path), **settings) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Old spellings: each does what it did, by its new name, or is refused with the reason."""
+"""Old names of arguments do what they did, by their new names, or are refused with the reason."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ def test_every_old_name_has_a_case():
 
 
 @pytest.mark.parametrize(("old", "value", "new", "now"), MEANINGS)
-def test_translated(old, value, new, now):
+def test_old_name_sets_the_new_argument(old, value, new, now):
     with pytest.warns(FutureWarning, match=f"{old} is now {new}"):
         args = TrainingArguments("x", **{old: value})
     assert getattr(args, new) == now
@@ -53,7 +53,7 @@ def test_switches_without_effect_warn(name):
 @pytest.mark.parametrize(
     ("name", "value"), [("fp16_backend", "amp"), ("half_precision_backend", "cuda_amp"), ("fp16_opt_level", "O1")]
 )
-def test_harmless_values(name, value):
+def test_old_float16_backend_values_are_accepted(name, value):
     assert not check_supported(ResolvedArguments(make(**{name: value})))
 
 
@@ -70,20 +70,20 @@ def test_harmless_values(name, value):
         ({"fsdp_config": "file.json", "fsdp_min_num_params": 3}, "path of a file"),
     ],
 )
-def test_contradictions(settings, message):
+def test_old_name_that_contradicts_the_new_is_refused(settings, message):
     with pytest.raises(InvalidArgument, match=message):
         TrainingArguments("x", **settings)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_agreements():
+def test_old_and_new_name_may_be_given_together():
     assert make(evaluation_strategy="steps", eval_strategy="steps").eval_strategy == "steps"
     assert make(warmup_ratio=0.1, warmup_steps=7).get_warmup_steps(100) == 7  # documented since v4.2
     args = make(push_to_hub_model_id="name", push_to_hub_organization="org")
     assert (args.hub_model_id, args.push_to_hub_organization) == ("org/name", "org")
 
 
-def test_one_warning_that_points_at_the_caller():
+def test_old_names_give_one_warning_at_the_callers_line():
     with pytest.warns(FutureWarning) as caught:
         TrainingArguments("x", no_cuda=True, evaluation_strategy="steps", logging_steps=3)
     (warning,) = caught
@@ -93,7 +93,7 @@ def test_one_warning_that_points_at_the_caller():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_old_names_keep_what_they_were_given():
+def test_old_name_reads_as_it_was_set():
     args = make(evaluation_strategy="steps")
     assert (args.evaluation_strategy, args.no_cuda) == ("steps", False)
     args.eval_strategy = "epoch"
@@ -103,7 +103,7 @@ def test_old_names_keep_what_they_were_given():
     assert {name: getattr(args, name) for name in KEPT} == KEPT
 
 
-def test_replace_and_pickle():
+def test_replace_and_pickle_keep_old_names():
     """A copy has the values of the old names; they take effect where they differ, as in the releases that had them."""
     with pytest.warns(FutureWarning):
         args = TrainingArguments("x", evaluation_strategy="steps", no_cuda=True, include_inputs_for_metrics=True)
@@ -123,7 +123,7 @@ ONE_WAY = {"sharded_ddp", "adafactor", "torchdynamo"}
 
 
 @pytest.mark.parametrize(("old", "value", "new", "now"), MEANINGS)
-def test_replaced_by_the_old_name(old, value, new, now):
+def test_replace_by_old_name_sets_the_new_argument(old, value, new, now):
     """SpanMarker does so, with `include_inputs_for_metrics`."""
     source = make(use_cpu=old != "no_cuda", hub_model_id="a/x")
     with pytest.warns(FutureWarning, match=old):
@@ -137,14 +137,14 @@ def test_replaced_by_the_old_name(old, value, new, now):
         assert getattr(back, old) == getattr(source, old)
 
 
-def test_replaced_beside_other_values():
+def test_replace_by_several_old_names():
     source = make(eval_strategy="steps", warmup_steps=0.1, eval_steps=3)
     with pytest.warns(FutureWarning):
         changed = dataclasses.replace(source, evaluation_strategy="epoch", warmup_ratio=0.2, seed=3)
     assert (changed.eval_strategy, changed.warmup_steps, changed.seed) == ("epoch", 0.2, 3)
 
 
-def test_switched_off_by_the_old_name():
+def test_old_switch_set_to_false_undoes_it():
     args = make(train_sampling_strategy="group_by_length", optim="sgd")
     args.include_inputs_for_metrics = True
     args.include_inputs_for_metrics = True
@@ -161,8 +161,8 @@ def test_old_names_are_not_serialized():
     assert json.loads(text)["logging_dir"] == "logs"
 
 
-def test_attributes_are_the_arguments_alone():
-    """Libraries write them as they are; ms-swift's arguments do not call our `__post_init__` at once."""
+def test_instance_attributes_are_only_the_arguments():
+    """Libraries save `vars(args)`; ms-swift's arguments do not call our `__post_init__` at once."""
 
     class Own(TrainingArguments):
         def __post_init__(self):
@@ -171,7 +171,7 @@ def test_attributes_are_the_arguments_alone():
     assert vars(Own("x")).keys().isdisjoint({"_hidden_values"})
 
 
-def test_a_subclass_keeps_a_tokenizer_of_its_own(tmp_path):
+def test_trainer_subclass_keeps_its_own_tokenizer(tmp_path):
     class Aligning(Trainer):
         def __init__(self, *args, tokenizer, **kwargs):
             self.tokenizer = tokenizer
@@ -197,7 +197,7 @@ class OwnRatio(TrainingArguments):
 
 
 @pytest.mark.parametrize(("given", "steps"), [({}, 0), ({"warmup_ratio": 0.1}, 0.1), ({"warmup_steps": 12}, 12)])
-def test_an_old_name_that_a_subclass_declares_reads_as_it_has_left_it(given, steps):
+def test_old_name_declared_by_a_subclass_keeps_its_value(given, steps):
     args = OwnRatio(output_dir="x", use_cpu=True, **given)
     assert (args.warmup_steps, args.warmup_ratio) == (steps, None)
     for copied in (dataclasses.replace(args), pickle.loads(pickle.dumps(args)), OwnRatio(**args.to_dict())):
@@ -217,7 +217,7 @@ class OwnFields(TrainingArguments):
     half_precision_backend: str = dataclasses.field(default_factory=lambda: "apex")
 
 
-def test_fields_of_a_subclass_are_no_old_names(tmp_path, recwarn):
+def test_subclass_fields_named_like_old_names_stay_its_own(tmp_path, recwarn):
     """GLiNER has a warmup_ratio. transformers 5.24 knows none of these."""
     args = OwnFields(str(tmp_path), use_cpu=True, report_to="none")
     assert (args.warmup_steps, args.train_sampling_strategy, args.warmup_ratio) == (0, "random", 1.0)

@@ -1,4 +1,4 @@
-"""`lightning_config`: Lightning's own keywords, and what the Trainer's arguments rule instead."""
+"""`lightning_config` passes keywords to Lightning's Trainer, but for those that the Trainer's arguments set."""
 
 import inspect
 import logging
@@ -14,14 +14,14 @@ from hftrainer.errors import InvalidArgument
 from tests.support.arguments import make_trainer
 
 
-def test_every_keyword_of_lightning_is_decided():
+def test_every_trainer_keyword_of_lightning_is_classified():
     keywords = set(inspect.signature(pl.Trainer.__init__).parameters) - {"self"}
     ours = {"async_checkpoint", "environment", "on_save_error", "behaviour"}
     assert keywords | ours == FORWARDED | RESERVED.keys() | ALLOWED.keys() | set(RELEASE_KEYWORDS)
     assert not FORWARDED & RESERVED.keys() and not ours & keywords
 
 
-def test_passed_on(tmp_path):
+def test_keywords_reach_lightnings_trainer(tmp_path):
     config = {"profiler": "simple", "detect_anomaly": True, "limit_val_batches": 2, "benchmark": True}
     trainer = make_trainer(tmp_path, lightning_config=config)
     trainer.train()
@@ -33,7 +33,7 @@ def test_passed_on(tmp_path):
     assert seen == [16]
 
 
-def profiled(tmp_path, profiler, **settings):
+def train_with_profiler(tmp_path, profiler, **settings):
     settings = {"max_steps": 8, "gradient_accumulation_steps": 2, **settings}
     trainer = make_trainer(tmp_path, lightning_config={"profiler": profiler}, **settings)
     trainer.train()
@@ -41,18 +41,18 @@ def profiled(tmp_path, profiler, **settings):
 
 
 @pytest.mark.parametrize("profiler", ["simple", "advanced"])
-def test_report(tmp_path, profiler, caplog):
+def test_profiler_report_is_logged_once(tmp_path, profiler, caplog):
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
-        profiled(tmp_path, profiler, eval_strategy="steps", eval_steps=4)
+        train_with_profiler(tmp_path, profiler, eval_strategy="steps", eval_steps=4)
     (report,) = (record.getMessage() for record in caplog.records if "Profiler Report" in record.getMessage())
     for name in ("train_dataloader_next", "training_step", "backward", "optimizer_step", "validation_step"):
         assert name in report
 
 
-def test_profile_in_a_file(tmp_path, capfd):
-    """Also with a profiler that a checkpoint's arguments must hold."""
+def test_profiler_report_goes_to_its_file(tmp_path, capfd):
+    """Also when the arguments in a checkpoint hold the profiler."""
     profiler = SimpleProfiler(dirpath=tmp_path, filename="profile")
-    trainer = profiled(tmp_path, profiler, save_strategy="steps", save_steps=4)
+    trainer = train_with_profiler(tmp_path, profiler, save_strategy="steps", save_steps=4)
     report = next(tmp_path.glob("fit-profile*")).read_text()
     assert report.count("Profiler Report") == 1
     assert "training_step" in report
@@ -63,8 +63,8 @@ def test_profile_in_a_file(tmp_path, capfd):
     assert "[Strategy]SingleDevice.backward" in profiler.recorded_durations  # what it recorded is as it was
 
 
-def test_profiler_without_a_report(tmp_path, capfd):
-    profiled(tmp_path, PassThroughProfiler())
+def test_pass_through_profiler_prints_no_report(tmp_path, capfd):
+    train_with_profiler(tmp_path, PassThroughProfiler())
     assert "Profiler Report" not in "".join(capfd.readouterr())
 
 
@@ -73,7 +73,7 @@ def test_max_time_stops_training(tmp_path):
     assert trainer.train().global_step < 50
 
 
-def test_precision_wins_and_the_conflict_is_named(tmp_path, caplog):
+def test_precision_overrides_bf16_with_a_warning(tmp_path, caplog):
     trainer = make_trainer(tmp_path, lightning_config={"precision": "32-true"}, bf16=True)
     assert "lightning_config['precision']='32-true' overrides bf16=True" in caplog.text
     trainer.train()
@@ -86,14 +86,14 @@ def test_precision_wins_and_the_conflict_is_named(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("name", "text"), [("config.json", '{"detect_anomaly": true}'), ("config.yaml", "detect_anomaly: true\n")]
 )
-def test_files(tmp_path, name, text):
+def test_config_is_read_from_json_and_yaml_files(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     trainer = make_trainer(tmp_path, lightning_config=str(tmp_path / name))
     trainer.train()
     assert trainer.lightning_trainer._detect_anomaly
 
 
-def test_command_line(tmp_path):
+def test_config_is_read_from_the_command_line(tmp_path):
     line = ["--output_dir", str(tmp_path), "--lightning_config", '{"detect_anomaly": "true"}']
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(line)
     assert args.lightning_config == {"detect_anomaly": True}
@@ -113,7 +113,7 @@ def test_command_line(tmp_path):
         ("b.json", "holds a list"),
     ],
 )
-def test_wrong(tmp_path, monkeypatch, config, message):
+def test_invalid_config_is_refused(tmp_path, monkeypatch, config, message):
     monkeypatch.chdir(tmp_path)
     for name, text in {"a.json": '{"profiler": }', "a.yaml": "profiler: [", "b.json": "[1]"}.items():
         (tmp_path / name).write_text(text)

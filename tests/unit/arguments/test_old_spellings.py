@@ -1,4 +1,4 @@
-"""Spellings of the documents of v4.1 to v4.48 that are more than a name: values, flags, positions, methods."""
+"""Old values, flags, positional arguments and methods from the documents of v4.1 to v4.48 still work."""
 
 import dataclasses
 import warnings
@@ -17,7 +17,7 @@ from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_plain
 
 
-def files_of(caught, text):
+def files_of_warnings(caught, text):
     return [each.filename for each in caught if text in str(each.message)]
 
 
@@ -32,12 +32,12 @@ def test_model_path_of_a_checkpoint_resumes(tmp_path):
     resumed = make(tmp_path)
     with pytest.warns(FutureWarning, match=r"model_path=.* is now train\(resume_from_checkpoint=...\)\.$") as caught:
         resumed.train(model_path=str(tmp_path / "checkpoint-2"))
-    assert files_of(caught, "model_path") == [__file__]
+    assert files_of_warnings(caught, "model_path") == [__file__]
     assert [line["step"] for line in resumed.state.log_history] == [1, 2, 3, 4, 4]
     assert_same_weights(resumed.model.state_dict(), whole.model.state_dict())
 
 
-def test_model_path_of_a_model_begins_anew(tmp_path):
+def test_model_path_of_a_model_starts_at_step_one(tmp_path):
     """v4.1's scripts pass `model_name_or_path`, a folder of the model alone, or a name on the Hub."""
     make(tmp_path).save_model(str(tmp_path / "model"))
     for path in (str(tmp_path / "model"), "bert-base-uncased"):
@@ -47,7 +47,7 @@ def test_model_path_of_a_model_begins_anew(tmp_path):
         assert trainer.state.log_history[0]["step"] == 1
 
 
-def test_model_path_that_is_no_path(tmp_path):
+def test_model_path_true_resumes_and_two_paths_are_refused(tmp_path):
     make(tmp_path).train()
     with pytest.warns(FutureWarning, match="model_path"):
         assert make(tmp_path).train(model_path=True).global_step == 4  # of the last checkpoint, as in v4.15 and later
@@ -58,7 +58,7 @@ def test_model_path_that_is_no_path(tmp_path):
         assert make(tmp_path).train(model_path=None).global_step == 4
 
 
-def test_debug_of_v4_1():
+def test_debug_true_means_tpu_metrics_debug():
     with pytest.warns(FutureWarning, match="debug=True is now debug='tpu_metrics_debug'"):
         args = TrainingArguments("x", debug=True, use_cpu=True)
     assert args.debug == ["tpu_metrics_debug"]
@@ -68,7 +68,7 @@ def test_debug_of_v4_1():
         assert TrainingArguments("x", debug=False, sharded_ddp=[], use_cpu=True).debug == []
 
 
-def test_positions_of_v4():
+def test_positional_arguments_of_v4_are_accepted():
     args = TrainingArguments("x", True, True, None, True, "steps", True, 2, 3, None, None, 4, 5, use_cpu=True)
     assert (args.overwrite_output_dir, args.do_train, args.do_predict) == (True, True, True)
     assert (args.eval_strategy, args.prediction_loss_only) == ("steps", True)
@@ -78,8 +78,8 @@ def test_positions_of_v4():
     assert (generating.overwrite_output_dir, generating.do_train) == (False, True)
 
 
-def test_positions_of_other_releases():
-    """v5 begins with the batch size; after those above the releases of v4 differ too."""
+def test_positional_arguments_of_other_releases_are_refused():
+    """v5 begins with the batch size, and the releases of v4 differ after the thirteenth argument."""
     with pytest.raises(InvalidArgument, match=r"overwrite_output_dir=8 by position: .*Pass arguments by name"):
         TrainingArguments("x", 8, 3.0)
     before = ("x", True, True, False, False, "no", False, 2, 2, None, None, 1, 1)
@@ -87,7 +87,7 @@ def test_positions_of_other_releases():
         TrainingArguments(*before, 5e-5)
 
 
-def test_positions_of_a_subclass():
+def test_subclass_may_pass_positional_arguments():
     @dataclasses.dataclass
     class Mine(TrainingArguments):
         temperature: float = 2.0
@@ -109,10 +109,10 @@ def test_positions_of_a_subclass():
         {"half_precision_backend": "apex", "fp16_opt_level": "01"},
     ],
 )
-def test_apex_is_autocast(tmp_path, settings):
+def test_apex_backend_becomes_torch_autocast(tmp_path, settings):
     with pytest.warns(FutureWarning, match="backend='apex': NVIDIA Apex has .* torch's float16 autocast") as caught:
         args = TrainingArguments(str(tmp_path), fp16=True, use_cpu=True, **settings)
-    assert files_of(caught, "apex") == [__file__]
+    assert files_of_warnings(caught, "apex") == [__file__]
     assert not check_supported(ResolvedArguments(args))
     assert make_plan(ResolvedArguments(args)).precision == "16-mixed"
     with warnings.catch_warnings():
@@ -120,15 +120,15 @@ def test_apex_is_autocast(tmp_path, settings):
         dataclasses.replace(args, seed=3)
 
 
-def test_arguments_of_an_older_transformers_warn_too(tmp_path):
+def test_old_argument_of_a_transformers_object_warns(tmp_path):
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     args.jit_mode_eval = True  # 5.23 does not have it
     with pytest.warns(FutureWarning, match="jit_mode_eval=True: torch discontinued TorchScript") as caught:
         Trainer(make_plain(), args)
-    assert files_of(caught, "jit_mode_eval") == [__file__]
+    assert files_of_warnings(caught, "jit_mode_eval") == [__file__]
 
 
-def test_noise_by_hand(tmp_path):
+def test_neftune_noise_is_switched_by_hand(tmp_path):
     trainer = make(tmp_path, model="bert")
     with pytest.raises(InvalidSetup, match="set neftune_noise_alpha"):
         trainer._activate_neftune(trainer.model)
@@ -143,7 +143,7 @@ def test_noise_by_hand(tmp_path):
     assert torch.equal(embed(tokens), quiet)
 
 
-def test_noise_that_a_subclass_adds(tmp_path):
+def test_overridden_neftune_methods_are_called(tmp_path):
     calls = []
 
     class Own(Trainer):
@@ -161,6 +161,6 @@ def test_noise_that_a_subclass_adds(tmp_path):
     assert not trainer.model.get_input_embeddings()._forward_hooks
 
 
-def test_arguments_for_deepspeed_without_it(tmp_path):
+def test_propagate_args_to_deepspeed_needs_the_argument(tmp_path):
     with pytest.raises(InvalidSetup, match=r"propagate_args_to_deepspeed\(\) needs the argument deepspeed"):
         make(tmp_path).propagate_args_to_deepspeed()

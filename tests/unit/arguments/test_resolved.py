@@ -14,7 +14,7 @@ def make(folder, **settings):
     return TrainingArguments(str(folder), max_steps=2, disable_tqdm=True, use_cpu=True, save_strategy="no", **settings)
 
 
-def test_a_file_that_changes_is_no_longer_read(tmp_path):
+def test_config_file_is_not_read_again_after_construction(tmp_path):
     path = tmp_path / "lightning.yaml"
     path.write_text("precision: bf16-mixed")
     trainer = Trainer(make_plain(), make(tmp_path, lightning_config=str(path)), train_dataset=plain_data())
@@ -25,8 +25,8 @@ def test_a_file_that_changes_is_no_longer_read(tmp_path):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda args: pickle.loads(pickle.dumps(args))])
-def test_copies_of_arguments_leave_it_behind(tmp_path, monkeypatch, copied):
-    """It belongs to a Trainer and to this process."""
+def test_copied_arguments_are_resolved_anew(tmp_path, monkeypatch, copied):
+    """What was parsed belongs to one Trainer and to this process."""
     args = make(tmp_path)
     trainer = Trainer(make_plain(), args, train_dataset=plain_data())
     assert ResolvedArguments.from_args(args) is trainer._hftrainer.resolved

@@ -1,4 +1,4 @@
-"""An error in the code of a script: what its traceback shows, and what is said of where it happened."""
+"""An error in a script's code shows the frames of the script, and notes say where in the run it happened."""
 
 import re
 import sys
@@ -35,7 +35,7 @@ def fail(*_, **__):
     raise LookupError("mine")
 
 
-def at(event):
+def fail_at(event):
     return {"callbacks": [type("At", (hftrainer.TrainerCallback,), {event: fail})()]}
 
 
@@ -63,9 +63,9 @@ CASES = {
         ["train", "forward"],
         "in training step 1, with the batch x: a Tensor.",
     ),
-    "callback": (at("on_step_end"), ["train", "fail"], "after training step 1."),
-    "start": (at("on_train_begin"), ["train", "fail"], "before training step 1."),
-    "optimizer": (at("on_optimizer_step"), ["train", "fail"], "in training step 1."),
+    "callback": (fail_at("on_step_end"), ["train", "fail"], "after training step 1."),
+    "start": (fail_at("on_train_begin"), ["train", "fail"], "before training step 1."),
+    "optimizer": (fail_at("on_optimizer_step"), ["train", "fail"], "in training step 1."),
     "list": ({"data_collator": lambda samples: samples}, [], "in training step 1."),
     "evaluation": (
         {"eval_dataset": [{"x": torch.zeros(3), "labels": 0}]},
@@ -86,7 +86,7 @@ def fail_to_train(folder, given, **others):
 
 
 @pytest.mark.parametrize(("given", "shown", "note"), CASES.values(), ids=CASES)
-def test_traceback_and_note(tmp_path, given, shown, note):
+def test_error_shows_frames_of_the_script_and_where_it_happened(tmp_path, given, shown, note):
     error = fail_to_train(tmp_path, given)
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without this test's own
     assert [frame.name for frame in frames] == shown
@@ -97,12 +97,12 @@ def test_traceback_and_note(tmp_path, given, shown, note):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_collator_with_other_parameters(tmp_path, workers):
+def test_collator_without_parameters_is_named(tmp_path, workers):
     error = fail_to_train(tmp_path, {"data_collator": lambda: {}}, dataloader_num_workers=workers)
     assert "data_collator is called with one argument, the list of samples." in error.__notes__
 
 
-def test_all_frames_on_request(tmp_path, monkeypatch):
+def test_full_traceback_on_request(tmp_path, monkeypatch):
     monkeypatch.setenv("HFTRAINER_TRACEBACK", "full")
     error = fail_to_train(tmp_path, {"data_collator": fail})
     assert len(traceback.extract_tb(error.__traceback__)) > 20
@@ -117,7 +117,7 @@ def test_ctrl_c_shows_the_script_alone(tmp_path):
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 11)])
-def test_a_note_below_ctrl_c_is_shown_once(monkeypatch, caplog, capsys, version):
+def test_checkpoint_note_after_ctrl_c_is_shown_once(monkeypatch, caplog, capsys, version):
     for module in (run, tracebacks):
         monkeypatch.setattr(module, "sys", SimpleNamespace(version_info=version, stderr=sys.stderr))
     error = KeyboardInterrupt()
@@ -128,7 +128,7 @@ def test_a_note_below_ctrl_c_is_shown_once(monkeypatch, caplog, capsys, version)
 
 
 @pytest.mark.parametrize("names", [["RANK", "LOCAL_RANK"], ["LOCAL_RANK", "NODE_RANK"]], ids=["torchrun", "devices"])
-def test_only_the_main_process_shows_ctrl_c(monkeypatch, capsys, names):
+def test_only_the_main_process_shows_the_ctrl_c_traceback(monkeypatch, capsys, names):
     variables = {"WORLD_SIZE": "2", **dict.fromkeys(names, "1"), "NODE_RANK": "0"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -136,13 +136,13 @@ def test_only_the_main_process_shows_ctrl_c(monkeypatch, capsys, names):
     assert capsys.readouterr().err == ""
 
 
-def test_weights_that_are_frozen(tmp_path):
+def test_model_without_trainable_weights_is_refused(tmp_path):
     error = fail_to_train(tmp_path, {"model": make_plain().requires_grad_(False)})
     assert isinstance(error, InvalidSetup) and "model.requires_grad_(True)" in str(error)
 
 
 @pytest.mark.parametrize("given", [{"data_collator": fail}, {"train_dataset": Data(plain_data())}])
-def test_samples_that_a_loading_process_read(tmp_path, given):
+def test_error_in_a_loading_process_names_the_samples(tmp_path, given):
     error = fail_to_train(tmp_path, given, dataloader_num_workers=2, dataloader_prefetch_factor=3)
     assert f"This happened {READING}" in error.__notes__
 
@@ -155,19 +155,19 @@ class FailsLater(list):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_samples_of_a_later_batch(tmp_path, workers):
+def test_error_in_a_later_batch_names_its_samples(tmp_path, workers):
     given = {"train_dataset": FailsLater(plain_data())}
     error = fail_to_train(tmp_path, given, dataloader_num_workers=workers, max_steps=9, eval_strategy="no")
     assert f"This happened {READING_LATER if workers else 'while sample 21 was read.'}" in error.__notes__
 
 
-def test_samples_of_a_large_batch(tmp_path):
+def test_error_in_a_large_batch_names_the_first_samples(tmp_path):
     error = fail_to_train(tmp_path, {"data_collator": fail}, per_device_train_batch_size=20)
     shown = ", ".join(map(str, range(16)))
     assert f"This happened while the samples [{shown}, ...] were read and collated." in error.__notes__
 
 
-def called(event, parameters):
+def make_callback(event, parameters):
     """A callback with a method of these parameters, which fails in itself too."""
     names = {}
     exec(f"def {event}(self, {parameters}): raise TypeError('mine')", names)
@@ -183,14 +183,14 @@ def called(event, parameters):
         ("on_log", "args, state, control, logs, **kwargs", False),
     ],
 )
-def test_methods_of_callbacks_that_cannot_be_called(tmp_path, event, parameters, is_wrong):
-    error = fail_to_train(tmp_path, {"callbacks": [called(event, parameters)]})
+def test_callback_method_with_wrong_parameters_is_named(tmp_path, event, parameters, is_wrong):
+    error = fail_to_train(tmp_path, {"callbacks": [make_callback(event, parameters)]})
     note = f"Callback.{event} is called with (args, state, control, **kwargs), but takes ({parameters})."
     assert [note in error.__notes__, "mine" in str(error)] == [is_wrong, not is_wrong]
 
 
-def test_construction(tmp_path):
-    """Arguments and a Trainer that are refused: where the script makes them, and where the message is."""
+def test_refused_construction_shows_where_the_script_made_it(tmp_path):
+    """The traceback has only the frames of the script, and no note on hidden frames of the engine."""
     with pytest.raises(ValueError, match="no_such") as of_arguments:
         hftrainer.TrainingArguments(str(tmp_path), optim="no_such")
 
@@ -206,7 +206,7 @@ def test_construction(tmp_path):
 
 
 @pytest.mark.parametrize(("error", "is_shown"), [(ModuleNotFoundError("no"), False), (ImportError("broken"), True)])
-def test_the_cause_of_a_missing_package(monkeypatch, error, is_shown):
+def test_missing_package_error_shows_its_cause(monkeypatch, error, is_shown):
     def fail_to_import(*_):
         raise error
 
@@ -216,7 +216,7 @@ def test_the_cause_of_a_missing_package(monkeypatch, error, is_shown):
     assert ("broken" in "".join(traceback.format_exception(caught.value))) is is_shown
 
 
-def of_text(make_model, data, **changes):
+def made_of(make_model, data, **changes):
     samples = [{name: changes.get(name, lambda each: each)(value) for name, value in row.items()} for row in data()]
     return {"model": make_model(), "train_dataset": samples, "eval_dataset": samples, "compute_metrics": None}
 
@@ -230,29 +230,29 @@ def gpt2():
 TOKENS = "0 to 49: use the model's tokenizer, or resize_token_embeddings."
 CLASSES = "0 to 2: count them from 0, and load the model with num_labels to match."
 INDICES = {
-    "class": (of_text(make_bert, text_data, label=lambda _: 7), f"labels are 7 to 7, but the model accepts {CLASSES}"),
-    "no transformers model": (of_text(make_plain, plain_data, labels=lambda _: torch.tensor(7)), f"accepts {CLASSES}"),
+    "class": (made_of(make_bert, text_data, label=lambda _: 7), f"labels are 7 to 7, but the model accepts {CLASSES}"),
+    "no transformers model": (made_of(make_plain, plain_data, labels=lambda _: torch.tensor(7)), f"accepts {CLASSES}"),
     "token": (
-        of_text(make_bert, text_data, input_ids=lambda ids: ids * 0 + 60),
+        made_of(make_bert, text_data, input_ids=lambda ids: ids * 0 + 60),
         f"input_ids are 60 to 60, .* {TOKENS}",
     ),
     "next token": (
-        of_text(make_llama, language_data, labels=lambda ids: ids * 0 + 60),
+        made_of(make_llama, language_data, labels=lambda ids: ids * 0 + 60),
         "labels are 60 to 60, .* 0 to 49",
     ),
     "position": (
-        of_text(gpt2, language_data),
+        made_of(gpt2, language_data),
         "positions are 0 to 11, but the model accepts 0 to 7: shorten the s",
     ),
     "length": (
-        of_text(make_bert, text_data, input_ids=lambda ids: ids.repeat(4), attention_mask=lambda mask: mask.repeat(4)),
+        made_of(make_bert, text_data, input_ids=lambda ids: ids.repeat(4), attention_mask=lambda mask: mask.repeat(4)),
         "Samples of 48 tokens exceed max_position_embeddings=32: tokenize with truncation=True, max_length=32.",
     ),
 }
 
 
 @pytest.mark.parametrize(("given", "note"), INDICES.values(), ids=INDICES)
-def test_indices_beyond_the_model(tmp_path, given, note):
+def test_index_beyond_the_model_is_named(tmp_path, given, note):
     for settings in ({}, {"eval_on_start": True}):
         notes = fail_to_train(tmp_path, given, **settings).__notes__
         assert re.search(note, notes[1]), notes
@@ -265,20 +265,20 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("part", MESSAGES)
-def test_causes_that_a_message_implies(part):
+def test_known_error_message_gets_a_hint(part):
     error = RuntimeError(f"{part} triggered")
     note_batch(error, "training step 1", {"labels": torch.tensor([7])}, None)
     assert MESSAGES[part] in error.__notes__[1]
 
 
-def test_no_labels_reach_the_loss():
+def test_loss_without_labels_gets_a_hint():
     with pytest.raises(TypeError) as caught:
         torch.nn.functional.cross_entropy(torch.ones(1, 3), None)
     note_batch(caught.value, "training step 1", {}, None)
     assert "The loss gets no labels: add them to the batch." in caught.value.__notes__
 
 
-def test_errors_that_are_no_index_have_one_note():
+def test_error_about_no_index_gets_no_hint():
     """Also for a batch that is no mapping, or longer than a model's positions, which some models allow."""
     config = transformers.LlamaConfig(max_position_embeddings=4)
     for inputs in ([1], {"input_ids": torch.ones(2, 8)}, {"input_ids": torch.tensor(1)}, {"input_ids": None}):

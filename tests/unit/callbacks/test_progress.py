@@ -1,4 +1,4 @@
-"""The progress bar: which one there is, and what it writes where."""
+"""Which progress bar a Trainer has, and what it writes to a terminal and to a file."""
 
 import fcntl
 import importlib
@@ -47,7 +47,7 @@ SCRIPT = """
 """
 
 
-def script(folder):
+def write_script(folder):
     text = textwrap.dedent(SCRIPT).format(folder=str(folder))
     path = folder / "script.py"
     path.write_text(text)
@@ -80,7 +80,7 @@ def script(folder):
         ({"loss": float("nan")}, "   20/1,000  loss nan"),
     ],
 )
-def test_lines_of_an_observed_run(logs, line):
+def test_log_line_shows_measurements(logs, line):
     assert format_log_line(logs, TrainerState(global_step=20, max_steps=1000)) == line
 
 
@@ -92,7 +92,7 @@ def test_lines_of_an_observed_run(logs, line):
         (69, "20/40  loss 1       grad 0.5    lr 5.00e-05  12,346 tokens/s   382 MB"),
     ],
 )
-def test_a_narrow_terminal_shows_fewer_measurements(width, shown):
+def test_narrow_terminal_shows_fewer_measurements(width, shown):
     logs = {"loss": 1.0, "grad_norm": 0.5, "learning_rate": 5e-5, "peak_memory_mb": 382.0, "tokens_per_second": 12345.6}
     assert format_log_line(logs, TrainerState(global_step=20, max_steps=40), width) == shown
 
@@ -103,13 +103,13 @@ def make_trainer(tmp_path, *callbacks, **settings):
     return Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=list(callbacks))
 
 
-def kinds(trainer):
+def callback_names(trainer):
     return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
 
 
-def test_in_a_file(tmp_path, processes):
+def test_output_to_a_file_has_no_bar(tmp_path, processes):
     """No bar and no control characters: each log line is a line."""
-    done = processes.run(script(tmp_path), cwd=tmp_path, merge=True)
+    done = processes.run(write_script(tmp_path), cwd=tmp_path, merge=True)
     assert done.returncode == 0, done.stderr
     text = done.stderr
     assert not re.search(r"[\r\x1b\x08]", text)
@@ -120,11 +120,11 @@ def test_in_a_file(tmp_path, processes):
     assert all(line.endswith("}") for line in lines)
 
 
-def test_on_a_terminal(tmp_path, processes):
+def test_terminal_bar_counts_optimizer_steps(tmp_path, processes):
     """The bar counts optimizer steps, that of the evaluation its batches; messages are above them, not behind."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
-    process = processes.start(script(tmp_path), os.ttyname(theirs), cwd=tmp_path, merge=True)
+    process = processes.start(write_script(tmp_path), os.ttyname(theirs), cwd=tmp_path, merge=True)
     os.read(ours, 1)  # it has the terminal; without a process that has it, reading ends
     os.close(theirs)
     text = b""
@@ -147,7 +147,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("steps", [4, 9])
-def test_the_bar_of_a_resumed_run_begins_at_its_step(monkeypatch, tmp_path, steps):
+def test_bar_of_a_resumed_run_starts_at_its_step(monkeypatch, tmp_path, steps):
     """A run without steps left shows none."""
     monkeypatch.setattr(sys, "stderr", Terminal())
     callback, state = ProgressCallback(), TrainerState(global_step=4, max_steps=steps)
@@ -160,42 +160,42 @@ def test_the_bar_of_a_resumed_run_begins_at_its_step(monkeypatch, tmp_path, step
 
 
 @pytest.mark.parametrize("name", "ProgressCallback PrinterCallback DefaultFlowCallback EarlyStoppingCallback".split())
-def test_transformers_class_finds_ours(tmp_path, name):
+def test_transformers_class_removes_our_callback(tmp_path, name):
     theirs = getattr(transformers.trainer_callback, name)
     ours = getattr(hftrainer, name)
     for remove in (Trainer.remove_callback, Trainer.pop_callback):
         trainer = make_trainer(tmp_path, hftrainer.EarlyStoppingCallback(), disable_tqdm=name == "PrinterCallback")
-        assert name in kinds(trainer)
+        assert name in callback_names(trainer)
         removed = remove(trainer, theirs)
-        assert name not in kinds(trainer)
+        assert name not in callback_names(trainer)
         assert remove is Trainer.remove_callback or type(removed) is ours
         assert trainer.pop_callback(theirs) is None
 
 
-def test_notebook_class(tmp_path, monkeypatch):
-    """That of transformers, which takes the place of the bar; without it, the bar."""
+def test_notebook_callback_of_transformers_replaces_the_bar(tmp_path, monkeypatch):
+    """Where it cannot be imported, our bar is used."""
     pytest.importorskip("IPython")
     theirs = pytest.importorskip("transformers.utils.notebook").NotebookProgressCallback
     assert hftrainer.NotebookProgressCallback is theirs
-    assert "ProgressCallback" not in kinds(make_trainer(tmp_path, theirs))
+    assert "ProgressCallback" not in callback_names(make_trainer(tmp_path, theirs))
     monkeypatch.setitem(sys.modules, "transformers.utils.notebook", None)
     assert _find_callback() is hftrainer.ProgressCallback
 
 
-def test_users_class_of_the_same_name_is_another(tmp_path):
+def test_user_class_of_the_same_name_is_kept_apart(tmp_path):
     class ProgressCallback(hftrainer.TrainerCallback):
         pass
 
     trainer = make_trainer(tmp_path, ProgressCallback)
-    assert kinds(trainer).count("ProgressCallback") == 2
+    assert callback_names(trainer).count("ProgressCallback") == 2
     trainer.remove_callback(ProgressCallback)
-    assert kinds(trainer).count("ProgressCallback") == 1
+    assert callback_names(trainer).count("ProgressCallback") == 1
     assert trainer.pop_callback(ProgressCallback) is None
 
 
 @pytest.mark.parametrize("library", ["hftrainer", "transformers"])
 @pytest.mark.parametrize("later", [False, True])
-def test_one_bar(tmp_path, library, later, capfd):
+def test_given_progress_callback_replaces_the_default(tmp_path, library, later, capfd):
     given = importlib.import_module(f"{library}.trainer_callback").ProgressCallback(max_str_len=7)
     trainer = make_trainer(tmp_path, *[] if later else [given])
     if later:
@@ -205,7 +205,7 @@ def test_one_bar(tmp_path, library, later, capfd):
     assert capfd.readouterr().out.count("train_loss") == 1
 
 
-def test_default_flow_of_transformers_twice(tmp_path):
+def test_default_flow_callback_of_transformers_acts_once(tmp_path):
     trainer = make_trainer(tmp_path, transformers.DefaultFlowCallback, save_strategy="steps", save_steps=1)
     trainer.train()
     assert [line["step"] for line in trainer.state.log_history] == [1, 2, 2]
@@ -219,20 +219,20 @@ def test_default_flow_of_transformers_twice(tmp_path):
 def test_lightning_bar_replaces_ours(tmp_path, bar, later, caplog, capfd):
     trainer = make_trainer(tmp_path, *[] if later else [bar])
     if later:
-        assert "ProgressCallback" in kinds(trainer)
+        assert "ProgressCallback" in callback_names(trainer)
         trainer.add_callback(bar())
     trainer.add_callback(hftrainer.EarlyStoppingCallback)
     trainer.pop_callback(hftrainer.EarlyStoppingCallback)
-    assert kinds(trainer) == ["DefaultFlowCallback"]
+    assert callback_names(trainer) == ["DefaultFlowCallback"]
     assert caplog.text.count("replaces the Trainer's") == 1
     trainer.train()
     assert trainer.lightning_trainer.progress_bar_callback is not None
     assert "Epoch 0" in capfd.readouterr().out
 
 
-def test_lightning_bar_with_disable_tqdm(tmp_path, caplog, capfd):
+def test_lightning_bar_stays_with_disable_tqdm(tmp_path, caplog, capfd):
     trainer = make_trainer(tmp_path, TQDMProgressBar(), disable_tqdm=True)
-    assert kinds(trainer) == ["DefaultFlowCallback", "PrinterCallback"]
+    assert callback_names(trainer) == ["DefaultFlowCallback", "PrinterCallback"]
     assert "replaces the Trainer's" not in caplog.text
     trainer.train()
     out = capfd.readouterr()
@@ -240,7 +240,7 @@ def test_lightning_bar_with_disable_tqdm(tmp_path, caplog, capfd):
     assert "Epoch 0" in out.out + out.err
 
 
-def test_names_of_transformers_layout():
+def test_trainer_callback_module_has_the_names_of_transformers():
     module = importlib.import_module("hftrainer.trainer_callback")
     assert module.ProgressCallback is hftrainer.ProgressCallback
     assert module.PrinterCallback is hftrainer.PrinterCallback
@@ -248,7 +248,7 @@ def test_names_of_transformers_layout():
         module.Absent  # noqa: B018
 
 
-def test_only_the_main_process_shows(tmp_path, capfd):
+def test_only_the_main_process_prints(tmp_path, capfd):
     trainer = make_trainer(tmp_path)
     trainer.state.is_world_process_zero = False
     events, given = trainer.callback_handler, (trainer.args, trainer.state, trainer.control)
@@ -262,8 +262,8 @@ def test_only_the_main_process_shows(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_classes_of_transformers(tmp_path):
-    """All of them, and a user's, given as classes: the run is the one without them."""
+def test_callback_classes_of_transformers_change_nothing(tmp_path):
+    """A run with all of them, and a user's, given as classes is the run without them."""
     counted = []
 
     class Counting(transformers.TrainerCallback):

@@ -1,4 +1,4 @@
-"""`TrainerState` as JSON: the text of transformers, though log lines become text once."""
+"""`TrainerState` is saved as the JSON of transformers, though each log line is converted only once."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ import json
 from hftrainer.trainer_callback import TrainerState
 
 
-def written(state, folder):
+def save_text(state, folder):
     state.save_to_json(folder / "trainer_state.json")
     return (folder / "trainer_state.json").read_text(encoding="utf-8")
 
@@ -15,18 +15,18 @@ def as_transformers_writes(state):
     return json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
 
 
-def test_text_of_a_state(tmp_path):
+def test_saved_text_is_that_of_transformers(tmp_path):
     state = TrainerState(global_step=3)
-    assert written(state, tmp_path) == as_transformers_writes(state)
+    assert save_text(state, tmp_path) == as_transformers_writes(state)
     state.best_model_checkpoint = 'a\n  "log_history": []'
     state.stateful_callbacks = {"log_history": [], "inner": {"log_history": []}}
     state.log_history = [{"step": step, "loss": float("nan"), "é": 'two\n    "lines"'} for step in range(3)]
-    assert written(state, tmp_path) == as_transformers_writes(state)
+    assert save_text(state, tmp_path) == as_transformers_writes(state)
 
 
-def test_changes_to_written_lines_are_seen(tmp_path):
+def test_changed_log_lines_are_written_again(tmp_path):
     state = TrainerState(log_history=[{"step": step, "of": [{"value": 1}]} for step in range(5)])
-    written(state, tmp_path)
+    save_text(state, tmp_path)
     changes = (
         lambda log: log.append({"step": 5}),
         lambda log: log[1].update(extra=2),
@@ -37,15 +37,15 @@ def test_changes_to_written_lines_are_seen(tmp_path):
     )
     for change in changes:
         change(state.log_history)
-        assert written(state, tmp_path) == as_transformers_writes(state)
+        assert save_text(state, tmp_path) == as_transformers_writes(state)
         assert TrainerState.load_from_json(tmp_path / "trainer_state.json").log_history == state.log_history
 
 
-def test_a_line_becomes_text_once(tmp_path, monkeypatch):
+def test_each_log_line_is_serialized_once(tmp_path, monkeypatch):
     state = TrainerState(log_history=[{"step": step} for step in range(100)])
-    written(state, tmp_path)
+    save_text(state, tmp_path)
     state.log_history.append({"step": 100})
     made, dumps = [], json.dumps
     monkeypatch.setattr(json, "dumps", lambda value, **how: made.append(value) or dumps(value, **how))
-    written(state, tmp_path)
+    save_text(state, tmp_path)
     assert [value for value in made if "step" in value] == [{"step": 100}]

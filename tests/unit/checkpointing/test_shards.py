@@ -1,4 +1,4 @@
-"""Which checkpoints in parts are whole, by the names of their files; needs no DeepSpeed."""
+"""Missing and damaged shards of checkpoints are found by the names of files, without DeepSpeed."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def write(folder, names, tag="global_step4", latest="latest"):
         ([], "holds no weights"),
     ],
 )
-def test_without_a_manifest(tmp_path, names, damage):
+def test_missing_shard_is_named_without_a_manifest(tmp_path, names, damage):
     found = CheckpointFolder(write(tmp_path / "run", names)).inspect()
     assert found.fault is None if damage is None else found.fault.endswith(damage)
     assert found.skip_reason == found.unusable_reason == found.fault
@@ -43,13 +43,13 @@ def test_without_a_manifest(tmp_path, names, damage):
 
 @pytest.mark.parametrize("latest", ["latest", "latest_universal"])
 @pytest.mark.parametrize("tag", ["global_step4", "../run/global_step4"])
-def test_named_folder(tmp_path, latest, tag):
-    """A damaged name gives way to an older checkpoint."""
+def test_latest_must_name_a_folder_of_the_checkpoint(tmp_path, latest, tag):
+    """A checkpoint with another name in it is not used."""
     found = CheckpointFolder(write(tmp_path / "run", EXPERTS, tag, latest)).inspect().fault
     assert found is None if tag == "global_step4" else f"{latest} does not hold what" in str(found)
 
 
-def test_a_part_is_removed(tmp_path):
+def test_changed_or_removed_shard_is_named(tmp_path):
     folder = write(tmp_path / "run", ZERO_3)
     write_manifest(folder)
     part = folder / "global_step4" / ZERO_3[0]
@@ -61,8 +61,8 @@ def test_a_part_is_removed(tmp_path):
         CheckpointFolder(folder).accept()
 
 
-def test_a_part_that_was_truncated(tmp_path):
-    """Whether its checkpoint is found or named."""
+def test_truncated_shard_is_named(tmp_path):
+    """The reason is the same for a checkpoint that is found and one that is named."""
     folder = write(tmp_path / "run", ZERO_3)
     (folder / names.DCP_FOLDER).mkdir()
     for name in ("__0_0.distcp", names.LIST_OF_SHARDS):
@@ -77,7 +77,7 @@ def test_a_part_that_was_truncated(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pytorch_model_fsdp_0", "optimizer_0"])
-def test_parts_of_fsdp_without_their_list(tmp_path, kind):
+def test_fsdp_shards_need_their_metadata(tmp_path, kind):
     folder = write(tmp_path / "run", [])
     (folder / "latest").unlink()
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):

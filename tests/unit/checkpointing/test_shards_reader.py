@@ -1,4 +1,4 @@
-"""torch's distributed checkpoints, of a part from each process, are read as data too."""
+"""torch's distributed checkpoints, with a shard from each process, are read without running code in them."""
 
 import dataclasses
 import pickle
@@ -11,138 +11,138 @@ from hftrainer.checkpointing import sharded
 from hftrainer.checkpointing.names import DCP_FOLDER, SHARD_FOLDERS
 from hftrainer.checkpointing.sharded import check_unread_states, load_model_shards, save_dcp
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, UnsupportedArgument
-from tests.support.checkpoints import Mischief
+from tests.support.checkpoints import MaliciousPickle
 from tests.support.parity import assert_same_weights
-from tests.support.parts import stepped, write
+from tests.support.parts import make_stepped, write_parts
 from tests.support.tiny import Note, make_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def load_optimizer(folder, **more):
-    model, optimizer = stepped()
+    model, optimizer = make_stepped()
     optimizer.param_groups[0].update(dict.fromkeys(more))
     sharded.load_optimizer(model, optimizer, str(folder), read_unsharded=dict)
     return optimizer
 
 
-def change_list(folder, change):
+def change_metadata(folder, change):
     path = folder / SHARD_FOLDERS["model"] / ".metadata"
-    parts = pickle.loads(path.read_bytes())
-    replaced = change(parts)
-    path.write_bytes(pickle.dumps(parts if replaced is None else replaced))
+    metadata = pickle.loads(path.read_bytes())
+    replaced = change(metadata)
+    path.write_bytes(pickle.dumps(metadata if replaced is None else replaced))
 
 
-def test_what_was_written_is_read(tmp_path):
-    model = write(tmp_path)
+def test_written_shards_are_read_back(tmp_path):
+    model = write_parts(tmp_path)
     fresh = make_plain()
     load_model_shards(fresh, str(tmp_path))
     assert_same_weights(fresh.state_dict(), model.state_dict())
     assert load_optimizer(tmp_path).state_dict()["state"][0]["step"] == 1
 
 
-def test_the_list_of_parts_runs_no_code(tmp_path):
-    write(tmp_path)
-    change_list(tmp_path, lambda parts: parts.planner_data.update(more=Mischief(tmp_path / "trace")))
+def test_metadata_runs_no_code(tmp_path):
+    write_parts(tmp_path)
+    change_metadata(tmp_path, lambda metadata: metadata.planner_data.update(more=MaliciousPickle(tmp_path / "trace")))
     with pytest.raises(UnsafeCheckpoint, match=r"pytorch_model_fsdp_0/\.metadata holds a pickled posix\.mkdir"):
         load_model_shards(make_plain(), str(tmp_path))
     assert not (tmp_path / "trace").exists()
 
 
 @pytest.mark.parametrize("variable", [None, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"])
-def test_values_in_parts_run_no_code(tmp_path, variable, monkeypatch):
+def test_values_in_shards_run_no_code(tmp_path, variable, monkeypatch):
     if variable:
         monkeypatch.setenv(variable, "1")
-    write(tmp_path, note=Mischief(tmp_path / "trace"))
+    write_parts(tmp_path, note=MaliciousPickle(tmp_path / "trace"))
     with pytest.raises(UnsafeCheckpoint, match=r"optimizer_0 holds a pickled posix\.mkdir"):
         load_optimizer(tmp_path, note=None)
     assert not (tmp_path / "trace").exists()
 
 
-def test_a_class_that_the_user_allows(tmp_path):
-    write(tmp_path, note=Note())
-    change_list(tmp_path, lambda parts: parts.planner_data.update(note=Note()))
+def test_class_allowed_by_the_user_is_loaded(tmp_path):
+    write_parts(tmp_path, note=Note())
+    change_metadata(tmp_path, lambda metadata: metadata.planner_data.update(note=Note()))
     with torch.serialization.safe_globals([Note]):
         load_model_shards(make_plain(), str(tmp_path))
         assert load_optimizer(tmp_path, note=None).param_groups[0]["note"].text == "kept"
 
 
-def test_a_folder_of_both_states(tmp_path):
-    """Read as data too; one that another program wrote may lack the optimizer."""
-    model, optimizer = stepped()
+def test_dcp_folder_of_model_and_optimizer_is_read(tmp_path):
+    """It is read without running code; one that another program wrote may lack the optimizer."""
+    model, optimizer = make_stepped()
     for folder, given in (("both", optimizer), ("weights", None)):
         sharded.save_dcp(sharded.states_for_dcp(model, given), str(tmp_path / folder), is_only_writer=True)
         assert sharded.holds_optimizer(str(tmp_path / folder / DCP_FOLDER)) == (given is not None)
     assert load_optimizer(tmp_path / "both").state_dict()["state"][0]["step"] == 1
-    optimizer.param_groups[0]["note"] = Mischief(tmp_path / "trace")
+    optimizer.param_groups[0]["note"] = MaliciousPickle(tmp_path / "trace")
     sharded.save_dcp(sharded.states_for_dcp(model, optimizer), str(tmp_path / "harm"), is_only_writer=True)
     with pytest.raises(UnsafeCheckpoint, match=r"dcp holds a pickled posix\.mkdir"):
         load_optimizer(tmp_path / "harm", note=None)
     assert not (tmp_path / "trace").exists()
 
 
-def renamed(name):
-    def change(parts):
-        for stored in parts.storage_data.values():
+def rename_files(name):
+    def change(metadata):
+        for stored in metadata.storage_data.values():
             stored.relative_path = name
 
     return change
 
 
-def moved(by):
-    def change(parts):
-        for path, stored in parts.storage_data.items():
-            parts.storage_data[path] = dataclasses.replace(stored, offset=stored.offset + by)
+def move_values(by):
+    def change(metadata):
+        for path, stored in metadata.storage_data.items():
+            metadata.storage_data[path] = dataclasses.replace(stored, offset=stored.offset + by)
 
     return change
 
 
-def resized(parts):
-    for described in parts.state_dict_metadata.values():
+def resize_tensors(metadata):
+    for described in metadata.state_dict_metadata.values():
         described.size = torch.Size([1])
 
 
 WRONG = {
-    "up": (renamed("../pytorch_model_fsdp_0/__0_0.distcp"), "is not in this folder"),
-    "absolute": (renamed("/etc/hostname"), "is not in this folder"),
-    "no name": (renamed(7), "does not hold what"),
-    "no list": (lambda parts: {"a": 1}, "it is a dict"),
-    "other names": (lambda parts: parts.state_dict_metadata.clear(), "does not hold what"),
-    "a number as name": (lambda parts: parts.state_dict_metadata.update({3: None}), "no dict of names"),
-    "no names": (lambda parts: vars(parts).pop("state_dict_metadata") and None, "does not hold what"),
-    "before the file": (moved(-(10**6)), "too few for"),
-    "after the file": (moved(10**6), "too few for"),
-    "other sizes": (resized, "does not hold what"),
+    "parent folder": (rename_files("../pytorch_model_fsdp_0/__0_0.distcp"), "is not in this folder"),
+    "absolute path": (rename_files("/etc/hostname"), "is not in this folder"),
+    "no name": (rename_files(7), "does not hold what"),
+    "no metadata": (lambda metadata: {"a": 1}, "it is a dict"),
+    "other names": (lambda metadata: metadata.state_dict_metadata.clear(), "does not hold what"),
+    "a number as name": (lambda metadata: metadata.state_dict_metadata.update({3: None}), "no dict of names"),
+    "no names": (lambda metadata: vars(metadata).pop("state_dict_metadata") and None, "does not hold what"),
+    "before the file": (move_values(-(10**6)), "too few for"),
+    "after the file": (move_values(10**6), "too few for"),
+    "other sizes": (resize_tensors, "does not hold what"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_list_that_does_not_fit(tmp_path, name):
-    write(tmp_path)
-    change_list(tmp_path, WRONG[name][0])
+def test_metadata_that_does_not_fit_is_refused(tmp_path, name):
+    write_parts(tmp_path)
+    change_metadata(tmp_path, WRONG[name][0])
     with pytest.raises(DamagedCheckpoint, match=rf"pytorch_model_fsdp_0.*{WRONG[name][1]}"):
         load_model_shards(make_plain(), str(tmp_path))
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("length", [None, 0, 100])
-def test_a_cut_file(tmp_path, name, length):
-    write(tmp_path)
+def test_missing_or_truncated_file_is_refused(tmp_path, name, length):
+    write_parts(tmp_path)
     path = tmp_path / SHARD_FOLDERS["model"] / name
     path.unlink() if length is None else path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(DamagedCheckpoint, match="pytorch_model_fsdp_0"):
         load_model_shards(make_plain(), str(tmp_path))
 
 
-def test_torch_itself_reads_the_same_list(tmp_path):
-    """Nothing that torch writes is missing among the classes."""
-    write(tmp_path)
+def test_torch_reads_the_same_metadata(tmp_path):
+    """No class that torch writes is missing among those that we allow."""
+    write_parts(tmp_path)
     assert FileSystemReader(tmp_path / SHARD_FOLDERS["model"]).read_metadata().state_dict_metadata.keys() == {
         f"model.{name}" for name in make_plain().state_dict()
     }
 
 
-def test_a_state_that_would_be_left_out_is_refused(tmp_path):
+def test_optimizer_state_that_torch_would_skip_is_refused(tmp_path):
     """torch reads what an optimizer holds before its first step, and nothing else that is stored."""
     stored = {"state.w.exp_avg": torch.zeros(2), "state.w.projector.scale": torch.zeros(1), "state.other.x": 1}
     save_dcp({"w": torch.zeros(2), "optimizer": stored}, str(tmp_path), is_only_writer=True)

@@ -12,7 +12,7 @@ from hftrainer.__main__ import main, make_parser
 from hftrainer.base.messages import command_name
 
 
-def test_all_but_the_run_of_a_script_write_json():
+def test_every_command_but_run_and_completion_has_json():
     commands = next(action for action in make_parser()._actions if action.dest == "command")
     without = [name for name, parser in commands.choices.items() if "--json" not in parser._option_string_actions]
     assert without == ["run", "completion"]
@@ -27,7 +27,7 @@ def test_help_of_run_fits_a_terminal(option, capsys):
 
 
 @pytest.mark.parametrize("words", [["plot", "--nonsense", "x"], ["dif"], ["diff", "a"], ["run", "-n", "x.py"]])
-def test_wrong_command_lines_name_the_help(words, capsys):
+def test_wrong_command_line_points_to_the_help(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
@@ -68,7 +68,7 @@ def test_wrong_command_lines_name_the_help(words, capsys):
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])
-def test_wrong_command_lines_say_what_to_type(words, message, as_json, capsys):
+def test_wrong_command_line_says_what_to_type(words, message, as_json, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*words.split(), *(["--json"] if as_json else [])])
     assert ended.value.code == 2
@@ -78,7 +78,7 @@ def test_wrong_command_lines_say_what_to_type(words, message, as_json, capsys):
 
 
 @pytest.mark.parametrize(("terminal", "no_color"), [(True, ""), (True, "1"), (False, "")])
-def test_colours_are_for_terminals(terminal, no_color, capsys, monkeypatch):
+def test_colours_only_on_a_terminal(terminal, no_color, capsys, monkeypatch):
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("TERM", "xterm")
     for name in ("stdout", "stderr"):
@@ -95,7 +95,7 @@ def test_colours_are_for_terminals(terminal, no_color, capsys, monkeypatch):
     )
 
 
-def test_errors_of_a_command_are_json_too(tmp_path, capsys):
+def test_errors_are_json_with_the_json_option(tmp_path, capsys):
     for words, status in ((["plot", "absent"], 2), (["checkpoint", str(tmp_path)], 2), (["explain", "absent.py"], 2)):
         with pytest.raises(SystemExit) as ended:
             main([words[0], "--json", *words[1:]])
@@ -117,7 +117,7 @@ def test_help_is_a_command(words, shown, capsys):
     assert shown in capsys.readouterr().out
 
 
-def test_completion_in_bash(capsys):
+def test_bash_completes_commands_options_and_values(capsys):
     main(["completion", "bash"])
     words = 'compopt() { echo "$@"; }; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _hftrainer; echo "${COMPREPLY[*]}"'
     script = f"{capsys.readouterr().out}\n{words}"
@@ -156,29 +156,16 @@ def test_completion_imports_no_torch():
         ("fish", "complete -c hftrainer -n '__fish_seen_subcommand_from plot' -l x -xa 'step epoch time'"),
     ],
 )
-def test_completion_in_other_shells(shell, line, capsys):
+def test_completion_scripts_of_zsh_and_fish(shell, line, capsys):
     main(["completion", shell])
     assert line in capsys.readouterr().out.splitlines()
 
 
-def test_a_folder_of_runs_names_one(tmp_path, capsys):
+def test_folder_of_runs_suggests_one_of_them(tmp_path, capsys):
     (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
     with pytest.raises(SystemExit):
         main(["plot", str(tmp_path)])
     assert f"no run has written in {tmp_path}; did you mean {tmp_path / 'run'}?" in capsys.readouterr().err
-
-
-def test_run_of_several_processes_needs_a_script(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["run", "--nproc", "2"])
-    assert ended.value.code == 2
-    assert "error: a script is missing\nusage: python -m hftrainer run [--nproc N ...]" in capsys.readouterr().err
-
-
-def test_unknown_options_of_run_name_the_nearest(capsys):
-    with pytest.raises(SystemExit):
-        main(["run", "--nprocs", "2", "x.py"])
-    assert "unknown option --nprocs; did you mean '--nproc'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -186,12 +173,14 @@ def test_unknown_options_of_run_name_the_nearest(capsys):
     [
         (["--bogus"], "unknown option --bogus"),
         (["-n", "0", "x.py"], "unknown option -n; did you mean '--nproc'?"),
+        (["--nprocs", "2", "x.py"], "unknown option --nprocs; did you mean '--nproc'?"),
         (["--nproc"], "expected one argument\nusage: "),
+        (["--nproc", "2"], "error: a script is missing\nusage: python -m hftrainer run [--nproc N ...]"),
         (["train.p"], "the script 'train.p' does not exist; did you mean 'train.py'?"),
         (["--nproc", "2", "train.p"], "the script 'train.p' does not exist; did you mean 'train.py'?"),
     ],
 )
-def test_wrong_words_of_run(tmp_path, capsys, monkeypatch, words, message):
+def test_wrong_run_command_says_what_to_type(tmp_path, capsys, monkeypatch, words, message):
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
@@ -207,8 +196,8 @@ def test_wrong_words_of_run(tmp_path, capsys, monkeypatch, words, message):
         ("imports", "ModuleNotFoundError: No module named 'nomod'"),
     ],
 )
-def test_a_module_that_is_missing(tmp_path, processes, module, error):
-    """An import inside a module that exists has a traceback."""
+def test_missing_module_is_named_without_a_traceback(tmp_path, processes, module, error):
+    """A failing import inside an existing module keeps its traceback."""
     (tmp_path / "imports.py").write_text("import nomod")
     words = [sys.executable, "-m", "hftrainer", "run", "-m", module]
     done = subprocess.run(words, cwd=tmp_path, env=processes.environment(), capture_output=True, text=True)
@@ -217,7 +206,7 @@ def test_a_module_that_is_missing(tmp_path, processes, module, error):
 
 
 @pytest.mark.parametrize("words", [["completion", "bash"], ["plot", "--help"]])
-def test_output_that_no_process_reads(words, processes):
+def test_closed_output_pipe_ends_the_command_quietly(words, processes):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "hftrainer", *words]
@@ -226,12 +215,12 @@ def test_output_that_no_process_reads(words, processes):
 
 
 @pytest.mark.parametrize(("typed", "prog"), [("/bin/hftrainer", "hftrainer"), ("x/__main__.py", "python -m hftrainer")])
-def test_the_name_that_was_typed(monkeypatch, typed, prog):
+def test_usage_shows_the_program_name_that_was_typed(monkeypatch, typed, prog):
     monkeypatch.setattr(sys, "argv", [typed])
     assert make_parser().prog == prog
 
 
-def test_the_name_in_messages(monkeypatch, tmp_path):
+def test_messages_name_hftrainer_if_it_is_on_the_path(monkeypatch, tmp_path):
     (tmp_path / "hftrainer").touch(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     for path, name in (("", "python -m hftrainer"), (str(tmp_path), "hftrainer")):
@@ -244,7 +233,7 @@ def test_the_name_in_messages(monkeypatch, tmp_path):
     ("name", "reason"),
     [("none", "not exist"), ("file.txt", "is not a folder"), ("", r"no logs of a run|trainer_state\.json")],
 )
-def test_paths_that_hold_no_run(tmp_path, capsys, words, name, reason):
+def test_path_without_a_run_is_named(tmp_path, capsys, words, name, reason):
     (tmp_path / "file.txt").touch()
     path = str(tmp_path / name)
     with pytest.raises(SystemExit) as ended:
@@ -258,7 +247,7 @@ def test_paths_that_hold_no_run(tmp_path, capsys, words, name, reason):
     assert path in error
 
 
-def test_checkpoint_names_those_in_a_folder(tmp_path, capsys):
+def test_checkpoint_command_lists_those_in_the_folder(tmp_path, capsys):
     for step in (5, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()

@@ -1,4 +1,4 @@
-"""`python -m hftrainer diff`: where two runs part, and in what."""
+"""`python -m hftrainer diff` names the step from which two runs differ, and in what."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from hftrainer.__main__ import main
 from hftrainer.checkpointing.saved_arguments import read_arguments
 from hftrainer.cli.diff import _pair, compare
 from hftrainer.errors import DamagedCheckpoint
-from tests.support.checkpoints import Mischief
+from tests.support.checkpoints import MaliciousPickle
 from tests.support.parity import accuracy, build
 
 SETTINGS = {
@@ -24,7 +24,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def folder_of(tmp_path_factory):
     made = {}
 
     def train(name, **settings):
@@ -37,43 +37,43 @@ def run(tmp_path_factory):
     return train
 
 
-def command(capsys, *words):
+def run_diff(capsys, *words):
     capsys.readouterr()  # log lines of the runs
     with pytest.raises(SystemExit) as ended:
         main(["diff", *words])
     return ended.value.code, capsys.readouterr()
 
 
-def test_equal_runs(run, capsys):
-    found = compare(run("a"), run("again"))
+def test_equal_runs_are_reported_equal(folder_of, capsys):
+    found = compare(folder_of("a"), folder_of("again"))
     assert found.is_equal and found.arguments == {} and all(found.compared.values())
-    status, shown = command(capsys, run("a"), run("again"))
+    status, shown = run_diff(capsys, folder_of("a"), folder_of("again"))
     assert status == 0 and shown.out.startswith("The runs are equal.\n")
 
 
-def test_another_learning_rate(run, capsys):
-    found = compare(run("a"), run("rate", learning_rate=0.1))
+def test_different_learning_rate_is_found_at_its_step(folder_of, capsys):
+    found = compare(folder_of("a"), folder_of("rate", learning_rate=0.1))
     assert not found.is_equal and found.arguments == {"learning_rate": (0.01, 0.1)}
     steps = {subject: parting.step for subject, parting in found.partings.items()}
     # The learning rate of the first step is 0, so the losses of the first two are equal.
     assert steps == {"loss": 4, "gradient norm": 4, "learning rate": 2, "metrics": 4, "weights": 12}
-    status, shown = command(capsys, run("a"), run("rate"))
-    a, rate = Path(run("a")).name, Path(run("rate")).name
+    status, shown = run_diff(capsys, folder_of("a"), folder_of("rate"))
+    a, rate = Path(folder_of("a")).name, Path(folder_of("rate")).name
     first, _, names = shown.out.splitlines()[:3]
     assert status == 1 and names.strip() == f"{a} | {rate}"
     assert first == f"{a} and {rate} differ from step 2 in learning rate; the arguments differ in learning_rate."
     assert "  learning_rate: 0.01 | 0.1" in shown.out and "step 2, learning_rate: 0.0" in shown.out
 
 
-def test_another_order_of_the_data(run):
-    found = compare(run("a"), run("seed", data_seed=7))
+def test_different_order_of_the_data_is_found(folder_of):
+    found = compare(folder_of("a"), folder_of("seed", data_seed=7))
     assert found.partings["loss"].step == 2 and "learning rate" not in found.partings
     assert (found.partings["data"].step, found.partings["data"].name) == (6, "data_seed")
     assert found.arguments == {"data_seed": (None, 7)}
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
-def test_weights_of_runs_without_log_lines(tmp_path, capsys, kind):
+def test_weights_are_compared_without_log_lines(tmp_path, capsys, kind):
     """The state of both runs has no log lines, as of a run that was shorter than logging_steps."""
     runs = [str(tmp_path / name) for name in "abcd"]
     weights = {"a": torch.ones(3), "b": torch.full((3,), float("nan"))}
@@ -83,48 +83,48 @@ def test_weights_of_runs_without_log_lines(tmp_path, capsys, kind):
         folder.mkdir(parents=True)
         (folder / "trainer_state.json").write_text('{"global_step": 4}')
         (save_file if kind == "model.safetensors" else torch.save)(values, folder / kind)
-    status, shown = command(capsys, *runs[:2])
+    status, shown = run_diff(capsys, *runs[:2])
     assert status == 0 and shown.out.startswith("The runs are equal in what was recorded: weights.\n")
     assert "weights        equal, 2 tensors compared" in shown.out
-    status, shown = command(capsys, "--json", runs[0], runs[2])
+    status, shown = run_diff(capsys, "--json", runs[0], runs[2])
     text = "2 of 3 elements differ by up to 0.25, relatively 0.2"
     assert status == 1 and json.loads(shown.out)["partings"]["weights"] == {"step": 4, "name": "a", "values": text}
-    status, shown = command(capsys, runs[0], runs[3])
+    status, shown = run_diff(capsys, runs[0], runs[3])
     assert status == 1 and "a and d differ from step 4 in weights." in shown.out
     assert "step 4, b: only in the first run" in shown.out
     Path(runs[1], "checkpoint-4", kind).unlink()
-    status, shown = command(capsys, *runs[:2])
+    status, shown = run_diff(capsys, *runs[:2])
     assert status == 2 and "Nothing to compare" in shown.err
 
 
-def test_json_of_two_checkpoints(run, tmp_path, capsys):
-    folder = shutil.copytree(run("a"), tmp_path / "changed")
+def test_json_has_first_different_step_of_two_checkpoints(folder_of, tmp_path, capsys):
+    folder = shutil.copytree(folder_of("a"), tmp_path / "changed")
     for state in folder.glob("checkpoint-*/trainer_state.json"):
         content = json.loads(state.read_text())
         for line in content["log_history"]:
             if line["step"] >= 8 and "grad_norm" in line:
                 line["grad_norm"] *= 2
         state.write_text(json.dumps(content))
-    status, shown = command(capsys, "--json", f"{run('a')}/checkpoint-12", f"{folder}/checkpoint-12")
+    status, shown = run_diff(capsys, "--json", f"{folder_of('a')}/checkpoint-12", f"{folder}/checkpoint-12")
     found = json.loads(shown.out)
     assert status == 1 and found["equal"] is False
     assert list(found["partings"]) == ["gradient norm"] and found["partings"]["gradient norm"]["step"] == 8
 
 
-def test_a_run_that_is_shorter(run):
-    found = compare(run("a"), run("a") + "/checkpoint-6")
+def test_shorter_run_is_compared_by_common_steps(folder_of):
+    found = compare(folder_of("a"), folder_of("a") + "/checkpoint-6")
     assert found.steps == (12, 6) and not found.partings and not found.is_equal
-    text = f"The runs are equal in all 6 common steps; {Path(run('a')).name} continues to step 12.\n"
+    text = f"The runs are equal in all 6 common steps; {Path(folder_of('a')).name} continues to step 12.\n"
     assert str(found).startswith(text) and "versions" not in str(found)
 
 
-def test_what_one_run_does_not_record(run, tmp_path):
+def test_values_recorded_by_one_run_only_are_named(folder_of, tmp_path):
     folder = tmp_path / "bare"
     folder.mkdir()
     lines = [{"step": 2, "loss": float("nan")}, {"step": 2, "eval_f1": 1.0}]
     state = {"global_step": 12, "log_history": lines, "epoch": 1.0}
     (folder / "trainer_state.json").write_text(json.dumps(state))
-    found = compare(run("a"), str(folder))
+    found = compare(folder_of("a"), str(folder))
     assert found.arguments is None and found.only_in_one["eval_f1"] == "bare"
     assert found.partings["loss"].step == 2
     assert "arguments      not recorded" in str(found)
@@ -132,28 +132,28 @@ def test_what_one_run_does_not_record(run, tmp_path):
 
 
 @pytest.mark.newest_peer
-def test_a_run_of_transformers_is_equal_to_ours(run, tmp_path):
+def test_run_of_transformers_equals_ours(folder_of, tmp_path):
     build("transformers", "plain", tmp_path, **SETTINGS)[0].train()
-    found = compare(run("a"), str(tmp_path))
+    found = compare(folder_of("a"), str(tmp_path))
     assert found.arguments == {} and found.partings == {} and found.is_equal
 
 
-def test_values_that_differ_in_their_last_digits_are_shown_whole():
+def test_values_differing_in_the_last_digits_are_shown_in_full():
     assert _pair((1.23456789, 2.0)) == "1.23457 | 2" and _pair((1.0000000001, 1.0)) == "1.0000000001 | 1.0"
 
 
-def test_errors_say_what_to_do(run, tmp_path, capsys):
-    status, shown = command(capsys, run("a"), str(tmp_path / "none"))
+def test_errors_say_what_to_do(folder_of, tmp_path, capsys):
+    status, shown = run_diff(capsys, folder_of("a"), str(tmp_path / "none"))
     assert status == 2 and f"{tmp_path / 'none'} does not exist: pass a run's output_dir" in shown.err
     missing = [str(tmp_path / name) for name in ("one", "two")]
-    status, shown = command(capsys, *missing)
+    status, shown = run_diff(capsys, *missing)
     assert status == 2 and f"{missing[0]} and {missing[1]} do not exist" in shown.err
-    folder = shutil.copytree(run("a"), tmp_path / "damaged")
+    folder = shutil.copytree(folder_of("a"), tmp_path / "damaged")
     (folder / "checkpoint-12" / "training_args.bin").write_bytes(b"x")
-    status, shown = command(capsys, run("a"), str(folder))
+    status, shown = run_diff(capsys, folder_of("a"), str(folder))
     assert status == 2 and "save the arguments again with trainer.save_model()" in shown.err
     (folder / "trainer_state.json").write_text("{")
-    status, shown = command(capsys, run("a"), str(folder))
+    status, shown = run_diff(capsys, folder_of("a"), str(folder))
     assert (
         status == 2 and "trainer_state.json cannot be read" in shown.err and "Pass a complete checkpoint" in shown.err
     )
@@ -168,7 +168,7 @@ def test_saved_arguments_are_read_as_values(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_saved_arguments_of_transformers(tmp_path):
+def test_saved_arguments_of_transformers_are_read(tmp_path):
     args = transformers.TrainingArguments(str(tmp_path), learning_rate=3e-4, use_cpu=True, report_to="none")
     torch.save(args, tmp_path / "training_args.bin")
     found = read_arguments(tmp_path / "training_args.bin")
@@ -177,16 +177,16 @@ def test_saved_arguments_of_transformers(tmp_path):
 
 def test_saved_arguments_run_no_code(tmp_path):
     trace = tmp_path / "trace"
-    torch.save(Mischief(trace), tmp_path / "training_args.bin")
+    torch.save(MaliciousPickle(trace), tmp_path / "training_args.bin")
     with pytest.raises(DamagedCheckpoint, match="cannot be read"):
         read_arguments(tmp_path / "training_args.bin")
     assert not trace.exists()
 
 
 @pytest.mark.parametrize("state", [None, 3, [], "x", {"log_history": [{"step": [1], "loss": 1.0}]}])
-def test_any_state(run, capsys, tmp_path, state):
+def test_invalid_trainer_state_is_refused(folder_of, capsys, tmp_path, state):
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
-    status, shown = command(capsys, run("a"), str(tmp_path))
+    status, shown = run_diff(capsys, folder_of("a"), str(tmp_path))
     if isinstance(state, dict):
         assert status == 2 and "Nothing to compare" in shown.err
     else:

@@ -1,4 +1,4 @@
-"""`python -m hftrainer doctor`: what is there, what is missing, and no secret."""
+"""`python -m hftrainer doctor` shows what is installed, what is missing, and no secret."""
 
 import importlib.metadata
 import json
@@ -29,7 +29,7 @@ VERSIONS = {"torch": "2.13.0", "lightning": "2.6.6", "matplotlib": "3.11", "s3fs
 
 
 @pytest.fixture
-def installed(monkeypatch):
+def installed_versions(monkeypatch):
     versions = dict(VERSIONS)
 
     def version(name):
@@ -42,16 +42,16 @@ def installed(monkeypatch):
     return versions
 
 
-def run(capsys, *words):
+def run_doctor(capsys, *words):
     with pytest.raises(SystemExit) as ended:
         main(["doctor", *words])
     return ended.value.code, capsys.readouterr().out
 
 
-def test_a_machine_that_is_ready(installed, capsys):
+def test_ready_machine_has_no_problems(installed_versions, capsys):
     trackers = {tracker.install.split()[0] for tracker in INTEGRATIONS.values() if tracker.install}
-    installed.update(dict.fromkeys(trackers, "1.0"))
-    status, text = run(capsys, "--json")
+    installed_versions.update(dict.fromkeys(trackers, "1.0"))
+    status, text = run_doctor(capsys, "--json")
     found = json.loads(text)
     assert status == 0 and found["ready"] and found["missing"] == {}
     assert found["versions"]["torch"] == "2.13.0" and found["versions"]["transformers"] is None
@@ -59,33 +59,33 @@ def test_a_machine_that_is_ready(installed, capsys):
     assert found["devices"]["used"] == devices.detect_device_type()
     assert found["launchers"].keys() == doctor.LAUNCHERS.keys()
     assert found["disks"]["folder"]["path"] == os.getcwd()
-    status, text = run(capsys)
+    status, text = run_doctor(capsys)
     assert status == 0 and "  transformers not installed" in text and "Not installed, and needed" not in text
 
 
-def test_what_is_missing_and_the_command(installed, capsys, monkeypatch):
+def test_missing_packages_are_named_with_the_pip_command(installed_versions, capsys, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: [*REQUIRES, "mlflow>=2.14; extra == 'mlflow'"])
-    del installed["matplotlib"], installed["gcsfs"]
-    assert "needs mlflow" in run(capsys)[1]
-    installed["mlflow-skinny"] = "3.1"
-    status, text = run(capsys)
+    del installed_versions["matplotlib"], installed_versions["gcsfs"]
+    assert "needs mlflow" in run_doctor(capsys)[1]
+    installed_versions["mlflow-skinny"] = "3.1"
+    status, text = run_doctor(capsys)
     assert status == 0 and "needs mlflow" not in text
     assert "output_dir='gs://...' (needs gcsfs): pip install gcsfs" in text and "s3fs 1" in text
     assert "plots in model cards (needs matplotlib): pip install 'hftrainer[plot]'" in text
-    installed["lightning"] = "2.7.1"
-    status, text = run(capsys)
+    installed_versions["lightning"] = "2.7.1"
+    status, text = run_doctor(capsys)
     assert status == 1
     assert "hftrainer needs lightning<2.7,>=2.6.0, not 2.7.1: pip install --upgrade hftrainer" in text
 
 
-def test_a_release_of_transformers_that_is_newer_than_known(installed, capsys):
-    installed["transformers"] = f"{NEWEST}.1"
-    assert "newer" not in run(capsys)[1]
-    installed["transformers"] = "6.1.0"
-    assert f"transformers 6.1.0 is newer than {NEWEST}, the newest release that this hftrainer" in run(capsys)[1]
+def test_newer_transformers_than_known_is_reported(installed_versions, capsys):
+    installed_versions["transformers"] = f"{NEWEST}.1"
+    assert "newer" not in run_doctor(capsys)[1]
+    installed_versions["transformers"] = "6.1.0"
+    assert f"transformers 6.1.0 is newer than {NEWEST}, the newest release that this hftrainer" in run_doctor(capsys)[1]
 
 
-def test_a_folder_that_is_not_installed(monkeypatch):
+def test_package_not_installed_with_pip_is_reported(monkeypatch):
     def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -95,7 +95,7 @@ def test_a_folder_that_is_not_installed(monkeypatch):
     )
 
 
-def test_each_extra_says_what_it_is_for():
+def test_every_extra_has_a_description():
     section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
     assert set(re.findall(r"^([\w-]+) = \[", section, re.M)) - {"test", "docs", "dev"} == doctor.EXTRAS.keys()
 
@@ -108,22 +108,22 @@ SECRETS = {
 
 
 @pytest.mark.parametrize("words", [(), ("--json",)])
-def test_secrets_are_never_printed(installed, capsys, monkeypatch, words):
+def test_secrets_are_never_printed(installed_versions, capsys, monkeypatch, words):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("WANDB_PROJECT", "visible")
-    text = run(capsys, *words)[1]
+    text = run_doctor(capsys, *words)[1]
     assert "topsecret" not in text
     assert re.search("WANDB_PROJECT\\W+visible", text)
     assert {name: value for name, value in environment().items() if name in SECRETS} == dict.fromkeys(SECRETS, "set")
 
 
-def test_no_secret_is_among_the_values_that_are_printed():
+def test_variables_with_printed_values_are_no_secrets():
     assert not [name for name in PRINTABLE if re.search("TOKEN$|KEY|SECRET|PASSWORD|CREDENTIAL|URI|URL", name)]
 
 
-def test_variables_that_the_sources_read_are_shown(monkeypatch):
-    """Those of MPI, SLURM and TPUs are read by tables, and shown by what they lead to."""
+def test_every_variable_that_the_sources_read_is_shown(monkeypatch):
+    """Variables of MPI, SLURM and TPUs are read from tables, and shown by their effect."""
     files = [*(ROOT / "hftrainer").rglob("*.py"), *(ROOT / "adapters").rglob("*.py")]
     read = {name for path in files for name in re.findall(r'environ(?:\.get\(|\[)"([A-Z_]+)"', path.read_text())}
     assert {"COMET_MODE", "OMP_NUM_THREADS", "MASTER_PORT"} <= read
@@ -132,7 +132,7 @@ def test_variables_that_the_sources_read_are_shown(monkeypatch):
     assert read - {"SSH_CONNECTION", "NO_COLOR", "TERM"} <= environment().keys()
 
 
-def test_gpus_that_torch_does_not_see(monkeypatch):
+def test_gpus_hidden_from_torch_are_reported(monkeypatch):
     monkeypatch.setattr("torch.utils.collect_env.get_gpu_info", lambda run: "NVIDIA H100, 81559 MiB")
     monkeypatch.setattr(devices, "detect_device_type", lambda: "cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -142,7 +142,7 @@ def test_gpus_that_torch_does_not_see(monkeypatch):
     assert any("CUDA_VISIBLE_DEVICES hides them: unset it" in problem for problem in doctor.make_report()["problems"])
 
 
-def test_a_small_disk_and_a_wrong_launcher(monkeypatch):
+def test_small_disk_and_wrong_launcher_variable_are_reported(monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(64 << 20, 0, 64 << 20))
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "many")

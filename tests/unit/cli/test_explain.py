@@ -1,4 +1,4 @@
-"""`python -m hftrainer explain`: what becomes of each argument."""
+"""`python -m hftrainer explain` says what becomes of each argument."""
 
 import inspect
 import json
@@ -18,13 +18,13 @@ from tests.support.arguments import CASES
 
 @pytest.fixture
 def explain(capsys):
-    def run(*words: str) -> SimpleNamespace:
+    def run_explain(*words: str) -> SimpleNamespace:
         with pytest.raises(SystemExit) as ended:
             main(["explain", *words])
         shown = capsys.readouterr()
         return SimpleNamespace(returncode=ended.value.code or 0, stdout=shown.out, stderr=shown.err)
 
-    return run
+    return run_explain
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def explain_script(processes, tmp_path):
 
 
 @pytest.mark.filterwarnings("default::FutureWarning")
-def test_command_line(tmp_path, explain):
+def test_arguments_of_a_command_line_are_explained(tmp_path, explain):
     done = explain("--gradient_accumulation_steps", "4", "--do_train", "--learning_rate", "3e-4", "--no_cuda")
     assert (done.returncode, done.stderr) == (0, "note: Old names of training arguments: no_cuda is now use_cpu\n")
     text = done.stdout
@@ -45,7 +45,7 @@ def test_command_line(tmp_path, explain):
     assert not list(tmp_path.iterdir())
 
 
-def test_refused(explain):
+def test_refused_arguments_exit_with_status_1(explain):
     done = explain("--fp16_opt_level", "O2", "--mp_parameters", "a=b")
     assert done.returncode == 1
     assert "  fp16_opt_level='O2': " in done.stdout
@@ -66,7 +66,7 @@ def test_wrong_values_are_refused_once(explain):
 
 
 @pytest.mark.parametrize("words", [("--json", "--max_steps", "3"), ("--max_steps", "3", "--json")])
-def test_json(words, explain):
+def test_json_has_argument_value_kind_and_detail(words, explain):
     done = explain(*words)
     detail = "Optimizer steps; a value above 0 overrides `num_train_epochs`."
     assert json.loads(done.stdout)["arguments"] == [
@@ -96,14 +96,14 @@ def test_json(words, explain):
         (["--lr_scheduler_kwargs", '{"num_cycle": 2}'], "lr_scheduler_kwargs of 'linear': unknown ['num_cycle']"),
     ],
 )
-def test_wrong_arguments(words, message, explain):
+def test_wrong_argument_says_what_to_type(words, message, explain):
     done = explain(*words)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_help_of_one_argument(explain):
+def test_name_of_an_argument_alone_shows_its_help(explain):
     assert explain("learning_rate").stdout.startswith("--learning_rate ") and explain("bf16").stdout.startswith(
         "--bf16 "
     )
@@ -113,12 +113,12 @@ def test_help_of_one_argument(explain):
     assert explain("--help").stdout.count("\n") < 24 and explain("--help-all").stdout.count("\n") > 500
 
 
-#: The other two have their default in the table.
+#: The cases of the other two have their defaults, which are not explained.
 EXPLAINED = [name for name in CASES if name not in ("use_cpu", "disable_tqdm")]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xb0", b"[1]", b"a: [1", b"3"])
-def test_a_file_that_is_no_configuration(tmp_path, explain, content):
+def test_invalid_lightning_config_file_is_refused(tmp_path, explain, content):
     path = tmp_path / "settings.yaml"
     if content is not None:
         path.write_bytes(content)
@@ -129,7 +129,7 @@ def test_a_file_that_is_no_configuration(tmp_path, explain, content):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.usefixtures("deepspeed_installed")
 @pytest.mark.parametrize("name", EXPLAINED)
-def test_every_argument(name):
+def test_every_argument_is_explained(name):
     """An old name is explained by its new one."""
     case = CASES[name]
     explained = Seq2SeqTrainingArguments(**case.settings, **{name: case.value}).explain()
@@ -140,7 +140,7 @@ def test_every_argument(name):
     assert argument == name or name not in lines
 
 
-def test_defaults_and_tokens():
+def test_defaults_are_summed_up_and_tokens_hidden():
     assert "All arguments have their defaults." in str(TrainingArguments().explain())
     assert "secret" not in str(TrainingArguments(hub_token="secret").explain())
     args = TrainingArguments(use_cpu=True, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch")
@@ -149,7 +149,7 @@ def test_defaults_and_tokens():
     assert {line.argument for line in args.explain().lines} == names
 
 
-def test_the_call_is_one_that_lightning_takes():
+def test_explained_keywords_are_accepted_by_lightnings_trainer():
     keywords = make_plan(ResolvedArguments(TrainingArguments("x", bf16=True, use_cpu=True))).trainer_keywords()
     assert keywords.keys() <= inspect.signature(pl.Trainer.__init__).parameters.keys()
     trainer = pl.Trainer(**keywords, logger=False, enable_progress_bar=False, enable_model_summary=False)
@@ -181,7 +181,7 @@ ENDINGS = {
 
 
 @pytest.fixture
-def script(tmp_path):
+def write_script(tmp_path):
     def write(ending: str, library: str = "hftrainer") -> str:
         path = tmp_path / "train.py"
         path.write_text(SCRIPT.format(ending=ENDINGS[ending], library=library))
@@ -200,8 +200,8 @@ def script(tmp_path):
         ("fails", 1, 7, "train.py ended before its Trainer with OSError: not cached. These are the arguments that it "),
     ],
 )
-def test_script(script, explain_script, tmp_path, ending, status, steps, message):
-    done = explain_script("--json", script(ending), "--bf16", "--learning_rate", "3e-4")
+def test_script_is_explained_up_to_its_trainer(write_script, explain_script, tmp_path, ending, status, steps, message):
+    done = explain_script("--json", write_script(ending), "--bf16", "--learning_rate", "3e-4")
     assert done.returncode == status, done.stderr
     given = {line["argument"]: line["value"] for line in json.loads(done.stdout)["arguments"]}
     assert given.get("max_steps") == steps
@@ -212,8 +212,8 @@ def test_script(script, explain_script, tmp_path, ending, status, steps, message
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", *written}
 
 
-def test_script_as_a_module(script, explain_script):
-    script("Trainer", "transformers")
+def test_script_run_as_a_module_is_explained(write_script, explain_script):
+    write_script("Trainer", "transformers")
     done = explain_script("-m", "train", "--bf16")
     assert done.returncode == 0, done.stderr
     assert "  max_steps=7" in done.stdout and "bf16-mixed" in done.stdout
@@ -221,7 +221,7 @@ def test_script_as_a_module(script, explain_script):
     assert (missing.returncode, missing.stderr) == (2, "python -m hftrainer explain: error: no module named 'nomod'\n")
 
 
-def test_script_without_arguments(tmp_path, explain_script):
+def test_script_without_training_arguments_is_named(tmp_path, explain_script):
     (tmp_path / "train.py").write_text("raise OSError('not cached.')")
     done = explain_script("train.py")
     assert done.returncode == 1 and "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""`python -m hftrainer plot`: a picture and a page of one run or several."""
+"""`python -m hftrainer plot` draws a picture and a page of one run or several."""
 
 import json
 import math
@@ -25,8 +25,8 @@ from tests.support.parity import accuracy, train
 from tests.support.tiny import make_plain, plain_data
 
 
-def test_a_log_without_weights_and_steps(tmp_path):
-    """As they are in git: folders of checkpoints with the log alone, and lines that scripts have added."""
+def test_logs_without_weights_are_drawn(tmp_path):
+    """As kept in git: checkpoint folders with the log alone, and lines that scripts have added."""
     log = [{"epoch": 1, "loss": 3.0, "step": 4}, {"predict_loss": 0.5}, {"epoch": 2, "loss": 2.0, "step": 8}]
     for step in (8, 10):
         folder = tmp_path / f"checkpoint-{step}"
@@ -45,7 +45,7 @@ def runs(tmp_path_factory):
     return list(map(str, folders))
 
 
-def test_curves(runs):
+def test_run_has_curves_of_loss_metrics_rate_and_norm(runs):
     found = logged_curves(read_run(runs[0]))
     assert {panel: sorted(lines) for panel, lines in found.items() if lines} == {
         "loss": ["eval_loss", "loss"],
@@ -58,7 +58,7 @@ def test_curves(runs):
     assert found["metrics"]["eval_accuracy"][0] == [5, 10, 15, 20]
 
 
-def test_picture_and_page(runs, tmp_path):
+def test_plot_writes_a_picture_and_a_page(runs, tmp_path):
     from matplotlib.image import imread
 
     written = plot(runs, html=True, out=str(tmp_path / "both.png"))
@@ -73,14 +73,14 @@ def test_picture_and_page(runs, tmp_path):
     assert plot(runs) == [os.path.join(runs[0], "comparison.png")]
 
 
-def test_a_checkpoint_is_left_as_it_is(runs):
+def test_plot_of_a_checkpoint_is_written_beside_it(runs):
     checkpoint = os.path.join(runs[0], "checkpoint-10")
     before = sorted(os.listdir(checkpoint))
     assert plot([checkpoint]) == [os.path.join(runs[0], "training-10.png")]
     assert sorted(os.listdir(checkpoint)) == before
 
 
-def test_colours_dashes_and_the_best(tmp_path):
+def test_curves_have_colours_dashes_and_a_best_value(tmp_path):
     """One run has a colour for each curve; of several each has one, and a curve the same dash in all."""
     logs = {"a": ["loss", "eval_loss", "eval_f1"], "b": ["eval_loss", "loss"]}
     for run, names in logs.items():
@@ -99,15 +99,15 @@ def test_colours_dashes_and_the_best(tmp_path):
     assert {(line.run, line.mark) for line in both} == {("a", "o"), ("b", "s")}
 
 
-def test_marks_tell_curves_of_runs_apart_that_coincide():
-    """In black and white: about ten marks each, at other points. One run has marks only where points are few."""
+def test_marks_separate_coinciding_curves_of_runs():
+    """Each has about ten marks, at other points than the other; one run has marks only where points are few."""
     steps = [float(step) for step in range(100)]
     first, second = (Curve("loss", "loss", steps, steps, run=mark, mark=mark).marked for mark in "os")
     assert len(first) == len(second) == 10 and not set(first) & set(second)
     assert [len(Curve("loss", "loss", steps[:count], steps[:count]).marked) for count in (29, 30)] == [29, 0]
 
 
-def test_command_line(runs, tmp_path, capsys):
+def test_command_prints_a_table_of_several_runs(runs, tmp_path, capsys):
     main(["plot", *runs, "--out", str(tmp_path / "a.png")])
     path, empty, header, *rows = capsys.readouterr().out.splitlines()
     assert path == str(tmp_path / "a.png") and not empty
@@ -124,7 +124,7 @@ def test_command_line(runs, tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path / 'a.png'}\n"
 
 
-def test_nothing_to_draw(tmp_path):
+def test_folder_without_logs_is_refused(tmp_path):
     with pytest.raises(InvalidArgument, match=r"has no logs of a run \(no journal\.jsonl, no checkpoint\)"):
         plot([str(tmp_path)])
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "epoch": 1.0}]}))
@@ -135,7 +135,7 @@ def test_nothing_to_draw(tmp_path):
 
 
 @pytest.mark.parametrize(("package", "html"), [("matplotlib.figure", False), ("plotly.graph_objects", True)])
-def test_missing_packages(runs, tmp_path, monkeypatch, package, html):
+def test_missing_plot_package_is_named(runs, tmp_path, monkeypatch, package, html):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackage, match=r"pip install 'hftrainer\[plot\]'"):
         plot(runs, html=html, out=str(tmp_path / "a.png"))
@@ -153,7 +153,7 @@ SPEEDS = {
 }
 
 
-def observe(folder):
+def write_observed_run(folder):
     journal = Journal(str(folder))
     journal.write("begin", 0, max_steps=30, world_size=1, device="cpu", pid=1, host="there", resumed_from=None)
     for step, speed in ((10, 17.5), (20, 35.0)):
@@ -164,8 +164,8 @@ def observe(folder):
     return str(folder)
 
 
-def test_speeds_and_shares_of_an_observed_run(tmp_path):
-    drawn = read_curves([observe(tmp_path)])
+def test_observed_run_has_panels_for_speeds_and_shares(tmp_path):
+    drawn = read_curves([write_observed_run(tmp_path)])
     panels = {line.name: line.panel for line in drawn}
     assert panels.keys() == SPEEDS.keys() | {"loss", "step_share"} and len(set(panels.values())) == 7
     assert {name for name, panel in panels.items() if panel == SHARES} == {
@@ -184,24 +184,24 @@ def test_speeds_and_shares_of_an_observed_run(tmp_path):
         "Peak memory (MB)",
         "waiting for data",
     }
-    assert labels <= {*texts_of(picture)}
+    assert labels <= {*texts_in_svg(picture)}
 
 
-def test_speeds_do_not_tell_runs_apart(tmp_path):
+def test_speeds_are_left_out_of_compared_values(tmp_path):
     """For `diff`, which compares what is computed."""
     state = TrainerState(log_history=[{"loss": 1.0, "step": 1, **SPEEDS}])
     assert [name for _, name, _ in logged(state)] == ["loss"]
 
 
-def test_a_run_that_is_ahead_of_its_checkpoint(tmp_path):
+def test_journal_continues_the_log_of_the_checkpoint(tmp_path):
     (tmp_path / "checkpoint-10").mkdir()
     write_log(tmp_path / "checkpoint-10", [{"loss": 7.0, "step": 10}])
-    loss = next(line for line in read_curves([observe(tmp_path)]) if line.name == "loss")
+    loss = next(line for line in read_curves([write_observed_run(tmp_path)]) if line.name == "loss")
     assert (loss.steps, loss.values) == ([10, 20], [7.0, 2.0])
 
 
 @pytest.mark.parametrize(("loss", "evaluated"), [(2.0, [10, 20]), (9.0, [])])
-def test_evaluations_after_the_last_save_of_their_step(tmp_path, loss, evaluated):
+def test_evaluations_after_the_last_save_come_from_the_journal(tmp_path, loss, evaluated):
     """The journal alone has them, before a resume too. A journal of an earlier run, with other losses, is not shown."""
     write_log(tmp_path / "checkpoint-20", [{"loss": loss, "step": step, "epoch": 1.0} for step in (10, 20)])
     journal = Journal(str(tmp_path))
@@ -213,8 +213,8 @@ def test_evaluations_after_the_last_save_of_their_step(tmp_path, loss, evaluated
     assert found["loss"] == ([10, 20], [loss] * 2) and found.get("eval_loss", ([],))[0] == evaluated
 
 
-def test_a_table_of_observed_runs(tmp_path, capsys):
-    runs = [observe(tmp_path / "a"), observe(tmp_path / "b")]
+def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys):
+    runs = [write_observed_run(tmp_path / "a"), write_observed_run(tmp_path / "b")]
     main(["plot", *runs, "--out", str(tmp_path / "a.png")])
     _, _, header, *rows, _, explanation = capsys.readouterr().out.splitlines()
     titles = ["steps", "last loss", "best loss", "mean samples per second", "mean tokens per second", "time", "goodput"]
@@ -236,7 +236,7 @@ def write_log(folder, log):
     return str(folder)
 
 
-def test_values_that_are_no_numbers(tmp_path):
+def test_values_that_are_not_numbers_are_left_out(tmp_path):
     log = [
         {"loss": 2.0, "note": "text", "flag": True, "step": 1},
         {"loss": float("nan"), "eval_matrix": [[1]], "eval_runtime": 3.0, "step": 2},
@@ -248,20 +248,20 @@ def test_values_that_are_no_numbers(tmp_path):
     assert header.endswith("highest  not finite") and row.endswith("nan       2        2           2")
 
 
-def texts_of(path):
+def texts_in_svg(path):
     return [" ".join(text.split()) for text in re.findall(r"<!-- (.*?) -->", Path(path).read_text(), re.DOTALL)]
 
 
-def test_a_loss_that_the_filter_has_hidden_is_not_drawn():
+def test_loss_hidden_by_the_nan_filter_is_not_drawn():
     lines = [{"loss": 1.0, "grad_norm": 2.0, "step": 1}, {"loss": 0.0, "grad_norm": math.nan, "step": 2}]
     steps, values = logged_curves(TrainerState(log_history=lines))["loss"]["loss"]
     assert steps == [1, 2] and values[0] == 1.0 and math.isnan(values[1])
 
 
-def test_a_loss_that_is_not_finite_is_marked(tmp_path):
+def test_first_loss_that_is_not_finite_is_marked(tmp_path):
     log = [{"loss": float("nan") if step > 4 else 1.0, "step": step} for step in range(1, 9)]
     plot([write_log(tmp_path / "run", log)], html=True, out=str(tmp_path / "a.svg"))
-    assert "loss is not finite at step 5" in texts_of(tmp_path / "a.svg")
+    assert "loss is not finite at step 5" in texts_in_svg(tmp_path / "a.svg")
     assert "loss is not finite at step 5" in (tmp_path / "a.html").read_text()
 
 
@@ -278,26 +278,26 @@ def test_each_metric_has_a_panel(tmp_path):
     ]
 
 
-def test_several_evaluation_sets_share_a_panel_in_their_order(tmp_path, capsys):
+def test_evaluation_sets_share_a_panel_in_their_order(tmp_path, capsys):
     log = [{"step": 1, f"eval_{data}_f1": 0.5, f"eval_{data}_loss": 1.0} for data in ("val", "train")]
     runs = [write_log(tmp_path / run, log) for run in "ab"]
     assert [line.panel for line in read_curves(runs[:1])] == ["loss", "loss", "f1", "f1"]
     main(["plot", *runs, "--out", str(tmp_path / "a.svg")])
     assert "best eval_val_loss  best eval_train_loss" in capsys.readouterr().out
     assert {"a, b", "F1", "a · best eval_val_loss 1"} <= {
-        text.replace("\xa0", " ") for text in texts_of(tmp_path / "a.svg")
+        text.replace("\xa0", " ") for text in texts_in_svg(tmp_path / "a.svg")
     }
 
 
 def test_curves_and_runs_differ_in_black_and_white(tmp_path):
-    """Also where colours repeat: losses in their dash, runs in their mark."""
+    """Where colours repeat, losses differ in their dash and runs in their mark."""
     losses = {f"{name}_loss": 1.0 for name in "abcdefghijkl"}
     runs = [write_log(tmp_path / str(number), [{"step": 1, "loss": 1.0, **losses}]) for number in range(9)]
     assert len({(line.colour, line.dash) for line in read_curves(runs[:1])}) == 13
     assert len({(line.colour, line.mark) for line in read_curves(runs)}) == 9
 
 
-def test_a_long_run_is_drawn_by_its_extremes(tmp_path):
+def test_long_run_is_drawn_with_its_extremes(tmp_path):
     losses = [float(step % 7) for step in range(10_000)]
     losses[1234], losses[8765] = 90.0, -90.0
     path = write_log(tmp_path / "long", [{"step": step, "loss": loss} for step, loss in enumerate(losses)])
@@ -309,7 +309,7 @@ def test_a_long_run_is_drawn_by_its_extremes(tmp_path):
     assert len(page) < 5_500_000 and "faint: logged values; strong: their running mean" in page
 
 
-def test_of_several_runs_the_share_of_training_is_shown(tmp_path):
+def test_several_runs_show_the_share_of_time_spent_training(tmp_path):
     log = [{"step": 1, "loss": 1.0, "data_wait": 0.2, "eval_share": 0.0, "save_share": 0.1}]
     runs = [write_log(tmp_path / name, log) for name in "ab"]
     assert list(dict.fromkeys(line.panel for line in read_curves(runs))) == ["loss", "share of time spent training"]
@@ -320,7 +320,7 @@ def test_of_several_runs_the_share_of_training_is_shown(tmp_path):
 
 
 @pytest.mark.parametrize(("other", "scale"), [(1e-3, "linear"), (2e-5, "log")])
-def test_a_log_scale_for_learning_rates_that_differ_50_fold(tmp_path, other, scale):
+def test_learning_rates_that_differ_50_fold_get_a_log_scale(tmp_path, other, scale):
     rates = {"a": [0.0, 1e-3, 1e-5, 0.0], "b": [0.0, other, other / 2, 0.0]}
     for run, values in rates.items():
         write_log(tmp_path / run, [{"step": step, "learning_rate": rate} for step, rate in enumerate(values)])
@@ -331,20 +331,20 @@ def test_a_log_scale_for_learning_rates_that_differ_50_fold(tmp_path, other, sca
 @pytest.mark.parametrize(
     ("seconds", "unit", "last"), [(100, "seconds", 100), (120, "minutes", 2), (9000, "hours", 2.5)]
 )
-def test_the_unit_of_the_time_axis_follows_the_span(tmp_path, seconds, unit, last):
+def test_time_axis_unit_follows_the_span(tmp_path, seconds, unit, last):
     begin = {"time": 1000.0, "event": "begin", "step": 0}
     log = {"time": 1000.0 + seconds, "event": "log", "step": 1, "logs": {"loss": 1.0}}
     (tmp_path / "journal.jsonl").write_text(f"{json.dumps(begin)}\n{json.dumps(log)}\n")
     assert [(line.x, line.steps) for line in read_curves([str(tmp_path)], "time")] == [(unit, [last])]
 
 
-def test_a_page_that_loads_plotly_from_the_network(runs, tmp_path, capsys):
+def test_cdn_page_loads_plotly_from_the_network(runs, tmp_path, capsys):
     main(["plot", runs[0], "--cdn", "--out", str(tmp_path / "a.png")])
     assert re.fullmatch(r"\S+a\.png\n\S+a\.html \(\d+\.?\d* kB\)\n", capsys.readouterr().out)
     assert '<script charset="utf-8" src="https://cdn.plot.ly' in (tmp_path / "a.html").read_text()
 
 
-def make_plotted(tmp_path, **settings):
+def make_trainer(tmp_path, **settings):
     args = TrainingArguments(
         str(tmp_path / "out"), max_steps=4, use_cpu=True, save_strategy="no", disable_tqdm=True, **settings
     )
@@ -352,38 +352,38 @@ def make_plotted(tmp_path, **settings):
 
 
 def test_callback_draws_when_training_ends(tmp_path):
-    trainer = make_plotted(tmp_path, logging_steps=1)
+    trainer = make_trainer(tmp_path, logging_steps=1)
     trainer.train()
     assert (tmp_path / "out" / "training.png").read_bytes().startswith(b"\x89PNG")
     assert {line.label for line in curves_of_run(trainer.state)} == {"loss", "learning rate", "gradient norm"}
 
 
-def test_callback_of_a_run_that_logged_nothing(tmp_path, caplog):
-    make_plotted(tmp_path, logging_strategy="no").train()
+def test_callback_warns_when_nothing_was_logged(tmp_path, caplog):
+    make_trainer(tmp_path, logging_strategy="no").train()
     assert "PlotCallback: the log of the run has nothing" in caplog.text
     assert not (tmp_path / "out" / "training.png").exists()
 
 
 def test_callback_draws_on_the_main_process_only(tmp_path):
-    trainer = make_plotted(tmp_path, logging_steps=1)
+    trainer = make_trainer(tmp_path, logging_steps=1)
     trainer.is_world_process_zero = lambda: False
     trainer.train()
     assert not (tmp_path / "out" / "training.png").exists()
 
 
-def test_callback_without_matplotlib(monkeypatch):
+def test_callback_needs_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingPackage, match=r"pip install 'hftrainer\[plot\]'"):
         PlotCallback()
 
 
-def test_json(runs, tmp_path, capsys):
+def test_json_lists_the_written_files(runs, tmp_path, capsys):
     main(["plot", runs[0], "--html", "--json", "--out", str(tmp_path / "a.png")])
     assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / "a.png"), str(tmp_path / "a.html")]}
 
 
 @pytest.fixture
-def opened(monkeypatch):
+def opened_urls(monkeypatch):
     found = []
     monkeypatch.setattr("webbrowser.open", found.append)
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
@@ -392,46 +392,46 @@ def opened(monkeypatch):
 
 
 @pytest.fixture
-def show(tmp_path, monkeypatch, capsys):
-    def show_plot(*words, terminal=True):
+def show_plot(tmp_path, monkeypatch, capsys):
+    def plot_and_read(*words, terminal=True):
         monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
         main(["plot", *words, "--out", str(tmp_path / "a.png")])
         return capsys.readouterr().out
 
-    return show_plot
+    return plot_and_read
 
 
-def test_a_terminal_without_a_desktop_shows_text(runs, tmp_path, monkeypatch, opened, show):
+def test_terminal_without_a_desktop_shows_text(runs, tmp_path, monkeypatch, opened_urls, show_plot):
     monkeypatch.setattr("sys.platform", "linux")
-    text = show(runs[0])
+    text = show_plot(runs[0])
     picture, _, first, *_ = text.splitlines()
     assert picture == str(tmp_path / "a.png") and first.startswith("loss ")
-    assert "eval_accuracy " in text and " lowest " in text and opened == []
+    assert "eval_accuracy " in text and " lowest " in text and opened_urls == []
 
 
-def test_a_desktop_shows_the_file(runs, tmp_path, monkeypatch, opened, show):
+def test_desktop_opens_the_file(runs, tmp_path, monkeypatch, opened_urls, show_plot):
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("DISPLAY", ":0")
-    assert show(runs[0]) == f"{tmp_path / 'a.png'}\n"
-    show(runs[0], "--html")
-    assert opened == [(tmp_path / "a.png").as_uri(), (tmp_path / "a.html").as_uri()]
-    show(runs[0], terminal=False)
-    assert len(opened) == 2
+    assert show_plot(runs[0]) == f"{tmp_path / 'a.png'}\n"
+    show_plot(runs[0], "--html")
+    assert opened_urls == [(tmp_path / "a.png").as_uri(), (tmp_path / "a.html").as_uri()]
+    show_plot(runs[0], terminal=False)
+    assert len(opened_urls) == 2
 
 
-def test_a_notebook_shows_the_picture(runs, tmp_path, monkeypatch, opened, show):
+def test_notebook_shows_the_picture(runs, tmp_path, monkeypatch, opened_urls, show_plot):
     shown = []
     monkeypatch.setattr("hftrainer.callbacks.progress_bar.is_in_notebook", lambda: True)
     monkeypatch.setattr("hftrainer.callbacks.progress_bar.show_in_notebook", shown.append)
-    show(runs[0], "--html")
-    assert shown == [str(tmp_path / "a.png")] and opened == []
+    show_plot(runs[0], "--html")
+    assert shown == [str(tmp_path / "a.png")] and opened_urls == []
 
 
 @pytest.mark.parametrize(
     ("largest", "last", "scales"),
     [(2.0, 0.8, ["linear", "linear"]), (70.0, 0.8, ["linear", "log"]), (2.0, 0.01, ["log", "linear"])],
 )
-def test_a_log_scale_for_an_outlier_among_gradient_norms_and_for_losses_of_two_orders(tmp_path, largest, last, scales):
+def test_outlying_norms_and_wide_losses_get_a_log_scale(tmp_path, largest, last, scales):
     norms = [1.0, 1.2, largest, last]
     log = [{"step": step, "grad_norm": norm, "loss": norm} for step, norm in enumerate(norms)]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
@@ -444,7 +444,7 @@ def test_a_log_scale_for_an_outlier_among_gradient_norms_and_for_losses_of_two_o
     assert f"<title>Training run {tmp_path.name}</title>" in page
 
 
-def test_text():
+def test_curves_are_described_in_a_text_table():
     rising = Curve("loss", "a", [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 7.0])
     flat = Curve("metrics", "longer", [2.0, 4.0], [5.0, 5.0])
     assert describe_curves([rising, flat]).splitlines() == [
@@ -455,7 +455,7 @@ def test_text():
 
 
 @pytest.mark.parametrize("width", [12, 5])
-def test_columns_that_do_not_fit_follow_below(width):
+def test_table_columns_that_do_not_fit_follow_below(width):
     rows = [("", "loss", "f1"), ("run a", "0.5", "1")]
     whole, parts = "       loss  f1\nrun a   0.5   1", "       loss\nrun a   0.5\n\n       f1\nrun a   1"
     assert (align(rows), align(rows, len("run a   0.5   1")), align(rows, width)) == (whole, whole, parts)
@@ -465,26 +465,26 @@ def test_columns_that_do_not_fit_follow_below(width):
     "lines",
     [[{"step": 1, "loss": 10**400}, {"step": 2, "loss": 1}], [{"step": [1], "loss": 1}], [{"step": "a", "loss": 1}]],
 )
-def test_any_log(tmp_path, lines):
+def test_odd_log_values_still_give_a_picture(tmp_path, lines):
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": lines}))
     main(["plot", str(tmp_path)])
     assert (tmp_path / "training.png").is_file()
 
 
-def test_a_panel_of_one_of_several_runs_names_it(tmp_path):
+def test_panel_with_one_of_several_runs_names_it(tmp_path):
     """Where panels do not fill a grid, the first is wider."""
     log = [{"step": step, "loss": 1.0, "learning_rate": step * 1e-4} for step in (1, 2)]
     runs = [write_log(tmp_path / "a", log), write_log(tmp_path / "b", [{**line, "eval_f1": 0.5} for line in log])]
     owners = {(line.run, line.name): line.owner for line in read_curves(runs)}
     assert {key: owner for key, owner in owners.items() if owner} == {("b", "eval_f1"): "b"}
     plot(runs, html=True, out=str(tmp_path / "c.svg"))
-    assert {"a", "b", "eval_f1", "best", "1e-4", "2e-4"} <= {*texts_of(tmp_path / "c.svg")}
+    assert {"a", "b", "eval_f1", "best", "1e-4", "2e-4"} <= {*texts_in_svg(tmp_path / "c.svg")}
     page = (tmp_path / "c.html").read_text()
     assert '"xaxis2.domain": [0.0, 1.0]' in page and '"xaxis4.domain": [0.56, 1.0]' in page
     assert "<body>a, b <small" in page and '<meta name="viewport"' in page
 
 
-def test_any_name_of_a_folder(tmp_path, capsys):
+def test_odd_folder_names_are_refused(tmp_path, capsys):
     (tmp_path / "loop").symlink_to("loop")
     for name in ("x" * 5000, str(tmp_path / "loop")):
         with pytest.raises(SystemExit) as ended:
@@ -493,7 +493,7 @@ def test_any_name_of_a_folder(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("metric", "is_greater", "best"), [("f1", None, 1), ("eval_f1", False, 2), ("loss", None, 0)])
-def test_the_star_is_at_the_best_value_of_metric_for_best_model(tmp_path, metric, is_greater, best):
+def test_star_marks_the_best_value_of_metric_for_best_model(tmp_path, metric, is_greater, best):
     log = [{"step": step, "loss": 1.0, "eval_loss": step, "eval_f1": f1} for step, f1 in ((1, 0.5), (2, 0.7), (3, 0.2))]
     write_log(tmp_path, log)
     args = TrainingArguments(str(tmp_path), metric_for_best_model=metric, greater_is_better=is_greater, use_cpu=True)
@@ -502,17 +502,17 @@ def test_the_star_is_at_the_best_value_of_metric_for_best_model(tmp_path, metric
     assert marked == {f"eval_{metric.removeprefix('eval_')}": best}
 
 
-def test_a_pointer_of_git_lfs_in_place_of_the_arguments(runs, tmp_path):
+def test_git_lfs_pointer_in_place_of_training_args_is_ignored(runs, tmp_path):
     write_log(tmp_path, [{"step": 1, "loss": 1.0}])
     (tmp_path / "training_args.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
     assert not any(line.settings for line in read_curves([runs[0], str(tmp_path)]))
 
 
-def test_a_picture_and_its_page_have_the_same_axes(tmp_path, monkeypatch):
+def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **settings: figures.append(figure))
     monkeypatch.setattr("plotly.graph_objects.Figure.to_html", lambda figure, **settings: figures.append(figure) or "")
-    observe(tmp_path)
+    write_observed_run(tmp_path)
     losses = [{"step": step, "loss": loss, "eval_f1": 0.5} for step, loss in ((5, 1000.0), (10, 0.1))]
     write_log(tmp_path, losses)
     plot([str(tmp_path)], html=True)
@@ -534,20 +534,20 @@ def test_a_picture_and_its_page_have_the_same_axes(tmp_path, monkeypatch):
     ]
 
 
-def test_epochs_and_time_on_the_horizontal_axis(runs, tmp_path, capsys):
-    observe(tmp_path)
+def test_horizontal_axis_may_be_epochs_or_time(runs, tmp_path, capsys):
+    write_observed_run(tmp_path)
     events = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
     seconds = [event["time"] - events[0]["time"] for event in events if event["event"] == "log"]
     for x, label, steps in (("epoch", "Epoch", [0.1, 0.2]), ("time", "Time (seconds)", seconds)):
         assert read_curves([str(tmp_path)], x)[0].steps == steps
         main(["plot", str(tmp_path), "--x", x, "--out", str(tmp_path / "a.svg")])
-        assert label in texts_of(tmp_path / "a.svg")
+        assert label in texts_in_svg(tmp_path / "a.svg")
     with pytest.raises(SystemExit):
         main(["plot", runs[0], "--x", "time"])
     assert "has no times (it ran without observe=True): leave out --x time or that run." in capsys.readouterr().err
 
 
-def test_many_losses_have_a_running_mean():
+def test_100_losses_or_more_get_a_running_mean():
     values = [float(step % 2) for step in range(100)]
     values[50] = math.nan
     steps = list(map(float, range(100)))
@@ -558,8 +558,8 @@ def test_many_losses_have_a_running_mean():
     assert math.isnan(mean[50]) and mean[51] == pytest.approx(3 / 4)
 
 
-def test_runs_of_several_legends(tmp_path):
-    """Arguments without effect do not tell runs apart."""
+def test_legend_names_runs_and_their_best_values(tmp_path):
+    """Arguments without effect on the result are not named."""
     for run in ("a", "b"):
         write_log(tmp_path / run, [{"step": step, "loss": 1.0, "eval_f1": 0.5, "eval_loss": 1.0} for step in (1, 2)])
         args = TrainingArguments(str(tmp_path / run), logging_steps=1 + (run == "b"), observe=run == "b", use_cpu=True)
@@ -567,7 +567,7 @@ def test_runs_of_several_legends(tmp_path):
     path = tmp_path / "c.svg"
     plot([str(tmp_path / "a"), str(tmp_path / "b")], out=str(path), html=True)
     described = {"a · best eval_loss 1", "b · best eval_loss 1"}
-    assert described <= {*texts_of(path)}
+    assert described <= {*texts_in_svg(path)}
     shown = re.findall(r'"name":"([^"]*)"', path.with_suffix(".html").read_text().split("Plotly.newPlot")[-1])
     assert {json.loads(f'"{name}"').replace("\xa0", " ") for name in shown} == described | {
         *("loss", "eval_loss", "best", *(f"best {run}: {name}" for run in "ab" for name in ("eval_loss", "eval_f1"))),
@@ -576,8 +576,8 @@ def test_runs_of_several_legends(tmp_path):
 
 
 @pytest.mark.parametrize("loss", [1.0, 2.0])
-def test_the_last_of_several_runs_in_a_folder(tmp_path, loss):
-    """A copy of one run, whose log begins the other's, may have any times."""
+def test_last_of_several_runs_in_a_folder_is_read(tmp_path, loss):
+    """The times of files do not count for a copy, whose log begins like the other's."""
     for step, value in ((20, 1.0), (10, loss)):
         folder = tmp_path / f"checkpoint-{step}"
         write_log(folder, [{"step": each, "loss": value} for each in range(step)])
@@ -585,7 +585,7 @@ def test_the_last_of_several_runs_in_a_folder(tmp_path, loss):
     assert len(read_run(str(tmp_path)).log_history) == (20 if loss == 1.0 else 10)
 
 
-def test_runs_and_metrics_in_the_order_of_their_numbers(tmp_path, capsys):
+def test_runs_and_metrics_are_sorted_by_number(tmp_path, capsys):
     log = [{"step": step, "loss": 1.0, **dict.fromkeys(("eval_k10", "eval_k2"), 0.1)} for step in (1, 2)]
     runs = [write_log(tmp_path / f"run-{number}", log) for number in (10, 2)]
     main(["plot", *runs, "--json", "--out", str(tmp_path / "a.png")])
@@ -598,7 +598,7 @@ def test_runs_and_metrics_in_the_order_of_their_numbers(tmp_path, capsys):
 def test_four_runs_are_drawn_by_their_means(tmp_path):
     """The picture says so, and which of them have no speeds."""
     log = [{"step": step, "loss": 0.01 ** (step / 99)} for step in range(100)]
-    runs = [write_log(tmp_path / run, log) for run in "bcd"] + [observe(tmp_path / "a")]
+    runs = [write_log(tmp_path / run, log) for run in "bcd"] + [write_observed_run(tmp_path / "a")]
     plot(runs, html=True)
     page = (tmp_path / "b" / "comparison.html").read_text()
     assert "curves of 100 values or more: the running mean" in page
@@ -616,32 +616,32 @@ def test_four_runs_are_drawn_by_their_means(tmp_path):
         (["lr-0.01", "lr-0.0013"], [{"learning_rate": 0.01}, {"learning_rate": 0.001}]),
     ],
 )
-def test_names_of_runs_that_have_the_argument(names, settings):
+def test_argument_in_the_names_of_runs_is_not_repeated(names, settings):
     """It is not repeated, unless it is only a part of a number, or not in the names of all."""
     assert differing_arguments([{"learning_rate": rate} for rate in (0.01, 0.001)], names) == settings
 
 
-def test_a_slow_first_interval_does_not_squeeze_the_others(tmp_path):
+def test_slow_first_interval_does_not_squeeze_the_others(tmp_path):
     log = [{"step": step, "step_seconds": 12.0 if step == 1 else 0.1} for step in range(1, 11)]
     plot([write_log(tmp_path / "run", log)], html=True)
     page = (tmp_path / "run" / "training.html").read_text()
     assert '"Seconds per step (highest: 12)"},"type":"linear","range":[0,0.21' in page
 
 
-def test_a_picture_has_twelve_metrics_and_a_page_all(tmp_path):
+def test_picture_has_twelve_metrics_and_page_has_all(tmp_path):
     metrics = {f"eval_f{number}": 0.5 for number in range(20)}
     folder = write_log(tmp_path / "run", [{"step": 1, "loss": 1.0, **metrics}])
     args = TrainingArguments(folder, metric_for_best_model="f19", use_cpu=True)
     torch.save(args, tmp_path / "run" / "training_args.bin")
     plot([folder], html=True, out=str(tmp_path / "a.svg"))
-    drawn = [name for name in metrics if name in texts_of(tmp_path / "a.svg")]
+    drawn = [name for name in metrics if name in texts_in_svg(tmp_path / "a.svg")]
     assert drawn == [f"eval_f{number}" for number in (*range(11), 19)]
-    assert any("without 8 of 20 metrics" in text for text in texts_of(tmp_path / "a.svg"))
+    assert any("without 8 of 20 metrics" in text for text in texts_in_svg(tmp_path / "a.svg"))
     page = (tmp_path / "a.html").read_text()
     assert all(f'"text":"{name}"' in page for name in metrics)
 
 
-def test_a_page_in_a_narrow_window_has_one_column(tmp_path):
+def test_page_in_a_narrow_window_has_one_column(tmp_path):
     plot([write_log(tmp_path / "run", [{"step": 1, "loss": 1.0, "eval_f1": 0.5}])], html=True)
     script = (tmp_path / "run" / "training.html").read_text().split("wide.matches ? ")[1]
     wide, end = json.JSONDecoder().raw_decode(script)

@@ -1,4 +1,4 @@
-"""Metrics that are no numbers: a checkpoint is written, and read again."""
+"""Metrics that are not numbers are written to a checkpoint and read again."""
 
 import json
 
@@ -22,12 +22,12 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_values(name):
+def test_metric_becomes_json(name):
     value, expected = VALUES[name]
     assert json.loads(json.dumps(as_json(value, "m"))) == expected
 
 
-def test_what_json_does_not_have_is_named_once(caplog):
+def test_value_that_json_lacks_is_named_once(caplog):
     for _ in range(2):
         assert as_json({"a": [object]}, "metrics") == {"a": ["<class 'object'>"]}
     assert [record.getMessage() for record in caplog.records] == [
@@ -35,8 +35,8 @@ def test_what_json_does_not_have_is_named_once(caplog):
     ]
 
 
-@pytest.mark.parametrize("value", [np.arange(3.0), torch.ones(2), {1, 2}, {"a": np.float64(1)}, object()])
-def test_runs_go_on(tmp_path, value):
+@pytest.mark.parametrize("value", [np.arange(3.0), torch.ones(2), {1, 2}, {"a": np.float64(1)}, object], ids=str)
+def test_metric_that_is_no_number_survives_save_and_resume(tmp_path, value):
     """Reported in huggingface/transformers#39616: the first save ended the run, and left no checkpoint."""
 
     def run(resume=None):

@@ -1,4 +1,4 @@
-"""Columns that `remove_unused_columns` removes: an error of who reads them names it."""
+"""Code that reads a column which `remove_unused_columns` has removed gets an error that names it."""
 
 import datasets
 import pytest
@@ -26,18 +26,18 @@ def collate(rows):
 @pytest.mark.parametrize("make_data", [datasets.Dataset.from_list, list], ids=["Dataset", "list"])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("reads", ["collator", "loss"])
-@pytest.mark.parametrize("act", [lambda trainer: trainer.train(), lambda trainer: trainer.evaluate()])
-def test_who_reads_a_removed_column(tmp_path, make_data, workers, reads, act):
+@pytest.mark.parametrize("method", ["train", "evaluate"])
+def test_reading_a_removed_column_names_it(tmp_path, make_data, workers, reads, method):
     given = {"train_dataset": make_data(ROWS), "eval_dataset": make_data(ROWS)}
     given |= {"data_collator": collate} if reads == "collator" else {}
     settings = {"dataloader_num_workers": workers, "max_steps": 1}
     trainer_class = (lambda library: Weighs) if reads == "loss" else (lambda library: library.Trainer)
     trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, trainer_class=trainer_class, **settings)
     with pytest.raises(RemovedColumn, match=r"the column 'weight', .*remove_unused_columns=False"):
-        act(trainer)
+        getattr(trainer, method)()
 
 
-def test_texts_that_nobody_tokenized(tmp_path):
+def test_collator_error_names_removed_text_columns(tmp_path):
     def refuse(rows):
         raise ValueError("You should supply an encoding")
 
@@ -70,7 +70,7 @@ TEXT = "'x' is text ('hello') in the samples, but the default collator needs num
         (make_plain(), {"x": [1.0] * 8}, "Not all samples of this batch have 'labels', but the first has."),
     ],
 )
-def test_inputs_that_the_collator_drops(tmp_path, model, sample, message):
+def test_error_explains_inputs_missing_from_the_batch(tmp_path, model, sample, message):
     args = hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, train_sampling_strategy="sequential")
     first = {"labels": 0, **sample} if "x" in sample else sample
     with pytest.raises((TypeError, ValueError, RuntimeError, KeyError)) as caught:
@@ -80,7 +80,7 @@ def test_inputs_that_the_collator_drops(tmp_path, model, sample, message):
     assert not any("The samples also have" in each for each in told)
 
 
-def test_other_keys_are_as_they_were(tmp_path):
+def test_other_key_errors_stay_unchanged(tmp_path):
     class Wrong(hftrainer.Trainer):
         def compute_loss(self, *args, **kwargs):
             return {}["key"]

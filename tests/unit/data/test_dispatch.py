@@ -1,4 +1,4 @@
-"""What the main process hands out is what that of accelerate does, over many sizes."""
+"""The main process dispatches batches to the ranks as accelerate's does, over many sizes."""
 
 import itertools
 from types import SimpleNamespace
@@ -10,8 +10,8 @@ from hftrainer.data.loader_plan import group_batches, split_groups
 from tests.support.tiny import Numbers
 
 
-def handed_out_by_accelerate(count, size, processes, split, drop_last):
-    """The parts of each round, as its slices of the main process's batch are cut."""
+def dispatched_by_accelerate(count, size, processes, split, drop_last):
+    """The parts of each round, as accelerate slices the main process's batch."""
     from accelerate.data_loader import DataLoaderDispatcher
 
     found = []
@@ -29,7 +29,7 @@ def handed_out_by_accelerate(count, size, processes, split, drop_last):
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("split", [False, True])
-def test_the_main_process_hands_out_as_that_of_accelerate(processes, split, drop_last):
+def test_dispatched_batches_match_accelerate(processes, split, drop_last):
     for count, factor in itertools.product(range(1, 20), range(1, 4)):
         size = factor * processes if split else factor
         if drop_last and count < (size if split else size * processes):
@@ -37,10 +37,10 @@ def test_the_main_process_hands_out_as_that_of_accelerate(processes, split, drop
         loader = torch.utils.data.DataLoader(Numbers(count), batch_size=size, drop_last=drop_last)
         read = group_batches(iter(loader), 1 if split else processes, drop_last)
         ours = [[part.tolist() for part in group] for group in split_groups(read, processes, drop_last)]
-        assert ours == handed_out_by_accelerate(count, size, processes, split, drop_last)
+        assert ours == dispatched_by_accelerate(count, size, processes, split, drop_last)
 
 
-def test_batches_in_containers_are_handed_out():
+def test_nested_batches_are_split_for_the_ranks():
     batch = {"x": torch.arange(4), "nested": [torch.arange(8).reshape(4, 2), (torch.arange(4) * 2,)]}
     (first, second) = next(split_groups(iter([[batch]]), 2, False))
     assert first["x"].tolist() == [0, 1]

@@ -1,4 +1,4 @@
-"""Runs that change their size: which samples each global batch has, whatever cuts it into micro-batches of ranks."""
+"""A run that changes its size keeps the samples of each global batch, however ranks and micro-batches divide it."""
 
 import os
 import random
@@ -42,7 +42,7 @@ class Stream(IterableDataset):
 
 
 class StreamWithState(Stream):
-    """Knows where it is, and what it has passed on."""
+    """Saves its position, and notes the samples that it has passed on."""
 
     def __init__(self, count):
         super().__init__(count)
@@ -62,11 +62,11 @@ class StreamWithState(Stream):
         self.position = 0
 
 
-def of_datasets(count):
+def datasets_stream(count):
     return Dataset.from_dict({"index": range(count)}).to_iterable_dataset(num_shards=min(3, count))
 
 
-STREAMS = {"stream": Stream, "with state": StreamWithState, "of datasets": of_datasets}
+STREAMS = {"stream": Stream, "with state": StreamWithState, "of datasets": datasets_stream}
 
 
 def collate(samples):
@@ -88,13 +88,13 @@ class Lazy(Sampler):
             yield left.pop(int(torch.randint(len(left), ())))
 
 
-def by_length(count, size):
+def sort_by_length(count, size):
     return LengthGroupedSampler(size, lengths=[index * 7 % 11 for index in range(count)])
 
 
 SAMPLERS = {
     "random": lambda count, size: RandomSampler(range(count)),
-    "by length": by_length,
+    "by length": sort_by_length,
     "of a script": lambda count, size: Lazy(count),
     "with a generator": lambda count, size: RandomSampler(range(count), generator=torch.Generator().manual_seed(3)),
     "in order": lambda count, size: range(count),
@@ -137,7 +137,7 @@ def read_steps(loaders, epoch, skipped, size, global_batch, state=None):
     ]
 
 
-def sizes(global_batch):
+def possible_sizes(global_batch):
     """Batch sizes and numbers of processes that make such global batches."""
     return [
         (size, processes)
@@ -148,7 +148,7 @@ def sizes(global_batch):
 
 
 @pytest.mark.parametrize("kind", [*SAMPLERS, *STREAMS])
-def test_each_step_has_the_samples_of_the_undisturbed_run(kind):
+def test_resized_run_has_the_same_samples_in_each_step(kind):
     """Random runs over two epochs, which change their size after random steps."""
     draw = random.Random(kind)
     for _ in range(RUNS):
@@ -161,7 +161,7 @@ def test_each_step_has_the_samples_of_the_undisturbed_run(kind):
             expected = read_steps(whole, epoch, 0, global_batch, global_batch)
             found = []
             while len(found) < len(expected):
-                size, processes = draw.choice(sizes(global_batch))
+                size, processes = draw.choice(possible_sizes(global_batch))
                 loaders = make_loaders(*make, size, global_batch, processes, drop_last=drop_last)
                 if kind not in STREAMS:
                     assert len(loaders[0]) * size * processes == len(expected) * global_batch
@@ -179,7 +179,7 @@ def test_each_step_has_the_samples_of_the_undisturbed_run(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "stream", "of datasets"])
-def test_workers_read_the_same(kind):
+def test_loading_processes_read_the_same_samples(kind):
     for size, processes in ((4, 2), (2, 4), (8, 1)):
         alone = make_loaders(kind, 30, size, 8, processes)
         with_workers = make_loaders(kind, 30, size, 8, processes, workers=2)
@@ -188,7 +188,7 @@ def test_workers_read_the_same(kind):
 
 @pytest.mark.parametrize("kind", ["with state", "of datasets"])
 @pytest.mark.parametrize(("size", "processes"), [(8, 1), (2, 1), (2, 2), (1, 4)])
-def test_a_stream_goes_on_from_its_state(kind, size, processes):
+def test_stream_continues_from_its_saved_state(kind, size, processes):
     """What was read is not read again, but for the first two samples, which complete the last step of 30."""
     before = make_loaders(kind, 30, 4, 8, 1)
     expected = read_steps(before, 1, 0, 4, 8)
@@ -204,7 +204,7 @@ def test_a_stream_goes_on_from_its_state(kind, size, processes):
         assert [each.source.passed_on for each in after] == [order[16:] + order[:2]] * processes
 
 
-def test_the_accumulation_follows():
+def test_accumulation_steps_follow_from_the_global_batch():
     assert accumulation_steps(24, 4, 2) == 3
     assert accumulation_steps(24, 24, 1) == 1
     with pytest.raises(InvalidArgument) as refused:
@@ -217,7 +217,7 @@ def test_the_accumulation_follows():
 
 
 @pytest.mark.parametrize(("make_model", "make_data"), [(make_bert, text_data), (make_llama, language_data)])
-def test_a_loss_does_not_depend_on_the_micro_batches(tmp_path, make_model, make_data):
+def test_loss_does_not_depend_on_micro_batch_size(tmp_path, make_model, make_data):
     """A classifier, which accepts `num_items_in_batch` and ignores it, and a language model with items to predict."""
     losses = []
     for size in (8, 4, 2):
@@ -246,7 +246,7 @@ class Pairs(BatchSampler):
         ({"dataset": range(8), "batch_size": 2}, {"even_batches": False}, "must have their defaults"),
     ],
 )
-def test_what_cannot_be_cut_again(settings, config, message):
+def test_batches_that_cannot_be_resized_are_refused(settings, config, message):
     with pytest.raises(UnsupportedArgument, match=f"elastic=True: .*{message}"):
         PreparedDataLoader(
             DataLoader(**settings),

@@ -49,14 +49,14 @@ def make_sources(kind="map-style"):
     return {"code": Stream(sources["code"]), "chat": sources["chat"]} if kind == "both" else sources
 
 
-def run(folder, sources=None, resume=None, **settings):
+def train_mixture(folder, sources=None, resume=None, **settings):
     """Train; returns the Trainer, and the micro-batches that it read: the index of each sample, and the loss."""
     defaults = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "logging_steps": 3, "max_steps": 14}
     defaults |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "mixture_weights": WEIGHTS}
     args = hftrainer.TrainingArguments(str(folder), **{**defaults, "save_strategy": "no", **settings})
     read = []
 
-    class Reads(hftrainer.Trainer):
+    class RecordingTrainer(hftrainer.Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
             indices = inputs["x"][:, 0].int().tolist()
             inputs["x"][:, 0] = 0
@@ -64,12 +64,12 @@ def run(folder, sources=None, resume=None, **settings):
             read.append((indices, loss.item()))
             return loss
 
-    trainer = Reads(make_plain(), args, train_dataset=make_sources() if sources is None else sources)
+    trainer = RecordingTrainer(make_plain(), args, train_dataset=make_sources() if sources is None else sources)
     trainer.train(resume_from_checkpoint=resume)
     return trainer, read
 
 
-def lines_of(trainer):
+def loss_lines(trainer):
     return [line for line in trainer.state.log_history if "loss" in line]
 
 
@@ -78,7 +78,7 @@ def lines_of(trainer):
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 16])
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [0.97, 0.02, 0.01], [1, 1, 1], [5, 0, 3]])
-def test_proportions(weights, micro_batches):
+def test_plan_keeps_the_proportions_at_every_step(weights, micro_batches):
     names = dict.fromkeys(map(str, range(len(weights))))
     shares = make_shares(dict(zip(names, weights, strict=True)), 1.0, names)
     plan = MixturePlan(shares, len(weights), micro_batches, seed=3)
@@ -92,18 +92,18 @@ def test_proportions(weights, micro_batches):
     assert plan.drawn.tolist() == [drawn[source] for source in range(len(weights))]
 
 
-def test_function_of_the_step():
+def test_weights_may_be_a_function_of_the_step():
     plan = MixturePlan(make_shares(more_chat_later, 1.0, SIZES), 2, 10, seed=0)
     steps = [sorted(source for source, _ in plan.next_step()) for _ in range(8)]
     assert steps == [[0] * 7 + [1] * 3] * 5 + [[1] * 10] * 3
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(1, [0.8, 0.2]), (2, [2 / 3, 1 / 3]), (1e9, [0.5, 0.5])])
-def test_weights_by_size(temperature, expected):
+def test_temperature_flattens_weights_by_size(temperature, expected):
     assert make_shares(None, temperature, {"code": 80, "chat": 20})(0) == pytest.approx(expected)
 
 
-def test_goes_on_from_any_step():
+def test_plan_continues_from_any_step():
     plan = MixturePlan(make_shares(WEIGHTS, 1.0, SIZES), 2, 4, seed=1)
     steps = [plan.next_step() for _ in range(20)]
     for step in (19, 3, 0, 7):
@@ -114,10 +114,10 @@ def test_goes_on_from_any_step():
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("map-style", 0), ("streams", 0), ("streams", 2), ("both", 0)])
-def test_batches_and_log(tmp_path, kind, workers):
-    trainer, read = run(tmp_path, make_sources(kind), dataloader_num_workers=workers)
+def test_each_batch_has_one_source_and_logs_are_by_source(tmp_path, kind, workers):
+    trainer, read = train_mixture(tmp_path, make_sources(kind), dataloader_num_workers=workers)
     losses = collections.defaultdict(lambda: [0.0, 0])
-    for number, line in enumerate(lines_of(trainer)):
+    for number, line in enumerate(loss_lines(trainer)):
         assert line["loss"] == line["loss/code"] + line["loss/chat"]
         micro_batches = read[9 * number : 9 * number + 9]
         losses.clear()
@@ -141,33 +141,33 @@ def test_batches_and_log(tmp_path, kind, workers):
             assert sorted(each) == [added + index for index in range(size)]
     if kind == "map-style":
         assert passes[0] != passes[1]  # another order
-        assert lines_of(trainer)[-1]["epoch/chat"] == pytest.approx(len(samples["chat"]) / 7, abs=1)
+        assert loss_lines(trainer)[-1]["epoch/chat"] == pytest.approx(len(samples["chat"]) / 7, abs=1)
 
 
-def test_orders_follow_from_the_seed(tmp_path):
-    (_, first), (_, again), (_, other) = (run(tmp_path, seed=seed) for seed in (1, 1, 2))
+def test_sample_order_follows_from_the_seed(tmp_path):
+    (_, first), (_, again), (_, other) = (train_mixture(tmp_path, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
-    _, given = run(tmp_path, train_sampling_strategy="sequential")
+    _, given = train_mixture(tmp_path, train_sampling_strategy="sequential")
     code = [index for indices, _ in given for index in indices if index < 1000]
     assert code == [index % 20 for index in range(len(code))]
 
 
 def test_epochs_have_whole_steps(tmp_path):
-    trainer, read = run(tmp_path, max_steps=-1, num_train_epochs=2)
+    trainer, read = train_mixture(tmp_path, max_steps=-1, num_train_epochs=2)
     assert trainer.state.global_step == 2 * 5  # 27 samples, 6 in a step
     assert len(read) == 30
 
 
-def test_column_names_the_source(tmp_path):
+def test_mixture_column_names_the_source(tmp_path):
     rows = [
         {"x": row["x"].tolist(), "labels": row["labels"], "kind": name}
         for name, of in make_sources().items()
         for row in of
     ]
     random.Random(0).shuffle(rows)
-    trainer, read = run(tmp_path, datasets.Dataset.from_list(rows), mixture_column="kind")
+    trainer, read = train_mixture(tmp_path, datasets.Dataset.from_list(rows), mixture_column="kind")
     assert all(len({index >= 1000 for index in indices}) == 1 for indices, _ in read)
-    assert {name for line in lines_of(trainer) for name in line if name.startswith("loss/")} == {
+    assert {name for line in loss_lines(trainer) for name in line if name.startswith("loss/")} == {
         "loss/code",
         "loss/chat",
     }
@@ -183,18 +183,18 @@ def test_column_names_the_source(tmp_path):
     ],
     ids=["map-style", "loading processes", "streams", "loading process of streams", "function"],
 )
-def test_resumes_to_the_bit(tmp_path, kind, settings):
+def test_resumed_mixture_is_exact(tmp_path, kind, settings):
     count = int(os.environ.get("FUZZ", "2"))
     given = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 4, "max_steps": max(14, 2 * count), **settings}
-    whole, _ = run(tmp_path, make_sources(kind), **given)
+    whole, _ = train_mixture(tmp_path, make_sources(kind), **given)
     last = whole.state.global_step
     for step in sorted(random.Random(4).sample(range(1, last), k=min(count, last - 1))):
-        resumed, _ = run(tmp_path, make_sources(kind), resume=str(tmp_path / f"checkpoint-{step}"), **given)
-        assert lines_of(resumed) == lines_of(whole)
+        resumed, _ = train_mixture(tmp_path, make_sources(kind), resume=str(tmp_path / f"checkpoint-{step}"), **given)
+        assert loss_lines(resumed) == loss_lines(whole)
         assert_same_weights(resumed.model.state_dict(), whole.model.state_dict())
 
 
-def test_reads_a_micro_batch_at_once():
+def test_dataset_reads_a_micro_batch_at_once():
     sources = {name: datasets.Dataset.from_dict({"x": range(size)}) for name, size in SIZES.items()}
     mixture = MixtureDataset(sources)
     assert mixture.__getitems__([20, 26]) == [{"x": 0}, {"x": 6}]
@@ -202,7 +202,7 @@ def test_reads_a_micro_batch_at_once():
     assert MixtureDataset({"code": [3, 4]}).__getitems__([1, 0]) == [4, 3]
 
 
-def test_second_epoch_goes_on():
+def test_set_epoch_continues_the_plan_at_that_epoch():
     names = [str(number) for number in range(100)]
     sources = {name: range(1000) for name in names}
     plan = MixturePlan(make_shares({name: 1 + number for number, name in enumerate(names)}, 1.0, sources), 100, 8, 0)
@@ -217,10 +217,10 @@ def test_second_epoch_goes_on():
     assert next(iter(again)) == first
 
 
-def test_changed_weights_are_named_at_a_resume(tmp_path, caplog):
+def test_resume_with_changed_weights_warns(tmp_path, caplog):
     given = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
-    run(tmp_path, **given)
-    run(tmp_path, resume=str(tmp_path / "checkpoint-4"), **given, mixture_weights={"code": 1, "chat": 1})
+    train_mixture(tmp_path, **given)
+    train_mixture(tmp_path, resume=str(tmp_path / "checkpoint-4"), **given, mixture_weights={"code": 1, "chat": 1})
     assert "Resuming with mixture=" in caplog.text
 
 
@@ -254,9 +254,9 @@ def test_changed_weights_are_named_at_a_resume(tmp_path, caplog):
         (datasets.Dataset.from_dict({"kinds": ["a"]}), {"mixture_column": "kind"}, "did you mean 'kinds'"),
     ],
 )
-def test_errors(tmp_path, sources, settings, message):
+def test_invalid_mixture_is_refused(tmp_path, sources, settings, message):
     with pytest.raises(InvalidArgument, match=message):
-        run(tmp_path, sources, **settings)
+        train_mixture(tmp_path, sources, **settings)
 
 
 @pytest.mark.parametrize(
@@ -267,6 +267,6 @@ def test_errors(tmp_path, sources, settings, message):
         {"tokens_per_batch": 100},
     ],
 )
-def test_refused_together(tmp_path, settings):
+def test_conflicting_argument_is_refused(tmp_path, settings):
     with pytest.raises(UnsupportedArgument, match=next(iter(settings))):
-        run(tmp_path, **settings)
+        train_mixture(tmp_path, **settings)

@@ -1,4 +1,4 @@
-"""Which random states are recorded before a batch is read: none where reading draws nothing."""
+"""Random states are recorded before a batch is read, but not where reading draws no random numbers."""
 
 import datasets
 import pytest
@@ -43,7 +43,7 @@ WITH_DRAWS = {
 
 
 @pytest.mark.parametrize("given", [*WITHOUT_DRAWS, *WITH_DRAWS])
-def test_may_draw(given):
+def test_random_states_are_recorded_where_reading_may_draw(given):
     settings = {"dataset": ROWS, "collate_fn": default_data_collator, **(WITHOUT_DRAWS | WITH_DRAWS)[given]}
     loader = PreparedDataLoader(DataLoader(**settings), torch.device("cpu"))
     assert may_draw(loader) is (given in WITH_DRAWS)

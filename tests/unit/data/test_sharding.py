@@ -10,7 +10,7 @@ from hftrainer.errors import UnsupportedArgument
 from tests.support.tiny import Numbers
 
 
-def batches(count, size, drop_last):
+def in_order(count, size, drop_last):
     return BatchSampler(SequentialSampler(range(count)), size, drop_last)
 
 
@@ -18,8 +18,8 @@ def batches(count, size, drop_last):
 @pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize("processes", [2, 3, 4])
 @pytest.mark.parametrize("split", [False, True])
-def test_batches_are_those_of_accelerate(processes, split, even, drop_last):
-    """Where each process gets as many; elsewhere it is refused."""
+def test_sharded_batches_match_accelerate(processes, split, even, drop_last):
+    """Where all processes get equally many batches; other sizes are refused."""
     from accelerate.data_loader import BatchSamplerShard
 
     honoured = refused = 0
@@ -27,17 +27,17 @@ def test_batches_are_those_of_accelerate(processes, split, even, drop_last):
         size *= processes if split else 1
         settings = {"split_batches": split, "even_batches": even}
         theirs = [
-            list(BatchSamplerShard(batches(count, size, drop_last), processes, rank, **settings))
+            list(BatchSamplerShard(in_order(count, size, drop_last), processes, rank, **settings))
             for rank in range(processes)
         ]
         if len(set(map(len, theirs))) > 1:
             refused += 1
             with pytest.raises(UnsupportedArgument, match="even_batches"):
-                EvenBatchSampler(batches(count, size, drop_last), ShardSpec(0, processes), split=split, even=even)
+                EvenBatchSampler(in_order(count, size, drop_last), ShardSpec(0, processes), split=split, even=even)
             continue
         for rank in range(processes):
             share = ShardSpec(rank, processes)
-            ours = EvenBatchSampler(batches(count, size, drop_last), share, split=split, even=even)
+            ours = EvenBatchSampler(in_order(count, size, drop_last), share, split=split, even=even)
             assert list(ours) == theirs[rank]
             assert len(ours) == len(theirs[rank])
             honoured += 1
@@ -47,7 +47,7 @@ def test_batches_are_those_of_accelerate(processes, split, even, drop_last):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("processes", [2, 3, 4])
-def test_streams_are_those_of_accelerate(processes, drop_last):
+def test_sharded_streams_match_accelerate(processes, drop_last):
     from accelerate.data_loader import IterableDatasetShard
 
     for count, size, rank in itertools.product(range(30), range(1, 5), range(processes)):
@@ -60,7 +60,7 @@ def test_streams_are_those_of_accelerate(processes, drop_last):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_batches_of_any_size(rank):
+def test_sharded_batches_of_unequal_size_match_accelerate(rank):
     from accelerate.data_loader import BatchSamplerShard
 
     for count in range(9):

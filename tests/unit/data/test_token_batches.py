@@ -68,7 +68,7 @@ def test_batches_keep_the_budget_and_ranks_get_equally_many(kind: Any) -> None:
     assert other != batches
 
 
-def test_a_bucket_has_one_shape_when_completed_or_dropped() -> None:
+def test_bucket_has_one_shape_when_completed_or_dropped() -> None:
     for options in ({"complete": True}, {"drop_last": True}):
         sampler = TokenBatchSampler(LENGTHS, 4096, 0, **options)
         bounds = np.asarray(sampler.boundaries)
@@ -79,7 +79,7 @@ def test_a_bucket_has_one_shape_when_completed_or_dropped() -> None:
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
 @pytest.mark.parametrize("labelled", [True, False])
-def test_flattened_gradients_are_the_padded_ones(tmp_path: Any, kind: str, labelled: bool) -> None:
+def test_flattened_gradients_match_padded_ones(tmp_path: Any, kind: str, labelled: bool) -> None:
     results = []
     for flat in (False, True):
         run = trainer(
@@ -99,7 +99,7 @@ def test_flattened_gradients_are_the_padded_ones(tmp_path: Any, kind: str, label
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_resuming_within_an_epoch(tmp_path: Any, flat: bool) -> None:
+def test_resume_within_an_epoch_is_exact(tmp_path: Any, flat: bool) -> None:
     settings = {"tokens_per_batch": 64, "flatten_batches": flat, "num_train_epochs": 2}
     whole = trainer(tmp_path / "whole", **settings, save_strategy="steps", save_steps=3)
     whole.train()
@@ -110,7 +110,7 @@ def test_resuming_within_an_epoch(tmp_path: Any, flat: bool) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_tokens_are_the_batch_size_that_is_told(tmp_path: Any, caplog: Any) -> None:
+def test_log_and_card_give_the_batch_size_in_tokens(tmp_path: Any, caplog: Any) -> None:
     caplog.set_level("INFO", logger="hftrainer")
     run = trainer(tmp_path, tokens_per_batch=64, gradient_accumulation_steps=3, max_steps=1)
     run.train()
@@ -121,7 +121,7 @@ def test_tokens_are_the_batch_size_that_is_told(tmp_path: Any, caplog: Any) -> N
     assert not {"train_batch_size", "total_train_batch_size"} & told.keys()
 
 
-def test_a_model_that_mixes_the_samples_is_refused(tmp_path: Any) -> None:
+def test_model_that_mixes_flattened_samples_is_refused(tmp_path: Any) -> None:
     class Mixing(transformers.LlamaForCausalLM):
         def forward(self, *args: Any, attention_mask: Any = None, input_ids: Any = None, **others: Any) -> Any:
             mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -132,7 +132,7 @@ def test_a_model_that_mixes_the_samples_is_refused(tmp_path: Any) -> None:
         trainer(tmp_path, model, flatten_batches=True, max_steps=1).train()
 
 
-def test_what_is_refused(tmp_path: Any) -> None:
+def test_conflicting_arguments_are_refused(tmp_path: Any) -> None:
     with pytest.raises(InvalidArgument, match="sample 1 has 9 tokens"):
         TokenBatchSampler([3, 9], 8, 0)
     with pytest.raises(ValueError, match="train_sampling_strategy"):
@@ -175,7 +175,7 @@ def test_torch_compile_compiles_once_for_each_bucket(tmp_path: Any) -> None:
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= len(buckets)
 
 
-def test_padding_in_the_samples_is_left_out():
+def test_flattening_leaves_out_padding_of_the_samples():
     collator = FlatCollator(transformers.DataCollatorWithFlattening())
     padded = [
         {"input_ids": [0, 0, 5, 6], "attention_mask": [0, 0, 1, 1]},
@@ -191,13 +191,13 @@ def test_long_samples_are_packed_one_by_one():
     assert len(PackedBatchSampler([2048] * 1000, 3000, seed=0)) == 1000
 
 
-def test_a_column_of_lengths_that_is_too_low_is_an_error() -> None:
+def test_length_column_that_is_too_low_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="9 tokens, more than any in the column of lengths"):
         BucketCollator(Padding(), [4, 8], "input_ids")([{"input_ids": [1] * 9}])
 
 
 @pytest.mark.parametrize("settings", [{"target_modules": ["embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}])
-def test_adapters_of_embeddings_are_flattened(tmp_path: Any, settings: Any) -> None:
+def test_embedding_adapters_train_on_flattened_batches(tmp_path: Any, settings: Any) -> None:
     config = peft.LoraConfig(**{"target_modules": ["q_proj"], **settings})
     run = trainer(tmp_path, peft.get_peft_model(llama(), config), flatten_batches=True, max_steps=2, learning_rate=0.1)
     before = [weight.clone() for weight in run.model.parameters() if weight.requires_grad]
@@ -206,7 +206,7 @@ def test_adapters_of_embeddings_are_flattened(tmp_path: Any, settings: Any) -> N
     assert run.state.global_step == 2 and not all(map(torch.equal, before, after))
 
 
-def test_samples_of_a_flat_row_are_counted(tmp_path: Any) -> None:
+def test_samples_of_a_flattened_row_are_counted(tmp_path: Any) -> None:
     row = {"input_ids": torch.ones(1, 5, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
     assert count_batch(trainer(tmp_path, flatten_batches=True), row) == (2, 5)
     assert count_batch(trainer(tmp_path), row) == (1, 5)
@@ -228,7 +228,7 @@ class Own(Trainer):
 
 
 @pytest.mark.parametrize("how", ["plain", "batches of batches", "batches", "prepared"])
-def test_a_loader_of_the_script(tmp_path: Any, caplog: Any, how: str) -> None:
+def test_overridden_train_dataloader_with_token_batches(tmp_path: Any, caplog: Any, how: str) -> None:
     args = TrainingArguments(str(tmp_path), tokens_per_batch=64, report_to="none", use_cpu=True, max_steps=2)
     run = Own(llama(), args, train_dataset=samples(), data_collator=pad)
     run.how = how

@@ -1,4 +1,4 @@
-"""What an evaluation saves per batch: calls that change nothing; and what it must not share."""
+"""An evaluation leaves out calls without effect, but respects replaced methods, reused buffers and array losses."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_replaced_gathering_is_called_for_each_batch(make_trainer, replaced):
     assert len(gathered) == 3 * 5  # losses, predictions and labels of five batches
 
 
-def test_gathering_that_is_replaced_during_the_pass(make_trainer):
+def test_gathering_replaced_during_the_pass_is_used(make_trainer):
     trainer, seen = make_trainer(trainer={"compute_metrics": lambda p: {"rows": len(p.predictions)}}), []
     original = trainer.prediction_step
 
@@ -34,12 +34,12 @@ def test_gathering_that_is_replaced_during_the_pass(make_trainer):
         return original(*args, **kwargs)
 
     trainer.prediction_step = step
-    assert trainer.evaluate()["eval_rows"] == 4 + 4 + 1 + 1 + 1
+    assert trainer.evaluate()["eval_rows"] == 4 + 4 + 1 + 1 + 1  # one row of each batch from the third on
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_loss_in_a_buffer_that_the_model_uses_again(make_trainer, batch_size):
-    """As graphs of CUDA do; each batch's loss is kept until four have been moved to the CPU."""
+def test_loss_in_a_buffer_that_is_reused_is_copied(make_trainer, batch_size):
+    """As CUDA graphs do; the losses of four batches are kept before they are moved to the CPU."""
 
     class Reuses(torch.nn.Module):
         def __init__(self):
@@ -55,8 +55,8 @@ def test_loss_in_a_buffer_that_the_model_uses_again(make_trainer, batch_size):
 
 
 @pytest.mark.parametrize(("loss", "mean"), [(np.float64(2), 2), (torch.tensor([1.0, 3.0]), 69 / 35)])
-def test_loss_of_an_override_may_be_an_array(make_trainer, loss, mean):
-    """As in transformers, it is repeated: two numbers become eight for a batch of four, and three for the last."""
+def test_prediction_step_may_return_an_array_as_loss(make_trainer, loss, mean):
+    """As in transformers it is repeated: four batches of four have 1, 3, ... eight times, and the last 1, 3, 1."""
     trainer = make_trainer()
     trainer.prediction_step = lambda *args, **kwargs: (loss, None, None)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(mean)

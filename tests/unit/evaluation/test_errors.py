@@ -1,4 +1,4 @@
-"""What an evaluation cannot do without or cannot use is named."""
+"""An evaluation names the data, loss or metric that is missing or that it cannot use."""
 
 import numpy as np
 import pytest
@@ -20,20 +20,21 @@ from tests.support.tiny import make_plain, plain_data
         ({"valid": [1], "other": [1]}, "it has 'valid', 'other'; did you mean 'valid'"),
     ],
 )
-def test_unknown_evaluation_set(make_args, own, message):
+def test_unknown_evaluation_set_is_named(make_args, own, message):
     with pytest.raises(KeyError, match=message) as caught:
         Trainer(make_plain(), make_args(), eval_dataset=own).evaluate("valud")
     assert isinstance(caught.value, TypeError)  # as in transformers for a list
 
 
-def test_evaluation_without_data(make_args):
+def test_evaluation_without_data_is_refused(make_args, recwarn):
     with pytest.raises(InvalidArgument, match="needs an eval_dataset"):
         Trainer(make_plain(), make_args()).evaluate()
     with pytest.raises(InvalidArgument, match="Evaluation has no batches"):
         Trainer(make_plain(), make_args(), eval_dataset=[]).evaluate()
+    assert not any("_EvaluationBatches" in str(each.message) for each in recwarn)  # by Lightning
 
 
-def test_a_loss_without_its_outputs(make_args):
+def test_compute_loss_without_outputs_is_named(make_args):
     class Alone(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
             return model(**inputs)["loss"]
@@ -44,7 +45,7 @@ def test_a_loss_without_its_outputs(make_args):
         Alone(make_plain(), make_args(), eval_dataset=plain_data(8)).evaluate()
 
 
-def test_predictions_that_do_not_fit(make_args):
+def test_memory_error_suggests_eval_memmap_dir(make_args):
     def fail(_):
         raise MemoryError("too large")
 
@@ -53,7 +54,7 @@ def test_predictions_that_do_not_fit(make_args):
     assert any("eval_memmap_dir keeps predictions on disk" in note for note in caught.value.__notes__)
 
 
-def test_a_metric_that_does_not_fit(make_args):
+def test_failing_torchmetric_is_named_with_its_inputs(make_args):
     metrics = {"of 3": MulticlassAccuracy(3), "accuracy": MulticlassAccuracy(4)}
     with pytest.raises(ValueError, match="preds") as caught:
         Trainer(make_plain(), make_args(), eval_dataset=plain_data(8), compute_metrics=metrics).evaluate()
@@ -61,7 +62,7 @@ def test_a_metric_that_does_not_fit(make_args):
     assert caught.value.__notes__[0] == f"accuracy (MulticlassAccuracy) {note}"
 
 
-def test_a_metric_that_is_an_array(make_args, caplog):
+def test_metric_that_is_an_array_warns_once(make_args, caplog):
     metrics = {"acc": np.zeros(8), "loss": np.float32(1), "one": np.zeros(1), "each": [1.0, 2.0]}
     trainer = Trainer(make_plain(), make_args(), eval_dataset=plain_data(8), compute_metrics=lambda _: metrics)
     for _ in range(2):
@@ -77,7 +78,7 @@ def test_a_metric_that_is_an_array(make_args, caplog):
         ({"a": plain_data(4), "b": []}, {"eval_strategy": "epoch"}, r"eval_dataset\['b'\] is empty"),
     ],
 )
-def test_an_empty_evaluation_set_before_the_first_step(make_args, data, settings, message):
+def test_empty_evaluation_set_is_refused_before_training(make_args, data, settings, message):
     trainer = Trainer(make_plain(), make_args(**settings), train_dataset=plain_data(), eval_dataset=data)
     with pytest.raises(InvalidArgument, match=message):
         trainer.train()
@@ -85,12 +86,6 @@ def test_an_empty_evaluation_set_before_the_first_step(make_args, data, settings
 
 
 @pytest.mark.parametrize("settings", [{}, {"eval_strategy": "steps", "eval_delay": 9}])
-def test_an_empty_evaluation_set_that_is_not_evaluated(make_args, settings):
+def test_unused_empty_evaluation_set_is_accepted(make_args, settings):
     trainer = Trainer(make_plain(), make_args(**settings), train_dataset=plain_data(), eval_dataset=[])
     assert trainer.train().global_step == 2
-
-
-def test_lightning_does_not_describe_our_batches(make_args, recwarn):
-    with pytest.raises(InvalidArgument, match="Evaluation has no batches"):
-        Trainer(make_plain(), make_args(), eval_dataset=[]).evaluate()
-    assert not any("_EvaluationBatches" in str(each.message) for each in recwarn)

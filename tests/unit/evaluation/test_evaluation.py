@@ -32,7 +32,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_torchmetrics(make_trainer, name):
+def test_torchmetrics_match_values_by_hand(make_trainer, name):
     metrics = METRICS[name](MulticlassAccuracy(3, average="micro"))
     trainer = make_trainer(trainer={"compute_metrics": metrics})
     output = Trainer(trainer.model, trainer.args).predict(plain_data(19))
@@ -49,7 +49,7 @@ def test_torchmetrics(make_trainer, name):
     assert output.num_samples == 19
 
 
-def test_torchmetrics_in_training(make_trainer):
+def test_torchmetrics_of_several_sets_are_logged_in_training(make_trainer):
     metrics = {"acc": MulticlassAccuracy(3), "matrix": MulticlassConfusionMatrix(3)}
     data = {"a": plain_data(9), "b": plain_data(20)[9:]}
     best = {"save_strategy": "best", "metric_for_best_model": "a_acc"}
@@ -77,8 +77,8 @@ def test_torchmetrics_get_inputs_and_losses(make_trainer):
     assert seen == [((4, 8), (4,))] * 4 + [((3, 8), (3,))]
 
 
-def test_torchmetrics_without_labels(make_trainer):
-    """Nor is anything measured with prediction_loss_only; an adapter may do without them."""
+def test_torchmetrics_need_labels_or_an_adapter(make_trainer):
+    """They are not computed with prediction_loss_only either; an adapter may do without labels."""
     trainer, data = make_trainer(trainer={"compute_metrics": MulticlassAccuracy(3)}), plain_data(5)
     unlabelled = [{"x": row["x"]} for row in data]
     output = trainer.predict(unlabelled)
@@ -92,7 +92,7 @@ def test_torchmetrics_without_labels(make_trainer):
     assert trainer.predict(unlabelled).metrics["test_MulticlassAccuracy"] == 1
 
 
-def test_several_outputs_need_an_adapter(make_trainer):
+def test_torchmetrics_of_several_outputs_need_an_adapter(make_trainer):
     trainer = make_trainer(make_detector(), detection_data(), trainer={"compute_metrics": MulticlassAccuracy(6)})
     with pytest.raises(InvalidArgument, match=r"outputs are a tuple.*adapter="):
         trainer.evaluate()
@@ -107,18 +107,18 @@ def test_several_outputs_need_an_adapter(make_trainer):
         (lambda prediction: {}, {"batch_eval_metrics": True}, "compute_result"),
     ],
 )
-def test_wrong_metrics(make_trainer, wrong, arguments, message):
+def test_invalid_compute_metrics_is_refused(make_trainer, wrong, arguments, message):
     with pytest.raises(InvalidArgument, match=message):
         make_trainer(trainer={"compute_metrics": wrong}, **arguments)
 
 
-def test_batch_eval_metrics(make_trainer):
+def test_torchmetrics_work_with_batch_eval_metrics(make_trainer):
     trainer = make_trainer(trainer={"compute_metrics": MulticlassAccuracy(3)}, batch_eval_metrics=True)
     assert "eval_MulticlassAccuracy" in trainer.evaluate()
 
 
 @st.composite
-def batches(draw):
+def array_batches(draw):
     tail = draw(st.sampled_from([None, (), (3,), (2, 2)]))
     dtype = draw(st.sampled_from([np.float32, np.int64, np.float16, np.bool_, np.uint8]))
     shapes = st.tuples(st.integers(0, 5)) if tail is None else st.tuples(st.integers(0, 5), st.integers(0, 9))
@@ -126,7 +126,7 @@ def batches(draw):
     return [np.arange(np.prod(shape)).reshape(shape).astype(dtype) for shape in found]
 
 
-def padded(arrays, padding=-100):
+def concatenate_padded(arrays, padding=-100):
     if arrays[0].ndim == 1:
         return np.concatenate(arrays)
     longest = max(array.shape[1] for array in arrays)
@@ -135,7 +135,7 @@ def padded(arrays, padding=-100):
     return np.concatenate([np.pad(a, [(0, 0), (0, longest - a.shape[1]), *rest], constant_values=fill) for a in arrays])
 
 
-def grown(arrays, *how):
+def grow(arrays, *how):
     growing = GrowingArray(arrays[0], *how)
     for array in arrays[1:]:
         growing.add(array)
@@ -143,10 +143,10 @@ def grown(arrays, *how):
 
 
 @settings(deadline=None, max_examples=150)
-@given(arrays=batches(), rows=st.integers(0, 40), mapped=st.booleans())
-def test_growing_array(tmp_path_factory, arrays, rows, mapped):
-    result = grown(arrays, rows, str(tmp_path_factory.getbasetemp()) if mapped else None)
-    expected = padded(arrays)
+@given(arrays=array_batches(), rows=st.integers(0, 40), mapped=st.booleans())
+def test_growing_array_concatenates_and_pads(tmp_path_factory, arrays, rows, mapped):
+    result = grow(arrays, rows, str(tmp_path_factory.getbasetemp()) if mapped else None)
+    expected = concatenate_padded(arrays)
     assert result.dtype == expected.dtype
     assert result.shape == expected.shape
     assert np.array_equal(result, expected)
@@ -154,18 +154,18 @@ def test_growing_array(tmp_path_factory, arrays, rows, mapped):
 
 
 def test_growing_array_widens_its_type():
-    result = grown([np.array([[1, 2]], dtype=np.int64), np.array([[0.5]], dtype=np.float32)])
+    result = grow([np.array([[1, 2]], dtype=np.int64), np.array([[0.5]], dtype=np.float32)])
     assert result.dtype == np.float64
     assert result.tolist() == [[1.0, 2.0], [0.5, -100.0]]
 
 
-@pytest.mark.parametrize("wrong", [np.zeros((2, 3, 5)), np.zeros(2), np.zeros((2, 3))])
-def test_growing_array_refuses_other_shapes(wrong):
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2,), (2, 3)])
+def test_growing_array_refuses_other_shapes(shape):
     with pytest.raises(ValueError, match="eval_do_concat_batches=False"):
-        grown([np.zeros((2, 3, 4)), wrong])
+        grow([np.zeros((2, 3, 4)), np.zeros(shape)])
 
 
-def test_memory_mapped_predictions(make_trainer, tmp_path):
+def test_memory_mapped_predictions_equal_those_in_memory(make_trainer, tmp_path):
     model, data = tiny.make_llama(), tiny.varied_language_data()
     plain = make_trainer(model, data, trainer={"data_collator": pad}).predict(data)
     mapped = make_trainer(model, data, trainer={"data_collator": pad}, eval_memmap_dir=str(tmp_path)).predict(data)
@@ -206,12 +206,12 @@ print(max(peak, status("RssAnon") - before) / (array.nbytes / 2**20))
     ("kind", "folder", "copies"),
     [("equal", False, 1.15), ("varied", False, 1.3), ("longer", False, 2.1), ("equal", True, 0.2)],
 )
-def test_memory_is_about_one_copy(tmp_path, processes, kind, folder, copies):
+def test_collecting_outputs_needs_memory_for_about_one_copy(tmp_path, processes, kind, folder, copies):
     run = processes.run("-c", MEASURES, kind, tmp_path if folder else "")
     assert float(run.stdout or "nan") < copies, run.stderr
 
 
-def test_prediction_loop_of_old_scripts(make_trainer):
+def test_overridden_prediction_loop_is_used(make_trainer):
     class OldLoop(Trainer):
         def prediction_loop(self, dataloader, description, prediction_loss_only=None):
             return PredictionOutput(np.ones(3), np.zeros(3), {"eval_mine": 1.0})
@@ -223,7 +223,7 @@ def test_prediction_loop_of_old_scripts(make_trainer):
     assert trainer.predict(plain_data(3)).predictions.tolist() == [1, 1, 1]
 
 
-def test_loops_and_steps_that_call_super(make_trainer):
+def test_overridden_loops_and_steps_may_call_super(make_trainer):
     """`prediction_loop` by its argument, and `prediction_step` with the parameters of v4.0."""
     called = []
 
@@ -252,7 +252,7 @@ def test_loops_and_steps_that_call_super(make_trainer):
         (lambda x: torch.zeros(len(x), 2, len(x)), ValueError, r"\(3, 2, 3\) cannot be appended to.*, 4\)"),
     ],
 )
-def test_outputs_that_do_not_fit(make_trainer, make_more, error, message):
+def test_outputs_that_cannot_be_concatenated_are_named(make_trainer, make_more, error, message):
     class Own(Trainer):
         def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
             more = () if ignore_keys else (make_more(inputs["x"]),)
@@ -265,7 +265,7 @@ def test_outputs_that_do_not_fit(make_trainer, make_more, error, message):
     assert "eval_loss" in trainer.evaluate(ignore_keys=["more"])
 
 
-def test_run_time_is_positive(make_trainer):
+def test_eval_runtime_is_positive(make_trainer):
     """What preparing the model took is taken off the first evaluation only; later ones report it."""
     trainer = make_trainer()
     first, second = trainer.evaluate(), trainer.evaluate()
@@ -275,8 +275,8 @@ def test_run_time_is_positive(make_trainer):
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8])
-def test_shares(count, processes):
-    """Every batch once, in turn; the others get the first as a filler."""
+def test_ranks_get_batches_in_turn_and_fillers_at_the_end(count, processes):
+    """A rank without a batch in the last round gets the first one."""
     whole = [[2 * i, 2 * i + 1] for i in range(count)]
     rounds = -(-count // processes)
     for rank in range(processes):
@@ -291,7 +291,7 @@ def test_shares(count, processes):
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 9])
-def test_shares_of_a_stream(count):
+def test_ranks_get_stream_batches_in_turn_and_fillers(count):
     shares = [list(batches_of_rank(range(count), ShardSpec(rank, 3))) for rank in range(3)]
     rounds = list(zip(*shares, strict=True))  # as many batches in each process
     assert [batch for together in rounds for batch, filler in together if not filler] == list(range(count))
@@ -299,12 +299,12 @@ def test_shares_of_a_stream(count):
 
 
 @pytest.mark.parametrize("given", [{}, {"dataset": [{"x": 1}]}, {"dataset": [3]}])
-def test_grouping_needs_lengths(given):
+def test_grouping_by_length_needs_lengths(given):
     with pytest.raises(InvalidArgument, match="length"):
         LengthGroupedSampler(batch_size=2, **given)
 
 
-def test_predictions_are_let_go(make_trainer):
+def test_evaluation_leaves_nothing_in_memory(make_trainer):
     """Nothing of an evaluation stays behind when its result is gone, alone and within training."""
     trainer, left = make_trainer(**EVALUATED), []
 
@@ -320,7 +320,7 @@ def test_predictions_are_let_go(make_trainer):
     assert left == [0] * 4
 
 
-def test_predict_in_training_is_not_limited(make_trainer):
+def test_predict_ignores_limit_val_batches(make_trainer):
     seen = []
 
     class Predicts(TrainerCallback):
@@ -343,6 +343,6 @@ def test_evaluation_loop_may_return_any_object(make_trainer):
 
 
 @pytest.mark.parametrize("how", [{"dataloader_drop_last": True}, {"lightning_config": {"limit_val_batches": 0}}])
-def test_no_batch_at_all(make_trainer, how):
+def test_evaluation_without_batches_names_the_arguments(make_trainer, how):
     with pytest.raises(InvalidArgument, match="smaller than a batch with dataloader_drop_last, or lightning_config"):
         make_trainer(**how).evaluate(plain_data(3))

@@ -8,16 +8,16 @@ from tests.support.parity import assert_same_weights, build
 from tests.support.tiny import make_bert, make_plain, text_data, without_dropout
 
 
-@pytest.mark.parametrize("act", [lambda trainer: trainer.evaluate(), lambda trainer: trainer.predict(text_data(4))])
-def test_weights_are_given_back(tmp_path, act):
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_float32_weights_are_restored_exactly(tmp_path, method):
     trainer, _ = build("hftrainer", "bert", tmp_path, bf16_full_eval=True, max_steps=3)
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
-    act(trainer)
+    getattr(trainer, method)(text_data(4))
     assert {weight.dtype for weight in trainer.model.state_dict().values()} == {torch.float32}
     assert_same_weights(trainer.model.state_dict(), before)
 
 
-def test_training_after_an_evaluation(tmp_path):
+def test_training_after_an_evaluation_is_unchanged(tmp_path):
     def weights(evaluates):
         given = {"model": without_dropout(make_bert)()}  # an evaluation draws a random number
         trainer, _ = build("hftrainer", "bert", tmp_path, trainer=given, bf16_full_eval=True, max_steps=3)
@@ -29,7 +29,7 @@ def test_training_after_an_evaluation(tmp_path):
     assert_same_weights(weights(True), weights(False))
 
 
-def test_an_evaluation_that_fails(tmp_path):
+def test_weights_are_restored_after_a_failed_evaluation(tmp_path):
     def fail(prediction):
         raise RuntimeError("in compute_metrics")
 
@@ -40,7 +40,7 @@ def test_an_evaluation_that_fails(tmp_path):
     assert {weight.dtype for weight in trainer.model.state_dict().values()} == {torch.float32}
 
 
-def test_tied_and_mixed_weights():
+def test_tied_and_bfloat16_weights_are_restored():
     model = make_bert("BertForMaskedLM")
     model.bert.pooler = make_plain().to(torch.bfloat16)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}

@@ -40,37 +40,37 @@ def make_card(trainer, **given):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained_trainer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "my-model"
     trainer = make_trainer(folder, trainer=MEASURED, eval_strategy="steps", eval_steps=3, hub_token=TOKEN)
     trainer.train()
     return trainer
 
 
-def test_card_of_a_plain_module(trained):
+def test_plain_module_card_has_results_table_and_plot(trained_trainer):
     from markdown_it import MarkdownIt
 
-    metadata, text = make_card(trained, tasks="tabular-classification", dataset_tags="me/blobs", license="mit")
+    metadata, text = make_card(trained_trainer, tasks="tabular-classification", dataset_tags="me/blobs", license="mit")
     assert "library_name" not in metadata and "base_model" not in metadata  # no library loads it
     assert metadata["license"] == "mit"
     assert metadata["tags"] == ["generated_from_trainer"]
     (result,) = metadata["model-index"][0]["results"]
     assert result["task"] == {"name": "Tabular Classification", "type": "tabular-classification"}
-    assert result["metrics"][0]["value"] == trained.state.log_history[-2]["eval_accuracy"]
+    assert result["metrics"][0]["value"] == trained_trainer.state.log_history[-2]["eval_accuracy"]
     assert "A model of class `Plain`, trained on me/blobs." in text
     assert "- training: 38 samples\n- evaluation: 19 samples" in text
     page = MarkdownIt().enable("table").render(text.split("\n---\n", 1)[1])
     assert page.count("<h2>") == 4 and page.count("<tr>") == 3
     assert '<img src="training.png"' in page
     assert '<th style="text-align:center">Validation Loss</th>' in page
-    folder = Path(trained.args.output_dir)
+    folder = Path(trained_trainer.args.output_dir)
     assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(os.listdir(folder)) == ["README.md", "training.png"]
     assert TOKEN not in text
 
 
-def test_card_without_training(tmp_path):
-    """Of the main process alone, even if the output folder has been deleted; then of an evaluation."""
+def test_card_without_training_has_no_results_table(tmp_path):
+    """The main process alone writes it, also into a deleted folder; an evaluation adds its metrics."""
     trainer = make_trainer(tmp_path / "out", trainer=MEASURED)
     trainer.is_world_process_zero = lambda: False
     trainer.create_model_card()
@@ -88,7 +88,7 @@ def test_card_without_training(tmp_path):
     assert os.listdir(tmp_path / "out") == ["README.md"]
 
 
-def test_several_sets_during_training(tmp_path, monkeypatch):
+def test_card_in_training_has_columns_for_each_eval_set(tmp_path, monkeypatch):
     monkeypatch.setattr(card_files, "_SECONDS_BETWEEN_PLOTS", float("inf"))
     rows, drawn, data = [], [], plain_data()
 
@@ -124,7 +124,7 @@ def test_results_are_those_of_the_best_model(tmp_path):
 SUMMARY = {"train_runtime": 1.0, "train_loss": 0.5, "total_flos": 1.0, "epoch": 1.0, "step": 4}
 
 
-def test_results_that_are_no_numbers():
+def test_results_that_are_not_numbers_are_left_out():
     several = {"eval_loss": 2.0, "eval_f1": np.float64(0.5), "eval_a|b": torch.tensor(3), "eval_c": np.ones(2)}
     history = [
         {"loss": 1.0, "train_runtime": 0.1, "epoch": 0.5, "step": 2},  # as with include_num_input_tokens_seen
@@ -146,7 +146,7 @@ def test_results_that_are_no_numbers():
     assert "- Accuracy: inf" in summary.to_model_card()
 
 
-def test_tags_are_kept(tmp_path, caplog):
+def test_tags_of_an_existing_card_are_kept(tmp_path, caplog):
     trainer, given = make_trainer(tmp_path), ["mine"]
     trainer.model.model_tags = ["of-the-model"]
     cards = {"tags:\n- of-the-card\n- 3": ["of-the-card"], "tags: one": ["one"], "tags: [": [], "- a list": []}
@@ -159,7 +159,7 @@ def test_tags_are_kept(tmp_path, caplog):
 
 
 @pytest.mark.skipif(release_of("peft") < pinned("peft"), reason="the tags are those of the newest PEFT's own card")
-def test_adapter_of_a_model_without_a_name(tmp_path):
+def test_adapter_of_an_unnamed_model_has_no_base_model(tmp_path):
     """PEFT writes an empty base model, and the Hub refuses such a card."""
     metadata, text = make_card(make_trainer(tmp_path, "peft"), model_name="name")
     assert metadata["library_name"] == "peft"
@@ -168,7 +168,7 @@ def test_adapter_of_a_model_without_a_name(tmp_path):
     assert "# name\n\nAn adapter for a model of class `LlamaForCausalLM`, trained." in text
 
 
-def test_base_model_in_a_folder(tmp_path):
+def test_base_model_in_a_folder_is_left_out(tmp_path):
     trainer = make_trainer(tmp_path, "bert")
     trainer.model.config._name_or_path = str(tmp_path)
     assert "base_model" not in make_card(trainer)[0]
@@ -178,7 +178,7 @@ def test_base_model_in_a_folder(tmp_path):
     assert metadata["library_name"] == "transformers"
 
 
-def test_datasets():
+def test_datasets_are_named_by_builder_and_config():
     from datasets import Dataset, DatasetInfo
 
     def named(builder, split=None):
@@ -191,17 +191,17 @@ def test_datasets():
         assert card_contents.datasets_of(nameless) == []
 
 
-def refuse():
+def raise_no_network():
     raise OSError("no network")
 
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
-    [(lambda: SimpleNamespace(tags=["pytorch", "license:apache-2.0"]), "apache-2.0"), (refuse, None)],
+    [(lambda: SimpleNamespace(tags=["pytorch", "license:apache-2.0"]), "apache-2.0"), (raise_no_network, None)],
     ids=["answers", "refuses"],
 )
-def test_licence_of_the_base_model(tmp_path, monkeypatch, answer, expected):
-    """The Hub is asked once, and the card does not depend on its answer."""
+def test_licence_is_that_of_the_base_model(tmp_path, monkeypatch, answer, expected):
+    """The Hub is asked once; without its answer the card has no licence."""
     asked = queue.SimpleQueue()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(HfApi, "model_info", lambda self, name, **_: asked.put(name) or answer())
@@ -214,7 +214,7 @@ def test_licence_of_the_base_model(tmp_path, monkeypatch, answer, expected):
     assert make_card(trainer, license="mit")[0]["license"] == "mit"
 
 
-def test_own_optimizer_and_schedule(tmp_path):
+def test_given_optimizer_and_schedule_are_described(tmp_path):
     def hyperparameters(*given, **settings):
         return TrainingSummary.from_trainer(make_trainer(*given, **settings)).hyperparameters
 
@@ -235,7 +235,7 @@ def test_own_optimizer_and_schedule(tmp_path):
     assert found["num_epochs"] == 2.0
 
 
-def test_several_processes(tmp_path, monkeypatch):
+def test_batch_sizes_count_all_processes(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=3)
     monkeypatch.setattr(TrainingArguments, "world_size", 4)
     monkeypatch.setattr(type(trainer.accelerator.processes), "data_world_size", 2)  # two of them share a model
@@ -246,16 +246,16 @@ def test_several_processes(tmp_path, monkeypatch):
         assert {**expected, "distributed_type": name}.items() <= found.items()
 
 
-def test_without_matplotlib(trained, monkeypatch, caplog):
-    (Path(trained.args.output_dir) / "training.png").unlink(missing_ok=True)
+def test_card_without_matplotlib_has_no_plot(trained_trainer, monkeypatch, caplog):
+    (Path(trained_trainer.args.output_dir) / "training.png").unlink(missing_ok=True)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with caplog.at_level(logging.INFO, "hftrainer"):
-        texts = [make_card(trained)[1] for _ in range(2)]
+        texts = [make_card(trained_trainer)[1] for _ in range(2)]
     assert caplog.text.count("pip install 'hftrainer[plot]'") == 1
     assert "![" not in texts[1] and "| Training Loss" in texts[1]
 
 
-#: As if those libraries were not there, neither to be imported nor to be found among the installed.
+#: Hides these libraries: they can neither be imported nor found among the installed.
 BARE = """
 import importlib.machinery, importlib.metadata, sys
 ABSENT = ("transformers", "jinja2", "matplotlib", "datasets", "peft", "accelerate")
@@ -273,7 +273,7 @@ trainer.create_model_card(language="en")
 """
 
 
-def test_without_transformers(tmp_path, processes):
+def test_card_is_written_without_transformers_and_jinja2(tmp_path, processes):
     words = [sys.executable, "-c", BARE, str(tmp_path / "out")]  # a fork server has some of what is absent
     done = subprocess.run(words, env=processes.environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -293,7 +293,7 @@ def test_without_transformers(tmp_path, processes):
         ({"licence": "mit"}, "unexpected keyword argument 'licence'"),
     ],
 )
-def test_wrong_values(tmp_path, given, message):
+def test_wrong_card_value_is_refused(tmp_path, given, message):
     with pytest.raises((InvalidArgument, TypeError), match=message):
         make_trainer(tmp_path).create_model_card(**given)
     assert os.listdir(tmp_path) == []
@@ -307,12 +307,12 @@ def test_wrong_values(tmp_path, given, message):
         ([{"xyz": 1}], "allowed keys: config, split, revision"),
     ],
 )
-def test_wrong_dataset_metadata(given, message):
+def test_wrong_dataset_metadata_is_refused(given, message):
     with pytest.raises(InvalidArgument, match=message):
         TrainingSummary("m", dataset_metadata=given)
 
 
-def test_scripts_get_our_summary():
+def test_install_swaps_training_summary_of_transformers():
     importlib.import_module("transformers.modelcard")  # before, or it would keep what it takes from other modules
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

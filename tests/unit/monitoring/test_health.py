@@ -1,4 +1,4 @@
-"""`metrics_port`: what /health and /metrics say during a run, in one process with short limits."""
+"""`metrics_port` serves /health and /metrics during a run; here in one process with short limits."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ from hftrainer.hub.repository import IGNORE_PATTERNS
 from hftrainer.monitoring import health
 from tests.support.checkpoints import At, make_trainer
 from tests.support.health import ask, wait_until
-from tests.support.launching import port as free_port
+from tests.support.launching import free_port
 from tests.support.tiny import plain_data
 
 
@@ -77,7 +77,7 @@ def value_of(metrics, name):
     return float(line.split()[1])
 
 
-def test_run(tmp_path, port):
+def test_health_and_metrics_follow_a_run(tmp_path, port):
     asks = Asks(port)
     trainer = make_trainer(tmp_path, callbacks=[asks], metrics_port=port, eval_strategy="steps", eval_steps=3)
     trainer.train()
@@ -109,7 +109,7 @@ def test_run(tmp_path, port):
     assert "health" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_run_without_it(tmp_path):
+def test_no_server_without_metrics_port(tmp_path):
     seen = []
 
     def look():
@@ -122,7 +122,7 @@ def test_a_run_without_it(tmp_path):
 
 
 @pytest.mark.parametrize("value", [0, 70000, -1, "http", True, 94.5, "0.0.0.0", "0.0.0.0:", "host:99999"])
-def test_wrong_values(tmp_path, value):
+def test_wrong_port_is_refused(tmp_path, value):
     with pytest.raises(InvalidArgument, match=r"metrics_port=.*: use a port from 1 to 65535"):
         make_trainer(tmp_path, metrics_port=value)
 
@@ -136,12 +136,12 @@ def test_wrong_values(tmp_path, value):
         ("[::1]:80", ("::1", 80)),
     ],
 )
-def test_addresses(given, address):
+def test_metrics_port_may_be_a_port_or_an_address(given, address):
     assert health.read_address(given) == address
     assert TrainingArguments("x", metrics_port=given).metrics_port == (9400 if given == "9400" else given)
 
 
-def test_a_port_that_is_taken(tmp_path, port):
+def test_port_in_use_is_named(tmp_path, port):
     with socket.socket() as other:
         other.bind(("127.0.0.1", int(port)))
         other.listen()
@@ -149,12 +149,12 @@ def test_a_port_that_is_taken(tmp_path, port):
             make_trainer(tmp_path, metrics_port=port).train()
 
 
-def test_an_address_of_another_machine(tmp_path, port):
+def test_address_of_another_machine_is_refused(tmp_path, port):
     with pytest.raises(InvalidArgument, match=r"metrics_port='192.0.2.1:.*cannot listen on 192.0.2.1"):
         make_trainer(tmp_path, metrics_port=f"192.0.2.1:{port}").train()
 
 
-def test_without_the_package(tmp_path, port, monkeypatch):
+def test_missing_prometheus_client_is_named(tmp_path, port, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(MissingPackage, match=r"metrics_port needs .*: pip install 'hftrainer\[metrics\]'"):
         make_trainer(tmp_path, metrics_port=port).train()
@@ -164,8 +164,8 @@ def hang_until_it_is_red(port, said):
     said.append(pass_time_until(port, lambda said: said["status"] == "stalled" and said["late_ranks"][0]["stack"]))
 
 
-def test_a_thread_that_hangs(tmp_path, port):
-    """Which ends once /health is red, and then it is not."""
+def test_hanging_thread_turns_health_red_with_its_stack(tmp_path, port):
+    """It hangs until /health is red, which then turns green again."""
     said, metrics = [], []
 
     def hang():
@@ -187,7 +187,7 @@ def test_a_thread_that_hangs(tmp_path, port):
 
 
 def compile_something(port):
-    """As a function that torch.compile calls while it compiles."""
+    """Be slow in a function that seems to belong to torch.compile."""
     code = "def convert(wait): wait()"
     module = types.ModuleType("torch._dynamo.convert_frame")
     exec(code, vars(module))
@@ -195,7 +195,7 @@ def compile_something(port):
 
 
 def be_slow(port):
-    """Until a rank that hangs would have turned it red long ago."""
+    """Wait until a rank that hangs would have turned /health red long ago."""
 
     def is_long_quiet(said):
         assert said["status"] != "stalled", said
@@ -217,7 +217,7 @@ def be_slow(port):
         ("on_train_end", 9, be_slow),
     ],
 )
-def test_what_is_slow(tmp_path, port, event, step, act):
+def test_slow_phase_does_not_turn_health_red(tmp_path, port, event, step, act):
     once = [lambda: act(port)]
     slow = At(step, lambda: once and once.pop()(), event)
     samples = plain_data(20)  # five steps an epoch
@@ -228,7 +228,7 @@ def test_what_is_slow(tmp_path, port, event, step, act):
 
 
 @pytest.mark.slow
-def test_slow_evaluations(tmp_path, port):
+def test_slow_evaluation_batches_do_not_turn_health_red(tmp_path, port):
     """Batches that take longer than any step, but not much longer than other batches."""
     batches = []
 
@@ -244,7 +244,7 @@ def test_slow_evaluations(tmp_path, port):
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_a_run_that_fails(tmp_path, port, error):
+def test_failed_run_ends_the_server(tmp_path, port, error):
     def fail():
         raise error
 
@@ -255,8 +255,8 @@ def test_a_run_that_fails(tmp_path, port, error):
     assert not (tmp_path / "_health").exists()
 
 
-def test_the_next_run(tmp_path, port):
-    """While processes of the loader, which have a copy of the socket, live on; and beside files of a killed run."""
+def test_next_run_listens_on_the_same_port(tmp_path, port):
+    """While loading processes still have a copy of the socket, and beside files of a killed run."""
     trainer = make_trainer(
         tmp_path,
         metrics_port=port,
@@ -276,7 +276,7 @@ def test_the_next_run(tmp_path, port):
     trainer.train()
 
 
-def test_a_disk_that_is_full(tmp_path, port, monkeypatch):
+def test_full_disk_removes_the_record_of_the_rank(tmp_path, port, monkeypatch):
     """A rank that cannot write its record has none, rather than one that grows old."""
 
     def fill_disk():
@@ -304,7 +304,7 @@ def test_a_disk_that_is_full(tmp_path, port, monkeypatch):
         ({"step": 6}, 300, False),  # it waits for rank 0
     ],
 )
-def test_a_record_that_grows_old(tmp_path, monkeypatch, record, age, late):
+def test_rank_is_late_when_its_record_grows_old(tmp_path, monkeypatch, record, age, late):
     now = start = 100.0
     monkeypatch.setattr(health, "time", types.SimpleNamespace(monotonic=lambda: now))
     progress = health.Heartbeat()
@@ -329,6 +329,6 @@ def test_a_record_that_grows_old(tmp_path, monkeypatch, record, age, late):
     assert not reporter.report()["late_ranks"]
 
 
-def test_uploads_leave_the_records_out():
+def test_hub_uploads_leave_the_health_records_out():
     names = [f"{health.HEALTH_FOLDER}/rank-0.json", "config.json"]
     assert list(filter_repo_objects(names, ignore_patterns=list(IGNORE_PATTERNS))) == ["config.json"]

@@ -1,4 +1,4 @@
-"""`observe`: values of the interval in log lines, the journal, warnings; and training that does not change by it."""
+"""`observe` adds measurements to log lines, a journal and warnings, and does not change the training."""
 
 import copy
 import json
@@ -59,11 +59,11 @@ def train(folder, make_model=make_plain, data=None, callbacks=(), **settings):
     return trainer
 
 
-def of_lines(trainer):
+def loss_lines(trainer):
     return [line for line in trainer.state.log_history if "loss" in line]
 
 
-def test_values_of_the_argument():
+def test_observe_accepts_true_false_and_names_of_parts():
     assert read_observe(True) == read_observe(["True"]) == read_observe("true") == frozenset(OBSERVE_PARTS)
     assert read_observe(False) == read_observe(None) == read_observe("False") == read_observe([]) == frozenset()
     assert read_observe("speed,memory") == read_observe(["speed", "memory"]) == frozenset({"speed", "memory"})
@@ -78,19 +78,19 @@ def test_values_of_the_argument():
     ("observe", "names"),
     [(False, set()), (True, {*SPEED, *SHARES, "peak_memory_mb"}), ("speed", SPEED), (["time", "journal"], SHARES)],
 )
-def test_what_log_lines_get(tmp_path, observe, names):
+def test_log_lines_get_the_requested_measurements(tmp_path, observe, names):
     trainer = train(tmp_path, observe=observe)
-    assert [line.keys() - {"loss", "grad_norm", "learning_rate", "epoch", "step"} for line in of_lines(trainer)] == [
+    assert [line.keys() - {"loss", "grad_norm", "learning_rate", "epoch", "step"} for line in loss_lines(trainer)] == [
         names
     ] * 3
     assert (tmp_path / "journal.jsonl").exists() == ("journal" in read_observe(observe))
     assert not [each for each in trainer.callback_handler.callbacks if type(each).__name__ == "Observer"]
 
 
-def test_a_later_run_in_the_folder_of_an_observed_one(tmp_path):
+def test_later_unobserved_run_writes_the_journal_but_measures_nothing(tmp_path):
     """It writes to the journal, so that the last run there is known, but measures nothing."""
     train(tmp_path, observe=True)
-    assert of_lines(train(tmp_path))[0].keys() == {"loss", "grad_norm", "learning_rate", "epoch", "step"}
+    assert loss_lines(train(tmp_path))[0].keys() == {"loss", "grad_norm", "learning_rate", "epoch", "step"}
     assert [event["event"] for event in read_events(str(tmp_path))].count("begin") == 2
 
 
@@ -102,7 +102,7 @@ class OwnStep(Trainer):
 @pytest.mark.parametrize("trainer_class", [Trainer, OwnStep])
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_operations_by_torchs_counter_and_the_same_training(tmp_path, monkeypatch, name, recomputes, trainer_class):
+def test_observing_counts_operations_and_changes_no_bit(tmp_path, monkeypatch, name, recomputes, trainer_class):
     """The result does not change by a bit; the operations of the first micro-batch are those counted apart from it."""
     make_model, data = MODELS[name]
     if recomputes and name == "convolution":
@@ -111,10 +111,10 @@ def test_operations_by_torchs_counter_and_the_same_training(tmp_path, monkeypatc
     plain = train(tmp_path / "plain", make_model, data, **checkpointed)
     made = []
     monkeypatch.setattr(monitors, "peak_flops", lambda *_: 1e9)
-    monkeypatch.setattr(monitors, "Observer", lambda *given: made.append(observation_class(*given)) or made[-1])
+    monkeypatch.setattr(monitors, "Observer", lambda *given: made.append(observer_class(*given)) or made[-1])
     trainer = train(tmp_path / "observed", make_model, data, observe=True, **checkpointed)
     assert_same_weights(trainer.model.state_dict(), plain.model.state_dict())
-    for line, other in zip(of_lines(trainer), of_lines(plain), strict=True):
+    for line, other in zip(loss_lines(trainer), loss_lines(plain), strict=True):
         assert other.items() <= line.items()
         assert line["mfu"] > 0
     model = make_model().train()
@@ -124,10 +124,10 @@ def test_operations_by_torchs_counter_and_the_same_training(tmp_path, monkeypatc
     assert made[0].flops.counted_operations == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
-observation_class = monitors.Observer
+observer_class = monitors.Observer
 
 
-def test_the_peak_is_lightnings(monkeypatch):
+def test_peak_flops_come_from_lightning(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert peak_flops(torch.device("cuda"), "bf16-mixed") == peak_flops(torch.device("cuda"), "16-mixed") > 9e14
     assert peak_flops(torch.device("cpu"), "bf16-mixed") is None
@@ -136,11 +136,11 @@ def test_the_peak_is_lightnings(monkeypatch):
         assert peak_flops(torch.device("cuda"), "bf16-mixed") is None
 
 
-def test_tokens_by_hand(tmp_path):
+def test_tokens_per_second_match_a_count_by_hand(tmp_path):
     """Each line's tokens, padding included, from its rate and time; the last interval has longer samples."""
     data = [{"input_ids": [3] * length, "labels": [3] * length} for length in (5,) * 16 + (9,) * 8]
     trainer = train(tmp_path, make_llama, data, observe=True, train_sampling_strategy="sequential")
-    tokens = [line["tokens_per_second"] * line["step_seconds"] * 2 for line in of_lines(trainer)]
+    tokens = [line["tokens_per_second"] * line["step_seconds"] * 2 for line in loss_lines(trainer)]
     assert tokens == pytest.approx([2 * 4 * 5, 2 * 4 * 5, 2 * 4 * 9])
 
 
@@ -179,23 +179,23 @@ class SlowEvaluation(Trainer):
         return super().evaluate(*args, **kwargs)
 
 
-def test_times(tmp_path, clock):
+def test_time_shares_match_times_by_hand(tmp_path, clock):
     """Between two log lines are 4 steps of a second, 16 samples that are read in one each, and an evaluation of 6."""
     settings = {"eval_strategy": "steps", "eval_steps": 4, "logging_steps": 4, "max_steps": 24, "observe": True}
     given = {"eval_dataset": plain_data(16), "trainer_class": SlowEvaluation, "train_dataset": Slow(plain_data(200))}
     trainer = train(tmp_path, trainer=given, callbacks=[SlowSteps({})], **settings)
     expected = {"eval_share": 6 / 26, "data_wait": 16 / 26, "step_seconds": 20 / 4, "samples_per_second": 16 / 20}
-    assert [{name: line[name] for name in expected} for line in of_lines(trainer)[1:]] == [expected] * 5
+    assert [{name: line[name] for name in expected} for line in loss_lines(trainer)[1:]] == [expected] * 5
 
 
-def slowly_collated(samples):
+def collate_slowly(samples):
     Clock.now += 4
     return default_data_collator(samples)
 
 
 class OwnLoader(Trainer):
     def get_train_dataloader(self):
-        return DataLoader(self.train_dataset, 4, collate_fn=slowly_collated)
+        return DataLoader(self.train_dataset, 4, collate_fn=collate_slowly)
 
 
 class SlowOrder(SequentialSampler):
@@ -216,13 +216,13 @@ class OwnOrder(Trainer):
     ("part", "given"),
     [  # 48 s in twelve batches, and 4 in the one read ahead, which the script's loader does not do
         ("81 % of the time, mostly for the dataset: raise", {"train_dataset": Slow(plain_data(200))}),
-        ("81 % of the time, mostly for data_collator: raise", {"data_collator": slowly_collated}),
+        ("81 % of the time, mostly for data_collator: raise", {"data_collator": collate_slowly}),
         ("80 % of the time, mostly for the script's loader: let", {"trainer_class": OwnLoader}),
         # 8 s pass before the first wait, when the first two batches are chosen
         ("72 % of the time, mostly for the loading processes: raise", {"trainer_class": OwnOrder, "workers": 1}),
     ],
 )
-def test_a_warning_names_what_is_slow(tmp_path, caplog, clock, part, given):
+def test_data_wait_warning_names_what_is_slow(tmp_path, caplog, clock, part, given):
     workers = {"dataloader_num_workers": given.pop("workers", 0)}
     settings = {"max_steps": 36, "logging_steps": 12, "observe": "warnings", **workers}
     train(tmp_path, trainer={"train_dataset": plain_data(200), **given}, callbacks=[SlowSteps({})], **settings)
@@ -230,7 +230,7 @@ def test_a_warning_names_what_is_slow(tmp_path, caplog, clock, part, given):
     assert len(messages) == 1 and messages[0].startswith(f"Steps wait for data {part}")
 
 
-def test_a_slow_step_is_named(tmp_path, clock):
+def test_slow_step_is_named(tmp_path, clock):
     """Step 16 takes 20 times the median, and not more."""
     train(tmp_path, callbacks=[SlowSteps({16: 20, 18: 30})], max_steps=24, logging_steps=12, observe=True)
     texts = [event["text"] for event in read_events(str(tmp_path)) if event["event"] == "warning"]
@@ -240,7 +240,7 @@ def test_a_slow_step_is_named(tmp_path, clock):
 # ---- The journal -----------------------------------------------------------------------------------------------------
 
 
-def test_the_journal_of_a_run(tmp_path, clock):
+def test_journal_has_events_and_seconds_of_a_run(tmp_path, clock):
     settings = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "observe": True}
     given = {"eval_dataset": plain_data(8), "trainer_class": SlowEvaluation, "train_dataset": Slow(plain_data(24))}
     trainer = train(tmp_path, trainer=given, callbacks=[SlowSteps({})], **settings)
@@ -259,7 +259,7 @@ def test_the_journal_of_a_run(tmp_path, clock):
     assert phases == ["evaluation", "training", "saving", "training"] * 2
 
 
-def test_goodput_over_restarts(tmp_path, monkeypatch):
+def test_goodput_leaves_out_steps_lost_by_restarts(tmp_path, monkeypatch):
     """10 s of steps, of which 4 s were lost; the next start, after 5 s, repeats them; another run does not count."""
     journal, now = Journal(str(tmp_path)), [0.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
@@ -285,7 +285,7 @@ def test_goodput_over_restarts(tmp_path, monkeypatch):
         assert goodput(read_events(str(tmp_path))) == 1.0
 
 
-def test_a_line_that_a_kill_cut_off(tmp_path):
+def test_journal_line_cut_off_by_a_kill_is_ignored(tmp_path):
     Journal(str(tmp_path)).write("begin", 0)
     with (tmp_path / "journal.jsonl").open("a") as file:
         file.write('{"time": 1.0, "eve')
@@ -293,7 +293,7 @@ def test_a_line_that_a_kill_cut_off(tmp_path):
     assert [event["event"] for event in read_events(str(tmp_path))] == ["begin", "end"]
 
 
-def test_a_journal_that_cannot_be_written(tmp_path, caplog):
+def test_journal_that_cannot_be_written_warns_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     journal = Journal(str(tmp_path / "file"))
     journal.write("begin", 0)
@@ -301,7 +301,7 @@ def test_a_journal_that_cannot_be_written(tmp_path, caplog):
     assert caplog.text.count("The journal cannot be written") == 1
 
 
-def test_a_run_whose_journal_cannot_be_written(tmp_path, caplog):
+def test_run_continues_when_its_journal_cannot_be_written(tmp_path, caplog):
     """The warning, which warnings in the journal would repeat without end, comes once, and the run goes on."""
     (tmp_path / "journal.jsonl").mkdir()
     assert train(tmp_path, observe=True).state.global_step == 6
@@ -321,7 +321,7 @@ class Failing:
         return Failing, ()
 
 
-def test_copies_and_errors(tmp_path):
+def test_copies_have_no_observer_and_errors_end_the_journal(tmp_path):
     """A copy of a Trainer in the middle of a run holds no observer of it; an error ends the journal with its name."""
 
     args = TrainingArguments(str(tmp_path), observe=True, use_cpu=True, disable_tqdm=True, save_strategy="no")

@@ -1,4 +1,4 @@
-"""Requests to a live run, and saves and evaluations by minutes."""
+"""`python -m hftrainer ask` makes requests to a live run; `save_minutes` and `eval_minutes` act by the clock."""
 
 import gzip
 import json
@@ -38,7 +38,7 @@ class AsksAt(TrainerCallback):
 
 
 @pytest.fixture
-def asked(tmp_path, monkeypatch):
+def run_with_request(tmp_path, monkeypatch):
     monkeypatch.setattr(run_requests, "_PERIOD", 0.0)
 
     def run(request, step=3, **settings):
@@ -59,44 +59,44 @@ def checkpoints(folder):
     return sorted(path.name for path in folder.glob("checkpoint-*"))
 
 
-def test_save(asked, tmp_path):
-    _, callback = asked("save")
+def test_save_request_saves_at_that_step(run_with_request, tmp_path):
+    _, callback = run_with_request("save")
     assert callback.answer == "at step 3" and checkpoints(tmp_path) == ["checkpoint-20", "checkpoint-3"]
     assert not list((tmp_path / FOLDER).iterdir())
 
 
-def test_evaluate(asked):
-    assert asked("evaluate")[1].evaluated == [3]
+def test_evaluate_request_evaluates_at_that_step(run_with_request):
+    assert run_with_request("evaluate")[1].evaluated == [3]
 
 
-def test_evaluate_without_data(asked):
-    trainer, callback = asked("evaluate", trainer={"eval_dataset": None})
+def test_evaluate_request_without_data_is_refused(run_with_request):
+    trainer, callback = run_with_request("evaluate", trainer={"eval_dataset": None})
     assert callback.answer == "refused: the run has no eval_dataset" and trainer.state.global_step == 20
 
 
 @pytest.mark.parametrize(("strategy", "saved"), [("steps", ["checkpoint-3"]), ("no", [])])
-def test_stop(asked, tmp_path, caplog, strategy, saved):
-    trainer, _ = asked("stop", save_strategy=strategy)
+def test_stop_request_ends_the_run(run_with_request, tmp_path, caplog, strategy, saved):
+    trainer, _ = run_with_request("stop", save_strategy=strategy)
     assert trainer.state.global_step == 3 and checkpoints(tmp_path) == saved
     assert "Stopped at step 3 of 20, by `ask stop`." in caplog.messages
     assert not saved or caplog.messages[-1].endswith("trainer.train(resume_from_checkpoint=True) resumes from it.")
 
 
 @pytest.mark.parametrize(("steps", "last"), [(20, 13), (8, 8)])
-def test_profile(asked, tmp_path, steps, last):
-    asked("profile", max_steps=steps)
+def test_profile_request_records_ten_steps(run_with_request, tmp_path, steps, last):
+    run_with_request("profile", max_steps=steps)
     with gzip.open(tmp_path / "profile" / "steps-4.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     assert sum(event["name"].startswith("Optimizer.step") for event in events) == last - 3
 
 
-def test_a_request_of_before(asked, tmp_path):
+def test_request_from_before_the_run_is_ignored(run_with_request, tmp_path):
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "stop").touch()
-    assert asked("save")[0].state.global_step == 20
+    assert run_with_request("save")[0].state.global_step == 20
 
 
-def test_the_command(tmp_path, capsys):
+def test_ask_command_gives_up_after_the_timeout(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["ask", str(tmp_path), "save", "--timeout", "0.3"])
     assert ended.value.code == 1 and "no answer within 0.3 s" in capsys.readouterr().err
@@ -111,7 +111,7 @@ def test_the_command(tmp_path, capsys):
         ("state", "completed at step 6"),
     ],
 )
-def test_a_run_that_has_ended_is_not_asked(tmp_path, capsys, end, text):
+def test_ask_command_says_how_the_run_has_ended(tmp_path, capsys, end, text):
     """Another run may have started since, which has written nothing yet: with --timeout it is asked."""
     if end == "state":
         TrainerState(global_step=6, max_steps=6).save_to_json(str(tmp_path / "trainer_state.json"))
@@ -157,17 +157,17 @@ def run_by_minutes(tmp_path, monkeypatch):
     return run
 
 
-def test_saves_and_evaluations_by_minutes(tmp_path, run_by_minutes):
+def test_save_and_eval_minutes_set_the_intervals(tmp_path, run_by_minutes):
     evaluated = run_by_minutes(16, save_minutes=4, eval_minutes=5, save_steps=100)
     assert evaluated == [5, 10, 15]
     assert checkpoints(tmp_path) == ["checkpoint-12", "checkpoint-16", "checkpoint-4", "checkpoint-8"]
 
 
-def test_minutes_of_a_resumed_run(tmp_path, run_by_minutes):
+def test_eval_minutes_continue_in_a_resumed_run(tmp_path, run_by_minutes):
     """The evaluation comes as long after the last one as in the run that was interrupted, four minutes after it."""
     assert run_by_minutes(9, eval_minutes=5, save_steps=9) == [5]
     assert run_by_minutes(16, resume=True, eval_minutes=5, save_steps=100) == [10, 15]
 
 
-def test_minutes_beside_steps(tmp_path, run_by_minutes):
+def test_eval_minutes_are_counted_from_evaluations_by_steps(tmp_path, run_by_minutes):
     assert run_by_minutes(12, eval_minutes=5, eval_strategy="steps", eval_steps=3, save_strategy="no") == [3, 6, 9, 12]

@@ -1,4 +1,4 @@
-"""`python -m hftrainer watch`: a page of runs, from their journals or checkpoints."""
+"""`python -m hftrainer watch` shows a page of runs, from their journals or checkpoints."""
 
 import functools
 import json
@@ -44,7 +44,7 @@ def evaluate(journal, step, **metrics):
     journal.write("phase", step, phase="training")
 
 
-def set_back(folder, seconds):
+def make_older(folder, seconds):
     """Make the journal older."""
     path = folder / JOURNAL_NAME
     events = [json.loads(line) for line in path.read_text().splitlines()]
@@ -57,7 +57,7 @@ def show(capsys, monkeypatch, *folders, width=80):
     return capsys.readouterr().out
 
 
-def test_the_page(tmp_path, capsys, monkeypatch):
+def test_page_shows_progress_metrics_and_checkpoints(tmp_path, capsys, monkeypatch):
     journal = begin(tmp_path)
     train(journal, 10, 20, 30, loss=2.5)
     evaluate(journal, 30, loss=2.25, accuracy=0.5)
@@ -94,7 +94,7 @@ def test_two_runs_fit_the_terminal(tmp_path, capsys, monkeypatch, width, beside)
 @pytest.mark.parametrize(
     ("reason", "state"), [("complete", "complete"), ("stopped", "stopped"), ("KeyError", "failed")]
 )
-def test_ended_runs(tmp_path, capsys, monkeypatch, reason, state):
+def test_ended_run_says_how_it_ended(tmp_path, capsys, monkeypatch, reason, state):
     journal = begin(tmp_path)
     train(journal, 10)
     journal.write("end", 10, reason=reason)
@@ -104,25 +104,26 @@ def test_ended_runs(tmp_path, capsys, monkeypatch, reason, state):
     assert text in show(capsys, monkeypatch, tmp_path).splitlines()[0]
 
 
-def test_a_killed_process(tmp_path, capsys, monkeypatch):
+def test_killed_process_is_reported(tmp_path, capsys, monkeypatch):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     train(begin(tmp_path, pid=process.pid), 10)
-    set_back(tmp_path, 200)
-    assert f"no sign of life for 3 min; process {process.pid} has ended" in show(capsys, monkeypatch, tmp_path)
+    make_older(tmp_path, 200)
+    page = show(capsys, monkeypatch, tmp_path, width=160)
+    assert f"no sign of life for 3 min; process {process.pid} has ended" in page
     assert WatchedRun(str(tmp_path)).read()["seconds_left"] is None
 
 
-def test_silence(tmp_path):
-    """On another machine only silence tells, and a process that is there may hang."""
+def test_run_without_new_lines_is_reported_silent(tmp_path):
+    """On another machine only silence tells, and a process that exists here may hang."""
     for name, host in (("here", socket.gethostname()), ("there", "another-machine")):
         train(begin(tmp_path / name, host=host, pid=os.getpid()), 10)
         assert WatchedRun(str(tmp_path / name)).read()["state"] == "running"
-        set_back(tmp_path / name, SILENCE + 1)
+        make_older(tmp_path / name, SILENCE + 1)
         assert WatchedRun(str(tmp_path / name)).read()["state"] == "silent"
 
 
-def test_a_restart_undoes_steps(tmp_path):
+def test_restart_removes_the_undone_steps(tmp_path):
     journal = begin(tmp_path)
     train(journal, 10, 20, 30, loss=3.0)
     journal.write("checkpoint", 20, folder="checkpoint-20")
@@ -140,7 +141,7 @@ def test_a_restart_undoes_steps(tmp_path):
     assert page["seconds_left"] == 70.0
 
 
-def test_a_restart_that_undoes_all(tmp_path, capsys, monkeypatch):
+def test_restart_from_the_beginning_removes_all_steps(tmp_path, capsys, monkeypatch):
     journal = begin(tmp_path)
     train(journal, 10, 20)
     evaluate(journal, 20, loss=1.0)
@@ -152,7 +153,7 @@ def test_a_restart_that_undoes_all(tmp_path, capsys, monkeypatch):
     assert "step 10 of 100" in page and "eval_loss" not in page
 
 
-def test_another_run_in_the_folder(tmp_path):
+def test_new_run_in_the_folder_replaces_the_old_one(tmp_path):
     journal = begin(tmp_path)
     train(journal, 10, 20)
     journal.write("end", 20, reason="complete")
@@ -163,7 +164,7 @@ def test_another_run_in_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize("is_overwritten", [False, True])
-def test_a_resume_of_the_run_before_last(tmp_path, is_overwritten):
+def test_resume_of_an_earlier_run_continues_its_curve(tmp_path, is_overwritten):
     """It continues the run that has written its checkpoint last."""
     journal = begin(tmp_path)
     train(journal, 10, 20, 30)
@@ -184,7 +185,7 @@ def test_a_resume_of_the_run_before_last(tmp_path, is_overwritten):
     assert kept == losses
 
 
-def test_goodput(tmp_path):
+def test_goodput_is_kept_steps_by_all_time(tmp_path):
     train(begin(tmp_path), 10, 20)
     path = tmp_path / JOURNAL_NAME
     events = [json.loads(line) for line in path.read_text().splitlines()]
@@ -194,7 +195,7 @@ def test_goodput(tmp_path):
     assert WatchedRun(str(tmp_path)).read()["goodput"] == 0.8
 
 
-def test_only_what_was_appended_is_read(tmp_path):
+def test_only_appended_lines_are_read(tmp_path):
     journal, path = begin(tmp_path), tmp_path / JOURNAL_NAME
     train(journal, 10)
     run = WatchedRun(str(tmp_path))
@@ -211,7 +212,7 @@ def test_only_what_was_appended_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_a_new_file_is_read_from_its_beginning(tmp_path, replace):
+def test_new_journal_file_is_read_from_its_beginning(tmp_path, replace):
     train(begin(tmp_path), 10, 20, 30)
     run = WatchedRun(str(tmp_path))
     run.read()
@@ -224,7 +225,7 @@ def test_a_new_file_is_read_from_its_beginning(tmp_path, replace):
     assert run.read()["curves"]["loss"]["steps"] == list(range(1, 9 if replace else 2))
 
 
-def test_losses_that_are_not_finite(tmp_path, capsys, monkeypatch):
+def test_losses_that_are_not_finite_are_shown(tmp_path, capsys, monkeypatch):
     journal = begin(tmp_path)
     train(journal, 10, loss=float("nan"))
     assert "nan" in show(capsys, monkeypatch, tmp_path)
@@ -240,7 +241,7 @@ def test_losses_that_are_not_finite(tmp_path, capsys, monkeypatch):
     assert found["metrics"]["eval_loss"] == {"last": None, "best": None, "best_step": None}
 
 
-def test_a_run_that_has_logged_nothing(tmp_path, capsys, monkeypatch):
+def test_run_without_log_lines_is_waited_for(tmp_path, capsys, monkeypatch):
     journal = begin(tmp_path, logging_steps=10)
     page = show(capsys, monkeypatch, tmp_path)
     assert "step 0 of 100" in page and "waiting for the first log line (logging_steps=10)" in page
@@ -252,7 +253,7 @@ def test_a_run_that_has_logged_nothing(tmp_path, capsys, monkeypatch):
     assert re.search(r"10 +step 20 +│", show(capsys, monkeypatch, tmp_path))  # the axis of a chart
 
 
-def test_a_run_without_a_journal(tmp_path, capsys, monkeypatch):
+def test_run_without_a_journal_is_shown_from_its_checkpoints(tmp_path, capsys, monkeypatch):
     args = TrainingArguments(
         str(tmp_path), max_steps=4, use_cpu=True, save_steps=2, logging_steps=1, disable_tqdm=True, report_to="none"
     )
@@ -264,7 +265,7 @@ def test_a_run_without_a_journal(tmp_path, capsys, monkeypatch):
     assert "checkpoint-4 0 s ago · checkpoint-2" in page and "loss" in page and "seconds" not in page
 
 
-def test_a_run_that_observes(tmp_path, capsys, monkeypatch):
+def test_journal_written_by_a_trainer_is_shown(tmp_path, capsys, monkeypatch):
     """What the Trainer writes is what the page reads."""
     args = TrainingArguments(
         str(tmp_path), max_steps=4, use_cpu=True, save_steps=2, logging_steps=1, observe=True, disable_tqdm=True
@@ -281,13 +282,13 @@ def test_a_run_that_observes(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])
-def test_wrong_seconds(tmp_path, seconds, capsys):
+def test_wrong_number_of_seconds_is_refused(tmp_path, seconds, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["watch", str(tmp_path), "--every", seconds])
     assert ended.value.code == 2 and "--every" in capsys.readouterr().err
 
 
-def test_without_rich(tmp_path, monkeypatch, capsys):
+def test_missing_rich_is_named_but_json_works(tmp_path, monkeypatch, capsys):
     begin(tmp_path)
     monkeypatch.setitem(sys.modules, "rich.console", None)
     with pytest.raises(SystemExit) as ended:
@@ -305,7 +306,7 @@ def read_until(terminal, text):
     return found.decode(errors="replace")
 
 
-def test_a_terminal(tmp_path, processes):
+def test_terminal_page_follows_a_run_until_ctrl_c(tmp_path, processes):
     """The page waits for the run to begin, follows it, and ends with Ctrl-C."""
     terminal, inside = pty.openpty()
     command = [sys.executable, "-m", "hftrainer", "watch", str(tmp_path), "--every", "0.1"]

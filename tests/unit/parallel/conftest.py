@@ -11,7 +11,7 @@ from tests.support.checks import SECOND
 
 @pytest.fixture(autouse=True)
 def _no_tpu(monkeypatch):
-    """Nor variables that say something of one."""
+    """Hide TPUs, and the variables that tell of processes or TPUs."""
     of_processes = [word.partition("=")[0] for word in SECOND.split()]
     of_tpus = ["PJRT_DEVICE", "PJRT_LOCAL_PROCESS_COUNT", "USE_TORCH_XLA", devices.TPU_ADDRESSES]
     for name in (*of_processes, *of_tpus, *devices._TPU_VARIABLES):
@@ -20,17 +20,17 @@ def _no_tpu(monkeypatch):
 
 
 @pytest.fixture
-def put(monkeypatch):
-    def put(variables):
+def set_variables(monkeypatch):
+    def set_variables(variables):
         for word in variables.split():
             monkeypatch.setenv(*word.split("=", 1))
 
-    return put
+    return set_variables
 
 
 @pytest.fixture
-def two_processes(put):
-    put(SECOND)
+def two_processes(set_variables):
+    set_variables(SECOND)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`deepspeed`: what the configuration says, what the arguments fill in, what contradicts them. Needs no DeepSpeed."""
+"""The `deepspeed` configuration is read, filled in from the arguments and checked against them, without DeepSpeed."""
 
 import base64
 import copy
@@ -35,15 +35,15 @@ SHORT_WORDS = (
 pytestmark = pytest.mark.usefixtures("deepspeed_installed")
 
 
-def arguments(config, **settings):
+def make_args(config, **settings):
     return TrainingArguments("unused", deepspeed=config, use_cpu=True, **settings)
 
 
-def configured(config, **settings):
-    return arguments(config, **settings).hf_deepspeed_config.config
+def filled_config(config, **settings):
+    return make_args(config, **settings).hf_deepspeed_config.config
 
 
-def test_auto_is_filled_in():
+def test_auto_values_are_filled_from_the_arguments():
     expected = {
         **{"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4},
         **{"gradient_clipping": 0.5, "bf16": {"enabled": True}, "fp16": {"enabled": False}, **ZERO_2},
@@ -60,15 +60,15 @@ def test_auto_is_filled_in():
 
     settings = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4, "max_grad_norm": 0.5, "bf16": True}
     settings |= {"learning_rate": 2e-3, "adam_beta1": 0.7, "adam_epsilon": 1e-6, "weight_decay": 0.1}
-    filled = configured(auto(expected), **settings, save_on_each_node=True)
+    filled = filled_config(auto(expected), **settings, save_on_each_node=True)
     own = {"checkpoint": {"use_node_local_storage": True}, "steps_per_print": float("inf")}
     assert filled == {**expected, **own}
 
 
-def test_what_is_not_there_comes_from_the_arguments():
+def test_missing_keys_are_filled_from_the_arguments():
     given = {"zero_optimization": dict(ZERO)}
     before = copy.deepcopy(given)
-    filled = configured(given, per_device_train_batch_size=2, fp16=True)
+    filled = filled_config(given, per_device_train_batch_size=2, fp16=True)
     assert given == before
     assert (filled["train_batch_size"], filled["train_micro_batch_size_per_gpu"]) == (2, 2)
     assert filled["gradient_clipping"] == 1.0  # transformers 4.15 and later would not clip
@@ -83,7 +83,7 @@ def test_both_configurations_of_v4_1_mean_the_same(tmp_path):
     path.write_text(json.dumps({"zero_optimization": ZERO}))
     words = ["--output_dir", "unused", "--use_cpu", "True", "--deepspeed", str(path), *SHORT_WORDS.split()]
     (short,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)
-    long = arguments(LONG)
+    long = make_args(LONG)
     one, other = long.hf_deepspeed_config, short.hf_deepspeed_config
     shared = ("zero_optimization", "gradient_clipping", "train_batch_size", "gradient_accumulation_steps")
     assert {key: one.config[key] for key in shared} == {key: other.config[key] for key in shared}
@@ -148,9 +148,9 @@ ONLY_MODEL = {"save_only_model": True, "load_best_model_at_end": True, "eval_str
         ({}, ONLY_MODEL, ("save_only_model=True", "load_best_model_at_end")),
     ],
 )
-def test_contradictions_name_both(config, settings, named):
+def test_contradiction_names_key_and_argument(config, settings, named):
     with pytest.raises(InvalidArgument) as raised:
-        arguments({**ZERO_2, **config}, **settings)
+        make_args({**ZERO_2, **config}, **settings)
     assert all(words in str(raised.value) for words in named)
 
 
@@ -162,13 +162,13 @@ def test_contradictions_name_both(config, settings, named):
         ([1], r"deepspeed=\[1\]: use a dict"),
     ],
 )
-def test_misspelled_configurations(config, words):
+def test_misspelled_configuration_is_refused(config, words):
     with pytest.raises(InvalidArgument, match=words):
-        arguments(config)
+        make_args(config)
 
 
-def test_older_words():
-    """fp16 was what weights were gathered in, and 'bfloat16' is another name of DeepSpeed's."""
+def test_old_key_names_are_translated():
+    """A key once said fp16 for 16bit, and DeepSpeed accepts 'bfloat16' for 'bf16'."""
     gathers = "stage3_gather_16bit_weights_on_model_save"
     old = {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}
     config = configure_only({"zero_optimization": old, "bfloat16": {"enabled": True}})
@@ -179,25 +179,25 @@ def test_older_words():
 
 
 def configure_only(config):
-    """With ZeRO-3 arguments connect the processes, which needs DeepSpeed."""
-    args = arguments(ZERO_2)
+    """Read a configuration alone: arguments with ZeRO-3 would connect processes, which needs DeepSpeed."""
+    args = make_args(ZERO_2)
     args.deepspeed = config
     return build_config(args).config
 
 
-def test_schedule_rises_to_the_optimizers_rate():
+def test_auto_warmup_rises_to_the_optimizers_rate():
     optimizer, scheduler = {**ADAM, "params": {"lr": 0.02}}, {**WARMUP, "params": {"warmup_max_lr": "auto"}}
-    config = configured({**ZERO_2, "optimizer": optimizer, "scheduler": scheduler})
+    config = filled_config({**ZERO_2, "optimizer": optimizer, "scheduler": scheduler})
     assert config["scheduler"]["params"]["warmup_max_lr"] == 0.02
 
 
-def test_defaults_give_way_and_it_is_said():
-    config = arguments({**ZERO_2, "gradient_clipping": 0.1}).hf_deepspeed_config
+def test_configuration_overrides_default_arguments_with_a_note():
+    config = make_args({**ZERO_2, "gradient_clipping": 0.1}).hf_deepspeed_config
     assert config.config["gradient_clipping"] == 0.1
     assert config.notes == ["deepspeed: gradient_clipping=0.1 is used instead of the default max_grad_norm=1.0."]
 
 
-def test_read_from_anywhere(tmp_path):
+def test_configuration_is_read_from_dict_file_text_or_base64(tmp_path):
     config = {"zero_optimization": {"stage": 1}}
     (tmp_path / "a.json").write_text(json.dumps(config))
     (tmp_path / "a.yaml").write_text("zero_optimization:\n  stage: 1\n")
@@ -216,14 +216,14 @@ def test_unreadable_files_are_named(tmp_path, text, words):
     if text is not None:
         path.write_text(text)
     with pytest.raises(InvalidArgument, match=re.escape(str(path)) + ".*" + words):
-        arguments(str(path))
+        make_args(str(path))
 
 
-def test_files_of_accelerate_are_named(tmp_path):
+def test_config_file_of_accelerate_is_refused(tmp_path):
     path = tmp_path / "accelerate.yaml"
     path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config: {}\n")
     with pytest.raises(InvalidArgument, match=f"deepspeed: {path} is a file of accelerate's.*accelerate launch"):
-        arguments(str(path))
+        make_args(str(path))
     with pytest.raises(InvalidConfig, match=f"fsdp_config: {path} is a file of accelerate's"):
         read_fsdp("full_shard", str(path))
 
@@ -231,14 +231,14 @@ def test_files_of_accelerate_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"), [("1e-8", "eps='1e-8' is text: write the number"), ("no", "eps='no' must be a number")]
 )
-def test_numbers_that_came_as_text(tmp_path, text, words):
+def test_numbers_given_as_text_are_named(tmp_path, text, words):
     path = tmp_path / "ds_config.yaml"
     path.write_text(f"zero_optimization: {{stage: 2}}\noptimizer: {{type: AdamW, params: {{eps: '{text}'}}}}\n")
     with pytest.raises(InvalidArgument, match=words):
-        arguments(str(path))
+        make_args(str(path))
 
 
-def test_launcher():
+def test_launcher_variables_become_a_configuration():
     words = """
         USE_DEEPSPEED=true DEEPSPEED_ZERO_STAGE=3 DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=cpu GRADIENT_CLIPPING=0.5
         DEEPSPEED_OFFLOAD_PARAM_DEVICE=nvme DEEPSPEED_OFFLOAD_PARAM_NVME_PATH=/fast
@@ -263,15 +263,15 @@ LAUNCHED = {"ACCELERATE_USE_DEEPSPEED": "true"}
 
 
 @pytest.mark.parametrize("name", ["GRADIENT_CLIPPING", "DEEPSPEED_ZERO_STAGE"])
-def test_numbers_of_the_launcher(name):
+def test_launcher_variables_must_be_numbers_or_auto(name):
     for text in ("auto", "None"):
         assert read_deepspeed(None, {**LAUNCHED, f"ACCELERATE_{name}": text}) == ZERO_2
     with pytest.raises(InvalidConfig, match=f"ACCELERATE_{name}='two': it must be a number, or 'auto'"):
         read_deepspeed(None, {**LAUNCHED, f"ACCELERATE_{name}": "two"})
 
 
-def test_settings_beside_a_file(tmp_path):
-    """As accelerate refuses them: the file would win, in silence."""
+def test_launcher_settings_beside_a_file_are_refused(tmp_path):
+    """accelerate refuses them too: the file would win silently."""
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(ZERO_2))
     launched = {**LAUNCHED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
@@ -282,17 +282,17 @@ def test_settings_beside_a_file(tmp_path):
         read_deepspeed(None, {**launched, "ACCELERATE_CONFIG_DS_FIELDS": fields})
 
 
-def test_missing_package_is_named(monkeypatch):
+def test_missing_deepspeed_is_named(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "deepspeed" else find(name, *of))
     with pytest.raises(InvalidArgument, match=r"needs DeepSpeed, which is not installed.*hftrainer\[deepspeed\]"):
-        arguments(True)
+        make_args(True)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(InvalidArgument, match="ACCELERATE_USE_DEEPSPEED=true needs DeepSpeed"):
-        arguments(None)
+        make_args(None)
 
 
-def test_sizes_follow_the_model():
+def test_auto_bucket_sizes_follow_the_model():
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     config = DeepSpeedConfig({"zero_optimization": {"stage": 3, **dict.fromkeys(keys, "auto")}})
     model = torch.nn.Linear(1, 1)
@@ -304,7 +304,7 @@ def test_sizes_follow_the_model():
     assert [completed.get_value(f"zero_optimization.{key}") for key in keys] == [100, 90, 100]
 
 
-def test_schedule_follows_the_run():
+def test_auto_schedule_steps_follow_the_run():
     params = {"warmup_num_steps": "auto", "total_num_steps": "auto"}
     config, model = DeepSpeedConfig({"scheduler": {"type": "WarmupDecayLR", "params": params}}), torch.nn.Linear(1, 1)
     for steps in (10, 20):  # runs of one Trainer
@@ -316,15 +316,15 @@ def test_schedule_follows_the_run():
 
 
 def test_transformers_knows_the_configuration_while_the_arguments_live():
-    args = arguments({"zero_optimization": {"stage": 2}})
+    args = make_args({"zero_optimization": {"stage": 2}})
     assert deepspeed_config() is args.hf_deepspeed_config.config
     assert not is_deepspeed_zero3_enabled()
     del args
     assert deepspeed_config() is None
 
 
-def test_answers_of_the_configuration():
-    config = build_config(arguments({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}))
+def test_configuration_answers_stage_offload_and_dtype():
+    config = build_config(make_args({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}))
     assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (True, False, True)
     assert config.is_false("bf16.enabled") is False  # not there
     assert config.get_value("a.b", 3) == 3

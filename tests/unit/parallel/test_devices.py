@@ -1,4 +1,4 @@
-"""Devices that no test machine has: what is planned for them, with torch told that they are there."""
+"""What is planned for devices that no test machine has, while torch is made to report them."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ def make_trainer(**settings):
     return Trainer(make_plain(), make(OnCpu, **settings), train_dataset=plain_data(8))
 
 
-def test_lightning_gets_mps(mac, monkeypatch):
+def test_lightnings_trainer_gets_the_mps_accelerator(mac, monkeypatch):
     from lightning.fabric.accelerators import MPSAccelerator as OfFabric
     from lightning.pytorch.accelerators import MPSAccelerator
 
@@ -59,14 +59,14 @@ def test_lightning_gets_mps(mac, monkeypatch):
         (True, {"use_cpu": True}, "use_cpu=True contradicts it"),
     ],
 )
-def test_use_mps_device_where_it_is_not(monkeypatch, built, settings, reason):
+def test_use_mps_device_without_mps_is_refused(monkeypatch, built, settings, reason):
     monkeypatch.setattr(torch.backends.mps, "is_built", lambda: built)
     (message,) = problems(use_mps_device=True, **settings)
     assert message.startswith("use_mps_device=True, but ") and reason in message and "remove it to train" in message
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), FLOAT16])
-def test_autocast_on_mps(mac, name, dtype):
+def test_mixed_precision_on_mps_uses_its_autocast(mac, name, dtype):
     assert not problems(**{name: True})
     plan, seen = plan_of(**{name: True}), []
 
@@ -93,7 +93,7 @@ def test_bf16_needs_macos_14(mac, monkeypatch, launcher):
     assert not problems(fp16=True)
 
 
-def test_fp16_on_mps_needs_its_scaler(mac, monkeypatch):
+def test_fp16_on_mps_needs_torch_2_8(mac, monkeypatch):
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.7.1"))
     assert_refused(problems(fp16=True), "needs torch 2.8")
 
@@ -103,7 +103,7 @@ def test_tf32_is_refused_on_mps(mac):
         make_trainer(tf32=True).train()
 
 
-def test_loaders_on_mps(mac):
+def test_loaders_on_mps_do_not_pin_memory(mac):
     assert not make_trainer().get_train_dataloader().pin_memory
     loader = torch.utils.data.DataLoader(plain_data(8), pin_memory=False)
     for kind, expected in (("mps", False), ("cuda", True)):
@@ -120,12 +120,12 @@ def test_loaders_on_mps(mac):
         (False, {"dataloader_num_workers": 2}, None),
     ],
 )
-def test_workers_on_mps(mac, monkeypatch, available, settings, context):
+def test_several_loading_processes_on_mps_are_forked(mac, monkeypatch, available, settings, context):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: available)
     assert make(**settings).dataloader_multiprocessing_context == context
 
 
-def test_a_peak_that_is_taken_counts_for_the_others(monkeypatch):
+def test_popped_memory_peak_still_counts_for_the_stage(monkeypatch):
     """`observe` asks for the peak of each interval; the memory report and the summary for that of a whole stage."""
     module = SimpleNamespace(peak=0)
     module.max_memory_allocated = lambda: module.peak
@@ -140,7 +140,7 @@ def test_a_peak_that_is_taken_counts_for_the_others(monkeypatch):
     assert devices.memory_peak() == 0
 
 
-def test_memory_on_mps(mac, monkeypatch):
+def test_memory_metrics_on_mps_have_no_peak(mac, monkeypatch):
     emptied = []
     monkeypatch.setattr(torch.mps, "empty_cache", lambda: emptied.append(True))
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 12)
@@ -163,7 +163,7 @@ def test_memory_on_mps(mac, monkeypatch):
     assert "train_mem_gpu_peaked_delta" not in metrics
 
 
-def test_random_state_of_mps(monkeypatch, tmp_path):
+def test_random_state_of_mps_is_saved_and_restored(monkeypatch, tmp_path):
     restored = []
     monkeypatch.setattr(torch.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: torch.tensor([5], dtype=torch.uint8))
@@ -183,8 +183,8 @@ def test_random_state_of_mps(monkeypatch, tmp_path):
     ],
 )
 @pytest.mark.parametrize("call", ["train", "evaluate", "evaluate in train"])
-def test_hints(tmp_path, caplog, error, hint, call):
-    """An operator that the device lacks, as torch says it: a note of the error, which Python 3.10 does not show."""
+def test_operator_missing_on_mps_gets_a_hint(tmp_path, caplog, error, hint, call):
+    """The hint is a note of the error; Python 3.10 does not show notes, so there it is logged."""
     error.__notes__ = []
 
     class Broken(torch.nn.Module):
@@ -208,7 +208,7 @@ def test_hints(tmp_path, caplog, error, hint, call):
     assert logged == (error.__notes__ if sys.version_info < (3, 11) else [])
 
 
-def test_intel(xpu, two_processes, monkeypatch):
+def test_intel_gpus_are_planned_with_xccl(xpu, two_processes, monkeypatch):
     plan = plan_of(args := make())
     assert (str(args.device), args.n_gpu) == ("xpu:1", 1)
     assert (plan.device, plan.process_group_backend) == ("xpu:1", "xccl")
@@ -219,14 +219,14 @@ def test_intel(xpu, two_processes, monkeypatch):
     assert_refused(problems(), "2 processes on this node need one GPU each, but there are 1")
 
 
-def test_lightning_gets_others(xpu):
+def test_lightnings_trainer_gets_the_xpu_accelerator(xpu):
     trainer = make_trainer(lightning_config={"devices": 1})
     assert trainer.get_train_dataloader().pin_memory
     built = trainer._hftrainer.engine._build_trainer(max_epochs=1)
     assert (built.accelerator.name(), built.strategy.root_device) == ("xpu", torch.device("xpu:0"))
 
 
-def test_python_alone_starts_a_process_for_each(xpu, monkeypatch):
+def test_one_process_is_started_for_each_intel_gpu(xpu, monkeypatch):
     # accelerate's launcher sets it; transformers did too until v5, for whoever makes its arguments, as other tests do.
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     assert make().world_size == 2
@@ -234,7 +234,7 @@ def test_python_alone_starts_a_process_for_each(xpu, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["hpu", "sdaa", "neuron"])
-def test_refused_accelerators(monkeypatch, name):
+def test_unsupported_accelerator_is_refused(monkeypatch, name):
     monkeypatch.setattr(torch, name, SimpleNamespace(is_available=lambda: True), raising=False)
     (message,) = problems()
     assert message.startswith(f"torch.{name} is available, but hftrainer cannot ") and "use_cpu=True" in message
@@ -246,7 +246,7 @@ def test_refused_accelerators(monkeypatch, name):
     reason="this torch has no device made of Python",
 )
 @pytest.mark.parametrize(("name", "restores"), [("npu", "set_rng_state 7"), ("tpu", "set_state 7")])
-def test_training_on_a_plug_in(tmp_path, processes, name, restores):
+def test_training_on_a_plug_in_device_matches_the_cpu(tmp_path, processes, name, restores):
     """A run on torch's plug-in device or one with torch_tpu's interface, resumed too, is one on the CPU."""
     done = processes.run(f"tests/support/fake_{name}.py", tmp_path, cwd=ROOT, fresh=True)
     assert done.returncode == 0, done.stderr

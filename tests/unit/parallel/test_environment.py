@@ -1,4 +1,4 @@
-"""Where a process stands, by what each launcher puts into the environment."""
+"""Rank, world size and address of a process follow from the variables that each launcher sets."""
 
 import logging
 import os
@@ -62,9 +62,9 @@ def _no_launcher(monkeypatch):
 
 
 @pytest.fixture
-def make(tmp_path, put):
+def make(tmp_path, set_variables):
     def make(variables="", config=None, **settings):
-        put(variables)
+        set_variables(variables)
         settings = {"use_cpu": True, "report_to": "none", **settings}
         return TrainingArguments(str(tmp_path), lightning_config=config, **settings)
 
@@ -72,7 +72,7 @@ def make(tmp_path, put):
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_places(make, name):
+def test_launcher_variables_give_the_place_of_the_process(make, name):
     variables, expected = PLACES[name]
     plan = plan_of(args := make(variables))
     found, keywords = plan.processes, plan.trainer_keywords()
@@ -81,43 +81,43 @@ def test_places(make, name):
     assert (keywords["devices"], keywords["num_nodes"]) == (found.local_world_size, found.nodes)
 
 
-def test_every_launcher_is_tried():
-    # Of a process of torch_xla only torch_xla knows where it stands: tests/adapters/xla has those.
+def test_every_launcher_has_a_case():
+    # Only torch_xla knows the place of its processes: tests/adapters/xla has those.
     assert {expected.split()[0] for _, expected in PLACES.values()} == set(LAUNCHERS) - {"xla"}
 
 
 HOSTS = {"a": "a", "a,b": "a", "gpu-[03-07,9],cpu1": "gpu-03", "n[1,3]x,m": "n1x", "cpu1,gpu-[1-2]": "cpu1", "": ""}
 
 
-def test_lists_of_slurm():
+def test_slurm_lists_of_hosts_and_tasks_are_read():
     assert {hosts: first_host(hosts) for hosts in HOSTS} == HOSTS
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
     assert tasks_per_node("8") == [8]
 
 
-def test_two_steps_of_a_job_have_their_own_ports(make):
+def test_two_slurm_steps_of_a_job_use_different_ports(make):
     assert [plan_of(make(f"{STEP} SLURM_STEP_ID={step}")).processes.port for step in (1, 2)] == [20679, 20680]
 
 
-class Own(ClusterEnvironment):
+class OwnEnvironment(ClusterEnvironment):
     creates_processes_externally, main_address, main_port = True, "c", 9
     detect, world_size, global_rank = staticmethod(lambda: False), lambda self: 6, lambda self: 4
     local_rank, node_rank = lambda self: 1, lambda self: 1
     set_world_size, set_global_rank = None, None  # are not called
 
 
-def test_user_chooses(make):
+def test_lightning_config_chooses_the_environment(make):
     assert make(STEP, {"environment": "lightning"}).world_size == 1
     chosen = SLURMEnvironment.__new__(SLURMEnvironment)  # its constructor looks for srun
     for config in ({"environment": "slurm"}, {"plugins": chosen}):
         args = make(TORCHRUN, config)
         assert (args.world_size, args.process_index) == (5, 0)
-    found = plan_of(make(TORCHRUN, {"plugins": [Own()], "num_nodes": 2})).processes
+    found = plan_of(make(TORCHRUN, {"plugins": [OwnEnvironment()], "num_nodes": 2})).processes
     assert (found.world_size, found.rank, found.local_rank, found.local_world_size) == (6, 4, 1, 3)
     assert (found.address, found.port) == ("c", 9)
 
 
-def test_lightning_gets_the_place(make):
+def test_lightnings_trainer_gets_our_environment(make):
     trainer = Trainer(make_plain(), make(f"WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 {MEET}"))
     environment = trainer._hftrainer.engine._build_trainer(max_epochs=1)._accelerator_connector.cluster_environment
     assert type(environment).__name__ == "LaunchedEnvironment"
@@ -126,7 +126,7 @@ def test_lightning_gets_the_place(make):
 
 
 @pytest.fixture
-def gpus(monkeypatch):
+def set_gpu_count(monkeypatch):
     def make(count):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -143,8 +143,8 @@ def gpus(monkeypatch):
         (None, "ACCELERATE_USE_CPU=true", 1),
     ],
 )
-def test_visible_gpus(make, gpus, config, variables, expected):
-    gpus(4)
+def test_world_size_is_the_number_of_visible_gpus(make, set_gpu_count, config, variables, expected):
+    set_gpu_count(4)
     args = make(variables, config, use_cpu=False)
     assert args.world_size == expected
     assert plan_of(args).processes.started == (expected == 1)
@@ -153,8 +153,8 @@ def test_visible_gpus(make, gpus, config, variables, expected):
         assert not torch.distributed.is_initialized()
 
 
-def test_notebooks_use_one(make, gpus, monkeypatch):
-    gpus(4)
+def test_notebooks_use_one_gpu(make, set_gpu_count, monkeypatch):
+    set_gpu_count(4)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     args = make(use_cpu=False)
     assert args.world_size == 1
@@ -170,8 +170,8 @@ def test_notebooks_use_one(make, gpus, monkeypatch):
         (4, TORCHRUN, "cuda:1", 4),
     ],
 )
-def test_gpu_of_a_rank(make, gpus, count, variables, device, devices):
-    gpus(count)
+def test_each_rank_uses_the_gpu_of_its_local_rank(make, set_gpu_count, count, variables, device, devices):
+    set_gpu_count(count)
     args = make(variables, use_cpu=False)
     assert args.device == torch.device(device)
     assert plan_of(args).trainer_keywords()["devices"] == devices
@@ -209,13 +209,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong(make, name):
+def test_wrong_launcher_settings_are_refused(make, name):
     variables, config, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         Trainer(make_plain(), make(variables, config))
 
 
-def test_meeting_without_an_address(make):
+def test_main_process_first_needs_an_address(make):
     with pytest.raises(UnsupportedArgument, match="MASTER_ADDR"), make(TWO).main_process_first():
         pass
 
@@ -241,14 +241,14 @@ DEFAULTS = {"mode": None, "fullgraph": False, "dynamic": None}
         ),
     ],
 )
-def test_dynamo(make, monkeypatch, variables, settings, expected):
+def test_launcher_dynamo_variables_reach_compile(make, monkeypatch, variables, settings, expected):
     model, calls = make_plain(), []
     monkeypatch.setattr(model, "compile", lambda **keywords: calls.append(keywords))
     compile_model(model, make(" ".join(f"ACCELERATE_DYNAMO_{word}" for word in variables.split()), **settings))
     assert calls == ([] if expected is None else [{**DEFAULTS, **expected}])
 
 
-def test_accumulation_is_the_arguments(make, caplog):
+def test_accumulation_argument_overrides_the_launcher(make, caplog):
     args = make("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4", gradient_accumulation_steps=2)
     with caplog.at_level(logging.WARNING):
         Trainer(make_plain(), args)

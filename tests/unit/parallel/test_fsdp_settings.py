@@ -1,4 +1,4 @@
-"""`fsdp`, `fsdp_config` and what `accelerate launch --use_fsdp` leaves in the environment, read into one form."""
+"""`fsdp`, `fsdp_config` and the variables of `accelerate launch --use_fsdp` are read into one form."""
 
 import json
 
@@ -65,16 +65,16 @@ OF_FSDP1 = {
         ),
     ],
 )
-def test_settings(fsdp, fsdp_config, expected):
+def test_fsdp_arguments_are_read_into_settings(fsdp, fsdp_config, expected):
     assert read_fsdp(fsdp, fsdp_config, {}) == FsdpSettings(**expected)
 
 
 @pytest.mark.parametrize("fsdp", [None, False, "", [], "no"])
-def test_not_asked_for(fsdp):
+def test_fsdp_that_is_off_gives_no_settings(fsdp):
     assert read_fsdp(fsdp, {"min_num_params": 4}, {}) is None
 
 
-def test_the_launcher():
+def test_launcher_variables_are_read_into_settings():
     launched = dict(word.split("=") for word in LAUNCHED.split())
     read = {"wrap_classes": ("BertLayer",), "min_num_params": 100000000, "cpu_ram_efficient_loading": True}
     assert read_fsdp(None, None, launched) == FsdpSettings(version=1, forward_prefetch=True, **read)
@@ -114,12 +114,12 @@ def test_the_launcher():
         (True, "absent.json", "the file does not exist"),
     ],
 )
-def test_wrong_values(fsdp, fsdp_config, message):
+def test_invalid_fsdp_settings_are_refused(fsdp, fsdp_config, message):
     with pytest.raises(InvalidConfig, match=message):
         read_fsdp(fsdp, fsdp_config, {})
 
 
-def test_files(tmp_path):
+def test_fsdp_config_is_read_from_a_file(tmp_path):
     path = tmp_path / "fsdp.json"
     path.write_text(json.dumps({"fsdp_min_num_params": 2000, "fsdp_backward_prefetch": "backward_pre"}))
     settings = read_fsdp("full_shard", str(path), {})
@@ -131,14 +131,14 @@ def test_files(tmp_path):
 
 
 @pytest.mark.parametrize("optim", ["adafactor", "sgd", "adamw_torch_8bit", "schedule_free_adamw", "adamw_torch"])
-def test_optimizers_that_can_be_sharded(optim):
+def test_optimizers_can_be_sharded_unless_passed_as_objects(optim):
     args = make(use_cpu=True, fsdp=True, lightning_config={"devices": 2}, optim=optim)
     assert not check_supported(ResolvedArguments(args))
     found = check_supported(ResolvedArguments(args), has_custom_optimizer=True)
     assert_refused(found, "optimizers holds the parameters of the unsharded model")
 
 
-def test_state_dict_type_may_change():
+def test_state_dict_type_of_the_plugin_can_be_changed():
     plugin = FsdpPlugin(FsdpSettings(state_dict_type="SHARDED_STATE_DICT"))
     assert not plugin.has_full_states
     plugin.set_state_dict_type("FULL_STATE_DICT")

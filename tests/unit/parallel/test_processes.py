@@ -34,16 +34,16 @@ CONTAINERS = [
 ]
 
 
-@pytest.mark.parametrize("make", CONTAINERS)
-def test_containers_keep_their_type(make):
+@pytest.mark.parametrize("make", CONTAINERS, ids=lambda make: type(make(0)).__name__)
+def test_map_leaves_keeps_container_types(make):
     found, expected = map_leaves(make(torch.tensor([3])), torch.Tensor, lambda leaf: leaf.item() * 2), make(6)
     assert type(found) is type(expected)
     assert found == expected
 
 
-def test_a_default_factory_is_kept():
+def test_map_leaves_keeps_a_default_factory():
     assert map_leaves(defaultdict(list), torch.Tensor, torch.clone)["new"] == []
 
 
-def test_a_container_of_the_kind_is_passed_whole():
+def test_map_leaves_passes_matching_containers_whole():
     assert map_leaves({"a": [1, [2]], "b": (3,)}, list, len) == {"a": 2, "b": (3,)}

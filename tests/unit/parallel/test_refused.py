@@ -1,4 +1,4 @@
-"""What cannot run on a device or in several processes: the sentences with which a Trainer refuses it."""
+"""A Trainer refuses what cannot run on a device or in several processes, and says what to do instead."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def layout(settings=(), **sizes):
     return {**CPU, "parallelism_config": sizes, **dict(settings)}
 
 
-#: Fixtures → arguments, and what is said of them; None for nothing.
+#: Fixtures → arguments, each with the message that refuses them, or None.
 CASES = {
     "deepspeed_installed": [
         ({**CPU, "fsdp": True}, "fsdp=True shards the model over processes, but there is only one"),
@@ -90,12 +90,12 @@ CASES = {
         (TWO, START),
     ],
 }
-#: Where another sentence may be said too, as of the number of processes.
+#: Fixtures with which there may be a second problem, such as the number of processes.
 SEVERAL = ("deepspeed_installed", "on_xla two_processes")
 
 
 @pytest.mark.usefixtures("deepspeed_installed")
-def test_elastic_beside_deepspeed():
+def test_elastic_with_deepspeed_is_refused():
     with pytest.raises(InvalidArgument, match="elastic=True is not supported with deepspeed"):
         TrainingArguments("x", elastic=True, deepspeed=True, **CPU)
 
@@ -103,10 +103,10 @@ def test_elastic_beside_deepspeed():
 @pytest.mark.parametrize(
     ("fixtures", "settings", "message"), [(name, *case) for name, cases in CASES.items() for case in cases]
 )
-def test_refused(request, put, fixtures, settings, message):
+def test_unsupported_combination_is_refused(request, set_variables, fixtures, settings, message):
     for name in fixtures.split():
         request.getfixturevalue(name)
-    put("WANDB_LOG_MODEL=end")
+    set_variables("WANDB_LOG_MODEL=end")
     found = problems(Seq2SeqTrainingArguments, **settings)
     assert_refused(found, message)
     assert len(found) <= 1 or fixtures in SEVERAL, found
@@ -133,7 +133,7 @@ def test_refused(request, put, fixtures, settings, message):
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_backends_on_the_cpu(two_processes, only_gloo, backend, message, argument):
+def test_backend_that_torch_lacks_is_refused(two_processes, only_gloo, backend, message, argument):
     settings = {**CPU, argument: backend}
     assert plan_of(**settings).process_group_backend == backend
     found = problems(**settings)
@@ -141,7 +141,7 @@ def test_backends_on_the_cpu(two_processes, only_gloo, backend, message, argumen
     assert_refused(found, message)
 
 
-def test_hybrid_needs_two(put):
-    put("WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1")
+def test_hybrid_shard_needs_two_processes(set_variables):
+    set_variables("WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1")
     assert not problems(**CPU, fsdp=True)
     assert_refused(problems(**CPU, fsdp="hybrid_shard"), "needs at least two processes")

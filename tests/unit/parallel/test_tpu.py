@@ -1,4 +1,4 @@
-"""TPUs, which no test machine has: when they are chosen, what is refused and what is to be installed."""
+"""When TPUs, which no test machine has, are chosen, what is refused, and what has to be installed."""
 
 import os
 import sys
@@ -37,7 +37,7 @@ def no_torch_xla(monkeypatch):
         ([("0x10de", "0x2330"), ("0x10de", "0x0063")], 0),  # NVIDIA's
     ],
 )
-def test_chips(tmp_path, monkeypatch, found, expected):
+def test_tpu_chips_are_counted_by_pci_ids(tmp_path, monkeypatch, found, expected):
     for index, (vendor, device) in enumerate(found):
         folder = tmp_path / f"0000:00:{index:02x}.0"
         folder.mkdir()
@@ -57,13 +57,13 @@ def test_chips(tmp_path, monkeypatch, found, expected):
         (0, "TPU_NAME=", False),
     ],
 )
-def test_wanted(monkeypatch, put, chips, variables, expected):
+def test_xla_is_requested_by_chips_or_variables(monkeypatch, set_variables, chips, variables, expected):
     monkeypatch.setattr(devices, "count_tpu_chips", lambda: chips)
-    put(variables)
+    set_variables(variables)
     assert devices.is_xla_requested() == expected
 
 
-def test_device(on_xla):
+def test_xla_device_is_used_without_use_cpu(on_xla):
     args = make()
     assert args.device == torch.device("xla", 0)
     assert (args.parallel_mode, args.n_gpu, args.world_size) == (ParallelMode.TPU, 0, 1)
@@ -87,16 +87,16 @@ XLA, EITHER = "pip install 'hftrainer[tpu]'", ("pip install 'hftrainer[torch-tpu
         (0, "", {"fsdp": True, "fsdp_config": {"xla": True}, "use_cpu": True}, ("fsdp_config['xla'] needs a TPU", XLA)),
     ],
 )
-def test_without_a_library(monkeypatch, put, no_torch_xla, chips, variables, settings, said):
+def test_missing_tpu_library_is_named(monkeypatch, set_variables, no_torch_xla, chips, variables, settings, said):
     monkeypatch.setattr(devices, "count_tpu_chips", lambda: chips)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    put(variables)
+    set_variables(variables)
     found = "\n".join(problems(**settings))
     assert bool(found) == bool(said) and all(part in found for part in said), found
     assert make(**settings).device.type != "xla"
 
 
-def test_torch_xla_for_another_torch(tmp_path, monkeypatch):
+def test_torch_xla_built_for_another_torch_is_named(tmp_path, monkeypatch):
     (tmp_path / "torch_xla.py").write_text(f"raise ImportError({UNDEFINED!r})")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
@@ -105,13 +105,13 @@ def test_torch_xla_for_another_torch(tmp_path, monkeypatch):
     Trainer(make_plain(), make(use_cpu=True))
 
 
-def test_run_without_torch_xla(no_torch_xla, capsys):
+def test_run_tpu_without_torch_xla_is_refused(no_torch_xla, capsys):
     with pytest.raises(SystemExit):
         command.main(["run", "--tpu", __file__])
     assert "--tpu needs torch_xla: pip install 'hftrainer[tpu]'" in capsys.readouterr().err
 
 
-def test_torchrun_with_torch_tpu(on_torch_tpu, two_processes, monkeypatch):
+def test_torchrun_alone_is_refused_with_torch_tpu(on_torch_tpu, two_processes, monkeypatch):
     """torchrun alone lacks what all processes of torch_tpu have to know."""
     assert_refused(problems(), "assigned no TPU core to any: start the script with python -m hftrainer run --tpu")
     monkeypatch.setenv(devices.TPU_ADDRESSES, "localhost:8070,localhost:8071")
@@ -119,7 +119,7 @@ def test_torchrun_with_torch_tpu(on_torch_tpu, two_processes, monkeypatch):
     assert plan_of().process_group_backend == "tpu_dist"
 
 
-def test_two_cores_in_a_process(on_xla, monkeypatch):
+def test_two_tpu_cores_in_a_process_are_refused(on_xla, monkeypatch):
     monkeypatch.setenv("PJRT_LOCAL_PROCESS_COUNT", "4")
     assert detect_launcher() == "xla"
     monkeypatch.setattr(xla, "rank_info", lambda: RankInfo(8, 3, 3, 8, launcher="xla"))
@@ -128,12 +128,12 @@ def test_two_cores_in_a_process(on_xla, monkeypatch):
     assert "run --tpu" in LAUNCHERS["xla"][1]
 
 
-def test_metrics_of_no_tpu():
+def test_tpu_metrics_debug_warns_without_a_tpu():
     said = find_unused_settings(ResolvedArguments(make(debug="tpu_metrics_debug", use_cpu=True)))
     assert said == ["debug='tpu_metrics_debug' prints nothing: training is on cpu, which is not an XLA device."]
 
 
-def test_states_without_xla_tensors_stay():
+def test_to_host_keeps_tensors_that_are_not_xla():
     state = {"a": torch.ones(2), "b": [torch.zeros(1), (1, "x")], "c": SimpleNamespace()}
     moved = xla.to_host(state)
     assert moved["a"] is state["a"] and moved["b"][0] is state["b"][0] and moved["c"] is state["c"]
@@ -141,7 +141,7 @@ def test_states_without_xla_tensors_stay():
 
 
 @pytest.mark.parametrize(("options", "processes"), [([], 4), (["--num-cores", "2"], 2)])
-def test_run_on_torch_tpu(monkeypatch, options, processes):
+def test_run_tpu_sets_variables_before_torchrun_starts(monkeypatch, options, processes):
     """The variables are set before torchrun starts the processes."""
 
     def set_tpu_launch_env(nproc_per_node):

@@ -1,4 +1,4 @@
-"""What earlier releases do differently, and how a release is chosen."""
+"""A Trainer follows the configured or installed release of transformers, whose differences are listed."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from tests.support.arguments import make_trainer
 
 
 @pytest.mark.parametrize("kind", POLICIES[:-1])
-def test_a_class_describes_what_it_changes(kind):
+def test_policy_class_describes_all_its_changes(kind):
     reset = {"gradient_divisor"} if str(kind.last_release) == "5.1" else set()
     others = {"__doc__", "__module__", "last_release", "own_changes", "defaults"}
     assert kind.own_changes.keys() | reset == vars(kind).keys() - others
@@ -29,13 +29,13 @@ def test_a_class_describes_what_it_changes(kind):
 @pytest.mark.parametrize(
     ("release", "kind"), [("5.24", ReleasePolicy), ("5.23", ReleasePolicy), ("5.3", "5.3"), ("4.48", PolicyUntil4_48)]
 )
-def test_the_policy_of_a_release(release, kind):
+def test_release_gets_its_policy(release, kind):
     policy = followed.from_text(release)
     assert str(policy.release) == release
     assert type(policy) is kind or str(policy.last_release) == kind
 
 
-def test_differences_are_those_of_the_release():
+def test_policy_lists_the_changes_of_its_release():
     assert not ReleasePolicy().all_changes()
     assert [name for name in followed.from_text("5.15").all_changes() if "num_items" in name] == ["num_items"]
     integer, python_int = (followed.from_text(release).all_changes()["num_items"] for release in ("4.50", "4.49"))
@@ -44,7 +44,7 @@ def test_differences_are_those_of_the_release():
     assert list(map(str, between)) == ["5.2", "5.3", "5.4", "5.5"]
 
 
-def test_a_release_is_chosen_once_for_a_trainer(tmp_path):
+def test_trainer_follows_the_configured_release(tmp_path):
     trainer = make_trainer(tmp_path, lightning_config={"behaviour": "4.57.6"})
     assert trainer._hftrainer.policy.release == (4, 57)
     trainer = make_trainer(tmp_path, lightning_config='{"behaviour": "5.10"}')  # as from a command line
@@ -71,7 +71,7 @@ def test_unknown_releases_are_refused(given, message):
     assert str(error.value).startswith("lightning_config['behaviour']: ")
 
 
-def test_a_release_that_is_newer_than_known_follows_the_newest(tmp_path, caplog):
+def test_newer_release_than_known_follows_the_newest(tmp_path, caplog):
     caplog.set_level("INFO", logger="hftrainer")
     for _ in range(2):
         assert make_trainer(tmp_path, lightning_config={"behaviour": "7.1"})._hftrainer.policy.release == NEWEST
@@ -83,7 +83,7 @@ def test_a_release_that_is_newer_than_known_follows_the_newest(tmp_path, caplog)
     ("version", "config", "is_told"),
     [("5.2.0", {}, True), ("5.2.0", {"behaviour": str(NEWEST)}, False), (f"{NEWEST}.0", {}, False)],
 )
-def test_numbers_of_a_newer_release_than_the_installed_one(version, config, is_told, monkeypatch):
+def test_older_installed_release_is_described(version, config, is_told, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__=version))
     sentence = followed.describe_older_release(config) or ""
     assert (f"transformers 5.2 is installed, but this Trainer follows {NEWEST}" in sentence) == is_told
@@ -113,7 +113,7 @@ def test_install_follows_the_installed_release(version, release, monkeypatch, tm
     } == todays
 
 
-def test_explain_prints_what_is_in_force():
+def test_explain_prints_the_followed_release():
     newest = str(TrainingArguments().explain())
     assert f"Behaves like transformers {NEWEST}, the newest known release." in newest
     explained = TrainingArguments(lightning_config={"behaviour": "4.57"}).explain()
@@ -131,7 +131,7 @@ def test_explain_names_the_installed_release(monkeypatch):
     assert "follow the installed" not in str(TrainingArguments(lightning_config={"behaviour": "4.57"}).explain())
 
 
-def test_numbers_of_an_earlier_release(tmp_path):
+def test_losses_of_release_4_57_are_rounded(tmp_path):
     found = []
     for config in ({}, {"behaviour": "4.57"}):
         trainer = make_trainer(tmp_path, lightning_config=config, max_steps=3, logging_steps=1)

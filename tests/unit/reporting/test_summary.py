@@ -1,4 +1,4 @@
-"""What a run says of itself: where it resumes, how it went, and how to go on."""
+"""A run logs where it resumes, how it went, and how to continue."""
 
 import re
 import subprocess
@@ -32,13 +32,13 @@ def train(folder, resume=None, callbacks=None, trainer_class=Trainer, **settings
 
 
 @pytest.fixture
-def said(caplog):
+def run_messages(caplog):
     return lambda: [record.getMessage() for record in caplog.records if record.name == "hftrainer.run"]
 
 
-def test_end_of_a_run(tmp_path, said):
+def test_run_reports_its_size_time_best_and_last_checkpoint(tmp_path, run_messages):
     trainer = train(tmp_path, metric_for_best_model="accuracy", **SAVED)
-    begins, spent, speed, best, newest = said()
+    begins, spent, speed, best, newest = run_messages()
     assert begins == f"Training {trainer.get_num_trainable_parameters()} parameters on 1 x cpu: 4 steps of 8 samples."
     assert re.match(r"Trained 4 steps in [\d.e-]+ s: ", spent)
     assert re.fullmatch(r"[\d,.]+ samples/s, peak memory [\d.]+ [MG]B.*\.", speed)
@@ -49,17 +49,19 @@ def test_end_of_a_run(tmp_path, said):
 
 
 class SpikesAtStep3(Trainer):
+    """Has its best accuracy between the checkpoints of steps 2 and 4."""
+
     def evaluate(self, *args, **kwargs):
         return {"eval_accuracy": {2: 0.5, 3: 0.75}.get(self.state.global_step, 0.25)}
 
 
 @pytest.mark.parametrize("loads", [True, False])
-def test_a_best_value_without_checkpoint(tmp_path, said, loads):
+def test_best_value_without_a_checkpoint_is_told(tmp_path, run_messages, loads):
     settings = {**SAVED, "eval_steps": 1, "metric_for_best_model": "accuracy", "load_best_model_at_end": loads}
     trainer = train(tmp_path, trainer_class=SpikesAtStep3, **settings)
     assert trainer.state.best_model_checkpoint == f"{tmp_path}/checkpoint-2"
     sentence = "Best eval_accuracy: 0.75 at step 3, of which there is no checkpoint (save_steps=2)."
-    assert sentence + (f" Loaded: {tmp_path}/checkpoint-2." if loads else "") in said()
+    assert sentence + (f" Loaded: {tmp_path}/checkpoint-2." if loads else "") in run_messages()
 
 
 class Stop(TrainerCallback):
@@ -68,35 +70,35 @@ class Stop(TrainerCallback):
 
 
 @pytest.mark.parametrize("callback", [Stop(), EarlyStopping("eval_loss", stopping_threshold=99.0)])
-def test_a_run_that_a_callback_stops(tmp_path, said, callback):
-    """On purpose, so that nothing is said of how to go on."""
+def test_run_stopped_by_a_callback_names_it(tmp_path, run_messages, callback):
+    """The stop is intended, so nothing is said of how to continue."""
     train(tmp_path, callbacks=[callback], **{**SAVED, "eval_steps": 3, "max_steps": 40, "num_train_epochs": 9})
-    assert f"Stopped at step 3 of 40, by {type(callback).__name__}." in said()
-    assert said()[-1] == f"Last checkpoint: {tmp_path}/checkpoint-2."
+    assert f"Stopped at step 3 of 40, by {type(callback).__name__}." in run_messages()
+    assert run_messages()[-1] == f"Last checkpoint: {tmp_path}/checkpoint-2."
 
 
-def test_who_stops_a_run_that_early_stopping_had_stopped(tmp_path, said, monkeypatch):
-    """The checkpoint has the reason of the stop before, and so has the same object."""
+def test_resumed_run_names_what_stops_it_this_time(tmp_path, run_messages, monkeypatch):
+    """The reason of the earlier stop, in the checkpoint and in a reused callback, is not repeated."""
     monkeypatch.setattr(run_requests, "_PERIOD", 0.0)
     settings, stopping = {**SAVED, "max_steps": 40}, EarlyStopping("eval_loss", stopping_threshold=99.0)
     train(tmp_path, callbacks=[stopping], **settings)
     stopping.stopping_threshold = None
     ask = At(3, (tmp_path / run_requests.FOLDER / "stop").touch)
     for callback in (stopping, EarlyStopping("eval_loss", patience=99)):
-        said_before = len(said())
+        said_before = len(run_messages())
         (tmp_path / run_requests.FOLDER).mkdir(exist_ok=True)
         train(tmp_path, str(tmp_path / "checkpoint-2"), callbacks=[callback, ask], **settings)
-        assert "Stopped at step 3 of 40, by `ask stop`." in said()[said_before:]
+        assert "Stopped at step 3 of 40, by `ask stop`." in run_messages()[said_before:]
 
 
-def test_only_checkpoints_that_are_left(tmp_path, said):
+def test_only_existing_checkpoints_are_named(tmp_path, run_messages):
     still = {"learning_rate": 0.0}  # so that none is better than the first
     trainer = train(tmp_path, save_total_limit=1, load_best_model_at_end=True, **still, **SAVED)
     assert trainer.state.best_global_step == 2
-    assert said()[-1] == f"Last checkpoint: {tmp_path}/checkpoint-2."
+    assert run_messages()[-1] == f"Last checkpoint: {tmp_path}/checkpoint-2."
 
 
-def test_where_the_time_went():
+def test_summary_splits_the_time():
     metrics = {"train_runtime": 4000.0, "train_samples_per_second": 1234.56, "train_tokens_per_second": 98765.4}
     seconds = {"waiting for data": 30.0, "in evaluations": 600.0, "saving": 59.5}
     state = TrainerState(best_metric=0.5)  # of an earlier call, which compared by a metric
@@ -106,29 +108,29 @@ def test_where_the_time_went():
     assert speed.startswith("617 samples/s, 49,383 tokens/s, peak memory ")
 
 
-def test_no_step_is_left_though_epochs_are(tmp_path, said):
+def test_resume_without_steps_left_tells_the_epochs_left(tmp_path, run_messages):
     """After 12 steps of 8 samples, 2.4 epochs, a run of 3 epochs with 19 samples a step has 6."""
     saved = {**SAVED, "max_steps": -1, "num_train_epochs": 3, "save_steps": 12, "per_device_train_batch_size": 8}
     train(tmp_path, **saved)
-    before = len(said())
+    before = len(run_messages())
     train(tmp_path, str(tmp_path / "checkpoint-12"), **{**saved, "per_device_train_batch_size": 19})
-    (line,) = said()[before:]
+    (line,) = run_messages()[before:]
     assert "step 12 of 6, epoch 2.4. No steps are left, but 0.6 epochs are" in line and "elastic=True" in line
 
 
-def test_resumed_and_complete(tmp_path, said):
+def test_resume_tells_its_step_or_that_the_run_is_complete(tmp_path, run_messages):
     train(tmp_path, **SAVED)
-    before = len(said())
+    before = len(run_messages())
     train(tmp_path, True, max_steps=6, **SAVED)
-    assert said()[before] == f"Resuming from {tmp_path}/checkpoint-4: step 4 of 6, epoch 0.8."
-    before = len(said())
+    assert run_messages()[before] == f"Resuming from {tmp_path}/checkpoint-4: step 4 of 6, epoch 0.8."
+    before = len(run_messages())
     train(tmp_path, True, max_steps=6, **SAVED)
-    (line,) = said()[before:]
+    (line,) = run_messages()[before:]
     assert line.startswith(f"{tmp_path}/checkpoint-6 is complete (step 6 of 6): nothing to train. Increase max_steps")
 
 
 @pytest.mark.parametrize("observe", [True, False])
-def test_a_complete_run_that_is_resumed_keeps_its_record(tmp_path, said, caplog, capsys, observe):
+def test_resume_of_a_complete_run_keeps_its_journal(tmp_path, run_messages, caplog, capsys, observe):
     settings = {**SAVED, "logging_steps": 1, "observe": observe}
     train(tmp_path, **settings)
     journal, before = (tmp_path / JOURNAL_NAME).read_bytes() if observe else b"", len(caplog.records)
@@ -139,27 +141,27 @@ def test_a_complete_run_that_is_resumed_keeps_its_record(tmp_path, said, caplog,
     assert len(caplog.records) == before + 1 and not capsys.readouterr().out
 
 
-def test_the_time_of_an_observed_run_is_split_once(tmp_path, said):
+def test_observed_run_splits_its_time_once(tmp_path, run_messages):
     train(tmp_path, observe=True, **SAVED)
-    assert re.match(r"Trained 4 steps in [\d.e-]+ s\.", said()[1])
-    assert any("of the time since the first start went into training steps;" in line for line in said())
+    assert re.match(r"Trained 4 steps in [\d.e-]+ s\.", run_messages()[1])
+    assert any("of the time since the first start went into training steps;" in line for line in run_messages())
 
 
 @pytest.mark.parametrize(
     ("is_terminal", "settings", "is_told"),
     [(True, SAVED, True), (False, SAVED, False), (True, {"save_strategy": "no", "logging_steps": 1}, False)],
 )
-def test_a_terminal_is_told_of_plot(tmp_path, said, monkeypatch, is_terminal, settings, is_told):
-    """If there is a file that plot can read."""
+def test_terminal_is_told_of_the_plot_command(tmp_path, run_messages, monkeypatch, is_terminal, settings, is_told):
+    """Only if there is a log that plot can read."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     train(tmp_path / "an out", **settings)
-    assert (said()[-1] == f"{command_name()} plot '{tmp_path}/an out' draws its curves.") is is_told
+    assert (run_messages()[-1] == f"{command_name()} plot '{tmp_path}/an out' draws its curves.") is is_told
 
 
 @pytest.mark.parametrize("log_level", ["passive", "info", "warning", "error"])
-def test_quiet_on_request(tmp_path, said, log_level):
+def test_log_level_error_silences_the_summary(tmp_path, run_messages, log_level):
     train(tmp_path, log_level=log_level, save_strategy="no")
-    assert bool(said()) is (log_level != "error")
+    assert bool(run_messages()) is (log_level != "error")
     train(tmp_path, log_level="warning", save_strategy="no")
 
 
@@ -179,7 +181,7 @@ SCRIPT = """
 """
 
 
-def test_after_ctrl_c(tmp_path, processes):
+def test_ctrl_c_ends_with_the_last_checkpoint(tmp_path, processes):
     """In a Python of its own, which prints the traceback and ends."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT.format(folder=str(tmp_path / "out"))))

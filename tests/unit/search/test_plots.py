@@ -1,4 +1,4 @@
-"""`python -m hftrainer plot --study`: which files it writes, and what it says when there is nothing to draw."""
+"""`python -m hftrainer plot --study` draws the trials of a search, or says why there is nothing to draw."""
 
 import os
 import sys
@@ -33,7 +33,7 @@ def url(tmp_path_factory):
 NAMES = ("history", "importance", "parallel_coordinates")
 
 
-def test_command_line(url, tmp_path, capsys):
+def test_command_writes_pictures_and_pages_of_a_study(url, tmp_path, capsys):
     main(["plot", "--study", url, "--output", str(tmp_path / "new"), "--html"])
     expected = [str(tmp_path / "new" / f"{name}.{kind}") for name in NAMES for kind in ("png", "html")]
     assert [line.partition(" (")[0] for line in capsys.readouterr().out.splitlines()] == expected
@@ -46,20 +46,18 @@ def test_command_line(url, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "pass the output folders of runs, or --study for a search"),
         (("folder", "--study", "x"), "folder and --study cannot go together"),
-        (("folder", "--output", "x"), "--output is for --study"),
         (("--study", "x", "--out", "a.png"), "--out is for runs"),
         (("--study", "sqlite:///nowhere/a.db"), "sqlite:///nowhere/a.db: the file does not exist"),
     ],
 )
-def test_refused_on_the_command_line(words, said, capsys):
+def test_wrong_study_options_are_refused(words, said, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["plot", *words])
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_several_studies_and_objectives(tmp_path):
+def test_study_must_be_chosen_and_each_objective_is_drawn(tmp_path):
     url = f"sqlite:///{tmp_path}/search.db"
     for name in ("a", "b"):
         make_study(url, name, directions=("minimize", "maximize"))
@@ -70,7 +68,7 @@ def test_several_studies_and_objectives(tmp_path):
     assert written == [str(tmp_path / f"b_{name}_{number}.png") for name in NAMES for number in (0, 1)]
 
 
-def test_the_axis_of_a_named_metric(url, tmp_path):
+def test_axis_has_the_name_of_the_metric(url, tmp_path):
     study = optuna.load_study(study_name="a", storage=url)
     with pytest.warns(optuna.exceptions.ExperimentalWarning):
         study.set_metric_names(["eval_loss"])
@@ -78,7 +76,7 @@ def test_the_axis_of_a_named_metric(url, tmp_path):
     assert all("eval_loss" in (tmp_path / f"{name}.html").read_text().split("newPlot")[-1] for name in NAMES)
 
 
-def test_journal(tmp_path, caplog):
+def test_journal_storage_with_one_trial_draws_the_history(tmp_path, caplog):
     path = str(tmp_path / "search.log")
     make_study(optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(path)), trials=1)
     assert plot_study(path, out=str(tmp_path)) == [str(tmp_path / "history.png")]
@@ -87,7 +85,7 @@ def test_journal(tmp_path, caplog):
 
 @pytest.mark.parametrize("url", ["{}", "sqlite:///{}"])
 @pytest.mark.parametrize("content", [b"\xb0\n\x01\n", b"a: [1\nb\n", b'{"a": 1}\n{}\n', b"[1]\n3\n"])
-def test_a_file_that_is_no_storage(tmp_path, capsys, url, content):
+def test_file_that_is_no_storage_is_refused(tmp_path, capsys, url, content):
     path = tmp_path / "search"
     path.write_bytes(content)
     with pytest.raises(SystemExit):
@@ -95,7 +93,7 @@ def test_a_file_that_is_no_storage(tmp_path, capsys, url, content):
     assert "pass its file" in capsys.readouterr().err
 
 
-def test_nothing_to_draw(tmp_path):
+def test_study_without_completed_trials_is_refused(tmp_path):
     url = f"sqlite:///{tmp_path}/search.db"
     make_study(url, trials=0)
     with pytest.raises(InvalidArgument, match="the study 'a' has no completed trial yet"):
@@ -106,7 +104,7 @@ def test_nothing_to_draw(tmp_path):
 
 
 @pytest.mark.parametrize(("package", "html"), [("matplotlib", False), ("optuna.visualization", True)])
-def test_missing_packages(url, tmp_path, monkeypatch, package, html):
+def test_missing_plot_package_is_named(url, tmp_path, monkeypatch, package, html):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackage, match=r"pip install 'hftrainer\[plot\]'"):
         plot_study(url, out=str(tmp_path), html=html)

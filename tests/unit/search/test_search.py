@@ -1,4 +1,4 @@
-"""Searches with Optuna: what is refused, which trials count, and what a trial changes in the Trainer."""
+"""Searches with Optuna: wrong arguments, counting and retrying of trials, and what a trial changes in the Trainer."""
 
 import logging
 import math
@@ -14,7 +14,7 @@ from hftrainer.parallel.environment import has_ended, process_identifier
 from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, RETRY_OF, TrialCount
 from hftrainer.trainer_utils import default_compute_objective
 from hftrainer_ray.search import RaySearch
-from tests.support.searches import SearchBackend, make_trainer, nothing
+from tests.support.searches import SearchBackend, make_trainer, return_none
 from tests.support.tiny import Plain, make_plain
 
 HOST = process_identifier().split(" ")[0]
@@ -26,15 +26,15 @@ def rates(trial):
     return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1)}
 
 
-def states(study):
+def trial_states(study):
     return [trial.state.name for trial in study.trials]
 
 
-def stored(folder):
+def in_storage(folder):
     return {"storage": f"sqlite:///{folder}/a.db", "study_name": "a", "load_if_exists": True}
 
 
-def always(**choice):
+def choose(**choice):
     return {"hp_space": lambda trial: choice}
 
 
@@ -49,16 +49,16 @@ REFUSED = {
     "a callback alone": ({"callbacks": print}, InvalidArgument, "callbacks=.* must be a list of functions"),
     "no exceptions": ({"catch": "x"}, InvalidArgument, "catch='x' must be exception classes"),
     "no database": ({"storage": "search.db"}, InvalidArgument, r"storage='search\.db' is not a database URL"),
-    "no truth": (always(dataloader_drop_last="maybe"), InvalidArgument, "='maybe' is not a bool: use True or False"),
+    "no truth": (choose(dataloader_drop_last="maybe"), InvalidArgument, "='maybe' is not a bool: use True or False"),
     "no trials": ({"n_trials": 0}, InvalidArgument, "n_trials=0 must be a positive integer"),
     "no end": ({"n_trials": None}, InvalidArgument, "n_trials=None: the search would never end"),
     "no name to go on with": ({"load_if_exists": True}, InvalidArgument, "needs a study_name"),
     "a space that is none": ({"hp_space": {"learning_rate": 1}}, InvalidArgument, "hp_space=.*: pass a function"),
-    "a method": (always(to_dict=1), UnknownArgument, "has no argument 'to_dict'"),
-    "of the model": (always(zebras=1), UnknownArgument, r"'zebras'; suggest hyperparameters of the model in model_in"),
-    "no number": (always(num_train_epochs="many"), InvalidArgument, "num_train_epochs='many' is not of type float"),
-    "out of range": (always(gradient_accumulation_steps=0), InvalidArgument, "=0: use a number of at least 1"),
-    "nothing": ({"compute_objective": nothing}, InvalidArgument, "returned None: it must return"),
+    "a method": (choose(to_dict=1), UnknownArgument, "has no argument 'to_dict'"),
+    "of the model": (choose(zebras=1), UnknownArgument, r"'zebras'; suggest hyperparameters of the model in model_in"),
+    "no number": (choose(num_train_epochs="many"), InvalidArgument, "num_train_epochs='many' is not of type float"),
+    "out of range": (choose(gradient_accumulation_steps=0), InvalidArgument, "=0: use a number of at least 1"),
+    "nothing": ({"compute_objective": return_none}, InvalidArgument, "returned None: it must return"),
     "two for one": ({"compute_objective": lambda _: (1, 2)}, InvalidArgument, r"returned \(1, 2\): .* a number"),
     "one for two": ({"direction": ["minimize"] * 2}, InvalidArgument, "it must return 2 numbers, one per direction"),
 }
@@ -80,19 +80,19 @@ class TestOptuna(SearchBackend):
         return "\n".join(trial.user_attrs[FAILED] for trial in failed)
 
     @pytest.mark.parametrize("case", REFUSED)
-    def test_refused_by_optuna(self, tmp_path, monkeypatch, case):
+    def test_invalid_search_is_refused(self, tmp_path, monkeypatch, case):
         monkeypatch.setattr(RaySearch, "is_available", lambda: False)  # make test-downstream installs it
         self.assert_refused(tmp_path, *REFUSED[case])
 
 
-def test_no_model_init(tmp_path):
+def test_search_needs_a_model_init(tmp_path):
     trainer = make_trainer(tmp_path, model_init=None, trainer={"model": make_plain()})
     with pytest.raises(InvalidArgument, match="pass Trainer a model_init"):
         trainer.hyperparameter_search()
 
 
-def test_a_study_that_exists(tmp_path):
-    keywords = {**stored(tmp_path), "hp_space": rates, "n_trials": 1}
+def test_existing_study_must_match_the_search(tmp_path):
+    keywords = {**in_storage(tmp_path), "hp_space": rates, "n_trials": 1}
     make_trainer(tmp_path).hyperparameter_search(**keywords)
     with pytest.raises(InvalidArgument, match="study_name='a' is already in the storage: continue it with load_if"):
         make_trainer(tmp_path).hyperparameter_search(**{**keywords, "load_if_exists": False})
@@ -101,7 +101,7 @@ def test_a_study_that_exists(tmp_path):
             make_trainer(tmp_path).hyperparameter_search(direction=direction, **keywords)
 
 
-def test_the_default_objective_is_no_measurement(tmp_path):
+def test_default_objective_leaves_measurements_out(tmp_path):
     """`evaluate()` before the search measures the time that it takes to prepare the model."""
     trainer = make_trainer(tmp_path, skip_memory_metrics=False, eval_strategy="no")
     trainer.evaluate()
@@ -112,30 +112,30 @@ def test_the_default_objective_is_no_measurement(tmp_path):
     assert default_compute_objective({"eval_loss": 1.0, "eval_a": 2.0, "eval_b": 3.0, "eval_runtime": 9.0}) == 5.0
 
 
-def test_names_for_the_model(tmp_path, caplog):
+def test_unknown_names_go_to_model_init_unless_misspelt(tmp_path, caplog):
     """With a `model_init` that takes the trial, a name may be its own, unless it is nearly an argument's."""
     trainer = make_trainer(tmp_path, model_init=lambda trial: Plain())
     with caplog.at_level(logging.INFO, "hftrainer"):
-        trainer.hyperparameter_search(**always(width=3), n_trials=1)
+        trainer.hyperparameter_search(**choose(width=3), n_trials=1)
     assert "Not training arguments, so only model_init can use them: width" in caplog.text
     with pytest.raises(UnknownArgument, match="did you mean 'learning_rate'"):
-        trainer.hyperparameter_search(**always(learning_rat=3), n_trials=1)
+        trainer.hyperparameter_search(**choose(learning_rat=3), n_trials=1)
 
 
-class Failing(TrainerCallback):
+class FailsAtHighRate(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if state.trial_params["learning_rate"] > 0.05:
             raise KeyError("of the user's")
 
 
 @pytest.mark.parametrize("catch", [KeyError, (KeyError,)])
-def test_other_errors_end_the_search_unless_caught(tmp_path, catch):
+def test_error_in_a_trial_ends_the_search_unless_caught(tmp_path, catch):
     keywords = TestOptuna().grid(learning_rate=[0.01, 0.1])
     with pytest.raises(KeyError, match="of the user's"):
-        make_trainer(tmp_path, {"callbacks": [Failing]}).hyperparameter_search(**keywords)
-    trainer = make_trainer(tmp_path, {"callbacks": [Failing]})
+        make_trainer(tmp_path, {"callbacks": [FailsAtHighRate]}).hyperparameter_search(**keywords)
+    trainer = make_trainer(tmp_path, {"callbacks": [FailsAtHighRate]})
     trainer.hyperparameter_search(**keywords, catch=catch)
-    assert sorted(states(trainer.hp_study)) == ["COMPLETE", "FAIL"]
+    assert sorted(trial_states(trainer.hp_study)) == ["COMPLETE", "FAIL"]
     assert {trial.user_attrs.get(FAILED) for trial in trainer.hp_study.trials} == {None, 'KeyError: "of the user\'s"'}
 
 
@@ -150,16 +150,16 @@ class Interrupting(TrainerCallback):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_interrupted(tmp_path, error):
-    """Ctrl-C keeps what is finished; the same call goes on, and another trial takes the place of the one cut off."""
-    keywords = {**stored(tmp_path), "n_trials": 3}
+def test_interrupted_search_continues_with_the_lost_trial(tmp_path, error):
+    """Ctrl-C keeps finished trials; the same call continues, and tries the values of the interrupted one again."""
+    keywords = {**in_storage(tmp_path), "n_trials": 3}
     trainer = make_trainer(tmp_path, {"callbacks": [Interrupting(4, error)]})
     with pytest.raises(error):
         trainer.hyperparameter_search(rates, **keywords)
-    assert states(trainer.hp_study) == ["COMPLETE", "FAIL", "WAITING"]
+    assert trial_states(trainer.hp_study) == ["COMPLETE", "FAIL", "WAITING"]
     assert trainer.hp_study.trials[1].user_attrs[INTERRUPTED] == f"stopped by {error.__name__}"
     trainer.hyperparameter_search(rates, **keywords)
-    assert states(trainer.hp_study) == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+    assert trial_states(trainer.hp_study) == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
     _, lost, again, last = trainer.hp_study.trials
     assert again.params == lost.params != last.params and again.user_attrs[RETRY_OF] == 1
     before = trainer.hp_study.best_trial.number
@@ -167,7 +167,7 @@ def test_interrupted(tmp_path, error):
     assert len(trainer.hp_study.trials) == 4
 
 
-def test_time_and_callbacks_end_it(tmp_path):
+def test_timeout_and_callbacks_end_the_search(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.hyperparameter_search(rates, n_trials=None, timeout=0.5)
     assert 1 <= len(trainer.hp_study.trials) < 100
@@ -186,13 +186,13 @@ def study():
     return optuna.create_study()
 
 
-def begin(study, owner=GONE):
+def begin_trial(study, owner=GONE):
     trial = study.ask()
     trial.set_user_attr(OWNER, owner)
     return trial
 
 
-def test_another_process_is_gone_or_not():
+def test_has_ended_recognizes_a_process_that_is_gone():
     host, process, began = process_identifier().split(" ")
     assert not has_ended(process_identifier())
     assert has_ended(f"{host} {process} {int(began) - 1}")  # the id has been used again
@@ -200,17 +200,17 @@ def test_another_process_is_gone_or_not():
     assert not has_ended(GONE.replace(host, "elsewhere"))
 
 
-def test_count(study):
+def test_remaining_trials_count_lost_ones_again(study):
     count = TrialCount(study, 3)
     assert count.count_remaining_trials() == 3
     study.enqueue_trial({"x": 1})  # waits: nobody has begun it
     assert count.count_remaining_trials() == 3
     for owner in (process_identifier(), GONE, "elsewhere 1 1"):
-        begin(study, owner)
+        begin_trial(study, owner)
     assert count.count_remaining_trials() == 1
-    assert states(study) == ["RUNNING", "FAIL", "RUNNING"]
+    assert trial_states(study) == ["RUNNING", "FAIL", "RUNNING"]
     assert "has ended" in study.trials[1].user_attrs[INTERRUPTED]
-    fourth = begin(study, process_identifier())
+    fourth = begin_trial(study, process_identifier())
     assert not count.is_surplus(fourth.number)
     assert count.count_remaining_trials() == 0
     assert count.is_surplus(study.ask().number)
@@ -219,53 +219,53 @@ def test_count(study):
     assert TrialCount(study, 4).count_remaining_trials() == 1
 
 
-def test_tried_again_once(study):
+def test_lost_trial_is_tried_again_once(study):
     for found in (["FAIL", "WAITING"], ["FAIL", "FAIL"]):
-        begin(study).suggest_float("x", 0, 1)
+        begin_trial(study).suggest_float("x", 0, 1)
         assert TrialCount(study, 1).count_remaining_trials() == 1
-        assert states(study) == found
+        assert trial_states(study) == found
     assert study.trials[0].params == study.trials[1].params
 
 
-def test_a_process_that_was_killed_before_it_could_try_again(study):
-    """It had said that the trial was cut off: the next search tries it, and the one after that does not."""
+def test_interrupted_trial_is_tried_again_by_the_next_search(study):
+    """Its process had said so before it was killed; only the next search tries it, not the one after that."""
     trial = study.ask()
     trial.suggest_float("x", 0, 1)
     trial.set_user_attr(INTERRUPTED, "its process has ended")
     study.tell(trial, state=optuna.trial.TrialState.FAIL)
     for _ in range(2):
         TrialCount(study, 1)
-        assert states(study) == ["FAIL", "WAITING"]
+        assert trial_states(study) == ["FAIL", "WAITING"]
     assert study.ask().suggest_float("x", 0, 1) == study.trials[0].params["x"]
 
 
-def test_tried_again_if_it_had_not_begun(study):
+def test_trial_lost_before_it_drew_values_is_tried_again_each_time(study):
     study.enqueue_trial({"x": 0.25})
     for _ in range(2):
-        begin(study)
+        begin_trial(study)
         TrialCount(study, 1).count_remaining_trials()
     assert study.ask().suggest_float("x", 0, 1) == 0.25
     assert [trial.user_attrs.get(RETRY_OF) for trial in study.trials] == [None, 0, 0]
 
 
-def test_another_process_has_finished_the_trial_meanwhile(study):
+def test_trial_finished_by_another_process_is_kept(study):
     trial = study.ask()
     running = study.trials[0]
     study.tell(trial, 0.5)
     TrialCount(study, 1)._interrupt(running, "its process has ended")
-    assert states(study) == ["COMPLETE"]
+    assert trial_states(study) == ["COMPLETE"]
     assert INTERRUPTED not in study.trials[0].user_attrs
 
 
-def test_a_process_that_was_killed_before_it_said_who_it_is(study, monkeypatch):
+def test_trial_without_an_owner_counts_as_lost_after_a_wait(study, monkeypatch):
     monkeypatch.setattr("hftrainer.search.studies._TIME_TO_SET_OWNER", timedelta(seconds=0.3))
     study.ask()
     assert TrialCount(study, 1).count_remaining_trials() == 1  # after waiting
-    assert states(study) == ["FAIL"]
+    assert trial_states(study) == ["FAIL"]
 
 
-def test_last_trials_begun_at_the_same_moment(tmp_path, monkeypatch):
-    """Another process takes the last one between our look and our trial."""
+def test_surplus_trial_begun_at_the_same_time_is_dropped(tmp_path, monkeypatch):
+    """Another process begins the last trial between our count and our own trial."""
     trainer, original = make_trainer(tmp_path), optuna.Study.ask
 
     def ask(study, *args):
@@ -275,22 +275,22 @@ def test_last_trials_begun_at_the_same_moment(tmp_path, monkeypatch):
 
     monkeypatch.setattr(optuna.Study, "ask", ask)
     trainer.hyperparameter_search(rates, n_trials=3)
-    assert states(trainer.hp_study) == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL"]
+    assert trial_states(trainer.hp_study) == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL"]
     assert "same time" in trainer.hp_study.trials[3].user_attrs[INTERRUPTED]
 
 
-def test_trials_on_another_machine(tmp_path, caplog):
-    """Nobody here knows whether they are still running: they count, and the result says that they are not in it."""
-    begin(optuna.create_study(**stored(tmp_path)), "elsewhere 1 1")
+def test_trials_running_on_another_machine_count(tmp_path, caplog):
+    """They may still be running: they count, and the result says that they are not in it."""
+    begin_trial(optuna.create_study(**in_storage(tmp_path)), "elsewhere 1 1")
     trainer = make_trainer(tmp_path)
-    trainer.hyperparameter_search(rates, n_trials=3, **stored(tmp_path))
-    assert states(trainer.hp_study) == ["RUNNING", "COMPLETE", "COMPLETE"]
+    trainer.hyperparameter_search(rates, n_trials=3, **in_storage(tmp_path))
+    assert trial_states(trainer.hp_study) == ["RUNNING", "COMPLETE", "COMPLETE"]
     assert "1 of the trials are still running in other processes" in caplog.text
 
 
 def test_enqueued_trials_come_first(tmp_path):
     journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / "journal"))
-    keywords = {**stored(tmp_path), "storage": optuna.storages.JournalStorage(journal)}
+    keywords = {**in_storage(tmp_path), "storage": optuna.storages.JournalStorage(journal)}
     optuna.create_study(**keywords).enqueue_trial({"learning_rate": 0.03})
     trainer = make_trainer(tmp_path)
     trainer.hyperparameter_search(rates, n_trials=2, **keywords)
@@ -298,10 +298,10 @@ def test_enqueued_trials_come_first(tmp_path):
     assert trainer.hp_study.trials[0].params == {"learning_rate": 0.03}
 
 
-def test_a_seeded_sampler_does_not_repeat_itself(tmp_path):
+def test_seeded_sampler_does_not_repeat_values_in_a_later_search(tmp_path):
     for n_trials in (2, 4):
         trainer, sampler = make_trainer(tmp_path), optuna.samplers.RandomSampler(seed=1)
-        trainer.hyperparameter_search(rates, n_trials=n_trials, sampler=sampler, **stored(tmp_path))
+        trainer.hyperparameter_search(rates, n_trials=n_trials, sampler=sampler, **in_storage(tmp_path))
     assert len({trial.params["learning_rate"] for trial in trainer.hp_study.trials}) == 4
 
 
@@ -320,7 +320,7 @@ def run_with(folder, *choices, objective=None):
     return trainer, notes.found
 
 
-def test_what_follows_from_arguments_is_built_anew(tmp_path):
+def test_each_trial_rebuilds_what_follows_from_arguments(tmp_path):
     trainer, found = run_with(
         tmp_path,
         {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1},
@@ -344,7 +344,7 @@ def test_label_smoothing_reaches_the_loss(tmp_path):
     assert unsmoothed.value != smoothed.value
 
 
-def test_values_are_cast_but_not_cut_off(tmp_path):
+def test_trial_values_are_cast_to_the_type_of_the_argument(tmp_path):
     given = {"seed": 3.7, "warmup_steps": 0.5, "per_device_train_batch_size": "4"}
     truths = [{"dataloader_drop_last": truth} for truth in ("False", "true", 1)]
     _, found = run_with(tmp_path, given, *truths, objective=lambda metrics: [metrics["eval_loss"]])
@@ -353,7 +353,7 @@ def test_values_are_cast_but_not_cut_off(tmp_path):
     assert [args["dataloader_drop_last"] for args in others] == [False, True, True]
 
 
-def test_best_batch_size_by_hand(tmp_path):
+def test_batch_size_set_after_the_search_is_used(tmp_path):
     trainer, _ = run_with(tmp_path, {"per_device_train_batch_size": 3})
     assert trainer.args.per_device_train_batch_size == 8
     trainer.args.per_device_train_batch_size = 5
@@ -361,7 +361,7 @@ def test_best_batch_size_by_hand(tmp_path):
     assert trainer.state.train_batch_size == 5
 
 
-def test_a_dict_as_trial(tmp_path):
+def test_train_accepts_a_dict_as_trial(tmp_path):
     given = []
 
     def model_init(trial):
@@ -378,28 +378,28 @@ def test_a_dict_as_trial(tmp_path):
         trainer.train(trial=3)
 
 
-def test_a_trial_goes_on_from_the_checkpoint_of_another(tmp_path):
+def test_trial_resumes_a_checkpoint_with_its_own_arguments(tmp_path):
     """The states come from the checkpoint, the settings of optimizer and schedule from the trial's arguments."""
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "logging_steps": 1, "learning_rate": 0.1}
     trainer = make_trainer(tmp_path, **settings)
     checkpoint = str(tmp_path / "checkpoint-2")
     trainer.train()
-    undisturbed = values(trainer, "loss")
+    undisturbed = logged_values(trainer, "loss")
     trainer.train(checkpoint, trial={"learning_rate": 0.1})
-    assert values(trainer, "loss") == undisturbed
+    assert logged_values(trainer, "loss") == undisturbed
     trainer.train(checkpoint, trial={"learning_rate": 0.01, "weight_decay": 0.25, "adam_beta1": 0.5})
-    assert values(trainer, "learning_rate") == pytest.approx([0.1, 0.075, 0.005, 0.0025])
+    assert logged_values(trainer, "learning_rate") == pytest.approx([0.1, 0.075, 0.005, 0.0025])
     decayed, other = trainer.optimizer.param_groups
     assert (decayed["weight_decay"], other["weight_decay"]) == (0.25, 0.0)
     assert decayed["betas"] == other["betas"] == (0.5, 0.999)
     assert {state["step"].item() for state in trainer.optimizer.state.values()} == {4}
 
 
-def values(trainer, name):
+def logged_values(trainer, name):
     return [line[name] for line in trainer.state.log_history if name in line]
 
 
-def test_a_rate_that_follows_a_metric_stays(tmp_path, caplog):
+def test_plateau_schedule_keeps_the_rate_of_the_checkpoint(tmp_path, caplog):
     settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "reduce_lr_on_plateau"}
     trainer = make_trainer(tmp_path, learning_rate=0.5, **settings)
     trainer.train()

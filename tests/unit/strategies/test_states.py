@@ -1,4 +1,4 @@
-"""A model that is whole in each process."""
+"""The suite for model states, with a model that is whole in each process."""
 
 from hftrainer.strategies.strategy import ReplicasStrategy
 from tests.support.model_states import ModelStatesSuite

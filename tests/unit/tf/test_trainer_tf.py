@@ -18,11 +18,11 @@ from hftrainer.trainer_callback import TrainerCallback
 from hftrainer_tensorflow import optimizers
 from hftrainer_tensorflow.pipelines import Batches, RowDataset
 from tests.support.parity import assert_same_weights
-from tests.support.tensorflow import Loud, Still, rows
+from tests.support.tensorflow import DenseModel, RecordingTrainer, rows
 from tests.support.tiny import make_plain
 
 
-def arguments(folder, **settings):
+def make_args(folder, **settings):
     defaults = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "logging_steps": 1}
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
     return TFTrainingArguments(str(folder), **{**defaults, **quiet, "learning_rate": 1e-2, **settings})
@@ -30,17 +30,17 @@ def arguments(folder, **settings):
 
 @pytest.fixture
 def make(tmp_path):
-    def make(train=None, evaluated=None, kind=Loud, model=None, folder=tmp_path, **settings):
+    def make(train=None, evaluated=None, kind=RecordingTrainer, model=None, folder=tmp_path, **settings):
         own = {name: settings.pop(name) for name in ("compute_metrics", "optimizers", "tb_writer") if name in settings}
-        args = arguments(folder, **settings)
-        return kind(Still() if model is None else model, args, train_dataset=train, eval_dataset=evaluated, **own)
+        args = make_args(folder, **settings)
+        return kind(DenseModel() if model is None else model, args, train_dataset=train, eval_dataset=evaluated, **own)
 
     return make
 
 
-def by_hand(args, data, accumulation=1):
-    """The losses and weights of a TFTrainer, computed with the formulas of Keras in float64's place: plain torch."""
-    model = Still()
+def train_by_hand(args, data, accumulation=1):
+    """The losses and weights of a TFTrainer, computed with the formulas of Keras in plain torch."""
+    model = DenseModel()
     steps_per_epoch = math.ceil(len(data) / (4 * accumulation))
     steps = steps_per_epoch * int(args.num_train_epochs)
     first = [torch.zeros_like(each) for each in model.parameters()]
@@ -80,11 +80,11 @@ def by_hand(args, data, accumulation=1):
         ({"max_grad_norm": 1e-2, "lightning_config": {"behaviour": "5.2"}}, 2),  # where a Trainer divides gradients too
     ],
 )
-def test_formulas(make, settings, accumulation):
+def test_training_matches_the_formulas_of_keras(make, settings, accumulation):
     data = rows(24)
     trainer = make(data, num_train_epochs=2, gradient_accumulation_steps=accumulation, **settings)
     trainer.train()
-    losses, weights = by_hand(trainer.args, data, accumulation)
+    losses, weights = train_by_hand(trainer.args, data, accumulation)
     epochs = [(step + 1) / trainer.steps_per_epoch for step in range(len(losses))]
     assert [line["epoch"] for line in trainer.seen] == pytest.approx(epochs)
     for line, expected in zip(trainer.seen, losses, strict=True):
@@ -94,7 +94,7 @@ def test_formulas(make, settings, accumulation):
         torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
 
 
-def test_schedule_with_a_warm_up():
+def test_warm_up_schedule_matches_its_formula():
     _, schedule = create_optimizer(1.0, 10, 4, power=2.0, min_lr_ratio=0.1)
     expected = [0.0, 0.25, 0.5, 0.75] + [0.9 * (1 - step / 6) ** 2 + 0.1 for step in range(7)]
     assert [schedule(step) for step in range(11)] == pytest.approx(expected)
@@ -103,7 +103,7 @@ def test_schedule_with_a_warm_up():
     assert isinstance(create_optimizer(1.0, 10, 0)[1], PolynomialDecay)
 
 
-def test_resumed(make, tmp_path):
+def test_resume_within_an_epoch_is_exact(make, tmp_path):
     """Within an epoch: the same lines and weights as the undisturbed run, by the `checkpoint-xxx` in the folder."""
     settings = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 7, "eval_strategy": "epoch"}
     whole, part, resumed = (make(rows(), rows(6), folder=tmp_path / of, **settings) for of in ("whole", "part", "part"))
@@ -142,14 +142,14 @@ def test_each_sample_is_evaluated_once(make):
     assert make(None, data, dataloader_drop_last=True).get_eval_tfdataset()[1:] == (2, 8)
 
 
-def test_evaluates_before_it_logs(make):
+def test_evaluation_comes_before_the_log_line(make):
     trainer = make(rows(), rows(4), max_steps=2, eval_strategy="steps", eval_steps=1)
     trainer.train()
     for lines in (trainer.seen, trainer._engine.state.log_history):
         assert [next(iter(line)) for line in lines] == ["eval_loss", "loss"] * 2
 
 
-def test_overrides(make):
+def test_overridden_methods_are_used(make):
     calls = []
 
     class Own(TFTrainer):
@@ -176,7 +176,7 @@ def test_overrides(make):
     trainer = make(data, kind=Own, num_train_epochs=1)
     trainer.train()
     assert calls == ["data", 2, (4, 4), (4, 4)]
-    model = Still()
+    model = DenseModel()
     pipeline = RowDataset(data).repeat().shuffle(8, seed=42).batch(4)
     for _, (features, labels) in zip(range(2), pipeline, strict=False):
         loss = 2 * model(torch.from_numpy(features["x"]), torch.from_numpy(labels))["loss"]
@@ -190,7 +190,7 @@ def test_overrides(make):
     np.testing.assert_allclose(trainer.predict(data).predictions[:1], expected.numpy(), rtol=1e-5)
 
 
-def test_dict_of_labels(make):
+def test_dict_of_labels_counts_as_one_instance(make):
     """Counts as one instance: the loss of a batch is a sum, as in TFTrainer."""
 
     class Spans(nn.Module):
@@ -213,9 +213,9 @@ def test_dict_of_labels(make):
     assert trainer.seen[0]["loss"] == pytest.approx(4 * expected.item(), rel=1e-5)
 
 
-def test_optimizers_of_keras():
-    """Read by what Keras shows of them; momentum has the rate of its step in it."""
-    model = Still()
+def test_keras_optimizer_is_translated_to_torch():
+    """Read from `get_config()`; the momentum contains the learning rate of its step."""
+    model = DenseModel()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     class SGD:
@@ -249,15 +249,16 @@ def test_optimizers_of_keras():
 @pytest.mark.parametrize(
     ("clipping", "factor"), [({"clipnorm": 1.0}, 1 / 5), ({"global_clipnorm": 1.0}, 1 / 13), ({"clipnorm": 9.0}, 1)]
 )
-def test_clipping_by_norm(clipping, factor):
+def test_clipnorm_scales_the_gradients(clipping, factor):
+    """The first gradient has a norm of 5, and both together have one of 13."""
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
     first.grad, second.grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
     optimizers.clip([first, second], clipping)
     torch.testing.assert_close(first.grad, torch.tensor([3.0, 4.0]) * factor)
 
 
-def test_weight_decay_by_name():
-    model = Still()
+def test_weight_decay_includes_and_excludes_by_name():
+    model = DenseModel()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     which = {"include_in_weight_decay": ["LayerNorm.w"], "exclude_from_weight_decay": ["LayerNorm", "bias"]}
     given = AdamWeightDecay(0.1, weight_decay_rate=0.5, **which)
@@ -272,7 +273,7 @@ def test_weight_decay_by_name():
         AdamWeightDecay(decay=0.1)
 
 
-def test_tb_writer(make, monkeypatch):
+def test_tb_writer_gets_the_logged_values(make, monkeypatch):
     written = []
 
     class Writer:
@@ -290,7 +291,7 @@ def test_tb_writer(make, monkeypatch):
     assert written == ["GPU", 42, ("loss", 1), ("learning_rate", 1), ("epoch", 1), "flushed"]
 
 
-def test_trackers_are_set_up_by_overrides(make, monkeypatch):
+def test_overridden_tracker_setup_is_called(make, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     called = []
@@ -307,7 +308,7 @@ def test_trackers_are_set_up_by_overrides(make, monkeypatch):
     assert called == ["wandb"]
 
 
-def test_saved_model_and_state(make, tmp_path):
+def test_model_and_state_are_saved(make, tmp_path):
     trainer = make(rows(), max_steps=3, save_strategy="steps", save_steps=2)
     trainer.train()
     trainer.save_model()
@@ -319,7 +320,7 @@ def test_saved_model_and_state(make, tmp_path):
         assert trainer.args.n_gpu == 1
 
 
-def test_length_is_counted(make):
+def test_length_of_a_stream_is_counted(make):
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             yield from rows(6)
@@ -329,8 +330,8 @@ def test_length_is_counted(make):
     assert (trainer.num_train_examples, trainer.steps_per_epoch) == (6, 2)
 
 
-def test_datasets_of_other_libraries(make):
-    """The columns that the model does not take go; pairs of a torch dataset are as those of tf.data."""
+def test_datasets_and_torch_pairs_train_alike(make):
+    """Columns that the model does not take are dropped; pairs of a torch dataset are as those of tf.data."""
     datasets = pytest.importorskip("datasets")
     named = datasets.Dataset.from_list([{**row, "x": row["x"].tolist(), "text": "a word"} for row in rows()])
 
@@ -350,13 +351,13 @@ def test_datasets_of_other_libraries(make):
     assert [line["loss"] for line in found[0]] == pytest.approx([line["loss"] for line in found[1]], rel=1e-6)
 
 
-def test_command_line(tmp_path):
+def test_command_line_is_parsed_into_arguments(tmp_path):
     parser = HfArgumentParser(TFTrainingArguments)
     words = "--poly_power 2 --xla --evaluation_strategy epoch --report_to none --use_cpu"
     with pytest.warns(FutureWarning, match="evaluation_strategy is now eval_strategy"):
         (args,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), *words.split()])
     assert (args.poly_power, args.torch_compile, args.eval_strategy) == (2.0, True, "epoch")
-    assert not arguments(tmp_path).torch_compile
+    assert not make_args(tmp_path).torch_compile
 
 
 def test_each_iteration_has_its_own_order():
@@ -408,7 +409,7 @@ BAD_DATA = {
 
 
 @pytest.mark.parametrize("name", BAD_DATA)
-def test_bad_data(make, name):
+def test_invalid_dataset_is_refused(make, name):
     data, message = BAD_DATA[name]
     with pytest.raises(InvalidArgument, match=message):
         make(data, remove_unused_columns=False).train()
@@ -420,7 +421,7 @@ def test_ragged_tensors_are_refused():
         next(iter(Batches([({"x": ragged, "y": x}, [0, 1, 2, 3])], 1)))
 
 
-def test_missing_data(make):
+def test_missing_evaluation_data_is_refused(make):
     with pytest.raises(InvalidArgument, match="needs an eval_dataset"):
         make().evaluate()
     with pytest.raises(InvalidArgument, match="drops all 3 evaluation samples"):
@@ -454,18 +455,18 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported(make, name):
+def test_unsupported_objects_are_refused(make, name):
     given, message = UNSUPPORTED[name]
     with pytest.raises(UnsupportedArgument, match=message):
         make(rows(), **given).train()
 
 
-def test_a_schedule_needs_an_optimizer(make):
+def test_schedule_needs_an_optimizer(make):
     with pytest.raises(InvalidArgument, match="a schedule but no optimizer"):
         make(rows(), optimizers=(None, lambda step: 0.1)).train()
 
 
-def test_checkpoints_of_tensorflow(make, tmp_path):
+def test_tensorflow_checkpoint_is_refused(make, tmp_path):
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "ckpt-3.index").touch()
     with pytest.raises(UnsupportedArgument, match=r"ckpt-3\.index is a checkpoint of TensorFlow"):

@@ -1,4 +1,4 @@
-"""`ControlActions`: what the control flags request, in its order, with the ranks synchronized after each action."""
+"""`ControlActions` does what the control flags request, in order, and synchronizes the ranks after each action."""
 
 import contextlib
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ LOG, EVALUATE = ["log", "sync"], ["evaluation", "evaluate", "judge", "sync"]
 SAVE = ["saving", "save", "on_save", "sync"]
 
 
-def test_order_of_the_actions():
+def test_log_evaluate_and_save_run_in_this_order():
     assert run_requested()[0] == []
     assert run_requested("log", "evaluate", "save")[0] == LOG + EVALUATE + SAVE
     assert run_requested("evaluate")[0] == EVALUATE

@@ -1,4 +1,4 @@
-"""Steps that diverge: the run returns to its last checkpoint, and ends as a run whose data lacked their samples."""
+"""After a step that diverges, the run returns to its last checkpoint, and ends as if its data lacked the samples."""
 
 import random
 import shutil
@@ -9,15 +9,15 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from hftrainer import Trainer, TrainerCallback
 from hftrainer.errors import TrainingDiverged, UnsupportedArgument
 from hftrainer.trainer_callback import ExportableState
-from tests.support.checkpoints import BACKGROUND, At, assert_same_end, finished, make_trainer
-from tests.support.divergence import KINDS, SEQUENTIAL, SIZE, STEPS, Rows, Sensitive, lacking, lines, rows, trained
+from tests.support.checkpoints import BACKGROUND, At, assert_same_end, make_trainer, train_to_end
+from tests.support.divergence import KINDS, SEQUENTIAL, SIZE, STEPS, Rows, Sensitive, entries, fit, rows, rows_without
 from tests.support.tracking import scalars
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_ends_as_a_run_without_the_samples(tmp_path, kind, accumulation):
+def test_rollback_skips_bad_samples_exactly(tmp_path, kind, accumulation):
     size = SIZE * accumulation
     draw = random.Random(f"{kind}{accumulation}")
     windows = sorted(draw.sample(range(22 if kind == "spike" else 0, STEPS), 2))
@@ -26,89 +26,92 @@ def test_ends_as_a_run_without_the_samples(tmp_path, kind, accumulation):
     if kind == "spike":
         settings["divergence_threshold"] = 10
         settings["on_divergence"] = "stop"
-    good = trained(tmp_path / "good", lacking(windows, size), **settings)
+    good = fit(tmp_path / "good", rows_without(windows, size), **settings)
     settings["on_divergence"] = "rollback"
-    rolled = trained(tmp_path / "bad", rows(STEPS * size, bad, KINDS[kind]), **settings)
+    rolled = fit(tmp_path / "bad", rows(STEPS * size, bad, KINDS[kind]), **settings)
     assert_same_end(rolled, good)
-    found = lines(tmp_path / "bad")
+    found = entries(tmp_path / "bad")
     assert [entry["samples"] for entry in found] == [
         [[[*range(start, start + SIZE)] for start in range(window * size, (window + 1) * size, SIZE)]]
         for window in windows
     ]
 
 
+#: Bad windows of the 36, steps of the run, and the number of windows that it skips, again in each epoch that has them.
+PLACES = {
+    "first and last": ([0, 1, STEPS - 1], STEPS - 2, 5),  # its last step begins a second epoch
+    "stream": ([3, 4, 9], STEPS - 3, 3),
+    "background": ([3, 4, 9], STEPS - 3, 3),
+    "two epochs": ([3, 4, 9], 2 * (STEPS - 3) + 1, 6),  # and the first step of a third
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["first and last", "stream", "background", "another epoch"])
-def test_where_they_are(tmp_path, kind):
-    windows = [0, 1, STEPS - 1] if kind == "first and last" else [3, 4, 9]
-    settings = {"max_steps": STEPS - 3, "on_divergence": "rollback"}
-    make = Rows if kind == "stream" else list
-    if kind == "background":
-        settings |= BACKGROUND
-    if kind == "first and last":
-        settings["max_steps"] = STEPS - 2
-    if kind == "another epoch":  # the first step of the second
-        settings["max_steps"] = 2 * STEPS - 6 + 1
-    good = trained(tmp_path / "good", make(lacking(windows, SIZE)), **settings)
+@pytest.mark.parametrize("kind", PLACES)
+def test_rollback_finds_bad_samples_in_streams_and_later_epochs(tmp_path, kind):
+    windows, steps, skipped = PLACES[kind]
+    make, saving = Rows if kind == "stream" else list, BACKGROUND if kind == "background" else {}
+    settings = {"max_steps": steps, "on_divergence": "rollback", **saving}
+    good = fit(tmp_path / "good", make(rows_without(windows, SIZE)), **settings)
     bad = rows(STEPS * SIZE, [window * SIZE for window in windows])
-    rolled = trained(tmp_path / "bad", make(bad), **settings | {"max_rollbacks": 6})
+    rolled = fit(tmp_path / "bad", make(bad), **settings | {"max_rollbacks": 6})
     assert_same_end(rolled, good)
-    assert lines(tmp_path / "good") == []
-    assert len(lines(tmp_path / "bad")) == {"first and last": 5, "another epoch": 6}.get(kind, 3)
+    assert entries(tmp_path / "good") == []
+    assert len(entries(tmp_path / "bad")) == skipped
     if kind == "stream":
-        assert lines(tmp_path / "bad")[0]["samples"] == [None]
+        assert entries(tmp_path / "bad")[0]["samples"] == [None]
 
 
 def test_tensorboard_shows_no_step_twice(tmp_path):
     """Step 5 diverges: from the checkpoint of step 3 on, step 4 is logged again."""
     bad = rows(STEPS * SIZE, [4 * SIZE])
-    trained(tmp_path, bad, max_steps=6, save_steps=3, on_divergence="rollback", report_to="tensorboard")
+    fit(tmp_path, bad, max_steps=6, save_steps=3, on_divergence="rollback", report_to="tensorboard")
     (events,) = {path.parent for path in tmp_path.rglob("events*")}
     assert [step for step, _ in scalars(events)["train/loss"]] == [*range(1, 7)]
 
 
-def test_reads_on_in_a_further_epoch(tmp_path):
+def test_rollback_makes_up_max_steps_in_a_further_epoch(tmp_path):
     """With max_steps, a run makes them all; with epochs it ends with its data."""
     bad = rows(STEPS * SIZE, [8])
-    rolled = trained(tmp_path / "steps", bad, max_steps=STEPS, on_divergence="rollback")
+    rolled = fit(tmp_path / "steps", bad, max_steps=STEPS, on_divergence="rollback")
     assert rolled.state.global_step == STEPS
-    rolled = trained(tmp_path / "epochs", bad, num_train_epochs=1, max_steps=-1, on_divergence="rollback")
+    rolled = fit(tmp_path / "epochs", bad, num_train_epochs=1, max_steps=-1, on_divergence="rollback")
     assert rolled.state.global_step == STEPS - 1
     assert [line["step"] for line in rolled.state.log_history if "loss" in line] == [*range(1, STEPS)]
 
 
-def test_gives_up(tmp_path):
+def test_divergence_error_names_step_and_samples(tmp_path):
     bad = rows(STEPS * SIZE, [8, 20, 33])
     said = r"(?s)Step 15 diverged: the loss is not finite \(nan\).*max_rollbacks=2.*32, 33.*20, 21"
     with pytest.raises(TrainingDiverged, match=said):
-        trained(tmp_path, bad, max_steps=STEPS, on_divergence="rollback", max_rollbacks=2)
+        fit(tmp_path, bad, max_steps=STEPS, on_divergence="rollback", max_rollbacks=2)
     with pytest.raises(TrainingDiverged, match=r"Step 5 diverged.*on_divergence='stop'.*8, 9"):
-        trained(tmp_path, bad, max_steps=STEPS, on_divergence="stop")
+        fit(tmp_path, bad, max_steps=STEPS, on_divergence="stop")
 
 
-def test_nothing_without_the_argument(tmp_path, caplog):
-    rolled = trained(tmp_path, rows(STEPS * SIZE, [8]), max_steps=STEPS)
+def test_divergence_without_the_argument_only_warns(tmp_path, caplog):
+    rolled = fit(tmp_path, rows(STEPS * SIZE, [8]), max_steps=STEPS)
     assert all(weight.isnan().any() for weight in rolled.model.parameters())
     assert not (tmp_path / "skipped_samples.jsonl").exists()
     assert "logging_nan_inf_filter leaves it out" in caplog.text
     caplog.clear()
-    trained(tmp_path, rows(STEPS * SIZE, [8]), max_steps=STEPS, on_divergence="rollback")
+    fit(tmp_path, rows(STEPS * SIZE, [8]), max_steps=STEPS, on_divergence="rollback")
     assert "Rollback 1 of 3" in caplog.text and "logging_nan_inf_filter" not in caplog.text
 
 
 @pytest.mark.slow
-def test_a_resumed_run_does_not_repeat_it(tmp_path):
-    """Also if it resumes from before the step, or from a copy of the checkpoint elsewhere.
+def test_resumed_run_skips_known_bad_samples(tmp_path):
+    """Also if it resumes from before the bad step, or from a copy of the checkpoint elsewhere.
 
     A torn line is ignored, and a run from the start forgets the list.
     """
     bad = rows(STEPS * SIZE, [8, 40])
     settings = {"max_steps": STEPS - 2, "on_divergence": "rollback", "max_rollbacks": 2}
-    good = trained(tmp_path / "good", lacking([4, 20], SIZE), **settings)
-    trained(tmp_path / "bad", bad, **settings)
+    good = fit(tmp_path / "good", rows_without([4, 20], SIZE), **settings)
+    fit(tmp_path / "bad", bad, **settings)
     shutil.copytree(tmp_path / "bad" / "checkpoint-2", tmp_path / "other" / "checkpoint-2")
-    assert_same_end(trained(tmp_path / "bad", bad, tmp_path / "other" / "checkpoint-2", **settings), good)
-    assert len(lines(tmp_path / "bad")) == 2
+    assert_same_end(fit(tmp_path / "bad", bad, tmp_path / "other" / "checkpoint-2", **settings), good)
+    assert len(entries(tmp_path / "bad")) == 2
     assert not (tmp_path / "bad" / "earlier_skipped_samples.jsonl").exists()
     skipped = tmp_path / "bad" / "skipped_samples.jsonl"
     with skipped.open("a") as file:
@@ -118,11 +121,11 @@ def test_a_resumed_run_does_not_repeat_it(tmp_path):
         trainer={"model": Sensitive(), "train_dataset": bad},
         **{**SEQUENTIAL, "per_device_train_batch_size": SIZE, **settings},
     )
-    finished(again, tmp_path / "bad" / "checkpoint-2")
+    train_to_end(again, tmp_path / "bad" / "checkpoint-2")
     assert_same_end(again, good)
     assert len(skipped.read_text().splitlines()) == 3
-    trained(tmp_path / "bad", bad, **settings)
-    assert [entry["samples"][0][0] for entry in lines(tmp_path / "bad")] == [[8, 9], [40, 41]]
+    fit(tmp_path / "bad", bad, **settings)
+    assert [entry["samples"][0][0] for entry in entries(tmp_path / "bad")] == [[8, 9], [40, 41]]
 
 
 @pytest.mark.parametrize(
@@ -133,11 +136,11 @@ def test_a_resumed_run_does_not_repeat_it(tmp_path):
         ({"data_seed": 1, "elastic": True}, "seed=1, was 42"),
     ],
 )
-def test_positions_of_other_batches_are_not_obeyed(tmp_path, caplog, changed, said):
+def test_skipped_samples_of_other_batches_are_ignored(tmp_path, caplog, changed, said):
     bad = rows(STEPS * SIZE, [8])
     settings = {"max_steps": 12, "on_divergence": "rollback"}
-    trained(tmp_path, bad, **settings)
-    trained(tmp_path, bad, tmp_path / "checkpoint-2", **settings, **changed)
+    fit(tmp_path, bad, **settings)
+    fit(tmp_path, bad, tmp_path / "checkpoint-2", **settings, **changed)
     assert "not skipped" in caplog.text and said in caplog.text
 
 
@@ -155,27 +158,27 @@ class Counts(TrainerCallback, ExportableState):
 
 
 @pytest.mark.parametrize("save_steps", [4, 50])
-def test_callbacks_return_to_the_state_of_then(tmp_path, save_steps):
-    """To that of the checkpoint, or of the start."""
+def test_rollback_restores_the_state_of_callbacks(tmp_path, save_steps):
+    """Callbacks return to their state at the checkpoint, or at the start."""
     counts = Counts()
     settings = {"max_steps": 8, "save_steps": save_steps, "on_divergence": "rollback"}
-    rolled = trained(tmp_path, rows(STEPS * SIZE, [6 * SIZE]), callbacks=[counts], **settings)
-    assert lines(tmp_path)[0]["checkpoint"] == (str(tmp_path / "checkpoint-4") if save_steps == 4 else None)
+    rolled = fit(tmp_path, rows(STEPS * SIZE, [6 * SIZE]), callbacks=[counts], **settings)
+    assert entries(tmp_path)[0]["checkpoint"] == (str(tmp_path / "checkpoint-4") if save_steps == 4 else None)
     assert counts.steps == rolled.state.global_step == 8
 
 
-def test_the_copy_of_the_start_is_released(tmp_path):
+def test_copy_of_the_start_is_released_after_a_checkpoint(tmp_path):
     settings = {**SEQUENTIAL, "max_steps": 4, "on_divergence": "rollback"}
     data, held = rows(STEPS * SIZE), []
     run = make_trainer(tmp_path, trainer={"model": Sensitive(), "train_dataset": data}, **settings)
     for step in (1, 3):  # there is a checkpoint after step 2
         run.add_callback(At(step, lambda: held.append(run._hftrainer.run.initial_state is not None)))
-    finished(run)
+    train_to_end(run)
     assert held == [True, False]
     assert run._hftrainer.run.skipped_samples is None
 
 
-def test_what_was_unfrozen_cannot_return_to_the_start(tmp_path):
+def test_unfrozen_parameter_cannot_return_to_the_start(tmp_path):
     model = Sensitive()
     weight = model.plain.layers[0].weight.requires_grad_(False)
     settings = {**SEQUENTIAL, "max_steps": 9, "save_steps": 50, "on_divergence": "rollback"}
@@ -186,13 +189,12 @@ def test_what_was_unfrozen_cannot_return_to_the_start(tmp_path):
         **settings,
     )
     with pytest.raises(UnsupportedArgument, match=r"'plain.layers.0.weight' has been unfrozen"):
-        finished(run)
+        train_to_end(run)
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"on_divergence": "rolback"}, r"is not valid; did you mean 'rollback'\? Choose one of rollback, stop"),
         ({"divergence_threshold": 8}, "divergence_threshold and max_rollbacks need on_divergence"),
         ({"max_rollbacks": 2}, "divergence_threshold and max_rollbacks need on_divergence"),
         ({"on_divergence": "rollback", "max_rollbacks": -1}, "max_rollbacks=-1: "),
@@ -205,9 +207,9 @@ def test_what_was_unfrozen_cannot_return_to_the_start(tmp_path):
         ({"on_divergence": "rollback", "auto_find_batch_size": True}, "auto_find_batch_size=True would change"),
     ],
 )
-def test_what_is_refused(tmp_path, settings, said):
+def test_conflicting_arguments_are_refused(tmp_path, settings, said):
     with pytest.raises(ValueError, match=said):
-        trained(tmp_path, rows(STEPS * SIZE), **settings)
+        fit(tmp_path, rows(STEPS * SIZE), **settings)
 
 
 class Own(Trainer):
@@ -222,39 +224,39 @@ class Own(Trainer):
         ({"callbacks": [OnExceptionCheckpoint(".")]}, "would save the state that on_divergence='rollback' discards"),
     ],
 )
-def test_what_a_script_cannot_have_beside_it(tmp_path, settings, said):
+def test_conflicting_override_or_callback_is_refused(tmp_path, settings, said):
     with pytest.raises(UnsupportedArgument, match=said):
-        trained(tmp_path, rows(STEPS * SIZE), on_divergence="rollback", max_steps=2, **settings)
+        fit(tmp_path, rows(STEPS * SIZE), on_divergence="rollback", max_steps=2, **settings)
 
 
 @pytest.mark.slow
-def test_no_alarm_in_clean_runs(tmp_path):
+def test_clean_runs_do_not_diverge(tmp_path):
     for seed in range(3):
         settings = {"seed": seed, "num_train_epochs": 2, "max_steps": -1, "on_divergence": "stop"}
-        trained(tmp_path / str(seed), rows(STEPS * SIZE), divergence_threshold=10, **settings)
+        fit(tmp_path / str(seed), rows(STEPS * SIZE), divergence_threshold=10, **settings)
 
 
-def test_epochs_end_with_their_data(tmp_path):
+def test_epoch_ends_with_its_data_after_a_rollback(tmp_path):
     """The last step has its checkpoint, as without the samples."""
     settings = {"max_steps": -1, "num_train_epochs": 1, "save_steps": 5, "lr_scheduler_type": "constant"}
-    good = trained(tmp_path / "good", lacking([7], SIZE), **settings)
-    rolled = trained(tmp_path / "bad", rows(STEPS * SIZE, {7 * SIZE}), on_divergence="rollback", **settings)
+    good = fit(tmp_path / "good", rows_without([7], SIZE), **settings)
+    rolled = fit(tmp_path / "bad", rows(STEPS * SIZE, {7 * SIZE}), on_divergence="rollback", **settings)
     assert_same_end(rolled, good)
     assert rolled.state.max_steps == rolled.state.global_step == STEPS - 1
     assert (tmp_path / "bad" / f"checkpoint-{STEPS - 1}").is_dir()
 
 
 @pytest.mark.slow
-def test_a_checkpoint_within_a_step_knows_what_was_skipped(tmp_path, caplog):
-    """It holds the number of its step alone: after two windows, at the end of an epoch, and in the next one."""
+def test_checkpoint_within_a_step_records_skipped_samples(tmp_path, caplog):
+    """It is written after two bad windows, at the end of an epoch, and in the next one."""
     windows = [3, 4, 9, STEPS - 1]
     settings = {"max_steps": 2 * (STEPS - 4), "on_divergence": "rollback", "max_rollbacks": 8, "save_steps": 3}
-    good = trained(tmp_path / "good", lacking(windows, SIZE), **settings)
+    good = fit(tmp_path / "good", rows_without(windows, SIZE), **settings)
     bad = rows(STEPS * SIZE, [window * SIZE for window in windows])
     for stop in (5, 32, 40):
         folder = tmp_path / str(stop)
         with pytest.raises(ZeroDivisionError):
-            trained(folder, bad, callbacks=[At(stop, lambda: 1 / 0, "on_step_begin")], **settings)
+            fit(folder, bad, callbacks=[At(stop, lambda: 1 / 0, "on_step_begin")], **settings)
         assert "The error occurred within a step" in caplog.text
         caplog.clear()
-        assert_same_end(trained(folder, bad, folder / f"checkpoint-{stop}", **settings), good)
+        assert_same_end(fit(folder, bad, folder / f"checkpoint-{stop}", **settings), good)

@@ -94,7 +94,7 @@ METRICS = {
         ),
     ],
 )
-def test_training(make_args, given, message):
+def test_wrong_data_model_or_metric_is_named(make_args, given, message):
     given = {"model": make_plain(), "train_dataset": plain_data(), **given}
     settings, kind = given.pop("settings", {}), given.pop("kind", InvalidArgument)
     with pytest.raises(kind, match=message) as caught:
@@ -102,13 +102,13 @@ def test_training(make_args, given, message):
     assert not str(caught.value).startswith("'")  # as a KeyError's message does
 
 
-def test_no_column_of_a_dataset_is_left(make_args):
+def test_dataset_without_usable_columns_is_named(make_args):
     dataset = pytest.importorskip("datasets").Dataset.from_list(ROWS)
     with pytest.raises(InvalidArgument, match="has category, pixels; the model accepts x, labels"):
         Trainer(make_plain(), make_args(), train_dataset=dataset).train()
 
 
-def test_columns_of_an_evaluation_do_not_explain_training(make_args):
+def test_training_error_does_not_name_evaluation_columns(make_args):
     others = [{**sample, "extra": 1} for sample in plain_data(8)]
     samples = [{"x": sample["x"]} for sample in others]
     trainer = Trainer(make_plain(), make_args(), train_dataset=samples, eval_dataset=others)
@@ -125,7 +125,7 @@ def test_columns_of_an_evaluation_do_not_explain_training(make_args):
         (2, "resume_from_checkpoint=2: pass a checkpoint-xxx folder"),
     ],
 )
-def test_what_to_resume_from(make_args, given, message):
+def test_wrong_checkpoint_path_suggests_the_right_one(make_args, given, message):
     args = make_args(save_strategy="steps", save_steps=2)
     Trainer(make_plain(), args, train_dataset=plain_data()).train()
     path = given if isinstance(given, int) else f"{args.output_dir}/{given}"
@@ -134,20 +134,20 @@ def test_what_to_resume_from(make_args, given, message):
 
 
 @pytest.mark.parametrize("method", ["create_optimizer", "training_step"])
-def test_methods_that_return_nothing(make_args, method):
+def test_override_that_returns_nothing_is_named(make_args, method):
     kind = type("Own", (Trainer,), {method: lambda *_, **__: None})
     with pytest.raises(ValueError, match=rf"Own\.{method} must "):
         kind(make_plain(), make_args(), train_dataset=plain_data()).train()
 
 
-def test_labels_that_are_texts(make_args, caplog):
+def test_labels_that_are_texts_are_named(make_args, caplog):
     samples = [{**sample, "labels": "cat"} for sample in plain_data(8)]
     with pytest.raises(InvalidArgument, match="returned no loss"):
         Trainer(make_plain(), make_args(), train_dataset=samples).train()
     assert "'labels' is dropped: its values are texts, such as 'cat'" in caplog.text
 
 
-def test_labels_that_a_model_does_not_take(make_args):
+def test_model_without_a_labels_parameter_is_named(make_args):
     class Unlabelled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -161,12 +161,12 @@ def test_labels_that_a_model_does_not_take(make_args):
         Trainer(Unlabelled(), args, train_dataset=plain_data()).train()
 
 
-def test_stream_that_ends_at_once_stops_training(make_args, caplog):
+def test_empty_stream_stops_training_with_a_warning(make_args, caplog):
     assert Trainer(make_plain(), make_args(), train_dataset=Stream(0)).train().global_step == 0
     assert "yielded no batch" in caplog.text
 
 
-def test_resume_without_checkpoint(make_args, tmp_path):
+def test_resume_without_a_valid_checkpoint_is_refused(make_args, tmp_path):
     trainer = Trainer(make_plain(), make_args(), train_dataset=plain_data())
     (tmp_path / "empty").mkdir()
     for step in range(2, 6):
@@ -207,16 +207,16 @@ def test_errors_of_a_model_pass_through(make_args, kind):
     assert not trainer.is_in_train
 
 
-@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(3).numpy(), [1.0, 2.0], "high", None])
-def test_a_best_metric_that_is_no_number(make_args, value):
+@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(3).numpy(), [1.0, 2.0], "high", None], ids=repr)
+def test_best_metric_that_is_no_number_is_refused(make_args, value):
     args = make_args(**STEPS, eval_steps=1, save_steps=1, metric_for_best_model="score")
     data = {"train_dataset": plain_data(), "eval_dataset": plain_data(8)}
     with pytest.raises(WrongObject, match=r"metric_for_best_model='score': 'eval_score' is .* must return one number"):
         Trainer(make_plain(), args, compute_metrics=lambda _: {"score": value}, **data).train()
 
 
-@pytest.mark.parametrize("value", [torch.ones(1), torch.ones(1).numpy(), torch.tensor(1.0), 1])
-def test_a_best_metric_of_one_element(make_args, value):
+@pytest.mark.parametrize("value", [torch.ones(1), torch.ones(1).numpy(), torch.tensor(1.0), 1], ids=repr)
+def test_best_metric_may_be_an_array_of_one_element(make_args, value):
     class Own(Trainer):
         def evaluate(self, *_, **__):
             return {"eval_score": value}
@@ -228,14 +228,14 @@ def test_a_best_metric_of_one_element(make_args, value):
 
 
 @pytest.mark.parametrize(("given", "is_told"), [((), True), ((False,), False), ((None,), True)])
-def test_resume_from_checkpoint_is_for_the_script(make_args, caplog, given, is_told):
+def test_unused_resume_from_checkpoint_argument_warns(make_args, caplog, given, is_told):
     args = make_args(resume_from_checkpoint=f"checkpoint-{len(given)}-{is_told}")
     Trainer(make_plain(), args, train_dataset=plain_data()).train(*given)
     told = "To resume, call train(resume_from_checkpoint=args.resume_from_checkpoint)" in caplog.text
     assert told is is_told
 
 
-def test_stale_samples_are_not_named(make_args):
+def test_sampler_error_does_not_name_earlier_samples(make_args):
     class Fails(torch.utils.data.Sampler):
         def __iter__(self):
             yield from range(8)

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: what divides it, and the items that are counted for it."""
+"""The loss of a micro-batch is divided by the micro-batches of a step, or by the items that are counted for it."""
 
 import contextlib
 import functools
@@ -63,14 +63,14 @@ DIVISORS = {
 
 
 @pytest.mark.parametrize("case", DIVISORS)
-def test_divisor_of_the_loss(case):
+def test_loss_is_divided_by_micro_batches_or_items(case):
     attributes, counted, uncounted = DIVISORS[case]
     losses = make_losses(**attributes)
     for items, divisor in ((torch.tensor(10.0), counted), (None, uncounted)):
         assert losses.loss(LOSS, {}, items).item() == 12 / divisor
 
 
-def test_losses_in_parts():
+def test_dict_of_losses_is_summed_and_logged_in_parts():
     """The loss for backward is 'loss', or else the sum. The parts are logged, divided as the loss."""
     assert split_losses(5) == (5, {})
     assert split_losses({"a": 1, "b": 2}) == (3, {"a": 1, "b": 2})
@@ -80,7 +80,7 @@ def test_losses_in_parts():
 
 
 @pytest.mark.parametrize(("release", "divisor"), [("5.20", 8), ("5.14", 3)])
-def test_label_smoothing(release, divisor):
+def test_label_smoothing_divides_by_the_items(release, divisor):
     """The sum over the labels that count, by the items of the step; until v5.14 by those of the micro-batch."""
     logits, labels = torch.tensor([[[2.0, 1.0, 0.0]] * 4]), torch.tensor([[0, 1, 2, -100]])
     losses = make_losses(release, label_smoother=LabelSmoother(0.3), model_accepts_loss_kwargs=True)
@@ -98,15 +98,15 @@ def count(release="5.20", batches=LABELS, **settings):
     )
 
 
-def test_counting_of_items():
+def test_items_are_the_labels_that_count():
     items = count()
-    assert items == 5 and items.dtype == torch.float32
+    assert items == 5 and items.dtype == torch.float32  # labels that are not -100
     # A causal model does not predict the first label of a row.
     assert count(_loss_shifts_labels=True) == 3
-    assert count(averages_tokens=True, world_size=3) == 15
+    assert count(averages_tokens=True, world_size=3) == 15  # each rank has 5
 
 
-def test_items_that_are_not_counted():
+def test_items_are_not_counted_where_unused():
     assert count(model_accepts_loss_kwargs=False) is None
     assert count("4.50", model_accepts_loss_kwargs=False) == 5
     assert count(model_accepts_loss_kwargs=False, compute_loss_func=len) == 5

@@ -1,4 +1,4 @@
-"""What `on_step_end` may ask for: the loss, the inputs and the outputs of its step."""
+"""`on_step_end` may ask for the loss, the inputs and the outputs of its step."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ class OwnStep(Trainer):
 
 @pytest.mark.parametrize("kind", [Trainer, OwnStep], ids=["automatic", "manual"])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_details_of_a_step(tmp_path, kind, accumulation):
+def test_on_step_end_gets_loss_inputs_and_outputs(tmp_path, kind, accumulation):
     asks = Asks()
     settings = {"max_steps": 3, "logging_steps": 1, "gradient_accumulation_steps": accumulation}
     settings |= {"eval_strategy": "steps", "eval_steps": 1}
@@ -54,7 +54,7 @@ def test_details_of_a_step(tmp_path, kind, accumulation):
     assert not trainer.model._forward_hooks
 
 
-def test_only_what_a_callback_asks_for(tmp_path, monkeypatch):
+def test_only_requested_values_are_recorded(tmp_path, monkeypatch):
     nothing, some = AsksNothing(), AsksForLoss()
     assert StepEndValues([nothing]).requested_names == set()
     assert StepEndValues([nothing, some]).requested_names == {"loss"}
@@ -64,10 +64,10 @@ def test_only_what_a_callback_asks_for(tmp_path, monkeypatch):
     trainer.train()
     trainer.add_callback(some)
     trainer.train()
-    assert nothing.seen == [[], [], ["loss"], ["loss"]]  # what one asks for, all get
+    assert nothing.seen == [[], [], ["loss"], ["loss"]]  # all callbacks get what one asks for
 
 
-def test_the_run_is_the_same(tmp_path):
+def test_requesting_values_does_not_change_the_run(tmp_path):
     plain = train("hftrainer", "bert", tmp_path / "a", max_steps=4)
     asked = train("hftrainer", "bert", tmp_path / "b", max_steps=4, trainer={"callbacks": [Asks()]})
     assert plain.logs == asked.logs

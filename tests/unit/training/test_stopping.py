@@ -1,4 +1,4 @@
-"""`ControlSync`: when the requests of one rank, or of all, take effect in a rank of two."""
+"""`ControlSync`: requests of one of two ranks take effect in both at the same step."""
 
 import signal
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ def request(**values):
 
 
 def make_sync(*requests, world_size=2):
-    """A rank with another one that sends these requests, and what the all-reduces were given and have returned."""
+    """A `ControlSync` beside a rank that sends these requests, and what the all-reduces were given and returned."""
     answers, given, returned, saves = iter(requests), [], [], []
 
     def start_max_over_ranks(values):
@@ -40,7 +40,7 @@ def flags_of(sync):
 
 @pytest.mark.parametrize("flag", _FLAGS)
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_request_of_this_rank(flag, is_shared):
+def test_own_request_takes_effect_when_the_other_rank_knows_it(flag, is_shared):
     """It takes effect at once if the other rank has it too, and else at the next step."""
     wish = request(**{flag: 1})
     sync, seen = make_sync(*([wish, request()] if is_shared else [request(), wish]))
@@ -54,7 +54,7 @@ def test_request_of_this_rank(flag, is_shared):
     assert sync.can_stop is (flag in ("should_training_stop", "should_epoch_stop"))
 
 
-def test_request_of_the_other_rank_is_not_waited_for():
+def test_request_of_the_other_rank_takes_effect_a_step_later():
     sync, seen = make_sync(request(should_save=1), request(should_save=1))
     sync.end_step()
     assert seen.returned == [] and flags_of(sync) == []

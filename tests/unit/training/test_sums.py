@@ -1,4 +1,4 @@
-"""The sum of the losses, as it is kept on a device that should not be waited for."""
+"""The sum of the losses is kept on the device, which should not be waited for."""
 
 from types import SimpleNamespace
 
