@@ -25,7 +25,7 @@ from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.tracking import LogFolder, TrackerCallback, reporting_callbacks
 from hftrainer.strategies.strategy import Strategy
-from hftrainer.training import control_actions, loss, runner, saver
+from hftrainer.training import control_actions, counting, loss, runner, saver
 from hftrainer.training.run import Run
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class TrainerParts:
         setup: builds everything that depends on the arguments.
         model_setup: sets up the model, its optimizer and its schedule.
         loaders: makes data loaders.
-        losses: prepares micro-batches, computes their losses, and counts their tokens.
+        losses: prepares micro-batches and computes their losses.
+        counting: counts items, tokens and floating-point operations over all ranks.
         saver: writes checkpoints and restores from them.
         control_actions: logs, saves and evaluates when due.
         evaluation: runs a pass over an evaluation or test set.
@@ -97,6 +98,7 @@ class TrainerParts:
         self.model_setup = model_setup.ModelSetup(self)
         self.loaders = loader_factory.LoaderFactory(self)
         self.losses = loss.LossComputer(self)
+        self.counting = counting.Counting(self)
         self.saver = saver.CheckpointSaver(self)
         self.control_actions = control_actions.ControlActions(self)
         self.evaluation = EvaluationRunner(self)

@@ -103,7 +103,7 @@ def _make_observer(parts: TrainerParts, batches: RunBatches, folder: str, *, is_
         observations,
         lambda: parts.run.seconds,
         batches.reader.waits,
-        lambda count: int(parts.losses.sum_over_data(torch.tensor([count]))),
+        lambda count: int(parts.counting.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
         Journal(folder if has_journal else None),
         {"world_size": args.world_size, "device": str(args.device), "resumed_from": batches.resume_folder},

@@ -420,7 +420,7 @@ class TrainingRunner(Part):
         # The next trial sets these again.
         self.trainer.model = self.trainer.model_wrapped = handler.model = None  # type: ignore[assignment]
         handler.train_dataloader = None
-        parts.losses.flos_per_token = None
+        parts.counting.flos_per_token = None
         if self.trainer.args.torch_compile:
             # Free the code compiled for this model.
             torch.compiler.reset()
