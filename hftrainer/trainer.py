@@ -21,6 +21,7 @@ from hftrainer import hyperparameter_search, integrations, trainer_optimizer
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.support import refuse_unknown
 from hftrainer.arguments.validation import add_missing_fields
+from hftrainer.assembly.object_checks import check_objects, one_processing_class
 from hftrainer.assembly.trainer_parts import TrainerParts
 from hftrainer.base.tracebacks import HideEngineFrames, describe_type
 from hftrainer.callbacks.progress_bar import ProgressCallback
@@ -35,8 +36,7 @@ from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.model.inspection import parameters
 from hftrainer.modelcard import create_model_card
-from hftrainer.parts.model_setup import check_pair
-from hftrainer.parts.object_checks import check_objects, one_processing_class
+from hftrainer.preparation.model_setup import check_pair
 from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker

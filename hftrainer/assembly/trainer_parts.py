@@ -19,11 +19,13 @@ from hftrainer.callbacks.state import has_saved_state
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.evaluation.evaluation_runner import EvaluationRunner
-from hftrainer.parts import hub_uploader, loader_factory, model_setup, storage_sync
+from hftrainer.hub.pushes import HubUploader
 from hftrainer.plugins import load
+from hftrainer.preparation import loader_factory, model_setup
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.tracking import LogFolder, TrackerCallback, reporting_callbacks
+from hftrainer.storage.sync import StorageSync
 from hftrainer.strategies.strategy import Strategy
 from hftrainer.training import control_actions, counting, loss, runner, saver
 from hftrainer.training.run import Run
@@ -102,8 +104,8 @@ class TrainerParts:
         self.saver = saver.CheckpointSaver(self)
         self.control_actions = control_actions.ControlActions(self)
         self.evaluation = EvaluationRunner(self)
-        self.hub_uploader = hub_uploader.HubUploader(self)
-        self.storage_sync = storage_sync.StorageSync(self)
+        self.hub_uploader = HubUploader(self)
+        self.storage_sync = StorageSync(self)
         self.runner = runner.TrainingRunner(self)
 
     def __getstate__(self) -> dict[str, Any]:

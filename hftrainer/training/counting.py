@@ -8,9 +8,9 @@ import torch
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import token_counting_mode
+from hftrainer.base.part import Part
 from hftrainer.compat import libraries
 from hftrainer.data.collators import count_tokens
-from hftrainer.parts.part import Part
 from hftrainer.trainer_utils import speed_metrics
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrainer.base.part import Part
 from hftrainer.checkpointing.run_progress import STEP_SETTINGS, count_samples
 from hftrainer.compat.overrides import has_length
 from hftrainer.data.accumulation import Span, TrainingSchedule
@@ -28,8 +29,7 @@ from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import seed_of_order
 from hftrainer.errors import TrainingDiverged
 from hftrainer.monitoring import journal
-from hftrainer.parts.part import Part
-from hftrainer.parts.storage_sync import run_folder
+from hftrainer.storage.sync import run_folder
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts

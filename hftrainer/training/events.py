@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrainer.base.part import Part
 from hftrainer.checkpointing.resume import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
 from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
 from hftrainer.errors import DamagedCheckpoint, InvalidSetup, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import add_missing_groups, keep_argument_settings, needs_metric
-from hftrainer.parts.part import Part
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import RunMonitors
 from hftrainer.training.run_batches import RunBatches

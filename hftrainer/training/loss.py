@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from hftrainer.base.messages import log_once
+from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import describe_type, note_batch
 from hftrainer.compat.overrides import accepted_args, accepts, call_with_accepted, ignores_other_keywords, is_overridden
 from hftrainer.data.loaders import to_device
 from hftrainer.errors import InvalidArgument
 from hftrainer.model.inspection import LOSS_REMEDY, extract_loss, is_training, smoothing_shifts_labels
 from hftrainer.parallel import devices
-from hftrainer.parts.part import Part
 from hftrainer.trainer_pt_utils import rebuild_container
 from hftrainer.training.model_checks import check_first_batch
 

@@ -11,6 +11,7 @@ import torch
 
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import tell
+from hftrainer.base.part import Part
 from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing import resume
@@ -19,7 +20,6 @@ from hftrainer.errors import InvalidArgument, TrainingDiverged, UnsupportedArgum
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
-from hftrainer.parts.part import Part
 from hftrainer.trainer_pt_utils import nested_apply
 from hftrainer.training.divergence import Finding, SkippedSamples
 

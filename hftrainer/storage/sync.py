@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hftrainer.arguments.storage_url import check_url, staging_folder_of
 from hftrainer.base.messages import tell
+from hftrainer.base.part import Part
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, DamagedCheckpoint
-from hftrainer.parts.part import Part
 from hftrainer.reporting.tracking import CheckpointPlace
 
 if TYPE_CHECKING:

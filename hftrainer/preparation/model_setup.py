@@ -15,6 +15,7 @@ from torch import nn
 from hftrainer import trainer_optimizer
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import tell
+from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import describe_type
 from hftrainer.checkpointing.optimizer_groups import NAMES_WITHOUT_GROUPS
 from hftrainer.compat import libraries
@@ -26,7 +27,6 @@ from hftrainer.model import inspection
 from hftrainer.optimization import get_scheduler, needs_metric
 from hftrainer.optimizers import param_groups
 from hftrainer.parallel.plan import check_model_layout
-from hftrainer.parts.part import Part
 from hftrainer.trainer_pt_utils import LabelSmoother
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Uploads the model and the checkpoints of a Trainer to the Hub."""
+"""Pushes the model and the checkpoints of a Trainer to the Hub."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hftrainer.arguments.choices import HubStrategy, SaveStrategy
-from hftrainer.parts.part import Part
+from hftrainer.base.part import Part
 
 
 class HubUploader(Part):
