@@ -228,7 +228,7 @@ class TrainingEvents(Part):
         if window.is_first:
             self.parts.call_callbacks("on_step_begin")
 
-    def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+    def run_micro_batch(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """Call `Trainer.training_step`, which runs forward and backward; returns the detached loss.
 
         Only the window's last micro-batch all-reduces gradients, unless `syncs_each_batch`.

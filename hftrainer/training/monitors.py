@@ -102,7 +102,7 @@ def _make_observer(parts: TrainerParts, batches: RunBatches, folder: str, *, is_
     observer = Observer(
         observations,
         lambda: parts.run.seconds,
-        batches.reader.waits,
+        batches.reader.wait_seconds_by_cause,
         lambda count: int(parts.counting.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
         Journal(folder if has_journal else None),

@@ -152,7 +152,7 @@ class TrainingRunner(Part):
                         ignore_keys_for_eval=ignore_keys,
                     )
                 except Diverged as error:
-                    restart = functools.partial(self.restarts.roll_back, error.finding, optimizers)
+                    restart = functools.partial(self.restarts.roll_back, error.diverged_step, optimizers)
                 except Exception as error:
                     if not (self.trainer.args.auto_find_batch_size and devices.is_out_of_memory(error)):
                         raise
@@ -367,7 +367,7 @@ class TrainingRunner(Part):
             return
         share = 1 if self.parts.policy.averages_train_loss_over_call else steps / state.global_step
         seconds = {
-            "waiting for data": sum(events.batches.reader.waits().values()),
+            "waiting for data": sum(events.batches.reader.wait_seconds_by_cause().values()),
             "in evaluations": run.seconds.get("evaluation", 0.0),
             "saving": run.seconds.get("saving", 0.0),
         }
