@@ -134,7 +134,7 @@ class ReadRecorder:
         return batch.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The log for a checkpoint, in tensors and plain values."""
+        """What was read so far, and the random states, for a checkpoint, in tensors and plain values."""
         state: dict[str, Any] = {"before": self.states_before_batch, "stream": self.stream_state}
         if self._workers:
             worker_states = {"round": self._states_before_round, "latest": self._latest_states}
