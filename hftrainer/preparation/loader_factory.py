@@ -183,9 +183,7 @@ class LoaderFactory(Part):
         """Number of samples in a loader, estimated from its batches if its dataset has no length."""
         is_prepared = isinstance(dataloader, PreparedDataLoader)
         dataset: Any = dataloader.source if is_prepared else getattr(dataloader, "dataset", None)  # type: ignore[attr-defined]
-        if has_length(dataset):
-            return len(dataset)
-        return len(dataloader) * self.trainer.args.per_device_train_batch_size
+        return len(dataset) if has_length(dataset) else len(dataloader) * self.trainer.args.per_device_train_batch_size
 
     def check_evaluation_data(self) -> None:
         """Refuse an empty evaluation dataset before the first step, if the run will evaluate it."""

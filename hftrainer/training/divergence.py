@@ -159,10 +159,9 @@ class DivergenceWatch(Part):
     def _step_samples(self) -> list[Any] | None:
         """The indices of the step's samples on this rank, by micro-batch; None if unknown."""
         loader = self.batches.reader.loader
-        micro_batches = sum(span.micro_batches for span in self._spans)
         if not isinstance(loader, PreparedDataLoader) or len(self._spans) != 1:
             return None
-        return loader.last_indices(micro_batches)
+        return loader.last_indices(self._spans[0].micro_batches)
 
 
 class SkippedSamples:
@@ -283,17 +282,13 @@ class SkippedSamples:
         self.entries.append(entry)
         self._skip_windows(entry)
         processes.broadcast_from_main(lambda: journal.append_line(self.path, entry, is_durable=True))
-        return (
-            f"{message}. Rollback {len(self.entries)} of {args.max_rollbacks}; {_describe_samples(samples)} are skipped"
-        )
+        rollback = f"Rollback {len(self.entries)} of {args.max_rollbacks}"
+        return f"{message}. {rollback}; {_describe_samples(samples)} are skipped"
 
     def _make_error_message(self, message: str, diverged_step: DivergedStep, samples: list[Any]) -> str:
-        if self.trainer.args.on_divergence == "stop":
-            reason = "on_divergence='stop'"
-        else:
-            reason = (
-                f"the run was rolled back {len(self.entries)} times, max_rollbacks={self.trainer.args.max_rollbacks}"
-            )
+        args, reason = self.trainer.args, "on_divergence='stop'"
+        if args.on_divergence != "stop":
+            reason = f"the run was rolled back {len(self.entries)} times, max_rollbacks={args.max_rollbacks}"
         skipped_steps = "".join(
             f"\n  step {each['step']}: {each['reason']}, {_describe_samples(each['samples'])}" for each in self.entries
         )

@@ -59,9 +59,7 @@ class LossComputer(Part):
     def prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device; with `past_index` also the model's memory of earlier batches."""
         if inputs is None:
-            raise InvalidArgument(
-                "data_collator returned None: it must return the batch, a dict of the model's inputs."
-            )
+            raise InvalidArgument("data_collator returned None: it must return the batch, a dict of model inputs.")
         if len(inputs) == 0:
             raise InvalidArgument(
                 "The batch is empty: none of the samples' keys is a parameter of the model's forward "
