@@ -15,7 +15,7 @@ from typing import Any
 
 from hftrainer.callbacks.state import TrainerCallback
 from hftrainer.monitoring.flops import FlopCounter
-from hftrainer.monitoring.journal import Journal, goodput, read_events
+from hftrainer.monitoring.journal import Journal, read_events
 from hftrainer.parallel import devices
 from hftrainer.reporting.summary import peak_process_memory
 
@@ -128,10 +128,10 @@ class Observer(TrainerCallback):
         self.journal.write("interval", self._step, steps=self._step - self._written_step, seconds=seconds)
         self._written_counters, self._written_step = counters, self._step
 
-    def goodput(self) -> float | None:
-        """Fraction of the time since the start from scratch spent on steps that count; None without a journal."""
+    def read_events(self) -> list[dict[str, Any]]:
+        """The events until now, also of earlier runs; none without a journal."""
         self.write_interval()
-        return None if self.journal.folder is None else goodput(read_events(self.journal.folder))
+        return [] if self.journal.folder is None else read_events(self.journal.folder)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
