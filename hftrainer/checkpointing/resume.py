@@ -137,10 +137,9 @@ def _warn_about_earlier_run(output_dir: str) -> None:
     if newest is not None:
         logger.warning(
             "%s already has checkpoints, up to %s, but this run starts from scratch: pass resume_from_checkpoint=True "
-            "to continue the earlier run, or use another output_dir. Later, resume_from_checkpoint=True will prefer %s to "
-            "those of this run with fewer steps.",
+            "to continue the earlier run, or use another output_dir. Later, True takes the highest step of both runs.",
             output_dir,
-            *[os.path.basename(newest)] * 2,
+            os.path.basename(newest),
         )
 
 

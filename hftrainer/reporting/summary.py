@@ -29,11 +29,8 @@ def make_resume_message(folder: str, state: TrainerState, epochs: float) -> str:
     if (state.epoch or 0) < epochs - 0.01:
         reason = f"No steps are left, but {epochs - (state.epoch or 0):.3g} epochs are: a step has more samples now."
         return f"{text} {reason} elastic=True keeps the samples of a step; a larger max_steps continues training."
-    if state.global_step > state.max_steps:
-        name = "num_train_epochs" if epochs else "max_steps"
-        advice = f"nothing to train. Increase {name}, or name an earlier checkpoint."
-        return f"{folder} is already past the end by {name} ({place}): {advice}"
-    return f"{folder} is complete ({place}): nothing to train. Increase max_steps or num_train_epochs to continue."
+    how = "complete" if state.global_step == state.max_steps else "already past the end"
+    return f"{folder} is {how} ({place}): nothing to train. Increase max_steps or num_train_epochs to continue."
 
 
 def make_summary(

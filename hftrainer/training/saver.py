@@ -216,11 +216,10 @@ class CheckpointSaver(Part):
         if folder is None:
             return None
         progress = load_progress(folder, self.trainer.args.process_index, self.trainer.args.world_size)
-        if progress is not None:
-            state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
-            # A run without steps left reads no data.
-            if state.global_step < schedule.max_steps:
-                progress.adapt_to(self.position_settings(schedule), skips_data=not self.trainer.args.ignore_data_skip)
+        state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
+        # A run without steps left reads no data.
+        if progress is not None and state.global_step < schedule.max_steps:
+            progress.adapt_to(self.position_settings(schedule), skips_data=not self.trainer.args.ignore_data_skip)
         return progress
 
     def position_settings(self, schedule: TrainingSchedule) -> dict[str, Any]:

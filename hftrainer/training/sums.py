@@ -144,14 +144,8 @@ class LossAccumulator:
     def _warn_of_non_finite_loss(self, problem: str, step: int, inputs: Any = None) -> None:
         """Warn once that the logged mean hides such losses, unless `on_divergence` reports them."""
         if not self.has_warned and self.trainer.args.on_divergence is None:
-            logger.warning(
-                "The loss %s at optimizer step %d; logging_nan_inf_filter leaves it out of the logged mean. %s",
-                problem,
-                step,
-                _find_nan(inputs)
-                or "Find its origin with debug='underflow_overflow'; a lower learning_rate, a smaller max_grad_norm or bf16 "
-                "instead of fp16 often helps.",
-            )
+            text = "The loss %s at optimizer step %d; logging_nan_inf_filter leaves it out of the logged mean. %s"
+            logger.warning(text, problem, step, _advice_on_nan(inputs))
             self.has_warned = True
 
     def restore(self, progress: RunProgress) -> None:
@@ -163,12 +157,13 @@ class LossAccumulator:
         run.logged_metrics.load_state_dict(progress.metrics, run.loss_since_log.device)
 
 
-def _find_nan(inputs: Any) -> str:
-    """The first tensor of a batch that contains NaN, as a sentence; empty if none does."""
+def _advice_on_nan(inputs: Any) -> str:
+    """What to do about a loss that is not finite; names the first tensor of the batch that contains NaN."""
     for name, value in inputs.items() if isinstance(inputs, Mapping) else ():
         if isinstance(value, torch.Tensor) and value.layout == torch.strided and (count := int(value.isnan().sum())):
             return f"The batch's {name!r} contains NaN ({count:,} of {value.numel():,} values): clean the data."
-    return ""
+    remedies = "a lower learning_rate, a smaller max_grad_norm or bf16 instead of fp16"
+    return f"Find its origin with debug='underflow_overflow'; {remedies} often helps."
 
 
 class StepEndValues:

@@ -111,15 +111,10 @@ def test_command_prints_a_table_of_several_runs(runs, tmp_path, capsys):
     main(["plot", *runs, "--out", str(tmp_path / "a.png")])
     path, empty, header, *rows = capsys.readouterr().out.splitlines()
     assert path == str(tmp_path / "a.png") and not empty
-    assert re.split("  +", header.strip()) == [
-        "steps",
-        "last loss",
-        "best eval_loss",
-        "best eval_accuracy",
-        "differs in",
-    ]
-    assert [row.split()[:2] for row in rows] == [[Path(run).name, "20"] for run in runs]
-    assert [row.split()[-2:] for row in rows] == [["learning_rate", "0.01"], ["learning_rate", "0.1"]]
+    titles = ["differs in", "steps", "last loss", "best eval_loss", "best eval_accuracy"]
+    assert re.split("  +", header.strip()) == titles
+    values = zip(runs, ("0.01", "0.1"), strict=True)
+    assert [row.split()[:4] for row in rows] == [[Path(run).name, "learning_rate", rate, "20"] for run, rate in values]
     main(["plot", runs[0], "--out", str(tmp_path / "a.png")])
     assert capsys.readouterr().out == f"{tmp_path / 'a.png'}\n"
 

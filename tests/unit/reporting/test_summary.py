@@ -129,8 +129,8 @@ def test_resume_tells_its_step_or_that_the_run_is_complete(tmp_path, run_message
     train(tmp_path, True, **SAVED, max_steps=-1, num_train_epochs=1)
     line, *past = run_messages()[before:]
     assert line.startswith(f"{tmp_path}/checkpoint-6 is complete (step 6 of 6): nothing to train. Increase max_steps")
-    ends = ("max_steps (step 6 of 4): nothing to train. Inc", "num_train_epochs (step 6 of 5): nothing to train. Inc")
-    assert all(f"checkpoint-6 is already past the end by {end}" in line for end, line in zip(ends, past, strict=True))
+    for end, line in zip((4, 5), past, strict=True):
+        assert f"checkpoint-6 is already past the end (step 6 of {end}): nothing to train. Increase max_steps" in line
     assert "Resuming with" not in caplog.text[caplog.text.index("nothing to train") :]
 
 
