@@ -162,8 +162,7 @@ def _advice_on_nan(inputs: Any) -> str:
     for name, value in inputs.items() if isinstance(inputs, Mapping) else ():
         if isinstance(value, torch.Tensor) and value.layout == torch.strided and (count := int(value.isnan().sum())):
             return f"The batch's {name!r} contains NaN ({count:,} of {value.numel():,} values): clean the data."
-    remedies = "a lower learning_rate, a smaller max_grad_norm or bf16 instead of fp16"
-    return f"Find its origin with debug='underflow_overflow'; {remedies} often helps."
+    return "Find it with debug='underflow_overflow'. A lower learning_rate or max_grad_norm, or bf16, often helps."
 
 
 class StepEndValues:

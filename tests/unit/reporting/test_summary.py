@@ -149,7 +149,6 @@ def test_resume_of_a_complete_run_keeps_its_journal(tmp_path, run_messages, capl
 def test_observed_run_splits_its_time_once(tmp_path, run_messages):
     train(tmp_path, observe=True, **SAVED)
     assert re.match(r"Trained 4 steps in [\d.e-]+ s\.", run_messages()[1])
-    assert not any("Since" in line for line in run_messages())  # the table has it
     train(tmp_path, True, observe=True, **{**SAVED, "max_steps": 6})
     (share,) = [line for line in run_messages() if "Since" in line]
     assert re.fullmatch(
@@ -165,7 +164,6 @@ def test_higher_checkpoint_of_an_earlier_run_is_not_promised(tmp_path):
         f"{last}. Resume with trainer.train(resume_from_checkpoint={last!r}): True would take {tmp_path}/checkpoint-36,"
     )
     assert hint in summary.make_resume_hint([last], is_complete=False)
-    assert summary.make_resume_hint([last], is_complete=True).endswith(f"{last}.")
 
 
 @pytest.mark.parametrize(
