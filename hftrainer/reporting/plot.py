@@ -87,21 +87,19 @@ def _label(curves: list[Curve], scale: str) -> str:
 
 
 def _clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, float, str]]:
-    """The curves that leave a panel, with the step of their highest value, and the value as text."""
+    """The curves that leave a panel, with the step of their highest value, and a mark with the value."""
     for curve in curves:
         values = curve.mean if curve.mean and not curve.is_faint else curve.values
-        points = zip(values, curve.steps, strict=True)
-        value, step = max((point for point in points if is_finite(point[0])), default=(top, 0))
+        value, step = max(zip(values, curve.steps, strict=True), key=lambda point: (is_finite(point[0]), point[0]))
         if value > top:
-            yield curve, step, f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+            yield curve, step, f"▲ {value:,.0f}" if value >= 100 else f"▲ {value:.3g}"
 
 
 def _title(name: str, curves: list[Curve]) -> list[str]:
     """The runs; and notes for below: what smooth and faint curves are, and which runs have no speeds."""
     runs = list(dict.fromkeys(curve.run for curve in curves))
-    names = " and ".join(filter(None, (", ".join(runs[:-1]), *runs[-1:])))
-    several = f"Comparison of {names if len(runs) < 4 else f'{len(runs)} training runs'}"
-    title = [several if names else f"Training run {name}"]
+    names = f"{', '.join(runs[:-1])} and {runs[-1]}" if len(runs) < 4 else f"{len(runs)} training runs"
+    title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run {name}"]
     if any(curve.mean for curve in curves):
         faint = "faint: logged values; strong: their" if curves[0].is_faint else f"curves of {MANY} values or more: the"
         title.append(f"{faint} running mean, over a twentieth of the values")
@@ -164,7 +162,7 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
 def _describe_run(run: str, curves: list[Curve]) -> str:
     """The name of a run, the arguments in which it differs, and its best value."""
     run_curves = [curve for curve in curves if curve.run == run]
-    best = (f"best {curve.name}\xa0{curve.values[curve.best]:.4g}" for curve in run_curves if curve.best is not None)
+    best = (f"☆ best {curve.name}\xa0{curve.values[curve.best]:.4g}" for curve in run_curves if curve.best is not None)
     return " · ".join(filter(None, (run, describe(run_curves[0].settings), next(best, ""))))
 
 
@@ -187,17 +185,14 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
         axis.plot(*curve.points(curve.mean or curve.values), **marks, **style)
         handles.setdefault(curve.legend_entry, axis.plot([], [], **style | {"color": curve.legend_colour})[0])
         if curve.best is not None:
-            star = {"marker": "*", "markersize": 10, "linestyle": "", "color": "none", "markeredgecolor": "black"}
-            axis.plot(curve.steps[curve.best], curve.values[curve.best], zorder=3, **star)
-            handles |= {"best": axis.plot([], [], **star)[0]} if curve.run else {}
+            star = {"color": "none", "markeredgecolor": "black", "markersize": 10, "zorder": 3}
+            axis.plot(curve.steps[curve.best], curve.values[curve.best], "*", **star)
     if gap := _find_first_gap(curves):
         handles[gap[1]] = axis.axvline(gap[0], color="red", linestyle=":")
     scale, limits = _vertical_axis(curves)
     axis.set(xlabel=X_AXES[curves[0].x], ylabel=_label(curves, scale), yscale=scale, ylim=limits)
-    for row, (curve, step, value) in enumerate(_clipped_peaks(curves, limits[1])):
-        axis.plot(step, limits[1], "^", color=curve.colour, clip_on=False)
-        text = {"ha": "left" if step < curve.steps[-1] / 2 else "right", "va": "top", "fontsize": 9}
-        axis.text(step, limits[1], "\n" * row + f"  {value}  ", color=curve.colour, **text)
+    for row, (curve, step, text) in enumerate(_clipped_peaks(curves, limits[1])):
+        axis.text(step, limits[1], "\n" * row + text, color=curve.colour, fontsize=9, va="top")
     axis.xaxis.set_major_formatter("{x:,.7g}")
     if is_short := scale == "log" and limits[1] < 1000 * limits[0]:
         axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
@@ -236,6 +231,9 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
         scale, limits = _vertical_axis(panel_curves)
         y_axis: dict[str, Any] = {"title_text": _label(panel_curves, scale), "type": scale, "range": limits}
         y_axis |= {"tickformat": ".0%"} if panel_curves[0].name in PANELS[SHARES] else {}
+        for row, (curve, step, text) in enumerate(_clipped_peaks(panel_curves, limits[1])):
+            place = {"x": step, "y": limits[1], "xanchor": "left", "yanchor": "top", "yshift": -14 * row}
+            figure.add_annotation(xref=x, yref=y, text=text, font_color=curve.colour, showarrow=False, **place)
         if panel_curves[0].panel == "loss":
             figure.update_layout(updatemenus=[_scale_button(f"yaxis{number}", panel_curves, scale)])
         if scale == "log":
@@ -264,10 +262,10 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
 def _scale_button(axis: str, curves: list[Curve], scale: str) -> dict[str, Any]:
     """Plotly's button that switches the scale of a panel, at the upper right."""
     states = [{f"{axis}.type": each, f"{axis}.title.text": _label(curves, each)} for each in ("log", "linear")]
-    first, second = states if scale == "linear" else states[::-1]
-    button = {"label": "loss: log / linear", "method": "relayout", "args": [first], "args2": [second]}
-    # Without -1 the first click would be the second state's.
-    return {"type": "buttons", "active": -1, "buttons": [button], "x": 1, "y": 1, "xanchor": "right", "yanchor": "top"}
+    button = {"label": "loss: log / linear", "method": "relayout", "args": states[:1], "args2": states[1:]}
+    place = {"x": 1, "y": 1, "xanchor": "right", "yanchor": "top"}
+    # -1: no button is pressed.
+    return {"type": "buttons", "active": -1 if scale == "linear" else 0, "buttons": [button], **place}
 
 
 def _place_panels(count: int, columns: int, runs: list[str]) -> dict[str, Any]:
@@ -311,25 +309,14 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
         yield trace | {"mode": "lines+markers", "marker": marks}
         if curve.best is not None:
             point = {"x": [curve.steps[curve.best]], "y": [curve.values[curve.best]], "name": f"best {curve.label}"}
-            star = {"symbol": "star-open", "size": 11, "color": "black"}
-            yield trace | point | {"mode": "markers", "marker": star}
+            yield trace | point | {"mode": "markers", "marker": {"symbol": "star-open", "size": 11, "color": "black"}}
     # Entries without points, since a curve may have two traces and, of several runs, the colour of its run.
     for curve in named.values() if named.keys() != {curves[0].name} and curves[0].panel != SHARES else ():
         style = {"color": curve.legend_colour, "dash": list(DASHES.values())[curve.dash]}
         entry = {"x": [None], "y": [None], "name": curve.legend_entry, "mode": "lines", "line": style}
         yield entry | {"legend": legend, "legendgroup": f"legend {curve.name}" if curve.run else curve.name}
-    if any(curve.run and curve.best is not None for curve in curves):
-        marker = {"symbol": "star-open", "size": 11, "color": "black"}
-        yield {"x": [None], "y": [None], "name": "best", "mode": "markers", "marker": marker, "legend": legend}
-    limits = _vertical_axis(curves)[1]
-    for row, (curve, step, value) in enumerate(_clipped_peaks(curves, limits[1])):
-        side = "right" if step < curve.steps[-1] / 2 else "left"
-        marker = {"symbol": "triangle-up", "size": 10, "color": curve.colour}
-        text = {"text": ["<br>" * row + value], "textposition": f"bottom {side}", "textfont_color": curve.colour}
-        peak = {"x": [step], "y": [limits[1]], "mode": "markers+text", "marker": marker, "cliponaxis": False}
-        yield peak | text | {"showlegend": False, "legendgroup": curve.run or curve.name, "hoverinfo": "skip"}
     if gap := _find_first_gap(curves):
-        points = {"x": [gap[0]] * 2, "y": limits, "name": gap[1]}
+        points = {"x": [gap[0]] * 2, "y": _vertical_axis(curves)[1], "name": gap[1]}
         yield points | {"mode": "lines", "line": {"color": "red", "dash": "dot"}, "legend": legend}
 
 

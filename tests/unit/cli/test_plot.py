@@ -284,7 +284,7 @@ def test_evaluation_sets_share_a_panel_in_their_order(tmp_path, capsys):
     assert [line.panel for line in read_curves(runs[:1])] == ["loss", "loss", "f1", "f1"]
     main(["plot", *runs, "--out", str(tmp_path / "a.svg")])
     assert "best eval_val_loss  best eval_train_loss" in capsys.readouterr().out
-    assert {"Comparison of a and b", "F1", "a · best eval_val_loss 1"} <= {
+    assert {"Comparison of a and b", "F1", "a · ☆ best eval_val_loss 1"} <= {
         text.replace("\xa0", " ") for text in texts_in_svg(tmp_path / "a.svg")
     }
 
@@ -478,7 +478,7 @@ def test_panel_with_one_of_several_runs_names_it(tmp_path):
     owners = {(line.run, line.name): line.owner for line in read_curves(runs)}
     assert {key: owner for key, owner in owners.items() if owner} == {("b", "eval_f1"): "b"}
     plot(runs, html=True, out=str(tmp_path / "c.svg"))
-    assert {"a", "b", "eval_f1", "best", "1e-4", "2e-4"} <= {*texts_in_svg(tmp_path / "c.svg")}
+    assert {"a", "b", "eval_f1", "1e-4", "2e-4"} <= {*texts_in_svg(tmp_path / "c.svg")}
     page = (tmp_path / "c.html").read_text()
     assert '"xaxis2.domain": [0.0, 1.0]' in page and '"xaxis4.domain": [0.56, 1.0]' in page
     assert "<body>Comparison of a and b <small" in page and '<meta name="viewport"' in page
@@ -533,7 +533,8 @@ def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
         ("eval_f1", "linear"),
     ]
     (button,) = page.layout.updatemenus[0].buttons
-    assert [state[0]["yaxis2.type"] for state in (button.args, button.args2)] == ["linear", "log"]
+    assert (button.args[0]["yaxis2.type"], button.args2[0]["yaxis2.type"]) == ("log", "linear")
+    assert page.layout.updatemenus[0].active == 0
     assert picture.axes[0].get_xlim()[0] == 0
     (share,) = (axis for axis in picture.axes if axis.get_ylabel() == "Share of time")
     assert share.yaxis.get_major_formatter()(0.5) == "50%"
@@ -571,11 +572,11 @@ def test_legend_names_runs_and_their_best_values(tmp_path):
         torch.save(args, tmp_path / run / "training_args.bin")
     path = tmp_path / "c.svg"
     plot([str(tmp_path / "a"), str(tmp_path / "b")], out=str(path), html=True)
-    described = {"a · best eval_loss 1", "b · best eval_loss 1"}
+    described = {"a · ☆ best eval_loss 1", "b · ☆ best eval_loss 1"}
     assert described <= {*texts_in_svg(path)}
     shown = re.findall(r'"name":"([^"]*)"', path.with_suffix(".html").read_text().split("Plotly.newPlot")[-1])
     assert {json.loads(f'"{name}"').replace("\xa0", " ") for name in shown} == described | {
-        *("loss", "eval_loss", "best", *(f"best {run}: {name}" for run in "ab" for name in ("eval_loss", "eval_f1"))),
+        *("loss", "eval_loss", *(f"best {run}: {name}" for run in "ab" for name in ("eval_loss", "eval_f1"))),
         *(f"{run}: {name}" for run in "ab" for name in ("loss", "eval_loss", "eval_f1")),
     }
 
@@ -634,14 +635,11 @@ def test_slow_first_interval_does_not_squeeze_the_others(tmp_path):
     }
     runs = [write_log(tmp_path / run, log) for run, log in logs.items()]
     plot(runs, html=True, out=str(tmp_path / "a.svg"))
-    assert {"12", "612", "Seconds per step"} <= {*texts_in_svg(tmp_path / "a.svg")}
+    assert {"▲ 12", "▲ 612", "Seconds per step"} <= {*texts_in_svg(tmp_path / "a.svg")}
     page = (tmp_path / "a.html").read_text()
     assert '"Seconds per step"},"type":"linear","range":[0,0.21' in page
-    colours = [curve.colour for curve in read_curves(runs)]
-    marked = re.findall(
-        r'"color":"(.{7})","size":10,"symbol":"triangle-up"},"mode":"markers\+text".*?"text":\["(.*?)"', page
-    )
-    assert marked == [(colours[0], "12"), (colours[1], "\\u003cbr\\u003e612")]
+    marks = re.findall(r'"color":"(.{7})"},"showarrow":false,"text":"\\u25b2 (.*?)"', page)
+    assert marks == [(line.colour, mark) for line, mark in zip(read_curves(runs), ("12", "612"), strict=False)]
 
 
 def test_picture_has_twelve_metrics_and_page_has_all(tmp_path):
