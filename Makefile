@@ -96,8 +96,9 @@ test: $(VENV)/.dev  ## run the tests; the other lanes are below, and in CONTRIBU
 test-fast: $(VENV)/.dev  ## the unit tests that are not slow, in a minute
 	@$(PYTEST) -m "not slow" -q -n 2 tests/unit
 
-docs: $(VENV)/.docs  ## build the documentation as a site, in build/site
-	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+# Not with --quiet: warnings are then neither shown nor counted.
+docs: $(VENV)/.docs  ## build the documentation as a site, in build/site; a warning fails
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
 
 test-docs: $(VENV)/.dev docs  ## the documentation's code, the documents of v4.1 to v4.48, the examples; and the site
 	@$(PYTEST) -q $(WORKERS) tests/docs

@@ -38,9 +38,11 @@ class RefusedKeywords(griffe.Extension):
     """Hides `**unknown: NoReturn`, by which type checkers refuse other keywords."""
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        """Remove the parameter."""
+        """Remove the parameter, and its line of the docstring."""
         if "unknown" in func.parameters:
             del func.parameters["unknown"]
+            if func.docstring:
+                func.docstring.value = re.sub(r"\n +unknown: .*", "", func.docstring.value)
 
 
 def on_config(config: Any) -> Any:
@@ -60,9 +62,9 @@ def on_files(files: Files, config: Any) -> Files:
     _check_members()
     differences, _, arguments = (ROOT / "COMPATIBILITY.md").read_text(encoding="utf-8").partition(_ARGUMENTS)
     body = differences.partition("\n## Where hftrainer differs\n")[2].replace("\n### ", "\n## ")
-    for title in re.findall(r"(?m)^- ([^:\n]+): ", body):  # of the summary, to its table below
+    for title in re.findall(r"(?m)^- ([^:\n]+):$", body):  # of the summary, to its table below
         anchor = f"numbers-{title.lower().replace(' ', '-')}"
-        body = body.replace(f"- {title}: ", f"- [{title}](#{anchor}): ", 1)
+        body = body.replace(f"- {title}:\n", f"- [{title}](#{anchor}):\n", 1)
         body = body.replace(f"| {title} | why |", f"### {title} {{#{anchor}}}\n\n| what | why |", 1)
     measure = "The measure is `transformers` 5.24, and equal means exactly equal."
     pages = {
@@ -70,9 +72,11 @@ def on_files(files: Files, config: Any) -> Files:
         "arguments.md": _arguments(arguments),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
         "packages/modules.md": _modules(),
+        "benchmarks.md": (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").replace("](../docs/", "]("),
     }
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
+    files.append(File.generated(config, "results.png", abs_src_path=str(ROOT / "benchmarks" / "results.png")))
     for example in (ROOT / "examples").rglob("*.*"):
         if example.suffix in (".py", ".ipynb"):
             path, text = example.relative_to(ROOT), example.read_text(encoding="utf-8")
@@ -86,7 +90,7 @@ def _check_members() -> None:
     tree = ast.parse((ROOT / "hftrainer" / "trainer.py").read_text(encoding="utf-8"))
     trainer = next(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == "Trainer")
     methods = {each.name for each in trainer.body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"}
-    listed = re.findall(r"(?m)^ +- (\w+)$", (ROOT / "docs" / "api" / "trainer.md").read_text(encoding="utf-8"))
+    listed = re.findall(r"(?m)^- (\w+)$", (ROOT / "docs" / "api" / "trainer.md").read_text(encoding="utf-8"))
     if missing := methods - {*listed, "tokenizer", "fit"}:
         raise PluginError(f"docs/api/trainer.md does not list {', '.join(sorted(missing))}")
 
@@ -142,7 +146,10 @@ def _guides() -> dict[str, str]:
     page = (ROOT / "docs" / "concepts" / "arguments.md").read_text(encoding="utf-8").replace("](../", "](")
     most_used, _, rest = page.partition("\n## ")
     own = rest.partition(f"\n## {OWN_SUBJECT}\n")[2].partition("\n## ")[0]
-    rows = [(names, link) for link, names in re.findall(r"(?m)^\| (\[.*?) \| (.*) \|$", most_used)]
+    titles = re.findall(r"- (.+): (\S+\.md)\n", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    title_of = {path: title for title, path in titles}
+    found = re.findall(r"(?m)^\| \[.*?\]\((\S+?\.md)(\S*)\) \| (.*) \|$", most_used)
+    rows = [(names, f"[{title_of[path]}]({path}{anchor})") for path, anchor, names in found]
     rows += re.findall(r"(?m)^\| (`.*?) \| .* \| (.*) \|$", own)
     return {name: link for names, link in rows for name in re.findall(r"`(\w+)[=`]", names)}
 
@@ -191,5 +198,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         anchor = link[1] or ""
         return f"]({top}arguments.md)" if anchor == "#arguments" else f"]({top}differences.md{anchor})"
 
+    if page.file.src_uri == "api/trainer.md":  # whose lists name methods
+        method = "::: hftrainer.trainer.Trainer.\\1\n    options: {heading_level: 3}\n"
+        markdown = re.sub(r"(?m)^- (\w+)$", method, markdown)
+    markdown = markdown.replace("](../benchmarks/README.md)", "](benchmarks.md)")
     markdown = re.sub(r"\]\((?:\.\./)+(examples/[\w/]+)\.(?:py|ipynb)\)", rf"]({top}\1.md)", markdown)
     return re.sub(r"\]\((?:\.\./)*COMPATIBILITY\.md(#[\w-]+)?\)", link_to_page, markdown)

@@ -33,9 +33,9 @@ from hftrainer_lightning.private_api.callbacks import release_callbacks, reset_a
 from hftrainer_lightning.private_api.trainer import (
     NoProfiler,
     TrainerWithoutSignals,
-    call_strategy,
     copy_profiler,
     quiet_lightning,
+    strategy_hook,
 )
 from hftrainer_lightning.private_api.training import install_window_accumulation, restore_progress
 from hftrainer_lightning.strategies import StrategySettings, make_accelerator
@@ -333,7 +333,7 @@ class LightningEngine:
         """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""
         if self.is_fitting:
             assert self.trainer is not None
-            call_strategy(self.trainer, "backward", loss, None, **kwargs)
+            strategy_hook(self.trainer, "backward")(loss, None, **kwargs)
         else:
             loss.backward(**kwargs)
 

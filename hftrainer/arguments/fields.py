@@ -58,13 +58,13 @@ class CurrentArguments:
     )
     prediction_loss_only: bool = arg(False, "Return the loss only, no predictions.", "4.1", subject=_EVALUATION)
     per_device_train_batch_size: int = arg(
-        8, "Samples per device in a training micro-batch.", "4.1", minimum=1, read_once=True
+        8, "Samples per device in a micro-batch, one forward and backward pass.", "4.1", minimum=1, read_once=True
     )
     per_device_eval_batch_size: int = arg(8, "Samples per device in an evaluation batch.", "4.1", minimum=1)
     per_gpu_train_batch_size: int | None = old_name(None, to_name("per_device_train_batch_size"), "4.0", "4.57")
     per_gpu_eval_batch_size: int | None = old_name(None, to_name("per_device_eval_batch_size"), "4.0", "4.57")
     gradient_accumulation_steps: int = arg(
-        1, "Micro-batches per optimizer step.", "4.1", "mapped: accumulate_grad_batches", minimum=1, read_once=False
+        1, "Micro-batches in an optimizer step.", "4.1", "mapped: accumulate_grad_batches", minimum=1, read_once=False
     )
     eval_accumulation_steps: int | None = arg(
         None,
@@ -76,10 +76,10 @@ class CurrentArguments:
 
     begin_subject("Length of training and learning-rate schedule")
 
-    num_train_epochs: float = arg(3.0, "Epochs of training; the last may be a fraction.", "4.1")
-    max_steps: int = arg(-1, "Optimizer steps; a value above 0 overrides `num_train_epochs`.", "4.1")
+    num_train_epochs: float = arg(3.0, "Epochs, passes over the data, of training; 2.5 ends within the third.", "4.1")
+    max_steps: int = arg(-1, "Optimizer steps of training; a value above 0 overrides `num_train_epochs`.", "4.1")
     lr_scheduler_type: SchedulerType | str = arg(
-        "linear", "Shape of the learning rate over the optimizer steps.", "4.15", choices=SchedulerType
+        "linear", "How the learning rate changes after warm-up: 'linear' falls to 0.", "4.15", choices=SchedulerType
     )
     lr_scheduler_kwargs: dict[str, Any] | str | None = arg(
         None, "Further keyword arguments of the scheduler, as a dict or a JSON object.", "4.40", json=True
@@ -91,7 +91,7 @@ class CurrentArguments:
 
     begin_subject("Optimizer, loss and gradients")
 
-    learning_rate: float = arg(5e-5, "Peak learning rate.", "4.1", minimum=0)
+    learning_rate: float = arg(5e-5, "Peak, after warm-up; then it follows `lr_scheduler_type`.", "4.1", minimum=0)
     optim: OptimizerNames | str = arg(
         "adamw_torch_fused",
         "Name of the optimizer (v4.0: always AdamW).",
@@ -268,7 +268,7 @@ class CurrentArguments:
     )
     include_for_metrics: list[str] = arg(list, "Additional inputs of `compute_metrics`: 'inputs', 'loss'.", "4.48")
     batch_eval_metrics: bool = arg(False, "Call `compute_metrics(..., compute_result=...)` for each batch.", "4.48")
-    metric_for_best_model: str | None = arg(None, "Metric that compares models, with or without 'eval_'.", "4.1")
+    metric_for_best_model: str | None = arg(None, "Metric that tells the best checkpoint, as 'f1' or 'eval_f1'.", "4.1")
     greater_is_better: bool | None = arg(
         None, "Whether a greater metric is better; None means yes, unless its name ends in 'loss'.", "4.1"
     )
@@ -276,7 +276,7 @@ class CurrentArguments:
     begin_subject("Saving and resuming")
 
     save_strategy: SaveStrategy | str = arg(
-        "steps", "When to save: 'no', 'steps', 'epoch' or 'best'.", "4.15", choices=SaveStrategy
+        "steps", "When to save: 'no', 'steps', 'epoch' or 'best' (at each new best).", "4.15", choices=SaveStrategy
     )
     save_steps: float = arg(
         500, "Optimizer steps between checkpoints; a value below 1 is a fraction of all steps.", "4.1"
@@ -289,7 +289,7 @@ class CurrentArguments:
     )
     save_on_each_node: bool = arg(False, "With several nodes, write to the disk of each node.", "4.15")
     enable_jit_checkpoint: bool = arg(False, "On SIGTERM, save once and return from train().", "5.0", read_once=True)
-    load_best_model_at_end: bool = arg(False, "Load the best checkpoint's weights when training ends.", "4.1")
+    load_best_model_at_end: bool = arg(False, "Load the weights of the best checkpoint after training.", "4.1")
     resume_from_checkpoint: str | None = arg(
         None,
         "A folder, or 'auto' for the newest, which your script passes to `train()`.",
@@ -305,8 +305,8 @@ class CurrentArguments:
 
     begin_subject("The Hugging Face Hub")
 
-    push_to_hub: bool = arg(False, "Upload each save.", "4.15")
-    hub_model_id: str | None = arg(None, "Repository to upload to.", "4.15")
+    push_to_hub: bool = arg(False, "Upload model and model card to the Hub, as `hub_strategy` says.", "4.15")
+    hub_model_id: str | None = arg(None, "Repository 'owner/name'; None takes the name of `output_dir`.", "4.15")
     hub_strategy: HubStrategy | str = arg(
         "every_save",
         "When to upload: 'end', 'every_save', 'checkpoint' (also the last checkpoint at every save) or "
@@ -347,7 +347,7 @@ class CurrentArguments:
         json=True,
     )
     ddp_find_unused_parameters: bool | None = arg(
-        None, "`find_unused_parameters` of DDP.", "4.15", "mapped: strategy: find_unused_parameters"
+        None, "DDP: whether some parameters may lack a gradient.", "4.15", "mapped: strategy: find_unused_parameters"
     )
     ddp_bucket_cap_mb: int | None = arg(
         None, "`bucket_cap_mb` of DDP, in MiB.", "4.15", "mapped: strategy: bucket_cap_mb"
@@ -362,7 +362,7 @@ class CurrentArguments:
     ddp_timeout: int = arg(1800, "Seconds until a collective operation times out.", "4.30", "mapped: strategy: timeout")
     fsdp: str | None = arg(
         None,
-        "FSDP options, separated by spaces.",
+        "Train with FSDP: options such as 'full_shard', separated by spaces.",
         "4.30",
         "mapped: strategy: FSDPStrategy or ModelParallelStrategy",
         const=True,
@@ -376,7 +376,7 @@ class CurrentArguments:
     )
     deepspeed: dict[str, Any] | str | None = arg(
         None,
-        "DeepSpeed settings: a dict or the path of a JSON file.",
+        "Train with DeepSpeed, by these settings: a dict, or the path of a JSON file.",
         "4.15",
         "mapped: strategy: DeepSpeedStrategy",
         json=True,

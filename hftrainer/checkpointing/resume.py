@@ -207,10 +207,8 @@ def load_optimizer_and_scheduler(
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
     scheduler_file = os.path.join(folder, names.SCHEDULER_NAME)
-    shard_folder, has_full_state = (
-        _find_optimizer_shards(folder),
-        has_state_files(FULL_STATE_FILES, "optimizer", folder),
-    )
+    shard_folder = _find_optimizer_shards(folder)
+    has_full_state = has_state_files(FULL_STATE_FILES, "optimizer", folder)
     if not ((os.path.isfile(optimizer_file) or shard_folder or has_full_state) and os.path.isfile(scheduler_file)):
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return

@@ -284,7 +284,7 @@ def check_unread_states(state: dict[str, dict[str, Any]], path: str) -> None:
     Raises:
         UnsupportedArgument: if other states of these parameters are stored.
     """
-    for key in _PartsReader(path).read_metadata().state_dict_metadata:
+    for key in _ShardsReader(path).read_metadata().state_dict_metadata:
         name = _find_parameter(key.removeprefix("optimizer."), state)
         state_name = key.removeprefix(f"optimizer.state.{name}.").partition(".")[0]
         if name is not None and state_name not in state[name]:
@@ -296,7 +296,7 @@ def check_unread_states(state: dict[str, dict[str, Any]], path: str) -> None:
 
 def _remove_unstored(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str) -> None:
     """Remove the states that torch has initialized for parameters without a stored state."""
-    keys = (key.removeprefix("optimizer.") for key in _PartsReader(path).read_metadata().state_dict_metadata)
+    keys = (key.removeprefix("optimizer.") for key in _ShardsReader(path).read_metadata().state_dict_metadata)
     stored_names = {_find_parameter(key, state["state"]) for key in keys}
     for name, parameter in model.named_parameters():
         if bare_name(name) in state["state"].keys() - stored_names:
@@ -314,7 +314,7 @@ def read_dcp_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optim
     states: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner(keys={"optimizer"})
     with weights_only(path, projectors()), _unwrap_errors(name_file_in_errors(path)):
-        _load_state_dict(states, storage_reader=_PartsReader(path), planner=planner, no_dist=True)
+        _load_state_dict(states, storage_reader=_ShardsReader(path), planner=planner, no_dist=True)
     flat = states["optimizer"]
     # A script may have written torch's nested form.
     if "state" in flat:
@@ -372,11 +372,11 @@ def load_model_shards(model: nn.Module, folder: str, *, only_trainable: bool = F
 
 def holds_optimizer(path: str) -> bool:
     """Whether a folder of shards holds an optimizer's state."""
-    return any(name.startswith("optimizer.") for name in _PartsReader(path).read_metadata().state_dict_metadata)
+    return any(name.startswith("optimizer.") for name in _ShardsReader(path).read_metadata().state_dict_metadata)
 
 
 def _load_shards(state_name: str, state: dict[str, Any], path: str) -> dict[str, Any]:
-    reader = _PartsReader(path)
+    reader = _ShardsReader(path)
     stored = reader.read_metadata().state_dict_metadata
     # We and torchtitan store the weights under their plain names. Scripts often write {"model": ...}.
     is_bare = state_name == "model" and sum(name in stored for name in state) > sum(
@@ -406,7 +406,7 @@ def _unwrap_errors(context: contextlib.AbstractContextManager[None] | None = Non
             raise first from error
 
 
-class _PartsReader(FileSystemReader):
+class _ShardsReader(FileSystemReader):
     """torch's reader of a folder of shards.
 
     Args:

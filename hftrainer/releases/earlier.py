@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hftrainer.compat import libraries
-from hftrainer.releases.policy import ReleasePolicy, get_parameter_names
+from hftrainer.releases.policy import Release, ReleasePolicy, get_parameter_names
 
 
 class EarlierSchedule(NamedTuple):
@@ -42,6 +42,7 @@ class EarlierSchedule(NamedTuple):
 class PolicyUntil5_22(ReleasePolicy):
     """Differences of releases up to and including 5.22."""
 
+    last_release = Release(5, 22)
     own_changes = {
         "filters_nonfinite_eval_losses": "eval_loss is nan or infinite if the loss of one batch is",
         "skips_logits": "with use_liger_kernel, an evaluation that needs only the loss computes the logits too",
@@ -53,6 +54,7 @@ class PolicyUntil5_22(ReleasePolicy):
 class PolicyUntil5_18(PolicyUntil5_22):
     """Differences of releases up to and including 5.18."""
 
+    last_release = Release(5, 18)
     own_changes = {
         "averages_train_loss_over_call": "train_loss of a resumed run is the loss sum of this call divided by all "
         "steps, including those before the checkpoint",
@@ -67,6 +69,7 @@ class PolicyUntil5_18(PolicyUntil5_22):
 class PolicyUntil5_17(PolicyUntil5_18):
     """Differences of releases up to and including 5.17."""
 
+    last_release = Release(5, 17)
     own_changes = {
         "aligns_only_set_tokens": "the model's configs lose special tokens that the tokenizer lacks, and lists of end "
         "tokens become one token (transformers#48708)"
@@ -77,6 +80,7 @@ class PolicyUntil5_17(PolicyUntil5_18):
 class PolicyUntil5_15(PolicyUntil5_17):
     """Differences of releases up to and including 5.15."""
 
+    last_release = Release(5, 15)
     own_changes = {
         "evaluation_generator": "an evaluation grouped by length draws its order from torch's generator, which "
         "training uses too"
@@ -89,6 +93,7 @@ class PolicyUntil5_15(PolicyUntil5_17):
 class PolicyUntil5_14(PolicyUntil5_15):
     """Differences of releases up to and including 5.14."""
 
+    last_release = Release(5, 14)
     own_changes = {
         "smooths_over_items": "label smoothing divides by the labels of its micro-batch, even where the loss is summed "
         "over an optimizer step (transformers#47261)"
@@ -99,6 +104,7 @@ class PolicyUntil5_14(PolicyUntil5_15):
 class PolicyUntil5_9(PolicyUntil5_14):
     """Differences of releases up to and including 5.9."""
 
+    last_release = Release(5, 9)
     own_changes = {
         "counted_labels": "every label is counted in num_items_in_batch, including the first of a causal sequence "
         "(transformers#46204)"
@@ -111,6 +117,7 @@ class PolicyUntil5_9(PolicyUntil5_14):
 class PolicyUntil5_5(PolicyUntil5_9):
     """Differences of releases up to and including 5.5."""
 
+    last_release = Release(5, 5)
     own_changes = {"gradient_divisor": "since 5.2, accelerate divides gradients by gradient_accumulation_steps again"}
 
     def gradient_divisor(self, args: Any) -> int:
@@ -120,6 +127,7 @@ class PolicyUntil5_5(PolicyUntil5_9):
 class PolicyUntil5_3(PolicyUntil5_5):
     """Differences of releases up to and including 5.3."""
 
+    last_release = Release(5, 3)
     own_changes = {
         "evaluates_last_step": "with eval_strategy='steps', the last step is evaluated only if it is a multiple of "
         "eval_steps (transformers#44146)"
@@ -130,6 +138,7 @@ class PolicyUntil5_3(PolicyUntil5_5):
 class PolicyUntil5_2(PolicyUntil5_3):
     """Differences of releases up to and including 5.2."""
 
+    last_release = Release(5, 2)
     own_changes = {
         "epoch_before_training": "state.epoch is None before training, and evaluate() does not log it",
         "loads_best_after_logging": "the best model is loaded before the last log line",
@@ -150,6 +159,7 @@ class PolicyUntil5_2(PolicyUntil5_3):
 class PolicyUntil5_1(PolicyUntil5_2):
     """Differences of releases up to and including 5.1."""
 
+    last_release = Release(5, 1)
     own_changes = {"resumes_with_batch_size_of_arguments": "a resumed run has the batch size of its checkpoint"}
     resumes_with_batch_size_of_arguments = False
     gradient_divisor = ReleasePolicy.gradient_divisor
@@ -158,6 +168,7 @@ class PolicyUntil5_1(PolicyUntil5_2):
 class PolicyUntil5_0(PolicyUntil5_1):
     """Differences of releases up to and including 5.0."""
 
+    last_release = Release(5, 0)
     own_changes = {
         "calls_create_scheduler": "train() calls create_optimizer_and_scheduler, even if create_optimizer and "
         "create_scheduler are overridden too"
@@ -168,6 +179,7 @@ class PolicyUntil5_0(PolicyUntil5_1):
 class PolicyUntil4_57(PolicyUntil5_0):
     """Differences of releases up to and including 4.57."""
 
+    last_release = Release(4, 57)
     own_changes = {
         "estimates_total_flos": "total_flos is the result of the model's own floating_point_ops",
         "logged_loss": "the loss is logged with four decimal places (transformers#42104)",
@@ -187,6 +199,7 @@ class PolicyUntil4_57(PolicyUntil5_0):
 class PolicyUntil4_56(PolicyUntil4_57):
     """Differences of releases up to and including 4.56."""
 
+    last_release = Release(4, 56)
     own_changes = {
         "divides_eval_loss_by_items": "the loss of an evaluation batch is the model's own mean (transformers#41183)"
     }
@@ -196,6 +209,7 @@ class PolicyUntil4_56(PolicyUntil4_57):
 class PolicyUntil4_55(PolicyUntil4_56):
     """Differences of releases up to and including 4.55."""
 
+    last_release = Release(4, 55)
     own_changes = {"aligns_special_tokens": "the model's configs keep their special tokens (transformers#38441)"}
     aligns_special_tokens = False
 
@@ -203,6 +217,7 @@ class PolicyUntil4_55(PolicyUntil4_56):
 class PolicyUntil4_54(PolicyUntil4_55):
     """Differences of releases up to and including 4.54."""
 
+    last_release = Release(4, 54)
     own_changes = {"loss_divisor": "a loss not divided by num_items_in_batch is divided by gradient_accumulation_steps"}
 
     def loss_divisor(self, micro_batches: int, args: Any) -> int:
@@ -212,6 +227,7 @@ class PolicyUntil4_54(PolicyUntil4_55):
 class PolicyUntil4_52(PolicyUntil4_54):
     """Differences of releases up to and including 4.52."""
 
+    last_release = Release(4, 52)
     own_changes = {
         "decay_parameter_names": "weight decay excludes the layers in ALL_LAYERNORM_LAYERS, but not those that are "
         "named norm (transformers#38922)",
@@ -227,6 +243,7 @@ class PolicyUntil4_52(PolicyUntil4_54):
 class PolicyUntil4_51(PolicyUntil4_52):
     """Differences of releases up to and including 4.51."""
 
+    last_release = Release(4, 51)
     own_changes = {
         "logs_tokens_per_second": "train_tokens_per_second is not logged",
         "seeds_workers_by_rank": "loader workers of all ranks have the same seeds",
@@ -243,6 +260,7 @@ class PolicyUntil4_51(PolicyUntil4_52):
 class PolicyUntil4_50(PolicyUntil4_51):
     """Differences of releases up to and including 4.50."""
 
+    last_release = Release(4, 50)
     own_changes = {
         "counts_items_only_if_used": "items are counted for every model, and passed to overrides of compute_loss",
         "logs_rate_of_step": "the logged learning rate is that of the next step (transformers#36973)",
@@ -254,6 +272,7 @@ class PolicyUntil4_50(PolicyUntil4_51):
 class PolicyUntil4_49(PolicyUntil4_50):
     """Differences of releases up to and including 4.49."""
 
+    last_release = Release(4, 49)
     own_changes = {
         "num_items": "num_items_in_batch is a Python int",
         "records_best_step": "best_global_step is not set; best_model_checkpoint is set at the evaluation, even "
@@ -273,6 +292,7 @@ class PolicyUntil4_49(PolicyUntil4_50):
 class PolicyUntil4_48(PolicyUntil4_49):
     """Differences of releases up to and including 4.48."""
 
+    last_release = Release(4, 48)
     own_changes = {
         "decay_parameter_names": "weight decay excludes normalization layers by their class only (transformers#35927)",
         "excludes_past_key_values": "only the keys in the config's list are excluded from predictions",

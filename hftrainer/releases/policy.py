@@ -35,8 +35,6 @@ NEWEST = RELEASES[-1]
 class ReleasePolicy:
     """The behaviour of the newest release. `earlier.py` describes the effect of each value and method.
 
-    A subclass is named after the last release with its behaviour: `PolicyUntil4_57`.
-
     Args:
         release: the followed release.
 
@@ -47,10 +45,6 @@ class ReleasePolicy:
 
     last_release = NEWEST
     own_changes: dict[str, str] = {}
-
-    def __init_subclass__(cls) -> None:
-        major, minor = cls.__name__.removeprefix("PolicyUntil").split("_")
-        cls.last_release = Release(int(major), int(minor))
 
     def __init__(self, release: Release = NEWEST) -> None:
         self.release = release

@@ -235,9 +235,10 @@ class TrainingEvents(Part):
         """
         window = self.batches.window
         is_local = not (window.is_last or self.syncs_each_batch)
-        step, items = self.trainer.training_step, window.num_items
+        step = self.trainer.training_step
+        arguments = overrides.accepted_args(step, {"num_items_in_batch": window.num_items})
         with self.trainer.accelerator.no_sync(model=model) if is_local else contextlib.nullcontext():
-            loss: torch.Tensor = overrides.call_with_accepted(step, model, inputs, num_items_in_batch=items)
+            loss = step(model, inputs, **arguments)
         if loss is None:
             raise InvalidSetup(f"{type(self.trainer).__name__}.training_step must return the loss.")
         return loss.detach()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -149,11 +150,11 @@ def needs_lightning_hooks(trainer: pl.Trainer) -> bool:
     return bool(trainer.callbacks) or not isinstance(trainer.profiler, NoProfiler)  # type: ignore[attr-defined]
 
 
-def call_strategy(trainer: pl.Trainer, hook: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of Lightning's strategy; for callbacks and profilers, as Lightning's loops do."""
+def strategy_hook(trainer: pl.Trainer, name: str) -> Callable[..., Any]:
+    """A method of Lightning's strategy; for callbacks and profilers, to be called as Lightning's loops do."""
     if needs_lightning_hooks(trainer):
-        return call._call_strategy_hook(trainer, hook, *args, **kwargs)
-    return getattr(trainer.strategy, hook)(*args, **kwargs)
+        return functools.partial(call._call_strategy_hook, trainer, name)
+    return getattr(trainer.strategy, name)
 
 
 def copy_profiler(profiler: Any) -> Any:

@@ -31,7 +31,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import RunningStage
 
-from hftrainer_lightning.private_api.trainer import call_strategy, needs_lightning_hooks
+from hftrainer_lightning.private_api.trainer import needs_lightning_hooks, strategy_hook
 
 if TYPE_CHECKING:
     from hftrainer.training.run_batches import RunBatches
@@ -121,7 +121,7 @@ class _WindowedOptimization(_AutomaticOptimization):
         if has_listeners and self.batches.window.is_first:
             # Only announced: the run clears the gradients after the step.
             self._on_before_zero_grad(optimizer)
-        loss = call_strategy(trainer, "training_step", *kwargs.values())
+        loss = strategy_hook(trainer, "training_step")(*kwargs.values())
         if self.batches.window.is_last:
             progress = self.optim_progress.optimizer.step
             progress.increment_ready()

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import hftrainer
 from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
@@ -176,7 +177,7 @@ def use_deepspeed_names(folder):
         "clipping": accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"],
         "unwrapped": accelerator.unwrap_model(trainer.model_wrapped) is trainer.model is model,
         "engine": type(trainer.deepspeed).__name__,
-        "strategy": type(trainer.lightning_trainer.strategy).__mro__[2].__name__,
+        "strategy": isinstance(trainer.lightning_trainer.strategy, DeepSpeedStrategy),
         "shown": trainer.lightning_trainer.strategy.deepspeed_engine is trainer.deepspeed,
         "refused": error_of(UnsupportedArgument, trainer.train),
     }

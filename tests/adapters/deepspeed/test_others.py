@@ -97,7 +97,7 @@ def test_deepspeed_names_of_the_trainer_and_accelerator(found):
     assert len(set(losses)) == 3
     assert names == {
         **{"enabled": True, "type": "DEEPSPEED", "stage": 2, "clipping": 1.0, "unwrapped": True},
-        **{"engine": "DeepSpeedEngine", "strategy": "PreparedStrategy", "shown": True},
+        **{"engine": "DeepSpeedEngine", "strategy": True, "shown": True},
     }
 
 

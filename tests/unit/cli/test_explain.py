@@ -68,7 +68,7 @@ def test_wrong_values_are_refused_once(explain):
 @pytest.mark.parametrize("words", [("--json", "--max_steps", "3"), ("--max_steps", "3", "--json")])
 def test_json_has_argument_value_kind_and_detail(words, explain):
     done = explain(*words)
-    detail = "Optimizer steps; a value above 0 overrides `num_train_epochs`."
+    detail = "Optimizer steps of training; a value above 0 overrides `num_train_epochs`."
     assert json.loads(done.stdout)["arguments"] == [
         {"argument": "max_steps", "value": 3, "kind": "handled", "detail": detail}
     ]
