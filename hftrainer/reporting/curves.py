@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from hftrainer.callbacks.flow_callbacks import evaluation_key
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import differing_arguments, read_arguments_of_run
 from hftrainer.errors import InvalidArgument
@@ -215,7 +214,7 @@ def _best_index(state: TrainerState, arguments: dict[str, Any], name: str, value
         return None
     choose = choose_best(name, arguments)
     if metric := arguments.get("metric_for_best_model"):
-        return values.index(choose(finite)) if name == evaluation_key(metric) else None
+        return values.index(choose(finite)) if name == f"eval_{metric.removeprefix('eval_')}" else None
     # Of a run without arguments only the best value is known.
     if state.best_metric is not None:
         return values.index(state.best_metric) if state.best_metric in finite else None

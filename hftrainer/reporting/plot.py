@@ -263,9 +263,8 @@ def _scale_button(axis: str, curves: list[Curve], scale: str) -> dict[str, Any]:
     """Plotly's button that switches the scale of a panel, at the upper right."""
     states = [{f"{axis}.type": each, f"{axis}.title.text": _label(curves, each)} for each in ("log", "linear")]
     button = {"label": "loss: log / linear", "method": "relayout", "args": states[:1], "args2": states[1:]}
-    place = {"x": 1, "y": 1, "xanchor": "right", "yanchor": "top"}
     # -1: no button is pressed.
-    return {"type": "buttons", "active": -1 if scale == "linear" else 0, "buttons": [button], **place}
+    return {"type": "buttons", "active": -1 if scale == "linear" else 0, "buttons": [button], "x": 1}
 
 
 def _place_panels(count: int, columns: int, runs: list[str]) -> dict[str, Any]:
