@@ -81,6 +81,7 @@ def test_old_and_new_name_may_be_given_together():
     assert make(warmup_ratio=0.1, warmup_steps=7).get_warmup_steps(100) == 7  # documented since v4.2
     args = make(push_to_hub_model_id="name", push_to_hub_organization="org")
     assert (args.hub_model_id, args.push_to_hub_organization) == ("org/name", "org")
+    assert make(hub_model_id=3).hub_model_id == 3
 
 
 def test_old_names_give_one_warning_at_the_callers_line():
