@@ -161,6 +161,7 @@ class Observer(TrainerCallback):
         self._step = self._written_step = state.global_step
         logging_steps = state.logging_steps if args.logging_strategy == "steps" else None
         facts = {"max_steps": state.max_steps, "pid": os.getpid(), "host": socket.gethostname(), **self._facts}
+        facts |= {name: getattr(args, name) for name in ("metric_for_best_model", "greater_is_better")}
         self.journal.write("begin", self._step, **facts, logging_steps=logging_steps)
         logging.getLogger("hftrainer").addHandler(self._handler)
         self._begin_interval(self._read_counters())

@@ -202,9 +202,8 @@ class CheckpointSaver(Part):
                 self.trainer._load_from_checkpoint(folder)
             # torch raises this for weights of different shapes.
             except RuntimeError as error:
-                add_note(
-                    error, f"This happened while loading the weights of {folder}: check that the model is the same."
-                )
+                advice = "check that the model is the same, or start without resume_from_checkpoint"
+                add_note(error, f"This happened while loading the weights of {folder}: {advice}.")
                 raise
         finds_batch_size = self.trainer.args.auto_find_batch_size or self.parts.engine.finds_batch_size
         if finds_batch_size or not self.parts.policy.resumes_with_batch_size_of_arguments:
