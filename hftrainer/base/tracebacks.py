@@ -129,6 +129,7 @@ _REMEDIES = {
 _EXPLANATIONS = {
     "device-side assert": "A label or another index is probably out of range: with use_cpu=True, the error names it.",
     "'target' (position 2) must be Tensor, not None": "The loss gets no labels: add them to the batch.",
+    "but got Double and Float": "The input is float64, the weights are float32: convert it with .float().",
     "no padding token": "Set the tokenizer's pad_token, and model.config.pad_token_id = tokenizer.pad_token_id.",
 }
 

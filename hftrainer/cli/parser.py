@@ -74,6 +74,9 @@ class Parser(argparse.ArgumentParser):
             hint = suggest(choice[1], allowed)
             names = f"one of {', '.join(allowed)}" if not hint or len(allowed) <= 12 else "allowed"
             message = f"{message[: choice.start()]}{choice[1]!r} is not {names}{hint}"
+        if (option := self._option_string_actions.get(message.split(": expected")[0])) and option.choices:
+            *others, last = option.choices
+            message = f"{option.option_strings[0]} needs a value: {', '.join(others)} or {last}"
         message = re.sub(r": invalid (?:int|float) value: (.*)", r": \1 is not a number", message)
         message = re.sub(r": ignored explicit argument .*", " takes no value", message)
         usage = self.format_usage().rstrip() if re.search("required|missing|expected one", message) else ""

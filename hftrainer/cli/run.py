@@ -25,7 +25,7 @@ Run an unmodified Trainer script on Lightning, in this process or in several.
 What follows SCRIPT is for the script.
 
   -m             SCRIPT is the name of a module, as for python -m
-  --nproc N      number of processes that torchrun starts, or auto, cpu, gpu
+  --nproc N      how many processes torchrun starts, or auto, cpu, gpu, xpu
   --tpu          one process per TPU core of this machine; on a pod, run this
                  on each host
   --num-cores N  with --tpu: 1 core, or all cores of this machine

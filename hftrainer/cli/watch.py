@@ -202,9 +202,9 @@ def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[Renderable
 
 
 def _join(parts: Iterable[str], width: int) -> str:
-    """Parts with dots between them, in lines that end between two parts."""
-    text = "\xa0· ".join(part.replace(" ", "\xa0") for part in parts)
-    return textwrap.fill(text, width, break_on_hyphens=False).replace("\xa0", " ")
+    """Parts in lines that end between two parts, with dots between those of a line."""
+    text = "\xa0· ".join("\xa0".join(part.split()) for part in parts)
+    return textwrap.fill(text, width, break_on_hyphens=False).replace("\xa0·\n", "\n").replace("\xa0", " ")
 
 
 def _make_progress(page: dict[str, Any], colour: str) -> Table:
@@ -236,7 +236,7 @@ def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
     if page["resumed_from"]:
         yield f"resumed from {os.path.basename(page['resumed_from'])}"
     if page["goodput"] is not None:
-        yield f"goodput (kept steps / all time) {page['goodput']:.0%}"
+        yield f"time in kept steps {page['goodput']:.0%}"
 
 
 def _seconds_by_activity(seconds: dict[str, dict[str, float]]) -> Table:

@@ -18,7 +18,7 @@ from hftrainer.base.part import Part
 from hftrainer.checkpointing.resume import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
 from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
-from hftrainer.errors import DamagedCheckpoint, InvalidSetup, UnsupportedArgument
+from hftrainer.errors import DamagedCheckpoint, InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.training.divergence import DivergenceWatch
@@ -204,6 +204,12 @@ class TrainingEvents(Part):
         """Call `on_epoch_end`, then log, evaluate and save as requested."""
         batches = self.batches
         if not batches.window.size and not (batches.resumes_epoch and batches.first_position):
+            is_stream = isinstance(self.trainer.train_dataset, torch.utils.data.IterableDataset)
+            # accelerate's loader fails there too.
+            fails = is_stream and self.trainer.accelerator.dispatch_batches is not False
+            if fails and not batches.epoch and self.resume_folder is None:
+                problem = "check its filters, its split, or whether its iterator was used up"
+                raise InvalidArgument(f"The training dataset yielded no batch: {problem}.")
             logger.warning(
                 "The training data yielded no batch in epoch %d: stopping training at step %d!",
                 *(batches.epoch, self.trainer.state.global_step),

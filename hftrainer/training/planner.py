@@ -147,7 +147,7 @@ class Planner(Part):
         args, tokens, size = self.trainer.args, self.trainer.args.tokens_per_batch, schedule.total_train_batch_size
         batch = f"{size:,} samples" if tokens is None else f"{tokens:,} tokens per device"
         done, total = self.trainer.state.global_step, schedule.max_steps
-        steps = f"steps {done + 1:,} to {total:,}, each" if done else f"{total:,} steps"
+        steps = f"steps {done + 1:,} to {total:,}, each" if done else f"{total:,} {'steps' if total > 1 else 'step'}"
         tell(f"Training {parameters:,} parameters on {args.world_size} x {args.device.type}: {steps} of {batch}.")
 
     def _warn_about_ragged_batches(self, schedule: TrainingSchedule) -> None:

@@ -223,10 +223,14 @@ class TrainingRunner(Part):
         self.trainer.is_in_train = False
 
     def _describe_saves(self) -> str:
-        """What an interrupted run has saved; empty in all but the main process, and in runs that save nothing."""
+        """What an interrupted run has saved; empty in all but the main process, and with save_on_interrupt=False."""
         run, step = self.run, self.trainer.state.global_step
-        if not (self.trainer.is_world_process_zero() and self.parts.saver.should_save_on_interrupt()):
+        if not self.trainer.is_world_process_zero():
             return ""
+        if not self.parts.saver.should_save_on_interrupt():
+            is_empty = step and self.trainer.args.save_strategy == "no" and not run.checkpoints_written
+            place = f"step {step:,} of {self.trainer.state.max_steps:,}"
+            return f"Stopped at {place}; nothing was saved (save_strategy='no')." if is_empty else ""
         text = f"A second signal stopped the run at step {step}, before its save was complete. "
         since = f" since {run.resumed_from}" if run.resumed_from else ""
         hint = summary.make_resume_hint(run.checkpoints_written, is_complete=False)
@@ -378,8 +382,10 @@ class TrainingRunner(Part):
         reason = stopper or ("`ask stop`" if requests is not None and requests.has_stopped else "")
         split = seconds if observer is None else {}
         lines = [*summary.make_summary(state, self.trainer.args, metrics, split, steps, share, reason)]
-        if events.loss_accumulator.has_warned:
-            lines.append("The loss was not finite in some steps: logged means leave those out.")
+        if (losses := events.loss_accumulator).has_warned:
+            place = f"since step {losses.non_finite_since:,} of {state.max_steps:,}"
+            lasting = f"is not finite {place}: the last checkpoint's weights may be unusable"
+            lines.append(f"The loss {lasting if losses.non_finite_since else 'was not finite in some steps'}.")
         if observer is not None:
             lines += summary.time_table(float(metrics["train_runtime"]), seconds)
             lines.append(summary.make_goodput_message(observer.read_events()))

@@ -86,6 +86,7 @@ class LossAccumulator:
 
     Attributes:
         has_warned: whether a warning has said that losses are not finite.
+        non_finite_since: on the CPU, the optimizer step since which no loss was finite; 0 if the last one was.
     """
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
@@ -97,6 +98,7 @@ class LossAccumulator:
         #: Whether a loss since the last log line was not finite; kept on the device.
         self._has_non_finite = torch.zeros((), dtype=torch.bool, device=device)
         self.has_warned = False
+        self.non_finite_since = 0
 
     def add_loss(self, loss: torch.Tensor, inputs: Any) -> torch.Tensor:
         """Add the loss of a micro-batch, `inputs`.
@@ -109,13 +111,10 @@ class LossAccumulator:
         run = self.run
         if loss.device != (device := run.loss_since_log.device):
             raise ValueError(f"The loss is on {loss.device}, but training runs on {device}: move the loss to {device}.")
-        if not self.trainer.args.logging_nan_inf_filter:
-            run.loss_since_log += loss
-            return loss
-        state = self.trainer.state
+        drops_non_finite, state = self.trainer.args.logging_nan_inf_filter, self.trainer.state
         steps = 1 + state.global_step - run.last_logged
         # Reading the loss would wait for the device.
-        if not self._is_on_cpu:
+        if not self._is_on_cpu and drops_non_finite:
             is_finite = loss.isfinite()
             self._has_non_finite = self._has_non_finite | ~is_finite
             divisor: Any = steps
@@ -126,9 +125,11 @@ class LossAccumulator:
             run.loss_since_log += summand
             return summand
         summand = loss
-        if not math.isfinite(loss):
+        is_non_finite = self._is_on_cpu and not math.isfinite(loss)
+        self.non_finite_since = (self.non_finite_since or state.global_step + 1) if is_non_finite else 0
+        if is_non_finite:
             self._warn_of_non_finite_loss(f"is {loss.item()}", state.global_step + 1, inputs)
-            summand = run.loss_since_log / steps
+            summand = run.loss_since_log / steps if drops_non_finite else loss
         run.loss_since_log += summand
         return summand
 
@@ -136,15 +137,16 @@ class LossAccumulator:
         """Warn about non-finite losses since the last log line; logging reads from the device anyway."""
         if self._is_on_cpu or not self.trainer.control.should_log:
             return
-        if bool(self._has_non_finite):
+        if bool(self._has_non_finite | ~self.run.loss_since_log.isfinite()):
             self._warn_of_non_finite_loss("was not finite before or", self.trainer.state.global_step)
         self._has_non_finite = torch.zeros_like(self._has_non_finite)
 
     def _warn_of_non_finite_loss(self, problem: str, step: int, inputs: Any = None) -> None:
-        """Warn once that the logged mean hides such losses, unless `on_divergence` reports them."""
+        """Warn once of such losses, which the logged mean may hide, unless `on_divergence` reports them."""
         if not self.has_warned and self.trainer.args.on_divergence is None:
-            text = "The loss %s at optimizer step %d; logging_nan_inf_filter leaves it out of the logged mean. %s"
-            logger.warning(text, problem, step, _advice_on_nan(inputs))
+            effect = "; logging_nan_inf_filter leaves it out of the logged mean"
+            problem = f"{problem} at optimizer step {step}{effect if self.trainer.args.logging_nan_inf_filter else ''}"
+            logger.warning("The loss %s. %s", problem, _advice_on_nan(inputs))
             self.has_warned = True
 
     def restore(self, progress: RunProgress) -> None:

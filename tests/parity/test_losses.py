@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 
 import pytest
 import torch
@@ -93,22 +94,26 @@ def test_first_number_of_a_models_output_is_the_loss(tmp_path, caplog):
     assert "its first number is used as the loss" in said
 
 
-class NanAtTwoSteps(Plain):
-    calls = 0
+class BadAtTwoSteps(Plain):
+    calls, factor = 0, 1.0  # an infinite summand leaves the weights finite, a factor of NaN does not
 
     def forward(self, x, labels=None):
         outputs = super().forward(x, labels)
         self.calls += self.training
-        return {**outputs, "loss": outputs["loss"] * (float("nan") if self.calls in (3, 5) else 1.0)}
+        return {**outputs, "loss": outputs["loss"] * self.factor + math.inf} if self.calls in (3, 5) else outputs
 
 
-def test_nan_loss_is_reported_with_its_step_and_advice(tmp_path, caplog):
-    trainer, _ = build("hftrainer", "plain", tmp_path, trainer={"model": NanAtTwoSteps()}, max_steps=6)
+@pytest.mark.parametrize("filtered", [True, False])
+@pytest.mark.parametrize(("factor", "summary"), [(1.0, "in some steps."), (math.nan, "since step 3 of 6: the last")])
+def test_bad_loss_is_reported_with_its_step_and_advice(tmp_path, caplog, filtered, factor, summary):
+    model = BadAtTwoSteps()
+    model.factor, settings = factor, {"max_steps": 6, "logging_nan_inf_filter": filtered}
     with caplog.at_level(logging.INFO, logger="hftrainer"):
-        trainer.train()
-    assert "The loss was not finite in some steps: logged means leave those out." in caplog.messages
-    (said,) = [message for message in caplog.messages if "The loss is nan at optimizer step" in message]
+        build("hftrainer", "plain", tmp_path, trainer={"model": model}, **settings)[0].train()
+    assert summary in caplog.text
+    (said,) = [text for text in caplog.messages if f"The loss is {math.inf * factor} at optimizer step" in text]
     assert all(words in said for words in ("step 3", "learning_rate", "underflow_overflow"))
+    assert ("logging_nan_inf_filter leaves it out" in said) == filtered
 
 
 def test_nan_in_the_data_is_named(tmp_path, caplog):

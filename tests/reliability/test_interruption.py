@@ -139,6 +139,12 @@ def test_error_in_a_callback_saves_the_last_complete_step(tmp_path, event, setti
     assert not left or train_to_end(make_trainer(tmp_path), True).state.global_step == 9
 
 
+def test_ctrl_c_in_a_run_without_saves_says_so(tmp_path):
+    with pytest.raises(KeyboardInterrupt) as caught:
+        make_trainer(tmp_path, callbacks=[at_step(3, signal.SIGINT)], save_strategy="no").train()
+    assert "Stopped at step 3 of 9; nothing was saved (save_strategy='no')." in caught.value.__notes__[-1]
+
+
 def test_averaged_weights_are_put_back_when_an_evaluation_fails(tmp_path):
     """Otherwise a resumed run would begin with the averaged weights."""
     settings = {"eval_strategy": "steps", "eval_steps": 4}

@@ -55,6 +55,7 @@ def test_wrong_command_line_points_to_the_help(words, capsys):
         ("ask out save --timeout abc", "--timeout: 'abc' is not a number"),
         ("diff absent missing", "absent and missing do not exist: pass the output_dir of two runs"),
         ("ask out sav", "request: 'sav' is not one of save, evaluate, stop, profile; did you mean 'save'?"),
+        ("plot out --x", "--x needs a value: step, epoch or time"),
         ("plot --x tim out", "--x: 'tim' is not one of step, epoch, time; did you mean 'time'?"),
         ("plot out --output x.png", "--output is for --study; name the file with --out x.png"),
         ("plot out --tag", "unknown option --tag: use -h, --help, --x, --html,"),

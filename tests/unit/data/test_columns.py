@@ -64,6 +64,7 @@ TEXT = "'x' is text ('hello') in the samples, but the default collator needs num
         (TakesX(), {"x": "hello", "labels": 0}, TEXT),
         (make_plain(), {"x": [1.0] * 8, "labels": None}, "'labels' is None in the samples."),
         (make_plain(), {"x": [1.0] * 8, "labels": 0.0}, "The labels are float32: use torch.long for class indices."),
+        (make_plain(), {"x": torch.ones(8).double(), "labels": 0}, "The input is float64, the weights are float32"),
         (make_plain(), {"x": [1.0] * 8, "labels": True}, "The labels are bool: use torch.long for class indices."),
         (make_bert(), {"input_ids": [1] * 4, "labels": 1.0}, "The labels are float32: use torch.long for class"),
         (make_plain(), {"y": 1.0, "z": 0}, "No key of the training samples is an argument of Plain.forward"),

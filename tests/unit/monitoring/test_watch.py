@@ -280,7 +280,7 @@ def test_journal_written_by_a_trainer_is_shown(tmp_path, capsys, monkeypatch):
     assert page["curves"]["loss"]["steps"] == [1, 2, 3, 4] and page["values"]["samples_per_second"] > 0
     text = show(capsys, monkeypatch, tmp_path)
     assert "complete" in text and "samples/s" in text and "saving" in text and "train_" not in text
-    assert watch._join(["saved: run-2 9 s ago", "run-1 12 s ago"], 30) == "saved: run-2 9 s ago ·\nrun-1 12 s ago"
+    assert watch._join(["saved:  run-2 9 s ago", "run-1 12 s ago"], 30) == "saved: run-2 9 s ago\nrun-1 12 s ago"
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])

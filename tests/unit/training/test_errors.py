@@ -161,8 +161,11 @@ def test_model_without_a_labels_parameter_is_named(make_args):
         Trainer(Unlabelled(), args, train_dataset=plain_data()).train()
 
 
-def test_empty_stream_stops_training_with_a_warning(make_args, caplog):
-    assert Trainer(make_plain(), make_args(), train_dataset=Stream(0)).train().global_step == 0
+def test_empty_stream_is_refused_where_transformers_fails_too(make_args, caplog):
+    with pytest.raises(InvalidArgument, match="yielded no batch: check its filters"):
+        Trainer(make_plain(), make_args(), train_dataset=Stream(0)).train()
+    args = make_args(accelerator_config={"dispatch_batches": False})
+    assert Trainer(make_plain(), args, train_dataset=Stream(0)).train().global_step == 0
     assert "yielded no batch" in caplog.text
 
 
