@@ -33,8 +33,9 @@ def make_parser() -> Parser:
     completion = commands.add_parser("completion", help="print the completion script of a shell")
     completion.description = "Print a script with which a shell completes the commands of hftrainer and their options."
     completion.epilog = "example, for a line of ~/.bashrc: source <(hftrainer completion bash)"
-    completion.add_argument("shell", metavar="{bash,zsh,fish}", choices=("bash", "zsh", "fish"), help="its name")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="its name")
     completion.set_defaults(execute=print_completion, parser=completion, parsers=commands.choices)
+    completion.set_defaults(missing="name a shell: bash, zsh or fish")
     return parser
 
 
@@ -57,6 +58,8 @@ def main(words: Sequence[str] | None = None) -> None:
         problem = f"unknown option {words[0]}" if is_option else f"{words[0]!r} is not a command"
         allowed = [name for name in names if name.startswith("-") is is_option]
         hint = suggest(words[0].lower(), [*names, "--json"], f": use {', '.join(allowed)}", cutoff=0.65)
+        # The example may be of another command than the one suggested.
+        parser.epilog = None
         parser.error(f"{problem}{hint}")
     try:
         options, remaining = parser.parse_known_args(words)

@@ -35,7 +35,6 @@ from hftrainer.base.safe_loading import name_file_in_errors
 from hftrainer.base.tracebacks import add_note
 from hftrainer.checkpointing.names import MODEL_PREFIX
 from hftrainer.compat.overrides import can_call, has_length
-from hftrainer.errors import suggest
 from hftrainer_lightning.private_api import callbacks as private_callbacks
 from hftrainer_lightning.private_api.training import use_previous_epoch
 
@@ -90,9 +89,8 @@ def check_callbacks(callbacks: Sequence[Callback], strategy: Strategy, trainer: 
     """An error message for each callback that cannot work in a run of `trainer`, our Trainer."""
     for callback in callbacks:
         if _evaluates(trainer) and (monitor := str(getattr(callback, "monitor", ""))).startswith("val_"):
-            meant = monitor.replace("val_", "eval_", 1)
-            hint = suggest(meant, ["eval_loss"], f"; did you mean {meant!r}?", cutoff=0.92)
-            logger.warning("A callback monitors %r, but evaluations log 'eval_...'%s", monitor, hint)
+            place, meant = f"{type(callback).__name__}(monitor={monitor!r})", f"e{monitor}"
+            logger.warning("%s: the metrics of evaluations begin with 'eval_': did you mean %r?", place, meant)
     # Report only the first problem of each callback.
     all_problems = (_find_problems(callback, strategy, trainer) for callback in callbacks)
     problems = [message for each in all_problems for message in itertools.islice(each, 1)]

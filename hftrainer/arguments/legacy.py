@@ -112,8 +112,12 @@ def translate(args: BaseArguments, defaults: dict[str, Any]) -> None:
     for name, default in KEPT.items():
         if getattr(args, name, default) is None and name not in redeclared_names:
             setattr(args, name, default)
+    # Without its value, a number of steps does not look like a ratio.
+    shown = {"warmup_ratio": f"={set_values.get('warmup_ratio')}"}
     descriptions = [
-        f"{name} is now {RENAMED[name].spelling}" for name in translated_names if name not in CURRENT_FIELDS
+        f"{name}{shown.get(name, '')} is now {RENAMED[name].spelling}{shown.get(name, '')}"
+        for name in translated_names
+        if name not in CURRENT_FIELDS
     ]
     # Until v4.5, True selected the only option.
     if vars(args)["debug"] is True:
@@ -123,7 +127,11 @@ def translate(args: BaseArguments, defaults: dict[str, Any]) -> None:
     if not is_copy:
         sentences += describe_removed_features(args)
     if sentences:
-        warnings.warn("\n".join(sentences), FutureWarning, stacklevel=5)
+        # Point to the caller of the constructor.
+        level, frame = 1, inspect.currentframe()
+        while frame and any(value is args for value in frame.f_locals.values()):
+            level, frame = level + 1, frame.f_back
+        warnings.warn("\n".join(sentences), FutureWarning, stacklevel=level)
 
 
 def _pop_hidden(args: BaseArguments, redeclared_names: Set[str]) -> dict[str, Any]:

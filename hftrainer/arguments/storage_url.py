@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
 
 
+#: Beginning of a URL that lacks a colon or a slash.
+_MISSPELT = re.compile(r"([a-z][a-z0-9]+:/|(s3a?|gc?s|az|abfss?|adl|hf|hdfs|oss)//)[^/]")
+
+
 def separate_storage(args: BaseArguments) -> None:
     """Move a URL from `output_dir` to `storage_url`, so that `output_dir` is always a local folder.
 
@@ -22,7 +26,7 @@ def separate_storage(args: BaseArguments) -> None:
         InvalidArgument: for two URLs, or one that `check_url` refuses.
     """
     output_dir = str(args.output_dir)
-    if re.match(r"([a-z][a-z0-9]+:/|(s3a?|gc?s|az|abfss?|adl|hf|hdfs|oss)//)[^/]", output_dir):
+    if _MISSPELT.match(output_dir):
         url = re.sub(":?/+", "://", output_dir, count=1)
         raise InvalidArgument(
             f"output_dir={output_dir!r} looks like a URL without '://': use {url!r}, or './{output_dir}' for a folder."
@@ -54,8 +58,9 @@ def check_url(argument: str, url: str) -> None:
     scheme, path = re.findall(r"^(?:(?:.*::)?(.+?)://(?:datasets/)?)?(.*)", url)[0]
     if os.path.isabs(url):
         raise InvalidArgument(f"{argument}={url!r} is a path, but must be a URL: 'file://{url}', or use output_dir.")
+    hint = f" (did you mean {re.sub(':?/+', '://', url, count=1)!r}?)" if _MISSPELT.match(url) else ""
     if scheme not in {*known_implementations, *registry} - {"http", "https"}:
-        problem = f"has the scheme {scheme!r}, which is unknown or read-only" if scheme else "has no scheme"
+        problem = f"has the scheme {scheme!r}, which is unknown or read-only" if scheme else f"has no scheme{hint}"
     elif re.match({"s3": "[^/]", "gs": "[^/]", "hf": "[^/]+/[^/]"}.get(scheme, "/*[^/]"), path) is None:
         problem = "names no bucket, repository or folder"
     else:

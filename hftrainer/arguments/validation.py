@@ -89,8 +89,8 @@ def _normalize_output_dir(args: BaseArguments) -> None:
     args.output_dir = os.path.expanduser(args.output_dir if args.output_dir is not None else "trainer_output")
     separate_storage(args)
     # push_to_hub_organization alone sets 'organization/': add the folder's name.
-    if args.hub_model_id and args.hub_model_id.endswith("/"):
-        args.hub_model_id += os.path.basename(os.path.normpath(args.output_dir))
+    if str(args.hub_model_id).endswith("/"):
+        args.hub_model_id = f"{args.hub_model_id}{os.path.basename(os.path.normpath(args.output_dir))}"
 
 
 def _normalize_compilation(args: BaseArguments) -> None:

@@ -165,12 +165,12 @@ _VALUE_FORMATS: dict[str, Callable[[float], str]] = {
 }
 #: Measurement, which may have a prefix like `eval_` → its format. A narrow terminal leaves out the last ones.
 _MEASUREMENT_FORMATS: dict[str, Callable[[float], str]] = {
-    "runtime": "in {:.3g} s".format,
+    "runtime": "time {:.3g} s".format,
     "tokens_per_second": _rate("tokens/s"),
     "samples_per_second": _rate("samples/s"),
-    "data_wait": "wait {:>3.0%}".format,
+    "data_wait": "data {:>3.0%}".format,
     "mfu": "{:>5.1%} MFU".format,
-    "peak_memory_mb": lambda value: f"{format_bytes(value * 1e6):>7}",
+    "peak_memory_mb": lambda value: f"mem {format_bytes(value * 1e6):>7}",
     "step_seconds": "{:>7.3g} s/step".format,
     "steps_per_second": _rate("steps/s"),
     # Last, since many lines are without them.

@@ -137,7 +137,7 @@ def _warn_about_earlier_run(output_dir: str) -> None:
     if newest is not None:
         logger.warning(
             "%s already has checkpoints, up to %s, but this run starts from scratch: pass resume_from_checkpoint=True "
-            "to continue the earlier run, or use another output_dir.",
+            "to continue the earlier run, or use another output_dir. Later, True takes the highest step of both runs.",
             output_dir,
             os.path.basename(newest),
         )
@@ -169,15 +169,16 @@ def unloadable_reason(best_folder: str) -> str | None:
     return inspection.unusable_reason
 
 
-def load_state(folder: str, args: TrainingArguments) -> TrainerState:
-    """Load the state of a checkpoint, and log a warning about changed arguments."""
+def load_state(folder: str, args: TrainingArguments, max_steps: int) -> TrainerState:
+    """Load the state of a checkpoint, and log a warning about changed arguments if steps are left."""
     state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
     if (best_folder := state.best_model_checkpoint) is not None and not os.path.isdir(best_folder):
         sibling = os.path.join(os.path.dirname(os.path.abspath(folder)), os.path.basename(best_folder))
         state.best_model_checkpoint = sibling if os.path.isdir(sibling) else None
         effect = "it is ignored" if state.best_model_checkpoint is None else f"{sibling} is used instead"
         logger.warning("The best checkpoint, %s, is missing: %s.", best_folder, effect)
-    warn_about_changed_arguments(args, state)
+    if state.global_step < max_steps:
+        warn_about_changed_arguments(args, state)
     return state
 
 

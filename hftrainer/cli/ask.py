@@ -21,8 +21,8 @@ def add_subcommand(commands: Any) -> None:
         "'stop' saves first; 'profile' writes a trace of ten steps. Exits with 1 if the run does not answer.",
     )
     parser.add_argument("folder", metavar="OUTPUT_DIR", help="the run's output folder")
-    requests = ("save", "evaluate", "stop", "profile")
-    parser.add_argument("request", metavar=f"{{{','.join(requests)}}}", choices=requests, help="what to do")
+    parser.add_argument("request", choices=("save", "evaluate", "stop", "profile"), help="what to do")
+    parser.set_defaults(missing="name the run's output folder, then what to ask: save, evaluate, stop or profile")
     text = "how long to wait; default: 60, or not at all if the last run has ended according to its files"
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
 

@@ -27,6 +27,7 @@ def add_subcommand(commands: Any) -> None:
         "so that it counts as complete; if a file cannot be read, exit with 1 and change nothing.",
     )
     parser.add_argument("folder", metavar="FOLDER", help="a folder such as out/checkpoint-500")
+    parser.set_defaults(missing="pass a checkpoint folder")
     parser.add_argument("--accept", action="store_true", help="write a new manifest for files that were changed")
 
 

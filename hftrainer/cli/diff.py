@@ -118,6 +118,7 @@ def add_subcommand(commands: Any) -> None:
         "1 if they differ or one is longer, 2 if they cannot be compared. Data is compared by its records: the "
         "position in the epoch, the token count, and, in checkpoints of one step, what sets the order of samples.",
     )
+    parser.set_defaults(missing="pass two runs")
     parser.add_argument("runs", metavar="RUN", nargs=2, help="output_dir of a run, or a checkpoint")
 
 

@@ -28,9 +28,10 @@ _hftrainer() {{
         [[ "${{COMP_WORDS[i]}}" == [-=]* || $valued == *" ${{COMP_WORDS[i-1]}} "* ]] || ((++state))
     done
     if [[ $current == -* ]]; then state="option$state"; elif [[ $valued == *" $previous "* ]]; then state=$previous; fi
-    ((COMP_CWORD > 1)) || state=command
+    ((COMP_CWORD > 1)) || [[ $current == -* ]] || state=command
     case "${{COMP_WORDS[1]}} $state" in
         *" command") words="{commands}" ;;
+        -*" option0") words="--help --version" ;;
         {cases}
     esac
     COMPREPLY=($(compgen -W "$words" -- "$current"))
@@ -67,29 +68,29 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 after an error in the command line."""
+        message = message.removeprefix("argument ")
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             allowed = re.findall(r"[\w-]+", choice[2])
             hint = suggest(choice[1], allowed)
-            names = f": use one of {', '.join(allowed)}" if not hint or len(allowed) <= 12 else ""
-            # The name of a positional argument is the list of its choices.
-            place = "" if message.startswith("argument {") else message[: choice.start()]
-            message = f"{place}{choice[1]!r} is not allowed{names}{hint}"
-        message = re.sub(r"^argument (\S+): invalid (?:int|float) value: (.*)", r"\1: \2 is not a number", message)
-        message = re.sub(r"^argument (\S+): ignored explicit argument .*", r"\1 takes no value", message)
+            names = f"one of {', '.join(allowed)}" if not hint or len(allowed) <= 12 else "allowed"
+            message = f"{message[: choice.start()]}{choice[1]!r} is not {names}{hint}"
+        message = re.sub(r": invalid (?:int|float) value: (.*)", r": \1 is not a number", message)
+        message = re.sub(r": ignored explicit argument .*", " takes no value", message)
         usage = self.format_usage().rstrip() if re.search("required|missing|expected one", message) else ""
-        message = re.sub(r"^the following arguments are required: RUN$", "pass two runs", message)
+        message = re.sub("^the following arguments are required.*", self.get_default("missing") or r"\g<0>", message)
         hints = (usage, (self.epilog or "") % {"prog": self.prog}, f"see {self.prog} --help")
         self.fail(message, hints="".join(f"\n{hint}" for hint in hints if hint))
 
     def refuse(self, word: str) -> NoReturn:
         """Exit with an error about a word that the parser does not know."""
-        problem = "unknown option" if word.startswith("-") else "unexpected argument"
-        self.error(f"{problem} {word}{suggest(word, self._option_string_actions)}")
+        names = f": use {', '.join(self._option_string_actions)}"
+        problem, otherwise = ("unknown option", names) if word.startswith("-") else ("unexpected argument", "")
+        self.error(f"{problem} {word}{suggest(word, self._option_string_actions, otherwise)}")
 
     def fail(self, error: BaseException | str, status: int = 2, hints: str = "") -> NoReturn:
         """Exit with an error whose message says what to do."""
         if Parser.writes_json:
-            print(json.dumps({"error": f"{error}{hints}"}))
+            print(json.dumps({"error": str(error)} | ({"hint": hints.strip()} if hints else {})))
             self.exit(status)
         text = wrap_text(f"{self.prog}: error: {error}", sys.stderr)
         text = text.replace("error:", paint("error:", RED, sys.stderr), 1)
@@ -103,7 +104,7 @@ def print_completion(_: Parser, options: argparse.Namespace) -> None:
     completions["help"] = {"0": commands}
     rows = [(name, *row) for name, values_of_state in completions.items() for row in values_of_state.items()]
     if options.shell == "fish":
-        print(f"complete -c hftrainer -f -n __fish_use_subcommand -a '{commands}'")
+        print(f"complete -c hftrainer -f -n __fish_use_subcommand -a '{commands} --help --version'")
         print("\n".join(_fish_line(*row) for row in rows if not row[1].startswith("option")))
         return
     actions = {row: folders if row[2] == _FOLDER else f'words="{row[2]}"' for row in rows if row[2] not in ("", _FILE)}

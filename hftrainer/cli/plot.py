@@ -94,15 +94,16 @@ def _summarize_runs(folders: list[str], curves: list[Curve]) -> list[dict[str, A
     metrics = list(dict.fromkeys([*(name for _, name in marked), *evaluated]))[:2] or ["loss"]
     best, rates = [f"best {name}" for name in metrics], ("samples_per_second", "tokens_per_second")
     means = (f"mean {rate.replace('_', ' ')}" for rate in rates)
-    titles = ("run", "steps", "last loss", *best, *means, "time", "goodput", "differs in")
+    titles = ("run", "differs in", "steps", "last loss", *best, *means, "time", "goodput")
     runs = []
     for run, page in zip(run_names(folders), pages, strict=True):
         values = (
-            *(run, page["step"], page["metrics"].get("loss", {}).get("last")),
+            *(run, next(curve.settings for curve in named.values() if curve.run == run)),
+            *(page["step"], page["metrics"].get("loss", {}).get("last")),
             *(marked.get((run, name), page["metrics"].get(name, {}).get("best")) for name in metrics),
             *(curve.mean_rate if (curve := named.get((run, rate))) else None for rate in rates),
             page["updated"] - page["started"] if page["started"] else page["values"].get("train_runtime"),
-            *(page["goodput"], next(curve.settings for curve in named.values() if curve.run == run)),
+            page["goodput"],
         )
         runs.append(dict(zip(titles, values, strict=True)))
     return runs
@@ -119,7 +120,7 @@ def _compare(runs: list[dict[str, Any]]) -> str:
         cells = {name: "" if each is None else formats.get(name, format_number)(each) for name, each in run.items()}
         rows.append(tuple(cells.values()))
     table = align(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
-    return f"{table}\n\ngoodput: kept steps / all time" if any(row[-2] for row in rows[1:]) else table
+    return f"{table}\n\ngoodput: kept steps / all time" if any(row[-1] for row in rows[1:]) else table
 
 
 def _show(paths: list[str], curves: list[Curve]) -> None:

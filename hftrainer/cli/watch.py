@@ -45,6 +45,7 @@ def add_subcommand(commands: Any) -> None:
         description="Show each run from the files in its folder, until Ctrl-C. A run with "
         "observe=True is shown live, any other run as of its newest checkpoint.",
     )
+    parser.set_defaults(missing="pass the output folders of runs")
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="+", help="a run's output folder; several are compared")
     parser.add_argument("--once", action="store_true", help="print the page once; the default for a pipe or a file")
     parser.add_argument("--every", metavar="SECONDS", type=float, default=2.0, help="time between updates; default: 2")

@@ -103,6 +103,7 @@ class TorchMetrics:
 
         named_metrics = list(metrics.items()) if isinstance(metrics, Mapping) else [("metrics", metrics)]
         for name, metric in named_metrics:
+            _refuse_class(f"compute_metrics[{name!r}]", metric)
             if not isinstance(metric, (Metric, MetricCollection)):
                 raise InvalidArgument(
                     f"compute_metrics[{name!r}] is {describe_type(metric)}, but a dict of metrics may hold only "
@@ -182,6 +183,11 @@ class TorchMetrics:
         return {name: _to_plain_values(value) for name, value in self.collection.compute().items()}
 
 
+def _refuse_class(argument: str, value: Any) -> None:
+    if isinstance(value, type) and hasattr(value, "compute"):
+        raise InvalidArgument(f"{argument} is the class {value.__name__}: pass an instance, {value.__name__}(...).")
+
+
 def as_metrics(compute_metrics: Any, *, is_batchwise: bool = False) -> FunctionMetrics | TorchMetrics:
     """Wrap `compute_metrics` in `FunctionMetrics` or `TorchMetrics`.
 
@@ -194,9 +200,7 @@ def as_metrics(compute_metrics: Any, *, is_batchwise: bool = False) -> FunctionM
     """
     if isinstance(compute_metrics, TorchMetrics):
         return compute_metrics
-    if isinstance(compute_metrics, type) and hasattr(compute_metrics, "compute"):
-        name = compute_metrics.__name__
-        raise InvalidArgument(f"compute_metrics is the class {name}: pass an object, {name}(...).")
+    _refuse_class("compute_metrics", compute_metrics)
     if libraries.is_torchmetric(compute_metrics) or isinstance(compute_metrics, Mapping):
         return TorchMetrics(compute_metrics)
     if compute_metrics is not None and not callable(compute_metrics):

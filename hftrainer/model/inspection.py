@@ -89,9 +89,10 @@ def check_lightning_module(model: Any, *, calls_forward: bool) -> None:
     sentence = f"{kind.__name__} is a LightningModule, but a Trainer calls only its forward, with the keys of a batch. "
     if "forward" not in overrides:
         raise InvalidSetup(
-            f"{sentence}It defines no forward: add one, or pass the module inside it. Replacements:{listed}"
+            f"{sentence}It defines no forward: add one, or pass its inner model, such as Trainer(module.model). "
+            f"Where its methods go:{listed}"
         )
-    logger.warning("%sReplacements:%s", sentence, listed)
+    logger.warning("%sWhere its methods go:%s", sentence, listed)
 
 
 def check_quantization(model: Any) -> str | None:

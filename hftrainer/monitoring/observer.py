@@ -15,7 +15,7 @@ from typing import Any
 
 from hftrainer.callbacks.state import TrainerCallback
 from hftrainer.monitoring.flops import FlopCounter
-from hftrainer.monitoring.journal import Journal, goodput, read_events
+from hftrainer.monitoring.journal import Journal, read_events
 from hftrainer.parallel import devices
 from hftrainer.reporting.summary import peak_process_memory
 
@@ -128,10 +128,10 @@ class Observer(TrainerCallback):
         self.journal.write("interval", self._step, steps=self._step - self._written_step, seconds=seconds)
         self._written_counters, self._written_step = counters, self._step
 
-    def goodput(self) -> float | None:
-        """Fraction of the time since the start from scratch spent on steps that count; None without a journal."""
+    def read_events(self) -> list[dict[str, Any]]:
+        """The events until now, also of earlier runs; none without a journal."""
         self.write_interval()
-        return None if self.journal.folder is None else goodput(read_events(self.journal.folder))
+        return [] if self.journal.folder is None else read_events(self.journal.folder)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -161,6 +161,7 @@ class Observer(TrainerCallback):
         self._step = self._written_step = state.global_step
         logging_steps = state.logging_steps if args.logging_strategy == "steps" else None
         facts = {"max_steps": state.max_steps, "pid": os.getpid(), "host": socket.gethostname(), **self._facts}
+        facts |= {name: getattr(args, name) for name in ("metric_for_best_model", "greater_is_better")}
         self.journal.write("begin", self._step, **facts, logging_steps=logging_steps)
         logging.getLogger("hftrainer").addHandler(self._handler)
         self._begin_interval(self._read_counters())

@@ -15,7 +15,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.folder import sort_checkpoints
 from hftrainer.monitoring import journal
 from hftrainer.parallel.environment import has_ended
-from hftrainer.reporting.metrics import logged_curves, sort_names
+from hftrainer.reporting.metrics import choose_best, logged_curves, sort_names
 
 Event = dict[str, Any]
 
@@ -127,10 +127,10 @@ class JournalSummary:
         return {name: sum(each["seconds"].get(name, 0.0) for each in self.intervals) for name in journal.ACTIVITIES}
 
     def metric(self, name: str) -> dict[str, float | None]:
-        """The last and the best value of a curve: a loss's lowest, or a metric's highest."""
+        """The last and the best value of a curve."""
         steps, values = self.curves[name]
         finite = [(value, step) for step, value in zip(steps, values, strict=True) if not math.isnan(value)]
-        choose = min if name.endswith("loss") else max
+        choose = choose_best(name, self.begin or {})
         best, best_step = choose(finite, key=lambda pair: pair[0], default=(None, None))
         return {"last": values[-1], "best": best, "best_step": best_step}
 

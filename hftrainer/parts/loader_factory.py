@@ -439,4 +439,4 @@ def check_dataset(dataset: Any, description: str) -> None:
             f"The {description} dataset is {dataset_type}: pass a list, a Dataset or an IterableDataset{hint}."
         )
     if description == "training" and has_length(dataset) and not len(dataset):
-        raise InvalidArgument("The training dataset has no samples.")
+        raise InvalidArgument("The training dataset has no samples: check its filters or split.")

@@ -17,7 +17,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import differing_arguments, read_arguments_of_run
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import read_run, run_names
-from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, is_finite, logged_curves, sort_names
+from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, choose_best, is_finite, logged_curves, sort_names
 
 #: Entries of log lines → their names in legends and tables, if not the same.
 WORDS = PANEL_OF | dict(zip(PANELS[SHARES], ("waiting for data", "evaluation", "saving", "training"), strict=True))
@@ -118,7 +118,7 @@ class Curve:
     @property
     def legend_entry(self) -> str:
         """The name, in a plot of one run with the best value."""
-        best = "" if self.run or self.best is None else f" (best: {self.values[self.best]:.4g})"
+        best = "" if self.run or self.best is None else f" (☆ best: {self.values[self.best]:.4g})"
         return self.owner or f"{self.name}{best}"
 
     @property
@@ -212,11 +212,10 @@ def _best_index(state: TrainerState, arguments: dict[str, Any], name: str, value
     finite = [value for value in values if is_finite(value)]
     if name in PANEL_OF or not finite:
         return None
+    choose = choose_best(name, arguments)
     if metric := arguments.get("metric_for_best_model"):
-        choose = max if arguments.get("greater_is_better") else min
         return values.index(choose(finite)) if name == f"eval_{metric.removeprefix('eval_')}" else None
     # Of a run without arguments only the best value is known.
     if state.best_metric is not None:
         return values.index(state.best_metric) if state.best_metric in finite else None
-    choose = min if name.endswith("_loss") else max
     return values.index(choose(finite)) if choose is min or GREATER_IS_BETTER.match(name) else None

@@ -26,6 +26,8 @@ SPEEDS = {
     **{"model FLOPS utilization": ("mfu",), "peak memory (MB)": ("peak_memory_mb",)},
 }
 PANELS |= SPEEDS
+#: Names of metrics whose lowest value is the best.
+_LESS_IS_BETTER = re.compile("(.*_)?(loss|wer|cer|ter|ppl|perplexity|mae|mse|rmse|error)")
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 
 Curves = dict[str, dict[str, tuple[list[float], list[float]]]]
@@ -126,6 +128,13 @@ def get_metric(metrics: Mapping[str, float], name: str) -> float:
             f"({error}); compute_metrics must return one number for it, such as the mean."
         ) from None
     return metrics[key]
+
+
+def choose_best(name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """`min` or `max`, which finds the best value of a metric, by the run's arguments or else by its name."""
+    if name == evaluation_key(arguments.get("metric_for_best_model") or ""):
+        return max if arguments.get("greater_is_better") else min
+    return min if _LESS_IS_BETTER.fullmatch(name) else max
 
 
 def logged_curves(state: TrainerState) -> Curves:

@@ -73,20 +73,33 @@ def _range(values: list[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _label(curves: list[Curve], scale: str, top: float) -> str:
-    """The label of a vertical axis: words, or the name of the only curve; its scale; the highest value, if above it."""
+def _horizontal_range(curves: list[Curve]) -> tuple[float, float]:
+    """The range of all horizontal axes, from 0, with space for a marker at 0."""
+    steps = [step for curve in curves for step in curve.steps]
+    return min(0, min(steps) - max(steps) / 100), _range([0, *steps])[1]
+
+
+def _label(curves: list[Curve], scale: str) -> str:
+    """The label of a vertical axis: words, or the name of the only curve; and its scale."""
     name, panel = curves[0].name, curves[0].panel
-    high = max((value for curve in curves for value in curve.finite), default=0)
     label = name if {curve.name for curve in curves} == {name} - set(PANEL_OF) else panel[0].upper() + panel[1:]
-    label += " (log scale)" * (scale == "log")
-    return f"{label} (highest: {high:,.4g})" if high > top else label
+    return label + " (log scale)" * (scale == "log")
+
+
+def _clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, float, str]]:
+    """The curves that leave a panel, with the step of their highest value, and a mark with the value."""
+    for curve in curves:
+        values = curve.mean if curve.mean and not curve.is_faint else curve.values
+        value, step = max(zip(values, curve.steps, strict=True), key=lambda point: (is_finite(point[0]), point[0]))
+        if value > top:
+            yield curve, step, f"▲ {value:,.0f}" if value >= 100 else f"▲ {value:.3g}"
 
 
 def _title(name: str, curves: list[Curve]) -> list[str]:
     """The runs; and notes for below: what smooth and faint curves are, and which runs have no speeds."""
     runs = list(dict.fromkeys(curve.run for curve in curves))
-    names = ", ".join(runs) if len(runs) < 4 else f"{len(runs)} training runs"
-    title = [names or f"Training run {name}"]
+    names = f"{', '.join(runs[:-1])} and {runs[-1]}" if len(runs) < 4 else f"{len(runs)} training runs"
+    title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run {name}"]
     if any(curve.mean for curve in curves):
         faint = "faint: logged values; strong: their" if curves[0].is_faint else f"curves of {MANY} values or more: the"
         title.append(f"{faint} running mean, over a twentieth of the values")
@@ -127,19 +140,19 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
         is_first = number <= columns - missing
         axis = figure.add_subplot(rows, columns - missing * is_first, number + missing * (not is_first))
         legend = max(legend, 0.18 * _draw_panel(axis, panel_curves))
-        axis.set_xlim(_range([0, *(step for curve in curves for step in curve.steps)]))
+        axis.set_xlim(_horizontal_range(curves))
     title, *notes = _title(title, curves)
     notes += [f"without {len(hidden)} of {len(metrics)} metrics, which are in the page of --html"] * bool(hidden)
     notes = [line for note in notes for line in textwrap.wrap(note, 80)]
     # tight_layout is slow. In inches: the title, all that is above the panels, and the legend above each panel.
-    head = 0.45 + 0.17 * len(notes)
-    top = head + 0.19 * sum(label.count("\n") + 1 for label in labels) + 0.15
-    height = (3.6 + legend) * rows + top
+    head = 0.4 + 0.17 * len(notes)
+    top = head + 0.19 * sum(label.count("\n") + 1 for label in labels) + 0.08
+    height = (3.4 + legend) * rows + top
     figure.set_size_inches(width * columns, height)
-    edges = (1 / width / columns, 0.65 / height, 0.98, 1 - (top + legend) / height)
+    edges = (1 / width / columns, 0.55 / height, 0.98, 1 - (top + legend) / height)
     figure.suptitle(title, y=1 - 0.15 / height)
     figure.text(0.5, 1 - 0.38 / height, "\n".join(notes), ha="center", va="top", fontsize=9, color="0.4")
-    figure.subplots_adjust(*edges, wspace=1.3 / width, hspace=(0.75 + legend) / 2.85)
+    figure.subplots_adjust(*edges, wspace=1.3 / width, hspace=(0.55 + legend) / 2.85)
     handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - head / height), "borderaxespad": 0}
     figure.legend(handles=handles, fontsize=9, frameon=False, **place)
@@ -149,7 +162,7 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
 def _describe_run(run: str, curves: list[Curve]) -> str:
     """The name of a run, the arguments in which it differs, and its best value."""
     run_curves = [curve for curve in curves if curve.run == run]
-    best = (f"best {curve.name}\xa0{curve.values[curve.best]:.4g}" for curve in run_curves if curve.best is not None)
+    best = (f"☆ best {curve.name}\xa0{curve.values[curve.best]:.4g}" for curve in run_curves if curve.best is not None)
     return " · ".join(filter(None, (run, describe(run_curves[0].settings), next(best, ""))))
 
 
@@ -172,18 +185,20 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
         axis.plot(*curve.points(curve.mean or curve.values), **marks, **style)
         handles.setdefault(curve.legend_entry, axis.plot([], [], **style | {"color": curve.legend_colour})[0])
         if curve.best is not None:
-            star = {"marker": "*", "markersize": 9, "linestyle": "", "color": curve.colour, "markeredgecolor": "black"}
-            axis.plot(curve.steps[curve.best], curve.values[curve.best], zorder=3, **star)
-            handles |= {"best": axis.plot([], [], **star | {"color": curve.legend_colour})[0]} if curve.run else {}
+            star = {"color": "none", "markeredgecolor": "black", "markersize": 10, "zorder": 3}
+            axis.plot(curve.steps[curve.best], curve.values[curve.best], "*", **star)
     if gap := _find_first_gap(curves):
         handles[gap[1]] = axis.axvline(gap[0], color="red", linestyle=":")
     scale, limits = _vertical_axis(curves)
-    axis.set(xlabel=X_AXES[curves[0].x], ylabel=_label(curves, scale, limits[1]), yscale=scale, ylim=limits)
+    axis.set(xlabel=X_AXES[curves[0].x], ylabel=_label(curves, scale), yscale=scale, ylim=limits)
+    for row, (curve, step, text) in enumerate(_clipped_peaks(curves, limits[1])):
+        axis.text(step, limits[1], "\n" * row + text, color=curve.colour, fontsize=9, va="top")
     axis.xaxis.set_major_formatter("{x:,.7g}")
     if is_short := scale == "log" and limits[1] < 1000 * limits[0]:
         axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    if is_short or (scale == "linear" and not 0.1 < limits[1] < 1000):
-        axis.yaxis.set_major_formatter("{x:,.7g}")
+    is_share = curves[0].name in PANELS[SHARES]
+    if is_short or is_share or (scale == "linear" and not 0.1 < limits[1] < 1000):
+        axis.yaxis.set_major_formatter("{x:.0%}" if is_share else "{x:,.7g}")
     if scale == "linear" and 0 < (top := max(map(abs, limits))) < 0.001:
         # One exponent, not 0.0001 and 5e-05.
         power = math.floor(math.log10(top))
@@ -207,14 +222,20 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
     for name, curve in runs.items():
         style = {"line_color": curve.colour, "marker": {"symbol": MARKS[curve.mark], "size": 9}}
         figure.add_scatter(x=[None], y=[None], xaxis="x2", yaxis="y2", name=name, legendgroup=curve.run, **style)
-    x_range = _range([0, *(step for curve in curves for step in curve.steps)])
-    x_axis = {"title": {"text": X_AXES[curves[0].x], "standoff": 2}, "range": x_range, "matches": "x2"}
+    title_of_x = {"text": X_AXES[curves[0].x], "standoff": 2}
+    x_axis = {"title": title_of_x, "range": _horizontal_range(curves), "matches": "x2"}
     panels = _group_by_panel(curves).values()
     for number, panel_curves in enumerate(panels, 2):
         x, y, legend = f"x{number}", f"y{number}", f"legend{number}"
         figure.add_traces([trace | {"xaxis": x, "yaxis": y} for trace in _traces(panel_curves, legend)])
         scale, limits = _vertical_axis(panel_curves)
-        y_axis: dict[str, Any] = {"title_text": _label(panel_curves, scale, limits[1]), "type": scale, "range": limits}
+        y_axis: dict[str, Any] = {"title_text": _label(panel_curves, scale), "type": scale, "range": limits}
+        y_axis |= {"tickformat": ".0%"} if panel_curves[0].name in PANELS[SHARES] else {}
+        for row, (curve, step, text) in enumerate(_clipped_peaks(panel_curves, limits[1])):
+            place = {"x": step, "y": limits[1], "xanchor": "left", "yanchor": "top", "yshift": -14 * row}
+            figure.add_annotation(xref=x, yref=y, text=text, font_color=curve.colour, showarrow=False, **place)
+        if panel_curves[0].panel == "loss":
+            figure.update_layout(updatemenus=[_scale_button(f"yaxis{number}", panel_curves, scale)])
         if scale == "log":
             # plotly takes powers of ten. For two ticks per decade it chooses 1, 2 and 5; a format writes them in full.
             low, high = map(math.log10, limits)
@@ -236,6 +257,14 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
     page = page.replace("<head>", f"<head><title>{title}</title>{STYLE}", 1)
     page = page.replace("<body>", f"<body>{title} <small style='color: gray'>{' · '.join(notes)}</small>", 1)
     Path(path).write_text(page, encoding="utf-8")
+
+
+def _scale_button(axis: str, curves: list[Curve], scale: str) -> dict[str, Any]:
+    """Plotly's button that switches the scale of a panel, at the upper right."""
+    states = [{f"{axis}.type": each, f"{axis}.title.text": _label(curves, each)} for each in ("log", "linear")]
+    button = {"label": "loss: log / linear", "method": "relayout", "args": states[:1], "args2": states[1:]}
+    # -1: no button is pressed.
+    return {"type": "buttons", "active": -1 if scale == "linear" else 0, "buttons": [button], "x": 1}
 
 
 def _place_panels(count: int, columns: int, runs: list[str]) -> dict[str, Any]:
@@ -279,16 +308,12 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
         yield trace | {"mode": "lines+markers", "marker": marks}
         if curve.best is not None:
             point = {"x": [curve.steps[curve.best]], "y": [curve.values[curve.best]], "name": f"best {curve.label}"}
-            star = {"symbol": "star", "size": 11, "color": curve.colour, "line": {"color": "black", "width": 1}}
-            yield trace | point | {"mode": "markers", "marker": star}
+            yield trace | point | {"mode": "markers", "marker": {"symbol": "star-open", "size": 11, "color": "black"}}
     # Entries without points, since a curve may have two traces and, of several runs, the colour of its run.
     for curve in named.values() if named.keys() != {curves[0].name} and curves[0].panel != SHARES else ():
         style = {"color": curve.legend_colour, "dash": list(DASHES.values())[curve.dash]}
         entry = {"x": [None], "y": [None], "name": curve.legend_entry, "mode": "lines", "line": style}
         yield entry | {"legend": legend, "legendgroup": f"legend {curve.name}" if curve.run else curve.name}
-    if any(curve.run and curve.best is not None for curve in curves):
-        marker = {"symbol": "star", "size": 11, "color": "black"}
-        yield {"x": [None], "y": [None], "name": "best", "mode": "markers", "marker": marker, "legend": legend}
     if gap := _find_first_gap(curves):
         points = {"x": [gap[0]] * 2, "y": _vertical_axis(curves)[1], "name": gap[1]}
         yield points | {"mode": "lines", "line": {"color": "red", "dash": "dot"}, "legend": legend}

@@ -8,12 +8,15 @@ import numbers
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import format_bytes
 from hftrainer.callbacks.flow_callbacks import evaluation_key
 from hftrainer.callbacks.state import TrainerState
+from hftrainer.checkpointing.folder import checkpoints_newest_first
+from hftrainer.monitoring.journal import goodput, select_last_run
 from hftrainer.parallel import devices
 
 
@@ -26,7 +29,8 @@ def make_resume_message(folder: str, state: TrainerState, epochs: float) -> str:
     if (state.epoch or 0) < epochs - 0.01:
         reason = f"No steps are left, but {epochs - (state.epoch or 0):.3g} epochs are: a step has more samples now."
         return f"{text} {reason} elastic=True keeps the samples of a step; a larger max_steps continues training."
-    return f"{folder} is complete ({place}): nothing to train. Increase max_steps or num_train_epochs to continue."
+    how = "complete" if state.global_step == state.max_steps else "already past the end"
+    return f"{folder} is {how} ({place}): nothing to train. Increase max_steps or num_train_epochs to continue."
 
 
 def make_summary(
@@ -78,22 +82,31 @@ def _place_of_best(state: TrainerState, args: Any) -> str:
     return f", of which there is no checkpoint (save_{by}={as_text(getattr(args, f'save_{by}'))}){loaded}"
 
 
-def time_table(runtime: float, seconds: Mapping[str, float], share: float | None) -> Iterator[str]:
+def time_table(runtime: float, seconds: Mapping[str, float]) -> Iterator[str]:
     """Lines of a table with the time of a run by activity, without those that took none.
 
     Args:
         runtime: seconds of the run.
         seconds: activity other than steps → its seconds.
-        share: fraction of the time since the start from scratch spent on steps that count; None if unknown.
     """
     parts = {"forward, backward, optimizer": runtime - sum(seconds.values()), **seconds}
     yield "Time by activity:"
     for name, part_seconds in parts.items():
         if part_seconds:
             yield f"  {name:30}{_time(part_seconds):>12}{part_seconds / runtime:>7.1%}"
-    if share is not None:
-        rest = "the rest into start, evaluation, saving and pauses between runs"
-        yield f"Goodput: {share:.1%} of the time since the first start went into training steps; {rest}."
+
+
+def make_goodput_message(events: list[dict[str, Any]]) -> str:
+    """The share of steps in the time since a resumed run's start from scratch; empty without a resume."""
+    share, events = goodput(events), select_last_run(events)
+    pauses = [now["time"] - before["time"] for before, now in pairwise(events) if now["event"] == "begin"]
+    if share is None or not pauses:
+        return ""
+    time, starts = (
+        _time(events[-1]["time"] - events[0]["time"]),
+        f"{len(pauses) + 1} starts, {_time(sum(pauses))} pause",
+    )
+    return f"Since the first start {time} ago ({starts}): {share:.0%} training steps."
 
 
 def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:
@@ -103,11 +116,14 @@ def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:
         folders: the checkpoints.
         is_complete: whether the run has ended on purpose, so that there is nothing to resume.
     """
-    remaining = [folder for folder in folders if os.path.isdir(folder)]
-    if not remaining:
-        return ""
-    advice = "" if is_complete else "; trainer.train(resume_from_checkpoint=True) resumes from it"
-    return f"Last checkpoint: {remaining[-1]}{advice}."
+    last = next(filter(os.path.isdir, reversed(folders)), None)
+    if last is None or is_complete:
+        return f"Last checkpoint: {last}." if last else ""
+    newest = next(checkpoints_newest_first(os.path.dirname(last)), last)
+    if os.path.basename(newest) == os.path.basename(last):
+        return f"Last checkpoint: {last}; trainer.train(resume_from_checkpoint=True) resumes from it."
+    advice = f"Resume with trainer.train(resume_from_checkpoint={last!r})"
+    return f"Last checkpoint: {last}. {advice}: True would take {newest}, of an earlier run."
 
 
 def _number(value: float) -> str:

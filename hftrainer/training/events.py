@@ -246,7 +246,7 @@ class TrainingEvents(Part):
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count the micro-batch after its backward pass, and add its loss."""
         self.divergence.add_loss(loss)
-        self.monitors.end_micro_batch(self.loss_accumulator.add_loss(loss), inputs)
+        self.monitors.end_micro_batch(self.loss_accumulator.add_loss(loss, inputs), inputs)
         self.step_end_values.add_micro_batch(loss, inputs)
         self.run.flos += float(self.trainer.floating_point_ops(inputs))
         # Reads the arguments at each step, since a callback may have changed them.

@@ -79,7 +79,7 @@ class Planner(Part):
         trainer.state.compute_steps(trainer.args, max_steps)
         first_epoch = position = 0
         if folder is not None:
-            trainer.state = resume.load_state(folder, trainer.args)
+            trainer.state = resume.load_state(folder, trainer.args, max_steps)
             trainer._load_callback_state()
             position_of_progress = None if progress is None else progress.resume_position(schedule.steps_in_epoch)
             first_epoch, position = position_of_progress or position_at_step(

@@ -382,7 +382,8 @@ class TrainingRunner(Part):
         if events.loss_accumulator.has_warned:
             lines.append("The loss was not finite in some steps: logged means leave those out.")
         if observer is not None:
-            lines += summary.time_table(float(metrics["train_runtime"]), seconds, observer.goodput())
+            lines += summary.time_table(float(metrics["train_runtime"]), seconds)
+            lines.append(summary.make_goodput_message(observer.read_events()))
         is_complete = state.global_step >= state.max_steps or bool(stopper)
         lines.append(summary.make_resume_hint(run.checkpoints_written, is_complete=is_complete))
         has_record = lines[-1] or (observer is not None and observer.journal.folder is not None)

@@ -202,9 +202,8 @@ class CheckpointSaver(Part):
                 self.trainer._load_from_checkpoint(folder)
             # torch raises this for weights of different shapes.
             except RuntimeError as error:
-                add_note(
-                    error, f"This happened while loading the weights of {folder}: check that the model is the same."
-                )
+                advice = "check that the model is the same, or start without resume_from_checkpoint"
+                add_note(error, f"This happened while loading the weights of {folder}: {advice}.")
                 raise
         finds_batch_size = self.trainer.args.auto_find_batch_size or self.parts.engine.finds_batch_size
         if finds_batch_size or not self.parts.policy.resumes_with_batch_size_of_arguments:
@@ -216,7 +215,9 @@ class CheckpointSaver(Part):
         if folder is None:
             return None
         progress = load_progress(folder, self.trainer.args.process_index, self.trainer.args.world_size)
-        if progress is not None:
+        state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
+        # A run without steps left reads no data.
+        if progress is not None and state.global_step < schedule.max_steps:
             progress.adapt_to(self.position_settings(schedule), skips_data=not self.trainer.args.ignore_data_skip)
         return progress
 

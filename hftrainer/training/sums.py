@@ -99,8 +99,8 @@ class LossAccumulator:
         self._has_non_finite = torch.zeros((), dtype=torch.bool, device=device)
         self.has_warned = False
 
-    def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Add a micro-batch's loss.
+    def add_loss(self, loss: torch.Tensor, inputs: Any) -> torch.Tensor:
+        """Add the loss of a micro-batch, `inputs`.
 
         With `logging_nan_inf_filter`, add the mean so far in place of a loss that is not finite.
 
@@ -128,7 +128,7 @@ class LossAccumulator:
             return summand
         summand = loss
         if not math.isfinite(loss):
-            self._warn_of_non_finite_loss(f"is {loss.item()}", state.global_step + 1)
+            self._warn_of_non_finite_loss(f"is {loss.item()}", state.global_step + 1, inputs)
             summand = run.loss_since_log / steps
         run.loss_since_log += summand
         return summand
@@ -141,16 +141,11 @@ class LossAccumulator:
             self._warn_of_non_finite_loss("was not finite before or", self.trainer.state.global_step)
         self._has_non_finite = torch.zeros_like(self._has_non_finite)
 
-    def _warn_of_non_finite_loss(self, problem: str, step: int) -> None:
+    def _warn_of_non_finite_loss(self, problem: str, step: int, inputs: Any = None) -> None:
         """Warn once that the logged mean hides such losses, unless `on_divergence` reports them."""
         if not self.has_warned and self.trainer.args.on_divergence is None:
-            logger.warning(
-                "The loss %s at optimizer step %d; logging_nan_inf_filter leaves it out of the logged mean. "
-                "Find its origin with debug='underflow_overflow'; a lower learning_rate, a smaller "
-                "max_grad_norm or bf16 instead of fp16 often helps.",
-                problem,
-                step,
-            )
+            text = "The loss %s at optimizer step %d; logging_nan_inf_filter leaves it out of the logged mean. %s"
+            logger.warning(text, problem, step, _advice_on_nan(inputs))
             self.has_warned = True
 
     def restore(self, progress: RunProgress) -> None:
@@ -160,6 +155,14 @@ class LossAccumulator:
         run.loss_up_to_log = -float(self.trainer.accelerator.processes.reduce(run.loss_since_log, "mean"))
         run.last_logged = progress.last_logged
         run.logged_metrics.load_state_dict(progress.metrics, run.loss_since_log.device)
+
+
+def _advice_on_nan(inputs: Any) -> str:
+    """What to do about a loss that is not finite; names the first tensor of the batch that contains NaN."""
+    for name, value in inputs.items() if isinstance(inputs, Mapping) else ():
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided and (count := int(value.isnan().sum())):
+            return f"The batch's {name!r} contains NaN ({count:,} of {value.numel():,} values): clean the data."
+    return "Find it with debug='underflow_overflow'. A lower learning_rate or max_grad_norm, or bf16, often helps."
 
 
 class StepEndValues:

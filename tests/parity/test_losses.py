@@ -111,6 +111,12 @@ def test_nan_loss_is_reported_with_its_step_and_advice(tmp_path, caplog):
     assert all(words in said for words in ("step 3", "learning_rate", "underflow_overflow"))
 
 
+def test_nan_in_the_data_is_named(tmp_path, caplog):
+    data = [{**row, "x": row["x"] * float("nan")} for row in plain_data()]
+    build("hftrainer", "plain", tmp_path, trainer={"train_dataset": data}, max_steps=1)[0].train()
+    assert "out of the logged mean. The batch's 'x' contains NaN (32 of 32 values): clean the data." in caplog.text
+
+
 def decoder_data(count=38):
     """With the decoder's inputs, which a model cannot make of labels that the smoother has taken."""
     shift = make_t5()._shift_right

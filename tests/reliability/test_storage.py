@@ -28,6 +28,7 @@ def test_run_that_does_not_resume_names_existing_checkpoints(tmp_path, caplog):
     assert "already has checkpoints" not in caplog.text
     make_trainer(tmp_path).train()
     assert f"{tmp_path} already has checkpoints, up to checkpoint-9" in caplog.text
+    assert "Later, True takes the highest step of both runs." in caplog.text
 
 
 def test_rotation_keeps_the_checkpoint_just_written(tmp_path):

@@ -85,7 +85,7 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
         (
             InvalidArgument,
             {"model": OfLightning()},
-            r"(?s)OfLightning is a LightningModule, .* pass the module inside it.*\n- training_step: a forward .*"
+            r"(?s)OfLightning is a LightningModule, .* or pass its inner model, .*\n- training_step: a forward .*"
             r"\n- on_train_start: a Lightning callback in",
         ),
         (TypeError, {"callbacks": [NeedsPath]}, "NeedsPath\\(\\) fails .*missing .*'path'.*: pass an instance"),

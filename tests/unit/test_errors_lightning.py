@@ -225,10 +225,8 @@ def test_val_loss_monitor_suggests_eval_loss(make_args, caplog, monkeypatch, tmp
     assert "monitor" not in caplog.text
     with pytest.raises(Exception, match="val_loss"):
         train("val_loss", eval_strategy="steps", eval_steps=2)
-    with pytest.raises(Exception, match="val_los"):
-        train("val_los", eval_strategy="steps", eval_steps=2)
-    for monitor in ("val_loss", "val_los"):
-        assert f"monitors {monitor!r}, but evaluations log 'eval_...'; did you mean 'eval_loss'?" in caplog.text
+    name = getattr(make_callback, "func", make_callback).__name__
+    assert f"{name}(monitor='val_loss'): the metrics" in caplog.text and "did you mean 'eval_loss'?" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [TrainingArguments, Seq2SeqTrainingArguments, type("Own", (TrainingArguments,), {})])

@@ -253,7 +253,7 @@ MISFITS = {
         lambda: {"data": {"train": plain_data(), "test": plain_data()}},
         "The training dataset is a dict with the keys train, test: pass one of its sets",
     ),
-    "no samples": (lambda: {"data": []}, "The training dataset has no samples"),
+    "no samples": (lambda: {"data": []}, "The training dataset has no samples: check its filters"),
     "samples of several lengths": (
         lambda: {"data": [{"input_ids": [1] * count, "labels": 0} for count in (3, 4, 5, 6)], "model": make_bert()},
         "values of 'input_ids' do not fit into one tensor .*: pass processing_class=tokenizer",

@@ -54,6 +54,7 @@ def test_unknown_argument_suggests_the_nearest_name(settings, message):
         ({"optim": "adam"}, ["'adamw_torch'? python -m hftrainer explain optim lists all 43."]),
         *(({"optim": name}, ["'adamw_torch'? "]) for name in ("adamww", "adam_w", "AdamW")),
         ({"output_dir": "s3//bucket/run"}, ["use 's3://bucket/run', or './s3//bucket/run' for a folder"]),
+        ({"storage_url": "s3//bucket/run"}, ["has no scheme (did you mean 's3://bucket/run'?)"]),
         ({"optim": "adam", "logging_steps": 0, "eval_strategy": "steps"}, ["optim: 'adam'", "logging_steps=0: "]),
         (
             {"adam_beta1": 2.0, "adam_beta2": -1},

@@ -32,7 +32,7 @@ def test_every_old_name_has_a_case():
 
 @pytest.mark.parametrize(("old", "value", "new", "now"), MEANINGS)
 def test_old_name_sets_the_new_argument(old, value, new, now):
-    with pytest.warns(FutureWarning, match=f"{old} is now {new}"):
+    with pytest.warns(FutureWarning, match=f"{old}(=0.25)? is now {new}"):
         args = TrainingArguments("x", **{old: value})
     assert getattr(args, new) == now
     if old not in ("sharded_ddp", "push_to_hub_organization"):
@@ -81,12 +81,18 @@ def test_old_and_new_name_may_be_given_together():
     assert make(warmup_ratio=0.1, warmup_steps=7).get_warmup_steps(100) == 7  # documented since v4.2
     args = make(push_to_hub_model_id="name", push_to_hub_organization="org")
     assert (args.hub_model_id, args.push_to_hub_organization) == ("org/name", "org")
+    assert make(hub_model_id=3).hub_model_id == 3
 
 
 def test_old_names_give_one_warning_at_the_callers_line():
+    class Own(TrainingArguments):
+        def __post_init__(self):
+            super().__post_init__()
+
     with pytest.warns(FutureWarning) as caught:
-        TrainingArguments("x", no_cuda=True, evaluation_strategy="steps", logging_steps=3)
+        Own("x", no_cuda=True, evaluation_strategy="steps", logging_steps=3, warmup_ratio=0.1)
     (warning,) = caught
+    assert "warmup_ratio=0.1 is now warmup_steps=0.1" in str(warning.message)
     assert Path(warning.filename) == Path(__file__)
     assert "no_cuda is now use_cpu" in str(warning.message)
     assert "evaluation_strategy is now eval_strategy" in str(warning.message)

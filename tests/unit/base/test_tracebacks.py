@@ -230,15 +230,15 @@ def gpt2():
 TOKENS = "0 to 49: use the model's tokenizer, or resize_token_embeddings."
 CLASSES = "0 to 2: count them from 0, and load the model with num_labels to match."
 INDICES = {
-    "class": (made_of(make_bert, text_data, label=lambda _: 7), f"labels are 7 to 7, but the model accepts {CLASSES}"),
+    "class": (made_of(make_bert, text_data, label=lambda _: 7), f"labels is 7, but the model accepts {CLASSES}"),
     "no transformers model": (made_of(make_plain, plain_data, labels=lambda _: torch.tensor(7)), f"accepts {CLASSES}"),
     "token": (
         made_of(make_bert, text_data, input_ids=lambda ids: ids * 0 + 60),
-        f"input_ids are 60 to 60, .* {TOKENS}",
+        f"input_ids is 60, .* {TOKENS}",
     ),
     "next token": (
         made_of(make_llama, language_data, labels=lambda ids: ids * 0 + 60),
-        "labels are 60 to 60, .* 0 to 49",
+        "labels is 60, .* 0 to 49",
     ),
     "position": (
         made_of(gpt2, language_data),

@@ -66,15 +66,15 @@ def write_script(folder):
                 **{"peak_memory_mb": 1234.0, "eval_share": 0.05},
                 "epoch": 0.5,
             },
-            "   20/1,000  ep 0.50   loss 0.1235  lr 5.00e-05  12,346 tokens/s  1.23 GB     0.07 s/step  eval  5%",
+            "   20/1,000  ep 0.50   loss 0.1235  lr 5.00e-05  12,346 tokens/s  mem 1.23 GB     0.07 s/step  eval  5%",
         ),
         (
             {"loss": 1.0, "data_wait": 0.25, "eval_share": 0.0, "save_share": 0.1, "mfu": 0.417, "total_flos": 1e9},
-            "   20/1,000  loss 1       wait 25%  41.7% MFU  save 10%",
+            "   20/1,000  loss 1       data 25%  41.7% MFU  save 10%",
         ),
         (
             {"eval_loss": 2.5, "eval_text": "a b", "eval_runtime": 0.5, "eval_samples_per_second": 64.0},
-            "   20/1,000  eval_loss 2.5     eval_text a b  in 0.5 s      64 samples/s",
+            "   20/1,000  eval_loss 2.5     eval_text a b  time 0.5 s      64 samples/s",
         ),
         ({"my_mfu": 2.5, "teacher_grad_norm": 1.0}, "   20/1,000  my_mfu 2.5     teacher_grad_norm 1"),
         ({"loss": float("nan")}, "   20/1,000  loss nan"),
@@ -88,8 +88,8 @@ def test_log_line_shows_measurements(logs, line):
     ("width", "shown"),
     [
         (10, "20/40  loss 1       grad 0.5    lr 5.00e-05"),
-        (68, "20/40  loss 1       grad 0.5    lr 5.00e-05  12,346 tokens/s"),
-        (69, "20/40  loss 1       grad 0.5    lr 5.00e-05  12,346 tokens/s   382 MB"),
+        (72, "20/40  loss 1       grad 0.5    lr 5.00e-05  12,346 tokens/s"),
+        (73, "20/40  loss 1       grad 0.5    lr 5.00e-05  12,346 tokens/s  mem  382 MB"),
     ],
 )
 def test_narrow_terminal_shows_fewer_measurements(width, shown):

@@ -54,17 +54,22 @@ def test_wrong_command_line_points_to_the_help(words, capsys):
         ("plot -o x out", "unknown option -o; did you mean '--out'?"),
         ("ask out save --timeout abc", "--timeout: 'abc' is not a number"),
         ("diff absent missing", "absent and missing do not exist: pass the output_dir of two runs"),
-        ("ask out sav", "'sav' is not allowed: use one of save, evaluate, stop, profile; did you mean 'save'?"),
-        ("plot --x tim out", "'tim' is not allowed: use one of step, epoch, time; did you mean 'time'?"),
+        ("ask out sav", "request: 'sav' is not one of save, evaluate, stop, profile; did you mean 'save'?"),
+        ("plot --x tim out", "--x: 'tim' is not one of step, epoch, time; did you mean 'time'?"),
         ("plot out --output x.png", "--output is for --study; name the file with --out x.png"),
-        ("ask save", "required: {save,evaluate,stop,profile}\nusage: python -m hftrainer ask [-h]"),
+        ("plot out --tag", "unknown option --tag: use -h, --help, --x, --html,"),
+        ("ask save", "then what to ask: save, evaluate, stop or profile\nusage: python -m hftrainer ask [-h]"),
         (
             "diff a",
             "two runs\nusage: python -m hftrainer diff [-h] [--json] RUN RUN\nexample: python -m hftrainer diff",
         ),
+        ("checkpoint", "pass a checkpoint folder\n"),
+        ("watch", "pass the output folders of runs\n"),
+        ("completion", "name a shell: bash, zsh or fish\n"),
+        ("plt out", "did you mean 'plot'?\nsee python -m hftrainer --help"),
         ("plot", "pass the output folders of runs, or --study for a search\nexample: python -m hftrainer plot out\n"),
         ("watch --every 0 out", "--every 0: use a number of seconds above 0, and at most 86400\nexample: python"),
-        ("completion ksh", "'ksh' is not allowed: use one of bash, zsh, fish"),
+        ("completion ksh", "shell: 'ksh' is not one of bash, zsh, fish"),
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])
@@ -73,7 +78,8 @@ def test_wrong_command_line_says_what_to_type(words, message, as_json, capsys):
         main([*words.split(), *(["--json"] if as_json else [])])
     assert ended.value.code == 2
     printed = capsys.readouterr()
-    assert message in (json.loads(printed.out)["error"] if as_json else printed.err)
+    assert message in ("\n".join([*json.loads(printed.out).values(), ""]) if as_json else printed.err)
+    assert not as_json or "\n" not in json.loads(printed.out)["error"]
     assert not (printed.err if as_json else printed.out)
 
 
@@ -90,9 +96,7 @@ def test_colours_only_on_a_terminal(terminal, no_color, capsys, monkeypatch):
         shown += "".join(capsys.readouterr())
     is_painted = terminal and not no_color
     assert [text in shown for text in ("\033[1moptions:", "\033[1;31merror:", "\033[2m\nusage")] == [is_painted] * 3
-    assert json.loads(shown.splitlines()[-1])["error"].startswith(
-        "the following arguments are required: {save,evaluate,stop,profile}\nusage"
-    )
+    assert json.loads(shown.splitlines()[-1])["hint"].startswith("usage")
 
 
 def test_errors_are_json_with_the_json_option(tmp_path, capsys):
@@ -128,7 +132,7 @@ def test_bash_completes_commands_options_and_values(capsys):
         return done.stdout.split()
 
     assert complete("") == [*make_parser()._subparsers._group_actions[0].choices]
-    assert complete("wa") == ["watch"]
+    assert complete("wa") == ["watch"] and complete("--") == ["--help", "--version"]
     assert complete("watch", "--e") == ["--every"]
     assert complete("run", "--np") == ["--nproc"]
     assert complete("plot", "--x", "") == complete("plot", "out", "--x", "=", "") == ["step", "epoch", "time"]

@@ -79,9 +79,9 @@ def test_json_has_argument_value_kind_and_detail(words, explain):
     [
         (["--learning_rat", "3"], "--learning_rat; did you mean '--learning_rate'"),
         (["--logging_steps", "0"], "logging_steps=0"),
-        (["--eval_strategy", "sometimes"], "'sometimes' is not allowed: use one of no, steps, epoch"),
-        (["--optim", "adamw_torc"], "--optim: 'adamw_torc' is not allowed; did you mean 'adamw_torch'?"),
-        (["optim=adamw_torc"], "argument optim: 'adamw_torc' is not allowed; did you mean 'adamw_torch'?"),
+        (["--eval_strategy", "sometimes"], "--eval_strategy: 'sometimes' is not one of no, steps, epoch"),
+        (["--optim", "adamw_torc"], "error: --optim: 'adamw_torc' is not allowed; did you mean 'adamw_torch'?"),
+        (["optim=adamw_torc"], "error: optim: 'adamw_torc' is not allowed; did you mean 'adamw_torch'?"),
         (["learning_rate=x"], "error: learning_rate: 'x' is not a number"),
         (["lerning_rate"], "unknown argument lerning_rate; did you mean 'learning_rate'?"),
         (["lr=3"], "unknown argument lr=3; did you mean 'learning_rate'?"),

@@ -63,7 +63,7 @@ def test_plot_writes_a_picture_and_a_page(runs, tmp_path):
 
     written = plot(runs, html=True, out=str(tmp_path / "both.png"))
     assert written == [str(tmp_path / "both.png"), str(tmp_path / "both.html")]
-    assert imread(written[0]).shape[:2] == (1024, 1440)  # two rows of panels
+    assert imread(written[0]).shape[:2] == (962, 1440)  # two rows of panels
     page = Path(written[1]).read_text()
     assert (
         '"xaxis4"' in page and '"yaxis4"' in page and "eval_accuracy" in page and "<script src=" not in page
@@ -111,15 +111,10 @@ def test_command_prints_a_table_of_several_runs(runs, tmp_path, capsys):
     main(["plot", *runs, "--out", str(tmp_path / "a.png")])
     path, empty, header, *rows = capsys.readouterr().out.splitlines()
     assert path == str(tmp_path / "a.png") and not empty
-    assert re.split("  +", header.strip()) == [
-        "steps",
-        "last loss",
-        "best eval_loss",
-        "best eval_accuracy",
-        "differs in",
-    ]
-    assert [row.split()[:2] for row in rows] == [[Path(run).name, "20"] for run in runs]
-    assert [row.split()[-2:] for row in rows] == [["learning_rate", "0.01"], ["learning_rate", "0.1"]]
+    titles = ["differs in", "steps", "last loss", "best eval_loss", "best eval_accuracy"]
+    assert re.split("  +", header.strip()) == titles
+    values = zip(runs, ("0.01", "0.1"), strict=True)
+    assert [row.split()[:4] for row in rows] == [[Path(run).name, "learning_rate", rate, "20"] for run, rate in values]
     main(["plot", runs[0], "--out", str(tmp_path / "a.png")])
     assert capsys.readouterr().out == f"{tmp_path / 'a.png'}\n"
 
@@ -284,7 +279,7 @@ def test_evaluation_sets_share_a_panel_in_their_order(tmp_path, capsys):
     assert [line.panel for line in read_curves(runs[:1])] == ["loss", "loss", "f1", "f1"]
     main(["plot", *runs, "--out", str(tmp_path / "a.svg")])
     assert "best eval_val_loss  best eval_train_loss" in capsys.readouterr().out
-    assert {"a, b", "F1", "a · best eval_val_loss 1"} <= {
+    assert {"Comparison of a and b", "F1", "a · ☆ best eval_val_loss 1"} <= {
         text.replace("\xa0", " ") for text in texts_in_svg(tmp_path / "a.svg")
     }
 
@@ -478,10 +473,10 @@ def test_panel_with_one_of_several_runs_names_it(tmp_path):
     owners = {(line.run, line.name): line.owner for line in read_curves(runs)}
     assert {key: owner for key, owner in owners.items() if owner} == {("b", "eval_f1"): "b"}
     plot(runs, html=True, out=str(tmp_path / "c.svg"))
-    assert {"a", "b", "eval_f1", "best", "1e-4", "2e-4"} <= {*texts_in_svg(tmp_path / "c.svg")}
+    assert {"a", "b", "eval_f1", "1e-4", "2e-4"} <= {*texts_in_svg(tmp_path / "c.svg")}
     page = (tmp_path / "c.html").read_text()
     assert '"xaxis2.domain": [0.0, 1.0]' in page and '"xaxis4.domain": [0.56, 1.0]' in page
-    assert "<body>a, b <small" in page and '<meta name="viewport"' in page
+    assert "<body>Comparison of a and b <small" in page and '<meta name="viewport"' in page
 
 
 def test_odd_folder_names_are_refused(tmp_path, capsys):
@@ -532,6 +527,12 @@ def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
         ("Loss (log scale)", "log"),
         ("eval_f1", "linear"),
     ]
+    (button,) = page.layout.updatemenus[0].buttons
+    assert (button.args[0]["yaxis2.type"], button.args2[0]["yaxis2.type"]) == ("log", "linear")
+    assert page.layout.updatemenus[0].active == 0
+    assert picture.axes[0].get_xlim()[0] == 0
+    (share,) = (axis for axis in picture.axes if axis.get_ylabel() == "Share of time")
+    assert share.yaxis.get_major_formatter()(0.5) == "50%"
 
 
 def test_horizontal_axis_may_be_epochs_or_time(runs, tmp_path, capsys):
@@ -566,11 +567,11 @@ def test_legend_names_runs_and_their_best_values(tmp_path):
         torch.save(args, tmp_path / run / "training_args.bin")
     path = tmp_path / "c.svg"
     plot([str(tmp_path / "a"), str(tmp_path / "b")], out=str(path), html=True)
-    described = {"a · best eval_loss 1", "b · best eval_loss 1"}
+    described = {"a · ☆ best eval_loss 1", "b · ☆ best eval_loss 1"}
     assert described <= {*texts_in_svg(path)}
     shown = re.findall(r'"name":"([^"]*)"', path.with_suffix(".html").read_text().split("Plotly.newPlot")[-1])
     assert {json.loads(f'"{name}"').replace("\xa0", " ") for name in shown} == described | {
-        *("loss", "eval_loss", "best", *(f"best {run}: {name}" for run in "ab" for name in ("eval_loss", "eval_f1"))),
+        *("loss", "eval_loss", *(f"best {run}: {name}" for run in "ab" for name in ("eval_loss", "eval_f1"))),
         *(f"{run}: {name}" for run in "ab" for name in ("loss", "eval_loss", "eval_f1")),
     }
 
@@ -622,10 +623,18 @@ def test_argument_in_the_names_of_runs_is_not_repeated(names, settings):
 
 
 def test_slow_first_interval_does_not_squeeze_the_others(tmp_path):
-    log = [{"step": step, "step_seconds": 12.0 if step == 1 else 0.1} for step in range(1, 11)]
-    plot([write_log(tmp_path / "run", log)], html=True)
-    page = (tmp_path / "run" / "training.html").read_text()
-    assert '"Seconds per step (highest: 12)"},"type":"linear","range":[0,0.21' in page
+    """Each run that leaves the panel has a mark with its highest value at the upper edge."""
+    slow = {"a": 12.0, "b": 612.4, "c": 0.1}
+    logs = {
+        run: [{"step": step, "step_seconds": slow[run] if step == 1 else 0.1} for step in range(1, 30)] for run in slow
+    }
+    runs = [write_log(tmp_path / run, log) for run, log in logs.items()]
+    plot(runs, html=True, out=str(tmp_path / "a.svg"))
+    assert {"▲ 12", "▲ 612", "Seconds per step"} <= {*texts_in_svg(tmp_path / "a.svg")}
+    page = (tmp_path / "a.html").read_text()
+    assert '"Seconds per step"},"type":"linear","range":[0,0.21' in page
+    marks = re.findall(r'"color":"(.{7})"},"showarrow":false,"text":"\\u25b2 (.*?)"', page)
+    assert marks == [(line.colour, mark) for line, mark in zip(read_curves(runs), ("12", "612"), strict=False)]
 
 
 def test_picture_has_twelve_metrics_and_page_has_all(tmp_path):

@@ -246,6 +246,7 @@ def test_journal_has_events_and_seconds_of_a_run(tmp_path, clock):
     trainer = train(tmp_path, trainer=given, callbacks=[SlowSteps({})], **settings)
     events = read_events(str(tmp_path))
     assert (events[0]["event"], events[0]["max_steps"], events[0]["resumed_from"]) == ("begin", 6, None)
+    assert {"metric_for_best_model", "greater_is_better"} <= events[0].keys()
     assert (events[-1]["event"], events[-1]["reason"]) == ("end", "complete")
     logs = [{**event["logs"], "step": event["step"]} for event in events if event["event"] == "log"]
     assert logs == json.loads(json.dumps(trainer.state.log_history))

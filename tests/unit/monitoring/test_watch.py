@@ -58,9 +58,10 @@ def show(capsys, monkeypatch, *folders, width=80):
 
 
 def test_page_shows_progress_metrics_and_checkpoints(tmp_path, capsys, monkeypatch):
-    journal = begin(tmp_path)
+    journal = begin(tmp_path, metric_for_best_model="gap", greater_is_better=False)
     train(journal, 10, 20, 30, loss=2.5)
-    evaluate(journal, 30, loss=2.25, accuracy=0.5)
+    evaluate(journal, 20, wer=0.1, gap=1)
+    evaluate(journal, 30, loss=2.25, accuracy=0.5, wer=0.2, gap=2)
     for step in (20, 30):
         journal.write("checkpoint", step, folder=f"checkpoint-{step}")
     (tmp_path / "checkpoint-30").mkdir()  # the other was rotated away
@@ -71,6 +72,7 @@ def test_page_shows_progress_metrics_and_checkpoints(tmp_path, capsys, monkeypat
     assert "step 30 of 100 ━" in page and "30%, 70 s left" in page  # a step takes a second
     assert "2 x cuda · training for 0 s" in page
     assert "eval_loss      2.25  2.25       30" in page and "eval_accuracy   0.5   0.5       30" in page
+    assert "eval_wer        0.2   0.1       20" in page and "eval_gap          2     1       20" in page
     assert "lr 3.00e-04 · 12,346 tokens/s" in page
     assert "total           60.0%  20.0%       10.0%   10.0%       30" in page
     assert "checkpoint-30 0 s ago" in page and "checkpoint-20" not in page

@@ -104,7 +104,7 @@ def test_summary_splits_the_time():
     state = TrainerState(best_metric=0.5)  # of an earlier call, which compared by a metric
     spent, speed = summary.make_summary(state, TrainingArguments(), metrics, seconds, 12_000, 0.5)
     assert spent == "Trained 12,000 steps in 1:06:40: 0:55:10 training, 0:10:00 in evaluations, 59.5 s saving."
-    assert len([*summary.time_table(4000.0, {**seconds, "in evaluations": 0.0}, None)]) == 4
+    assert len([*summary.time_table(4000.0, {**seconds, "in evaluations": 0.0})]) == 4
     assert speed.startswith("617 samples/s, 49,383 tokens/s, peak memory ")
 
 
@@ -118,15 +118,20 @@ def test_resume_without_steps_left_tells_the_epochs_left(tmp_path, run_messages)
     assert "step 12 of 6, epoch 2.4. No steps are left, but 0.6 epochs are" in line and "elastic=True" in line
 
 
-def test_resume_tells_its_step_or_that_the_run_is_complete(tmp_path, run_messages):
+def test_resume_tells_its_step_or_that_the_run_is_complete(tmp_path, run_messages, caplog):
     train(tmp_path, **SAVED)
     before = len(run_messages())
     train(tmp_path, True, max_steps=6, **SAVED)
     assert run_messages()[before] == f"Resuming from {tmp_path}/checkpoint-4: step 4 of 6, epoch 0.8."
     before = len(run_messages())
     train(tmp_path, True, max_steps=6, **SAVED)
-    (line,) = run_messages()[before:]
+    train(tmp_path, True, **{**SAVED, "max_steps": 4, "save_steps": 3})
+    train(tmp_path, True, **SAVED, max_steps=-1, num_train_epochs=1)
+    line, *past = run_messages()[before:]
     assert line.startswith(f"{tmp_path}/checkpoint-6 is complete (step 6 of 6): nothing to train. Increase max_steps")
+    for end, line in zip((4, 5), past, strict=True):
+        assert f"checkpoint-6 is already past the end (step 6 of {end}): nothing to train. Increase max_steps" in line
+    assert "Resuming with" not in caplog.text[caplog.text.index("nothing to train") :]
 
 
 @pytest.mark.parametrize("observe", [True, False])
@@ -144,7 +149,21 @@ def test_resume_of_a_complete_run_keeps_its_journal(tmp_path, run_messages, capl
 def test_observed_run_splits_its_time_once(tmp_path, run_messages):
     train(tmp_path, observe=True, **SAVED)
     assert re.match(r"Trained 4 steps in [\d.e-]+ s\.", run_messages()[1])
-    assert any("of the time since the first start went into training steps;" in line for line in run_messages())
+    train(tmp_path, True, observe=True, **{**SAVED, "max_steps": 6})
+    (share,) = [line for line in run_messages() if "Since" in line]
+    assert re.fullmatch(
+        r"Since the first start [\d.]+ s ago \(2 starts, [\d.]+ s pause\): \d+% training steps\.", share
+    )
+
+
+def test_higher_checkpoint_of_an_earlier_run_is_not_promised(tmp_path):
+    for step in (4, 36):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    last = str(tmp_path / "checkpoint-4")
+    hint = (
+        f"{last}. Resume with trainer.train(resume_from_checkpoint={last!r}): True would take {tmp_path}/checkpoint-36,"
+    )
+    assert hint in summary.make_resume_hint([last], is_complete=False)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def test_losses_are_summed_in_float32(monkeypatch, dtype, is_on_cpu):
     expected = torch.tensor(0.0)
     for loss in (1 / 3, 2 / 3, float("nan"), 0.1):
         loss = torch.tensor(loss, dtype=dtype)
-        losses.add_loss(loss)
+        losses.add_loss(loss, {})
         expected += loss if loss.isfinite() else expected / 2
     assert run.loss_since_log.dtype is torch.float32
     assert torch.equal(run.loss_since_log, expected)
