@@ -21,6 +21,7 @@ from hftrainer import hyperparameter_search, integrations, trainer_optimizer
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.support import refuse_unknown
 from hftrainer.arguments.validation import add_missing_fields
+from hftrainer.assembly.object_checks import check_objects, one_processing_class
 from hftrainer.assembly.trainer_parts import TrainerParts
 from hftrainer.base.tracebacks import HideEngineFrames, describe_type
 from hftrainer.callbacks.progress_bar import ProgressCallback
@@ -35,8 +36,7 @@ from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.model.inspection import parameters
 from hftrainer.modelcard import create_model_card
-from hftrainer.parts.model_setup import check_pair
-from hftrainer.parts.object_checks import check_objects, one_processing_class
+from hftrainer.preparation.model_setup import check_pair
 from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
@@ -379,7 +379,7 @@ class Trainer(EarlierMethods):
 
         With `average_tokens_across_devices`, the sum over all ranks, except in evaluations.
         """
-        return self._hftrainer.losses.num_items(batch_samples, device)
+        return self._hftrainer.counting.num_items(batch_samples, device)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device."""
@@ -692,15 +692,15 @@ class Trainer(EarlierMethods):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Forward and backward FLOPs of a batch: 6 per token and parameter; 0 if unknown."""
-        return self._hftrainer.losses.floating_point_ops(inputs)
+        return self._hftrainer.counting.floating_point_ops(inputs)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument enables it."""
-        self._hftrainer.losses.track_tokens(inputs)
+        self._hftrainer.counting.track_tokens(inputs)
 
     def store_flos(self) -> None:
         """Add the operations counted since the last call to `state.total_flos`."""
-        self._hftrainer.losses.store_flos()
+        self._hftrainer.counting.store_flos()
 
     def _maybe_log_save_evaluate(
         self,
@@ -1134,7 +1134,7 @@ class Trainer(EarlierMethods):
         # Until v5.2, it is None before training.
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
-        logs |= self._hftrainer.losses.token_metrics(start_time)
+        logs |= self._hftrainer.counting.token_metrics(start_time)
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._hftrainer.call_callbacks("on_log", logs)
         self._hftrainer.engine.show_values(logs)

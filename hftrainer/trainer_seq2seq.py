@@ -12,9 +12,9 @@ from torch import nn
 from hftrainer.compat.overrides import record_methods
 from hftrainer.errors import InvalidArgument, WrongObject
 from hftrainer.evaluation.collecting import make_full_gather
+from hftrainer.model.inspection import extract_loss
 from hftrainer.trainer import Trainer
 from hftrainer.trainer_utils import PredictionOutput
-from hftrainer.training.loss import extract_loss
 
 
 @record_methods

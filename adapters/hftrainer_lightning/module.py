@@ -33,7 +33,7 @@ class TrainerModule(WithoutBatchTransfer):
     begin_epoch            on_train_epoch_start
     run_epoch_in_trainer     (none: Lightning's epoch, with all calls below, runs within it)
     begin_micro_batch      on_train_batch_start
-    training_step          training_step
+    run_micro_batch        training_step
     end_micro_batch        training_step
     before_optimizer_step  configure_gradient_clipping
     after_optimizer_step   optimizer_step
@@ -203,7 +203,7 @@ class TrainerModule(WithoutBatchTransfer):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """Run the forward and backward passes of a micro-batch; returns the detached loss."""
-        loss = self.events.training_step(self.model, batch)
+        loss = self.events.run_micro_batch(self.model, batch)
         self.events.end_micro_batch(loss, batch)
         return loss
 

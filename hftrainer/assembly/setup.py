@@ -15,7 +15,9 @@ from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
 from hftrainer.arguments.support import check_supported, find_unused_settings, make_plan
 from hftrainer.arguments.validation import check_accelerator_config, check_types, check_values, set_accumulation_steps
+from hftrainer.assembly.object_checks import check_consistency, check_data, check_memmap, check_optimizer
 from hftrainer.base.messages import log_once
+from hftrainer.base.part import Part
 from hftrainer.callbacks.handler import (
     EVENTS,
     HOOK_BY_EVENT,
@@ -35,8 +37,6 @@ from hftrainer.evaluation.collecting import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.parallel.accelerator import EngineAccelerator
-from hftrainer.parts.object_checks import check_consistency, check_data, check_memmap, check_optimizer
-from hftrainer.parts.part import Part
 from hftrainer.plugins import lightning_adapter
 from hftrainer.releases.followed import describe_older_release
 from hftrainer.reporting.tracking import ReportingCallback

@@ -19,13 +19,15 @@ from hftrainer.callbacks.state import has_saved_state
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.evaluation.evaluation_runner import EvaluationRunner
-from hftrainer.parts import hub_uploader, loader_factory, model_setup, storage_sync
+from hftrainer.hub.pushes import HubUploader
 from hftrainer.plugins import load
+from hftrainer.preparation import loader_factory, model_setup
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.tracking import LogFolder, TrackerCallback, reporting_callbacks
+from hftrainer.storage.sync import StorageSync
 from hftrainer.strategies.strategy import Strategy
-from hftrainer.training import control_actions, loss, runner, saver
+from hftrainer.training import control_actions, counting, loss, runner, saver
 from hftrainer.training.run import Run
 
 if TYPE_CHECKING:
@@ -66,7 +68,8 @@ class TrainerParts:
         setup: builds everything that depends on the arguments.
         model_setup: sets up the model, its optimizer and its schedule.
         loaders: makes data loaders.
-        losses: prepares micro-batches, computes their losses, and counts their tokens.
+        losses: prepares micro-batches and computes their losses.
+        counting: counts items, tokens and floating-point operations over all ranks.
         saver: writes checkpoints and restores from them.
         control_actions: logs, saves and evaluates when due.
         evaluation: runs a pass over an evaluation or test set.
@@ -97,11 +100,12 @@ class TrainerParts:
         self.model_setup = model_setup.ModelSetup(self)
         self.loaders = loader_factory.LoaderFactory(self)
         self.losses = loss.LossComputer(self)
+        self.counting = counting.Counting(self)
         self.saver = saver.CheckpointSaver(self)
         self.control_actions = control_actions.ControlActions(self)
         self.evaluation = EvaluationRunner(self)
-        self.hub_uploader = hub_uploader.HubUploader(self)
-        self.storage_sync = storage_sync.StorageSync(self)
+        self.hub_uploader = HubUploader(self)
+        self.storage_sync = StorageSync(self)
         self.runner = runner.TrainingRunner(self)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Messages, notes on errors, and safe loading of torch's files, used by all packages."""
+"""Messages, notes on errors, safe loading of torch's files, and the class of a Trainer's parts."""

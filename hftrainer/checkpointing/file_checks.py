@@ -126,7 +126,7 @@ def _damaged_member(path: Path) -> str | None:
 # ---- Values --------------------------------------------------------------------------------------------------------
 
 
-def check_state(value: Any, expected: Any, name: str = "the state") -> None:
+def check_value_types(value: Any, expected: Any, name: str = "the state") -> None:
     """Check that plain values have the types of those they replace.
 
     Additional values are not checked.
@@ -140,7 +140,7 @@ def check_state(value: Any, expected: Any, name: str = "the state") -> None:
         if missing_keys := [key for key in expected if key not in value]:
             raise TypeError(f"{name} lacks {missing_keys[0]!r}")
         for key, expected_item in expected.items():
-            check_state(value[key], expected_item, str(key))
+            check_value_types(value[key], expected_item, str(key))
     elif not _is_like(value, expected) and not (value is None and name in _NULLABLE_SWITCHES):
         raise TypeError(f"{name} is {reprlib.repr(value)}, but must have the type of {reprlib.repr(expected)}")
 
@@ -186,7 +186,7 @@ def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
 
 def _check_group(saved: dict[str, Any], group: dict[str, Any]) -> None:
     """Check that a saved parameter group has the settings and the number of tensors of the optimizer's."""
-    check_state(saved, {key: value for key, value in group.items() if key in saved and key != "params"})
+    check_value_types(saved, {key: value for key, value in group.items() if key in saved and key != "params"})
     tensor_count, saved_count = len(group["params"]), len(saved["params"])
     if (missing := (_SETTINGS & group.keys()) - saved.keys()) or tensor_count != saved_count:
         problem = f"lacks {min(missing)!r}" if missing else f"has {saved_count} tensors in a group, not {tensor_count}"
@@ -215,7 +215,7 @@ def _check_state_keys(
 def _check_moment(name: str, value: Any, parameter: torch.Tensor) -> None:
     """Check a tensor's shape. Fused kernels do not check it, and a wrong shape crashes them."""
     if name == "step":
-        check_state(value, 0, name)
+        check_value_types(value, 0, name)
     elif isinstance(value, torch.Tensor) and value.shape != parameter.shape:
         raise ValueError(f"{name} has the shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
     # SGD's `momentum_buffer` may be None at the first step.

@@ -19,7 +19,7 @@ from hftrainer.base.safe_loading import load_torch_file, name_file_in_errors, pr
 from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, has_saved_state
 from hftrainer.checkpointing import names, optimizer_groups
-from hftrainer.checkpointing.file_checks import FRESH_OPTIMIZER, check_optimizer_state, check_state
+from hftrainer.checkpointing.file_checks import FRESH_OPTIMIZER, check_optimizer_state, check_value_types
 from hftrainer.checkpointing.folder import (
     CheckpointFolder,
     Inspection,
@@ -355,7 +355,7 @@ def load_scheduler_or_scaler(target: Any, folder: str, name: str, convert: Calla
         expected = target.state_dict()
         # As in transformers, a schedule that follows a metric may continue any other.
         is_other = "factor" in expected and "lr_lambdas" in state
-        check_state(state, {key: value for key, value in expected.items() if key in state or not is_other})
+        check_value_types(state, {key: value for key, value in expected.items() if key in state or not is_other})
         target.load_state_dict(state)
 
 
@@ -366,7 +366,7 @@ def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
     path = os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME)
     states: dict[str, Any] = load_torch_file(path) if os.path.isfile(path) else {}
     with name_file_in_errors(path):
-        check_state(states, {"callbacks": {}} if "callbacks" in states else {})
+        check_value_types(states, {"callbacks": {}} if "callbacks" in states else {})
     return states
 
 

@@ -17,7 +17,7 @@ import torch
 
 from hftrainer.base.safe_loading import check_fields, load_torch_file, name_file_in_errors
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.file_checks import check_state
+from hftrainer.checkpointing.file_checks import check_value_types
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import InvalidArgument
 
@@ -227,7 +227,7 @@ def _check_progress(saved: dict[str, Any]) -> None:
     if invalid_counts := [name for name in _COUNTS if not 0 <= (saved[name] or 0) < 2**62]:
         raise ValueError(f"{invalid_counts[0]} is {saved[invalid_counts[0]]}, not between 0 and 2**62")
     if (data := saved["data"]) is not None:
-        check_state(data, {"opened": {}, "held": {}, "exhausted": False}, "data")
+        check_value_types(data, {"opened": {}, "held": {}, "exhausted": False}, "data")
         if not isinstance(data.get("before"), (dict, type(None))):
             raise TypeError("data['before'] is not a dict")
     for name, row in saved.get("sources", {}).items():

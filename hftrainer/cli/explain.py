@@ -109,8 +109,8 @@ def _check_like_trainer(args: TrainingArguments) -> None:
     from torch import nn, optim
 
     from hftrainer import integrations, optimization, trainer_optimizer
+    from hftrainer.assembly import object_checks
     from hftrainer.model import apply_arguments
-    from hftrainer.parts import object_checks
 
     integrations.select_trackers(args.report_to)
     object_checks.check_memmap(args)

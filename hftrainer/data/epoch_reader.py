@@ -134,7 +134,7 @@ class ReadRecorder:
         return batch.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The log for a checkpoint, in tensors and plain values."""
+        """What was read so far, and the random states, for a checkpoint, in tensors and plain values."""
         state: dict[str, Any] = {"before": self.states_before_batch, "stream": self.stream_state}
         if self._workers:
             worker_states = {"round": self._states_before_round, "latest": self._latest_states}
@@ -197,9 +197,9 @@ class EpochReader:
         self._generators = RandomGenerators(loader=loader)
         self._start_states: dict[str, Any] | None = None
         self._wait_seconds = 0.0
-        self._log: ReadRecorder | None = None
+        self._recorder: ReadRecorder | None = None
         if isinstance(loader, PreparedDataLoader):
-            self._log = loader.log = ReadRecorder(loader, self._generators)
+            self._recorder = loader.recorder = ReadRecorder(loader, self._generators)
 
     def open_epoch(self, epoch: int, resume_point: ResumePoint | None = None) -> Iterator[Any]:
         """The batches of an epoch. When resuming, only the remaining ones."""
@@ -210,11 +210,11 @@ class EpochReader:
             # Samplers and workers draw their seeds again.
             self._generators.restore(saved_state["opened"])
         self._start_states = self._generators.capture()
-        if self._log is not None:
-            self._log.begin_epoch(draws=may_draw(self.loader))
+        if self._recorder is not None:
+            self._recorder.begin_epoch(draws=may_draw(self.loader))
         if resume_point is None:
             iterator = iter(_set_epoch(self.loader, epoch))
-            return iterator if self._log is not None else self._time_batches(iterator)
+            return iterator if self._recorder is not None else self._time_batches(iterator)
         if isinstance(self.loader, PreparedDataLoader):
             self.loader.resume_at(resume_point.position, saved_state, resume_point.restore_random_states)
             return iter(_set_epoch(self.loader, epoch))
@@ -223,26 +223,26 @@ class EpochReader:
             resume_point.restore_random_states()
         return self._time_batches(iterator)
 
-    def waits(self) -> dict[str, float]:
+    def wait_seconds_by_cause(self) -> dict[str, float]:
         """Cause of waiting for batches → seconds."""
-        if self._log is None:
+        if self._recorder is None:
             return {"the script's loader": self._wait_seconds}
-        transfer = {"the transfer to the device": self._log.transfer_seconds}
+        transfer = {"the transfer to the device": self._recorder.transfer_seconds}
         if self.loader.num_workers:
-            return {"the loading processes": self._log.wait_seconds, **transfer}
+            return {"the loading processes": self._recorder.wait_seconds, **transfer}
         return {
-            "the dataset": self._log.wait_seconds - self._log.collate_seconds,
-            "data_collator": self._log.collate_seconds,
+            "the dataset": self._recorder.wait_seconds - self._recorder.collate_seconds,
+            "data_collator": self._recorder.collate_seconds,
             **transfer,
         }
 
     def time_collator(self) -> None:
         """Time the collator too."""
-        if self._log is not None:
-            self._log.times_collator = True
+        if self._recorder is not None:
+            self._recorder.times_collator = True
 
     def _time_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches of the script's loader, and adds the time of each to `waits`."""
+        """Yields the batches of the script's loader, and adds the time of each to the seconds of waiting."""
         start = time.perf_counter()
         for batch in batches:
             self._wait_seconds += time.perf_counter() - start
@@ -283,8 +283,8 @@ class EpochReader:
         self._generators.find_generators()
         generator_states = self._generators.generator_states()
         state = {"opened": self._start_states, "held": generator_states, "loader": None, "exhausted": False}
-        if self._log is not None:
-            return state | {"exhausted": self.loader.position.is_last} | self._log.state_dict()
+        if self._recorder is not None:
+            return state | {"exhausted": self.loader.position.is_last} | self._recorder.state_dict()
         return state | {"loader": self.loader.state_dict() if is_stateful(self.loader) else None}
 
 

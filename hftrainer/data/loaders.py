@@ -89,7 +89,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     Attributes:
         position: position of the last batch that was yielded.
-        log: records the batches that a training loader reads.
+        recorder: records the batches that a training loader reads.
 
     Raises:
         InvalidArgument: when the config does not fit this data.
@@ -117,7 +117,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self.is_elastic = global_batch is not None
         self.iteration = 0
         self.position = BatchPosition()
-        self.log: ReadRecorder | None = None
+        self.recorder: ReadRecorder | None = None
         self._start = _IterationStart()
         self._has_drawn_seed = False
         self._read_indices: collections.deque[Any] = collections.deque(maxlen=0)
@@ -197,15 +197,15 @@ class PreparedDataLoader(DataLoader[Any]):
 
         Args:
             position: number of batches of the epoch that were used.
-            saved: the log's `state_dict` at that point, if known.
+            saved: the recorder's `state_dict` at that point, if known.
             restore_random: called after the first batch is read, if `saved` allows reading it again.
         """
         start, read_again, used_batches = self._start, 0, position
         position *= self.loader_plan.round_size or 1
         if saved is not None and self.num_workers and "workers" in saved:
-            assert self.log is not None
+            assert self.recorder is not None
             with name_file_in_errors(DATA_STATE):
-                skipped, start.worker_states, start.worker_seed = self.log.resume_at(position, saved)
+                skipped, start.worker_states, start.worker_seed = self.recorder.resume_at(position, saved)
             read_again, position = position - skipped, skipped
         elif saved is not None and saved.get("stream") is not None:
             dataset: Any = self.dataset
@@ -284,8 +284,8 @@ class PreparedDataLoader(DataLoader[Any]):
             batch, is_filler = next_item
             start = time.perf_counter()
             batch = to_device(batch, self.device, self.non_blocking)
-            if self.log is not None:
-                self.log.transfer_seconds += time.perf_counter() - start
+            if self.recorder is not None:
+                self.recorder.transfer_seconds += time.perf_counter() - start
             next_item = next(iterator, _NOTHING)
             is_last = next_item is _NOTHING
             is_filler = is_filler or (is_last and plan.ends_with_filler)
@@ -313,7 +313,7 @@ class PreparedDataLoader(DataLoader[Any]):
             times: batches read for each batch that this process uses.
         """
         start, self._start = self._start, _IterationStart()
-        log, size = self.log, self.loader_plan.round_size
+        recorder, size = self.recorder, self.loader_plan.round_size
         if size is not None and self.shard_spec.rank:
             self._draw_without_reading(start)
             if start.restore_random is not None:
@@ -324,26 +324,26 @@ class PreparedDataLoader(DataLoader[Any]):
             self.batch_sampler.skip_now()
         for _ in range(start.skipped_batches * times):
             skipped = next(batches, None)
-            if log is not None:
-                log.count_batch(skipped)
+            if recorder is not None:
+                recorder.count_batch(skipped)
         iterator = batches if size is None else group_batches(batches, size, self.drops_last)
-        if log is None:
+        if recorder is None:
             yield from iterator
             return
         if start.restore_random is not None:
             if start.states_before_batch is not None:
-                log.generators.restore(start.states_before_batch)
+                recorder.generators.restore(start.states_before_batch)
             # Read again the batch that was read ahead when the checkpoint was written.
-            log.begin_read()
+            recorder.begin_read()
             first = next(iterator, _NOTHING)
             start.restore_random()
             if first is _NOTHING:
                 return
-            yield log.end_read(first)
-        log.begin_read()
+            yield recorder.end_read(first)
+        recorder.begin_read()
         for batch in iterator:
-            yield log.end_read(batch)
-            log.begin_read()
+            yield recorder.end_read(batch)
+            recorder.begin_read()
 
     def _mark_read(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches, and removes each from `unread` of the batch sampler."""
@@ -359,21 +359,21 @@ class PreparedDataLoader(DataLoader[Any]):
             super().__iter__()
         elif not (self.persistent_workers and self._has_drawn_seed):
             draws = start.worker_seed is None
-            if self.log is not None:
-                self.log.begin_workers(None, draws_seed=draws)
+            if self.recorder is not None:
+                self.recorder.begin_workers(None, draws_seed=draws)
             if draws:
                 torch.empty((), dtype=torch.int64).random_()
             self._has_drawn_seed = True
 
     def _open_data(self, start: _IterationStart) -> Iterator[Any]:
-        """Open the data. If there is a log, new workers send their random states with each batch."""
+        """Open the data. If there is a recorder, new workers send their random states with each batch."""
         if self.persistent_workers and self._iterator is not None:
             return super().__iter__()
         settings = self.collate_fn, self.worker_init_fn, self.generator
         if self.num_workers:
             self._prepare_workers(start)
-        elif self.log is not None and self.log.times_collator:
-            self.collate_fn = self.log.time_collate_fn(self.collate_fn)
+        elif self.recorder is not None and self.recorder.times_collator:
+            self.collate_fn = self.recorder.time_collate_fn(self.collate_fn)
         try:
             return super().__iter__()
         finally:
@@ -385,12 +385,12 @@ class PreparedDataLoader(DataLoader[Any]):
             self.generator = torch.Generator()
             with name_file_in_errors(DATA_STATE):
                 self.generator.set_state(start.worker_seed)
-        if self.log is not None:
+        if self.recorder is not None:
             self.collate_fn = collator = StateSendingCollator(self.collate_fn)
             self.worker_init_fn = functools.partial(
                 init_worker, self.worker_init_fn, collator, dict(start.worker_states)
             )
-            self.log.begin_workers(self.generator, draws_seed=start.worker_seed is None)
+            self.recorder.begin_workers(self.generator, draws_seed=start.worker_seed is None)
 
 
 _NOTHING: Any = object()

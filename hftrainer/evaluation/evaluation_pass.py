@@ -86,7 +86,7 @@ class EvaluationPass:
         self.metrics.reset()
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the batches, in the order in which `step` must receive them."""
+        """Yields the batches, in the order in which `predict_batch` receives them."""
         loader = self.dataloader
         for inputs in loader:
             self._positions.append(loader.position if isinstance(loader, PreparedDataLoader) else None)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from hftrainer.arguments import legacy
 from hftrainer.base.messages import log_facts, log_once
+from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import add_note, describe_type
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import accepted_args, call_with_accepted, has_length, is_overridden
@@ -25,7 +26,6 @@ from hftrainer.evaluation.collecting import make_metrics_gather, select_predicti
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.parallel import devices
 from hftrainer.parallel.process_group import CollectiveCall
-from hftrainer.parts.part import Part
 from hftrainer.reporting.metrics import mean_loss
 from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics

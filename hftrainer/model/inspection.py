@@ -1,19 +1,26 @@
-"""Finds out how a model is called, and walks over its modules at every step."""
+"""Finds out how a model is called, finds the loss in its outputs, and walks over its modules at every step."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from hftrainer.base.messages import log_once
+from hftrainer.base.tracebacks import describe_type
 from hftrainer.compat import libraries
-from hftrainer.errors import InvalidSetup
+from hftrainer.errors import InvalidArgument, InvalidSetup
 
 logger = logging.getLogger(__name__)
+
+LOSS_REMEDY = (
+    "let the model return (loss, ...) or {'loss': loss, ...}, pass compute_loss_func, or override compute_loss."
+)
 
 
 def find_labels(model_class: type) -> list[str]:
@@ -45,6 +52,35 @@ def accepts_loss_kwargs(model: nn.Module) -> bool:
         return bool(bare_model.accepts_loss_kwargs)
     parameters = inspect.signature(bare_model.forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def extract_loss(outputs: Any, inputs: Mapping[str, Any]) -> Any:
+    """The loss in the model's outputs.
+
+    It is the entry 'loss' of a mapping, the first item of a tuple, or the first number of a tensor of shape `(n,)`.
+    Such a tensor is rarely a loss. We warn, but train on its first number, as transformers does.
+
+    Raises:
+        InvalidArgument: if the outputs have no loss; the error names what the model returned.
+    """
+    if isinstance(outputs, Mapping):
+        if "loss" in outputs:
+            return outputs["loss"]
+        returned = f"only {', '.join(map(str, outputs)) or 'an empty dict'}"
+    elif isinstance(outputs, (tuple, list)) and outputs:
+        return outputs[0]
+    elif isinstance(outputs, torch.Tensor) and outputs.ndim == 1 and len(outputs):
+        log_once(
+            logger,
+            "The model returned a 1-D tensor; its first number is used as the loss. If that is wrong, " + LOSS_REMEDY,
+        )
+        return outputs[0]
+    else:
+        returned = describe_type(outputs)
+    raise InvalidArgument(
+        f"The model returned no loss, {returned}, from the inputs {', '.join(map(str, inputs))}: "
+        f"{'' if 'labels' in inputs else 'check that the model gets the labels; '}{LOSS_REMEDY}"
+    )
 
 
 _PACKAGES = ("lightning.", "pytorch_lightning.")

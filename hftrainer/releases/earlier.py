@@ -1,6 +1,7 @@
 """The table of releases: a subclass of `ReleasePolicy` for each release after which `transformers` changed.
 
-Each has the behaviour that changed after its release. To drop releases, delete the last subclasses.
+Each class restores what the next release changed; `own_changes` describes it. To drop releases, delete the last
+subclasses.
 """
 
 from __future__ import annotations
@@ -40,8 +41,6 @@ class EarlierSchedule(NamedTuple):
 
 
 class PolicyUntil5_22(ReleasePolicy):
-    """Differences of releases up to and including 5.22."""
-
     last_release = Release(5, 22)
     own_changes = {
         "filters_nonfinite_eval_losses": "eval_loss is nan or infinite if the loss of one batch is",
@@ -52,8 +51,6 @@ class PolicyUntil5_22(ReleasePolicy):
 
 
 class PolicyUntil5_18(PolicyUntil5_22):
-    """Differences of releases up to and including 5.18."""
-
     last_release = Release(5, 18)
     own_changes = {
         "averages_train_loss_over_call": "train_loss of a resumed run is the loss sum of this call divided by all "
@@ -67,8 +64,6 @@ class PolicyUntil5_18(PolicyUntil5_22):
 
 
 class PolicyUntil5_17(PolicyUntil5_18):
-    """Differences of releases up to and including 5.17."""
-
     last_release = Release(5, 17)
     own_changes = {
         "aligns_only_set_tokens": "the model's configs lose special tokens that the tokenizer lacks, and lists of end "
@@ -78,8 +73,6 @@ class PolicyUntil5_17(PolicyUntil5_18):
 
 
 class PolicyUntil5_15(PolicyUntil5_17):
-    """Differences of releases up to and including 5.15."""
-
     last_release = Release(5, 15)
     own_changes = {
         "evaluation_generator": "an evaluation grouped by length draws its order from torch's generator, which "
@@ -91,8 +84,6 @@ class PolicyUntil5_15(PolicyUntil5_17):
 
 
 class PolicyUntil5_14(PolicyUntil5_15):
-    """Differences of releases up to and including 5.14."""
-
     last_release = Release(5, 14)
     own_changes = {
         "smooths_over_items": "label smoothing divides by the labels of its micro-batch, even where the loss is summed "
@@ -102,8 +93,6 @@ class PolicyUntil5_14(PolicyUntil5_15):
 
 
 class PolicyUntil5_9(PolicyUntil5_14):
-    """Differences of releases up to and including 5.9."""
-
     last_release = Release(5, 9)
     own_changes = {
         "counted_labels": "every label is counted in num_items_in_batch, including the first of a causal sequence "
@@ -115,8 +104,6 @@ class PolicyUntil5_9(PolicyUntil5_14):
 
 
 class PolicyUntil5_5(PolicyUntil5_9):
-    """Differences of releases up to and including 5.5."""
-
     last_release = Release(5, 5)
     own_changes = {"gradient_divisor": "since 5.2, accelerate divides gradients by gradient_accumulation_steps again"}
 
@@ -125,8 +112,6 @@ class PolicyUntil5_5(PolicyUntil5_9):
 
 
 class PolicyUntil5_3(PolicyUntil5_5):
-    """Differences of releases up to and including 5.3."""
-
     last_release = Release(5, 3)
     own_changes = {
         "evaluates_last_step": "with eval_strategy='steps', the last step is evaluated only if it is a multiple of "
@@ -136,8 +121,6 @@ class PolicyUntil5_3(PolicyUntil5_5):
 
 
 class PolicyUntil5_2(PolicyUntil5_3):
-    """Differences of releases up to and including 5.2."""
-
     last_release = Release(5, 2)
     own_changes = {
         "epoch_before_training": "state.epoch is None before training, and evaluate() does not log it",
@@ -157,8 +140,6 @@ class PolicyUntil5_2(PolicyUntil5_3):
 
 
 class PolicyUntil5_1(PolicyUntil5_2):
-    """Differences of releases up to and including 5.1."""
-
     last_release = Release(5, 1)
     own_changes = {"resumes_with_batch_size_of_arguments": "a resumed run has the batch size of its checkpoint"}
     resumes_with_batch_size_of_arguments = False
@@ -166,8 +147,6 @@ class PolicyUntil5_1(PolicyUntil5_2):
 
 
 class PolicyUntil5_0(PolicyUntil5_1):
-    """Differences of releases up to and including 5.0."""
-
     last_release = Release(5, 0)
     own_changes = {
         "calls_create_scheduler": "train() calls create_optimizer_and_scheduler, even if create_optimizer and "
@@ -177,8 +156,6 @@ class PolicyUntil5_0(PolicyUntil5_1):
 
 
 class PolicyUntil4_57(PolicyUntil5_0):
-    """Differences of releases up to and including 4.57."""
-
     last_release = Release(4, 57)
     own_changes = {
         "estimates_total_flos": "total_flos is the result of the model's own floating_point_ops",
@@ -197,8 +174,6 @@ class PolicyUntil4_57(PolicyUntil5_0):
 
 
 class PolicyUntil4_56(PolicyUntil4_57):
-    """Differences of releases up to and including 4.56."""
-
     last_release = Release(4, 56)
     own_changes = {
         "divides_eval_loss_by_items": "the loss of an evaluation batch is the model's own mean (transformers#41183)"
@@ -207,16 +182,12 @@ class PolicyUntil4_56(PolicyUntil4_57):
 
 
 class PolicyUntil4_55(PolicyUntil4_56):
-    """Differences of releases up to and including 4.55."""
-
     last_release = Release(4, 55)
     own_changes = {"aligns_special_tokens": "the model's configs keep their special tokens (transformers#38441)"}
     aligns_special_tokens = False
 
 
 class PolicyUntil4_54(PolicyUntil4_55):
-    """Differences of releases up to and including 4.54."""
-
     last_release = Release(4, 54)
     own_changes = {"loss_divisor": "a loss not divided by num_items_in_batch is divided by gradient_accumulation_steps"}
 
@@ -225,8 +196,6 @@ class PolicyUntil4_54(PolicyUntil4_55):
 
 
 class PolicyUntil4_52(PolicyUntil4_54):
-    """Differences of releases up to and including 4.52."""
-
     last_release = Release(4, 52)
     own_changes = {
         "decay_parameter_names": "weight decay excludes the layers in ALL_LAYERNORM_LAYERS, but not those that are "
@@ -241,8 +210,6 @@ class PolicyUntil4_52(PolicyUntil4_54):
 
 
 class PolicyUntil4_51(PolicyUntil4_52):
-    """Differences of releases up to and including 4.51."""
-
     last_release = Release(4, 51)
     own_changes = {
         "logs_tokens_per_second": "train_tokens_per_second is not logged",
@@ -258,8 +225,6 @@ class PolicyUntil4_51(PolicyUntil4_52):
 
 
 class PolicyUntil4_50(PolicyUntil4_51):
-    """Differences of releases up to and including 4.50."""
-
     last_release = Release(4, 50)
     own_changes = {
         "counts_items_only_if_used": "items are counted for every model, and passed to overrides of compute_loss",
@@ -270,8 +235,6 @@ class PolicyUntil4_50(PolicyUntil4_51):
 
 
 class PolicyUntil4_49(PolicyUntil4_50):
-    """Differences of releases up to and including 4.49."""
-
     last_release = Release(4, 49)
     own_changes = {
         "num_items": "num_items_in_batch is a Python int",
@@ -290,8 +253,6 @@ class PolicyUntil4_49(PolicyUntil4_50):
 
 
 class PolicyUntil4_48(PolicyUntil4_49):
-    """Differences of releases up to and including 4.48."""
-
     last_release = Release(4, 48)
     own_changes = {
         "decay_parameter_names": "weight decay excludes normalization layers by their class only (transformers#35927)",

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from hftrainer.arguments.choices import SaveStrategy
+from hftrainer.base.part import Part
 from hftrainer.callbacks.flow_callbacks import EarlyStoppingCallback, evaluation_key
 from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import call_with_accepted, has_parameter, is_overridden
 from hftrainer.errors import InvalidArgument, MetricNotFound
 from hftrainer.optimization import needs_metric
 from hftrainer.parallel.devices import is_out_of_memory
-from hftrainer.parts.part import Part
 from hftrainer.reporting.metrics import get_metric, mean_loss
 
 

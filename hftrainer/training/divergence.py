@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrainer.base.part import Part
 from hftrainer.checkpointing.run_progress import STEP_SETTINGS, count_samples
 from hftrainer.compat.overrides import has_length
 from hftrainer.data.accumulation import Span, TrainingSchedule
@@ -28,8 +29,7 @@ from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import seed_of_order
 from hftrainer.errors import TrainingDiverged
 from hftrainer.monitoring import journal
-from hftrainer.parts.part import Part
-from hftrainer.parts.storage_sync import run_folder
+from hftrainer.storage.sync import run_folder
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
@@ -60,7 +60,7 @@ _DESCRIPTIONS = {
 
 
 @dataclass
-class Finding:
+class DivergedStep:
     """A diverged step, as one rank sees it.
 
     Attributes:
@@ -81,9 +81,9 @@ class Finding:
 class Diverged(Exception):
     """Raised by all ranks in the same step to end an attempt. The runner decides how to continue."""
 
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(f"Step {finding.step} diverged.")
-        self.finding = finding
+    def __init__(self, diverged_step: DivergedStep) -> None:
+        super().__init__(f"Step {diverged_step.step} diverged.")
+        self.diverged_step = diverged_step
 
 
 class DivergenceWatch(Part):
@@ -137,7 +137,7 @@ class DivergenceWatch(Part):
         processes = self.trainer.accelerator.processes
         if processes.start_max_over_ranks([int(reason)])()[0] if processes.is_distributed else reason:
             step = self.trainer.state.global_step + 1
-            raise Diverged(Finding(step, reason, value, self._spans, self._step_samples()))
+            raise Diverged(DivergedStep(step, reason, value, self._spans, self._step_samples()))
         self.recent_losses.append(loss)
         self._loss, self._spans = None, []
 
@@ -159,10 +159,9 @@ class DivergenceWatch(Part):
     def _step_samples(self) -> list[Any] | None:
         """The indices of the step's samples on this rank, by micro-batch; None if unknown."""
         loader = self.batches.reader.loader
-        micro_batches = sum(span.micro_batches for span in self._spans)
         if not isinstance(loader, PreparedDataLoader) or len(self._spans) != 1:
             return None
-        return loader.last_indices(micro_batches)
+        return loader.last_indices(self._spans[0].micro_batches)
 
 
 class SkippedSamples:
@@ -252,8 +251,8 @@ class SkippedSamples:
             epochs += 1
         return schedule._replace(num_train_epochs=epochs)
 
-    def add_finding(self, finding: Finding, folder: str | None) -> str:
-        """Add the step of a finding before the rollback to `folder`, and return a message.
+    def add_diverged_step(self, diverged_step: DivergedStep, folder: str | None) -> str:
+        """Add a diverged step before the rollback to `folder`, and return a message.
 
         A collective operation.
 
@@ -261,21 +260,21 @@ class SkippedSamples:
             TrainingDiverged: after `max_rollbacks` rollbacks, or with `on_divergence="stop"`.
         """
         processes, args = self.trainer.accelerator.processes, self.trainer.args
-        findings = processes.gather_objects([finding])
-        worst_finding = max(findings, key=lambda each: each.reason)
-        reason, value = worst_finding.reason, worst_finding.value
-        ranks = [rank for rank, each in enumerate(findings) if each.reason == reason]
-        samples = [each.samples for each in findings]
-        place = f" on rank {', '.join(map(str, ranks))}" if len(findings) > 1 else ""
-        message = f"Step {finding.step} diverged: {_DESCRIPTIONS[reason]} ({value:g}{place})"
+        diverged_steps = processes.gather_objects([diverged_step])
+        worst = max(diverged_steps, key=lambda each: each.reason)
+        reason, value = worst.reason, worst.value
+        ranks = [rank for rank, each in enumerate(diverged_steps) if each.reason == reason]
+        samples = [each.samples for each in diverged_steps]
+        place = f" on rank {', '.join(map(str, ranks))}" if len(diverged_steps) > 1 else ""
+        message = f"Step {diverged_step.step} diverged: {_DESCRIPTIONS[reason]} ({value:g}{place})"
         if len(self.entries) >= args.max_rollbacks or args.on_divergence == "stop":
-            raise TrainingDiverged(self._make_error_message(message, worst_finding, samples))
+            raise TrainingDiverged(self._make_error_message(message, worst, samples))
         entry = {
-            "step": finding.step,
+            "step": diverged_step.step,
             "reason": _DESCRIPTIONS[reason],
             "value": str(value) if not math.isfinite(value) else value,
             "ranks": ranks,
-            "windows": [list(dataclasses.astuple(span)) for span in finding.spans],
+            "windows": [list(dataclasses.astuple(span)) for span in diverged_step.spans],
             "samples": samples,
             "checkpoint": folder,
             "settings": self._position_settings(),
@@ -283,23 +282,19 @@ class SkippedSamples:
         self.entries.append(entry)
         self._skip_windows(entry)
         processes.broadcast_from_main(lambda: journal.append_line(self.path, entry, is_durable=True))
-        return (
-            f"{message}. Rollback {len(self.entries)} of {args.max_rollbacks}; {_describe_samples(samples)} are skipped"
-        )
+        rollback = f"Rollback {len(self.entries)} of {args.max_rollbacks}"
+        return f"{message}. {rollback}; {_describe_samples(samples)} are skipped"
 
-    def _make_error_message(self, message: str, finding: Finding, samples: list[Any]) -> str:
-        if self.trainer.args.on_divergence == "stop":
-            reason = "on_divergence='stop'"
-        else:
-            reason = (
-                f"the run was rolled back {len(self.entries)} times, max_rollbacks={self.trainer.args.max_rollbacks}"
-            )
+    def _make_error_message(self, message: str, diverged_step: DivergedStep, samples: list[Any]) -> str:
+        args, reason = self.trainer.args, "on_divergence='stop'"
+        if args.on_divergence != "stop":
+            reason = f"the run was rolled back {len(self.entries)} times, max_rollbacks={args.max_rollbacks}"
         skipped_steps = "".join(
             f"\n  step {each['step']}: {each['reason']}, {_describe_samples(each['samples'])}" for each in self.entries
         )
         return (
             f"{message}, and {reason}. The step read {_describe_samples(samples)}, "
-            f"{', '.join(f'epoch {each.epoch} from micro-batch {each.start}' for each in finding.spans)}. Check "
+            f"{', '.join(f'epoch {each.epoch} from micro-batch {each.start}' for each in diverged_step.spans)}. Check "
             "these samples first. If they are sound, lower learning_rate, lengthen the warmup, set max_grad_norm, or "
             f"use bf16 instead of fp16.{' Skipped before:' if skipped_steps else ''}{skipped_steps}"
         )

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrainer.base.part import Part
 from hftrainer.checkpointing.resume import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
 from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
 from hftrainer.errors import DamagedCheckpoint, InvalidSetup, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import add_missing_groups, keep_argument_settings, needs_metric
-from hftrainer.parts.part import Part
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import RunMonitors
 from hftrainer.training.run_batches import RunBatches
@@ -228,7 +228,7 @@ class TrainingEvents(Part):
         if window.is_first:
             self.parts.call_callbacks("on_step_begin")
 
-    def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+    def run_micro_batch(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """Call `Trainer.training_step`, which runs forward and backward; returns the detached loss.
 
         Only the window's last micro-batch all-reduces gradients, unless `syncs_each_batch`.

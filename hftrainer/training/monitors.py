@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.choices import read_observe
+from hftrainer.base.part import Part
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
 from hftrainer.monitoring.journal import COMPLETE, JOURNAL_NAME, Journal, read_events
 from hftrainer.monitoring.observer import Observer
 from hftrainer.monitoring.run_requests import Requests
-from hftrainer.parts.mixture_batches import make_source_log
-from hftrainer.parts.part import Part
-from hftrainer.parts.storage_sync import run_folder
+from hftrainer.preparation.mixture_batches import make_source_log
+from hftrainer.storage.sync import run_folder
 from hftrainer.trainer_pt_utils import find_batch_size
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def _make_observer(parts: TrainerParts, batches: RunBatches, folder: str, *, is_
     observer = Observer(
         observations,
         lambda: parts.run.seconds,
-        batches.reader.waits,
-        lambda count: int(parts.losses.sum_over_data(torch.tensor([count]))),
+        batches.reader.wait_seconds_by_cause,
+        lambda count: int(parts.counting.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
         Journal(folder if has_journal else None),
         {"world_size": args.world_size, "device": str(args.device), "resumed_from": batches.resume_folder},

@@ -10,12 +10,12 @@ import torch
 
 from hftrainer.arguments.choices import IntervalStrategy
 from hftrainer.base.messages import log_facts, tell
+from hftrainer.base.part import Part
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
 from hftrainer.compat.overrides import count_positional_arguments, has_length, make_scheduler
 from hftrainer.data.accumulation import TrainingSchedule, plan_schedule, position_at_step, read_schedule
 from hftrainer.errors import UnsupportedArgument
-from hftrainer.parts.part import Part
 from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.reporting import summary
 from hftrainer.training.sums import LoggedMetrics

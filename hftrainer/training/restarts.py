@@ -11,6 +11,7 @@ import torch
 
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import tell
+from hftrainer.base.part import Part
 from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing import resume
@@ -19,9 +20,8 @@ from hftrainer.errors import InvalidArgument, TrainingDiverged, UnsupportedArgum
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
-from hftrainer.parts.part import Part
 from hftrainer.trainer_pt_utils import nested_apply
-from hftrainer.training.divergence import Finding, SkippedSamples
+from hftrainer.training.divergence import DivergedStep, SkippedSamples
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
@@ -105,7 +105,7 @@ class Restarts(Part):
         needs_start |= args.auto_find_batch_size
         self.run.initial_state = InitialStateSnapshot(self.trainer) if needs_start else None
 
-    def roll_back(self, finding: Finding, optimizers: tuple[Any, Any]) -> str | None:
+    def roll_back(self, diverged_step: DivergedStep, optimizers: tuple[Any, Any]) -> str | None:
         """Return to the last checkpoint, or else to the initial state, after a step diverged.
 
         Returns:
@@ -118,7 +118,7 @@ class Restarts(Part):
         if mirror is not None:
             processes.run_on_main(mirror.wait)
         folder: str | None = processes.broadcast_from_main(self.parts.saver.last_checkpoint)
-        message = self.run.skipped_samples.add_finding(finding, folder)
+        message = self.run.skipped_samples.add_diverged_step(diverged_step, folder)
         if mirror is not None:
             processes.run_on_main(mirror.upload_files)
         if folder is None and initial_state is None:

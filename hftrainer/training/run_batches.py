@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.base.part import Part
 from hftrainer.compat import overrides
 from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
 from hftrainer.data.epoch_reader import EpochReader, ResumePoint
-from hftrainer.parts.part import Part
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts

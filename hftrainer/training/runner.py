@@ -15,6 +15,7 @@ import torch
 
 from hftrainer.arguments import legacy
 from hftrainer.base.messages import command_name, tell, wrap_text
+from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.checkpointing import resume
@@ -27,8 +28,6 @@ from hftrainer.errors import UnsupportedArgument
 from hftrainer.model.apply_arguments import apply_model_arguments
 from hftrainer.monitoring import health
 from hftrainer.parallel import devices
-from hftrainer.parts.object_checks import check_evaluation_data
-from hftrainer.parts.part import Part
 from hftrainer.reporting import summary
 from hftrainer.reporting.tracking import begin_runs
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
@@ -153,7 +152,7 @@ class TrainingRunner(Part):
                         ignore_keys_for_eval=ignore_keys,
                     )
                 except Diverged as error:
-                    restart = functools.partial(self.restarts.roll_back, error.finding, optimizers)
+                    restart = functools.partial(self.restarts.roll_back, error.diverged_step, optimizers)
                 except Exception as error:
                     if not (self.trainer.args.auto_find_batch_size and devices.is_out_of_memory(error)):
                         raise
@@ -286,7 +285,7 @@ class TrainingRunner(Part):
         first_epoch, position = self.trainer._init_training_state(
             schedule.max_steps, schedule.num_update_steps_per_epoch, planned_schedule.num_train_epochs, folder, trial
         )
-        check_evaluation_data(self.trainer)
+        self.parts.loaders.check_evaluation_data()
         model, dataloader = self.trainer._prepare_for_training(schedule.max_steps, dataloader, folder)
         if folder is None:
             self.planner.set_found_learning_rate(schedule.max_steps)
@@ -368,7 +367,7 @@ class TrainingRunner(Part):
             return
         share = 1 if self.parts.policy.averages_train_loss_over_call else steps / state.global_step
         seconds = {
-            "waiting for data": sum(events.batches.reader.waits().values()),
+            "waiting for data": sum(events.batches.reader.wait_seconds_by_cause().values()),
             "in evaluations": run.seconds.get("evaluation", 0.0),
             "saving": run.seconds.get("saving", 0.0),
         }
@@ -421,7 +420,7 @@ class TrainingRunner(Part):
         # The next trial sets these again.
         self.trainer.model = self.trainer.model_wrapped = handler.model = None  # type: ignore[assignment]
         handler.train_dataloader = None
-        parts.losses.flos_per_token = None
+        parts.counting.flos_per_token = None
         if self.trainer.args.torch_compile:
             # Free the code compiled for this model.
             torch.compiler.reset()

@@ -15,6 +15,7 @@ from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import SaveStrategy
+from hftrainer.base.part import Part
 from hftrainer.base.safe_loading import as_bytes
 from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.state import TrainerState, drop_from_json, export_states
@@ -29,8 +30,7 @@ from hftrainer.data.randomness import rng_state
 from hftrainer.errors import CheckpointNotWritten, RanksLost
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
-from hftrainer.parts import mixture_batches
-from hftrainer.parts.part import Part
+from hftrainer.preparation import mixture_batches
 from hftrainer.reporting.tracking import ids_of_open_runs
 from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training_args import without_tokens

@@ -13,8 +13,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hftrainer.base.messages import tell
+from hftrainer.base.part import Part
 from hftrainer.parallel.processes import Processes
-from hftrainer.parts.part import Part
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts

@@ -70,9 +70,8 @@ class LoggedMetrics:
         if not self._sums:
             return loss.item(), last_values
         numbers = torch.stack([loss.float(), *(value.to(loss.device) for value in self._sums.values())]).tolist()
-        means = {
-            name: value / (self._counts[name] or steps) for name, value in zip(self._sums, numbers[1:], strict=True)
-        }
+        sums = zip(self._sums, numbers[1:], strict=True)
+        means = {name: value / (self._counts[name] or steps) for name, value in sums}
         self._sums.clear()
         self._counts.clear()
         return numbers[0], means | last_values

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hftrainer.parts.object_checks import PER_RANK
+from hftrainer.assembly.object_checks import PER_RANK
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 from tests.distributed.cases_accelerator import find_all
 

@@ -89,7 +89,7 @@ def test_first_number_of_a_models_output_is_the_loss(tmp_path, caplog):
     """The model returns one number per row; its evaluation has no labels and no loss."""
     ours = compare(tmp_path, (NumberPerRow, lambda: [{"x": float(number)} for number in range(38)]), **EVALUATED)
     assert ours.logs[0]["loss"] != 0
-    (said,) = {line.message for line in caplog.records if line.name == "hftrainer.training.loss"}
+    (said,) = {line.message for line in caplog.records if line.name == "hftrainer.model.inspection"}
     assert "its first number is used as the loss" in said
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from hftrainer.releases import followed
 from hftrainer.trainer_pt_utils import LabelSmoother
+from hftrainer.training.counting import Counting
 from hftrainer.training.loss import LossComputer, split_losses
 from hftrainer.training.run import Run
 
@@ -93,9 +94,8 @@ LABELS = [{"labels": torch.tensor([[1, -100, 3]])}, {"labels": torch.tensor([[1,
 
 
 def count(release="5.20", batches=LABELS, **settings):
-    return make_losses(release, **{"model_accepts_loss_kwargs": True, **settings}).num_items(
-        batches, torch.device("cpu")
-    )
+    parts = make_losses(release, **{"model_accepts_loss_kwargs": True, **settings}).parts
+    return Counting(parts).num_items(batches, torch.device("cpu"))
 
 
 def test_items_are_the_labels_that_count():

@@ -15,6 +15,7 @@ from torch import nn
 from hftrainer import trainer_optimizer
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import tell
+from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import describe_type
 from hftrainer.checkpointing.optimizer_groups import NAMES_WITHOUT_GROUPS
 from hftrainer.compat import libraries
@@ -26,7 +27,6 @@ from hftrainer.model import inspection
 from hftrainer.optimization import get_scheduler, needs_metric
 from hftrainer.optimizers import param_groups
 from hftrainer.parallel.plan import check_model_layout
-from hftrainer.parts.part import Part
 from hftrainer.trainer_pt_utils import LabelSmoother
 
 if TYPE_CHECKING:
@@ -77,10 +77,8 @@ class ModelSetup(Part):
     def seed_generators(self) -> None:
         """Seed all random generators from the arguments."""
         args = self.trainer.args
-        if args.full_determinism:
-            enable_full_determinism(args.seed)
-        else:
-            set_seed(args.seed)
+        seed_all = enable_full_determinism if args.full_determinism else set_seed
+        seed_all(args.seed)
         self.parts.strategy.seed(args.seed)
 
     def call_model_init(self, trial: Any) -> nn.Module:
@@ -113,11 +111,8 @@ class ModelSetup(Part):
         policy, trainer = self.parts.policy, self.trainer
         has_tokens = libraries.has_special_tokens(trainer.processing_class) and hasattr(trainer.model, "config")
         if policy.aligns_special_tokens and has_tokens:
-            inspection.align_special_tokens(
-                self.parts.unwrapped_model,
-                self.trainer.processing_class,
-                all_tokens=not policy.aligns_only_set_tokens,
-            )
+            model, all_tokens = self.parts.unwrapped_model, not policy.aligns_only_set_tokens
+            inspection.align_special_tokens(model, trainer.processing_class, all_tokens=all_tokens)
 
     def set_model(self, model: nn.Module) -> None:
         """Set the model: move it to its device, and inspect what it accepts and returns."""
@@ -127,11 +122,10 @@ class ModelSetup(Part):
         inspection.check_lightning_module(model, calls_forward=not is_overridden(self.trainer, "compute_loss"))
         self.trainer.model = self.trainer.model_wrapped = model
         self.set_inferred_attributes(self._inspect_model(model))
-        is_sharded = self.trainer.is_distributed_loading_by_transformers
-        sharding_methods = (
-            ("_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters") if is_sharded else ()
-        )
-        refuse_uncalled_methods(type(self.trainer), "_build_accelerator_args", *sharding_methods)
+        uncalled = ["_build_accelerator_args"]
+        if self.trainer.is_distributed_loading_by_transformers:
+            uncalled += ["_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters"]
+        refuse_uncalled_methods(type(self.trainer), *uncalled)
         if self.trainer.place_model_on_device:
             self._check_script_optimizer()
             self.trainer._move_model_to_device(model, self.trainer.args.device)
@@ -370,9 +364,9 @@ class ModelSetup(Part):
         if not self.parts.strategy.shards_model:
             yield
             return
-        per_token = self.parts.losses.count_flos_per_token()
+        per_token = self.parts.counting.count_flos_per_token()
         yield
-        self.parts.losses.flos_per_token = (self.trainer.model, per_token)
+        self.parts.counting.flos_per_token = (self.trainer.model, per_token)
 
     def check_accumulation(self, steps: int) -> None:
         """Raise if the accumulation steps changed, but the strategy fixes them.

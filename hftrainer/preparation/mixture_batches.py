@@ -195,10 +195,8 @@ class SourceLog:
         if self.sizes is None:
             passes = [] if self.stream is None else list(self.stream.passes.values())
             return [float(number) for number in passes] if any(passes) else []
-        size = self.parts.run.train_batch_size
-        return [
-            batches * size / samples for batches, samples in zip(self._plan.drawn.tolist(), self.sizes, strict=True)
-        ]
+        size, drawn = self.parts.run.train_batch_size, self._plan.drawn.tolist()
+        return [batches * size / samples for batches, samples in zip(drawn, self.sizes, strict=True)]
 
 
 def make_source_log(parts: TrainerParts, loader: Any) -> SourceLog | None:

@@ -1,4 +1,4 @@
-"""`Part`, the base class of the parts of a Trainer."""
+"""`Part`, the base class of the parts of a Trainer, in whichever package they are."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import describe_type
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import has_length, is_overridden, number_of_arguments
@@ -22,8 +23,7 @@ from hftrainer.data.samplers import UNSHARDED, LengthGroupedSampler, ShardSpec, 
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, UnknownDataset, UnsupportedArgument, WrongObject, suggest
 from hftrainer.parallel.devices import UNPINNED
-from hftrainer.parts import mixture_batches
-from hftrainer.parts.part import Part
+from hftrainer.preparation import mixture_batches
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -183,9 +183,20 @@ class LoaderFactory(Part):
         """Number of samples in a loader, estimated from its batches if its dataset has no length."""
         is_prepared = isinstance(dataloader, PreparedDataLoader)
         dataset: Any = dataloader.source if is_prepared else getattr(dataloader, "dataset", None)  # type: ignore[attr-defined]
-        if has_length(dataset):
-            return len(dataset)
-        return len(dataloader) * self.trainer.args.per_device_train_batch_size
+        return len(dataset) if has_length(dataset) else len(dataloader) * self.trainer.args.per_device_train_batch_size
+
+    def check_evaluation_data(self) -> None:
+        """Refuse an empty evaluation dataset before the first step, if the run will evaluate it."""
+        trainer, args = self.trainer, self.trainer.args
+        is_due = args.eval_strategy != "no" and self.parts.policy.evaluates_last_step and not args.eval_delay
+        if not is_due or is_overridden(trainer, "evaluate", "evaluation_loop", "get_eval_dataloader"):
+            return
+        datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+        for name, dataset in datasets.items():
+            if has_length(dataset) and not len(dataset):
+                raise InvalidArgument(
+                    f"eval_dataset{[name] if name else ''} is empty: add samples, or use eval_strategy='no'."
+                )
 
     # ---- Columns -----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Uploads the model and the checkpoints of a Trainer to the Hub."""
+"""Pushes the model and the checkpoints of a Trainer to the Hub."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hftrainer.arguments.choices import HubStrategy, SaveStrategy
-from hftrainer.parts.part import Part
+from hftrainer.base.part import Part
 
 
 class HubUploader(Part):
@@ -27,8 +27,7 @@ class HubUploader(Part):
             revision=args.hub_revision,
             is_for_run=args.push_to_hub,
         )
-        snapshots = UploadSnapshots(str(args.output_dir), self.trainer.processing_class)
-        self.parts.uploads = Uploads(repository, snapshots)
+        self.parts.uploads = Uploads(repository, UploadSnapshots(str(args.output_dir), self.trainer.processing_class))
         self.trainer.hub_model_id = repository.id
         self.trainer.push_in_progress = None
 
@@ -64,8 +63,7 @@ class HubUploader(Part):
 
     def push_checkpoint(self, folder: str) -> None:
         """Start uploading the parts of a checkpoint that `hub_strategy` selects."""
-        trainer = self.trainer
-        uploads = self.parts.uploads
+        trainer, uploads = self.trainer, self.parts.uploads
         if uploads is None or trainer.args.hub_strategy == HubStrategy.END:
             return
         from hftrainer.hub.uploads import PushInProgress

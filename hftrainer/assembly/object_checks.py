@@ -17,11 +17,11 @@ from torch.utils.data import IterableDataset
 from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.field import changed_arguments
 from hftrainer.base.tracebacks import describe_type
-from hftrainer.compat.overrides import has_length, is_overridden
+from hftrainer.compat.overrides import has_length
 from hftrainer.data.mixture import MixtureDataset, MixtureStream
 from hftrainer.errors import InvalidArgument, InvalidSetup, WrongObject
 from hftrainer.parallel.processes import Processes
-from hftrainer.parts.loader_factory import check_dataset
+from hftrainer.preparation.loader_factory import check_dataset
 from hftrainer.training_args import TrainingArguments
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 
@@ -158,20 +158,6 @@ def check_data(trainer: Trainer) -> None:
             "max_steps must be set: train_dataset has no length, so the number of optimizer steps cannot be "
             "computed from num_train_epochs."
         )
-
-
-def check_evaluation_data(trainer: Trainer) -> None:
-    """Refuse an empty evaluation dataset before the first step, if the run will evaluate it."""
-    args, policy = trainer.args, trainer._hftrainer.policy
-    is_due = args.eval_strategy != "no" and policy.evaluates_last_step and not args.eval_delay
-    if not is_due or is_overridden(trainer, "evaluate", "evaluation_loop", "get_eval_dataloader"):
-        return
-    datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-    for name, dataset in datasets.items():
-        if has_length(dataset) and not len(dataset):
-            raise InvalidArgument(
-                f"eval_dataset{[name] if name else ''} is empty: add samples, or use eval_strategy='no'."
-            )
 
 
 def _warn_of_ignored_arguments(args: TrainingArguments, optimizer: Any) -> None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hftrainer.arguments.storage_url import check_url, staging_folder_of
 from hftrainer.base.messages import tell
+from hftrainer.base.part import Part
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, DamagedCheckpoint
-from hftrainer.parts.part import Part
 from hftrainer.reporting.tracking import CheckpointPlace
 
 if TYPE_CHECKING:
@@ -85,16 +85,12 @@ class StorageSync(Part):
             StorageError: if the URL cannot be read or written.
             CheckpointNotFound: for a URL without a checkpoint.
         """
-        url = (
-            checkpoint
-            if isinstance(checkpoint, str) and "://" in checkpoint and not checkpoint.endswith(".ckpt")
-            else None
-        )
+        is_url = isinstance(checkpoint, str) and "://" in checkpoint and not checkpoint.endswith(".ckpt")
         mirror, run_dir = self.mirror, str(self.trainer.args.output_dir)
         if mirror is not None:
             self._run_on_main(lambda: mirror.begin(run_dir, resumes=bool(checkpoint)))
-        if url is not None:
-            return self._fetch_url(url)
+        if is_url:
+            return self._fetch_url(str(checkpoint))
         if mirror is None or not checkpoint:
             return checkpoint
 
@@ -123,11 +119,9 @@ class StorageSync(Part):
                 f"resume_from_checkpoint={url!r}: pass the URL of a checkpoint-xxx folder, or True for the newest at "
                 "storage_url."
             )
-        own_mirror = self.mirror
-        is_own = own_mirror is not None and own_mirror.remote.url == parent
-        mirror = (
-            own_mirror if own_mirror is not None and is_own else self._make_mirror(parent, staging_folder_of(parent))
-        )
+        mirror = self.mirror
+        if mirror is None or mirror.remote.url != parent:
+            mirror = self._make_mirror(parent, staging_folder_of(parent))
 
         def fetch() -> None:
             if not mirror.holds(str(mirror.local / name)):
@@ -139,8 +133,7 @@ class StorageSync(Part):
 
     def _fetch_on_each_node(self, mirror: Mirror, name: str) -> str:
         """Fetch a checkpoint and the best one that it names on each node, and return its local folder."""
-        trainer = self.trainer
-        folder = str(mirror.local / name)
+        trainer, folder = self.trainer, str(mirror.local / name)
 
         def begin() -> None:
             if mirror is self.mirror and not mirror.is_uploaded(name):

@@ -1,1 +1,0 @@
-"""Parts of a Trainer that outlive one `train()`: loaders, model, optimizer, uploads."""

@@ -1,0 +1,1 @@
+"""What a run trains with: loaders, mixtures, the model with its optimizer and schedule."""

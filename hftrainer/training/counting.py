@@ -1,0 +1,95 @@
+"""Counts the items, tokens and floating-point operations of a run's batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hftrainer.arguments import legacy
+from hftrainer.arguments.choices import token_counting_mode
+from hftrainer.base.part import Part
+from hftrainer.compat import libraries
+from hftrainer.data.collators import count_tokens
+from hftrainer.trainer_utils import speed_metrics
+
+
+class Counting(Part):
+    """Counts what the batches of all ranks hold.
+
+    Attributes:
+        flos_per_token: a model, and its floating-point operations per token.
+    """
+
+    flos_per_token: tuple[Any, int] | None = None
+
+    def num_items(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
+        """Number of labels that are not -100, over all micro-batches; None if unused."""
+        policy = self.parts.policy
+        is_used = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
+        if (not is_used and policy.counts_items_only_if_used) or not batch_samples or "labels" not in batch_samples[0]:
+            return None
+        labels = [policy.counted_labels(batch, shifts=self.trainer._loss_shifts_labels) for batch in batch_samples]
+        if not all(isinstance(each, torch.Tensor) for each in labels):
+            # The labels of detection models are lists of dicts.
+            return None
+        items = sum(each.ne(-100).sum() for each in labels).to(device)
+        if self.parts.averages_tokens:
+            items = self.sum_over_data(items)
+        return policy.num_items(items)
+
+    def track_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count the input tokens of a micro-batch over all ranks, if an argument requests it."""
+        if legacy.old_argument(self.trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
+            self.run.tokens += inputs["input_ids"].numel() * self.trainer.accelerator.processes.data_world_size
+        mode = token_counting_mode(self.trainer.args.include_num_input_tokens_seen)
+        if mode == "no":
+            return
+        main_input = getattr(self.trainer.model, "main_input_name", "input_ids")
+        tokens = count_tokens(inputs, main_input, mode, getattr(self.trainer.processing_class, "pad_token_id", None))
+        if tokens is not None:
+            self.trainer.state.num_input_tokens_seen += int(self.sum_over_data(tokens))
+
+    def token_metrics(self, start_time: float | None) -> dict[str, float]:
+        """Input tokens seen so far, and tokens per second since `start_time`, if arguments request them."""
+        if token_counting_mode(self.trainer.args.include_num_input_tokens_seen) == "no":
+            return {}
+        tokens = self.trainer.state.num_input_tokens_seen
+        metrics: dict[str, float] = {"num_input_tokens_seen": tokens}
+        if start_time is not None and self.parts.policy.logs_tokens_per_second:
+            metrics |= speed_metrics("train", start_time, num_tokens=tokens - self.run.initial_tokens)
+        return metrics
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Floating-point operations of forward and backward on a batch; 0 if unknown.
+
+        These are 6 per token and parameter.
+        """
+        model: Any = self.trainer.model
+        if not self.parts.policy.estimates_total_flos and hasattr(model, "floating_point_ops"):
+            return model.floating_point_ops(inputs)
+        main_input = getattr(model, "main_input_name", "input_ids")
+        return int(inputs[main_input].numel()) * self.count_flos_per_token() if main_input in inputs else 0
+
+    def count_flos_per_token(self) -> int:
+        """Floating-point operations of forward and backward per token, counted once for each model."""
+        model: Any = self.trainer.model
+        if self.flos_per_token is None or self.flos_per_token[0] is not model:
+            has_count = hasattr(model, "num_parameters")
+            parameters = libraries.num_parameters(model, exclude_embeddings=True) if has_count else 0
+            self.flos_per_token = (model, 6 * parameters)
+        return self.flos_per_token[1]
+
+    def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
+        """The sum of a count over all ranks with distinct batches."""
+        count = count.to(self.trainer.args.device)
+        return self.trainer.accelerator.processes.gather_numbers(count, one_per_tp_group=True).sum()
+
+    def store_flos(self) -> None:
+        """Add the operations counted since the last call to `state.total_flos`."""
+        flos = self.run.flos
+        # The sum is in float32, as in transformers.
+        if self.trainer.args.world_size > 1:
+            flos = self.sum_over_data(torch.tensor([flos])).item()
+        self.trainer.state.total_flos += flos
+        self.run.flos = 0.0

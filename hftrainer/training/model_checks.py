@@ -1,0 +1,68 @@
+"""Checks with a run's first batch what arguments require of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hftrainer.compat import libraries
+from hftrainer.errors import UnsupportedArgument
+from hftrainer.model.inspection import extract_loss
+
+if TYPE_CHECKING:
+    from hftrainer.assembly.trainer_parts import TrainerParts
+
+
+def check_first_batch(parts: TrainerParts, model: nn.Module, inputs: Any, items: Any) -> None:
+    """Check on a run's first batch, in its precision, what `elastic` and `flatten_batches` require of the model."""
+    args, counts_items = parts.trainer.args, parts.trainer.model_accepts_loss_kwargs and items is not None
+    needs_division = args.elastic and counts_items and isinstance(inputs, Mapping)
+    if not needs_division and not args.flatten_batches:
+        return
+    was_training = model.training
+    # Dropout would draw random numbers.
+    model.eval()
+    try:
+        with torch.no_grad():
+            if needs_division:
+                _detect_division(parts, model, inputs, items)
+            if args.flatten_batches:
+                _require_separate_samples(parts, model)
+    finally:
+        model.train(was_training)
+
+
+def _detect_division(parts: TrainerParts, model: nn.Module, inputs: Mapping[str, Any], items: Any) -> None:
+    """Do not pass the number of items to a model that does not divide its loss by it.
+
+    Classifiers such as BERT's accept `num_items_in_batch`, but return the mean of a micro-batch. transformers sums
+    these means, so that the loss depends on the number of micro-batches and processes.
+    """
+    loss, loss_for_double = (
+        extract_loss(model(**{**inputs, "num_items_in_batch": count}), inputs) for count in (items, 2 * items)
+    )
+    dividing_ranks = parts.counting.sum_over_data(torch.tensor([not torch.equal(loss, loss_for_double)]).int())
+    parts.trainer.model_accepts_loss_kwargs = bool(dividing_ranks.item())
+
+
+def _require_separate_samples(parts: TrainerParts, model: nn.Module) -> None:
+    """Raise UnsupportedArgument if a sample's logits depend on other samples in its row."""
+    model, collator = libraries.unwrap_compiled(model), parts.loaders.flat_collator()
+    name = type(parts.unwrapped_model).__name__
+    vocabulary = len(parts.unwrapped_model.get_input_embeddings().weight)
+    first, second, other = ([token % vocabulary for token in range(begin, begin + 4)] for begin in (1, 5, 9))
+    rows = []
+    for pair in ((first, second), (first, other), (other, second)):
+        batch = collator([{"input_ids": ids} for ids in pair])
+        del batch["labels"]
+        rows.append(model(**parts.trainer._prepare_inputs(batch))["logits"][0])
+    # Tokens, positions and shapes agree: the logits are equal to the bit, unless the model mixes samples.
+    if not torch.equal(rows[0][:4], rows[1][:4]) or not torch.equal(rows[0][4:], rows[2][4:]):
+        raise UnsupportedArgument(
+            f"flatten_batches=True: in {name}, the samples of a row attend to each other: it does not build its "
+            "mask from position_ids. Remove flatten_batches, or load the model with an attention implementation "
+            "that does, such as attn_implementation='flash_attention_2'."
+        )
