@@ -33,7 +33,8 @@ def add_subcommand(commands: Any) -> None:
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="a run's output folder; several are compared")
     parser.add_argument("--x", choices=("step", "epoch", "time"), help="the horizontal axis; time needs observe=True")
     parser.add_argument("--html", action="store_true", help="write an interactive page too, of 5 MB")
-    parser.add_argument("--cdn", dest="html", action="store_const", const="cdn", help="a small page, from the network")
+    small = "write a small page instead, which loads plotly from the network when opened"
+    parser.add_argument("--cdn", dest="html", action="store_const", const="cdn", help=small)
     parser.add_argument("--out", metavar="FILE", help="a .png, .svg or .pdf; default: training.png or comparison.png")
     parser.add_argument("--study", metavar="STORAGE", help="a search: sqlite:///search.db, or another URL or file")
     parser.add_argument("--study-name", metavar="NAME", help="the study's name, if the storage holds several")

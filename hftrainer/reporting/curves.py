@@ -153,6 +153,10 @@ def read_curves(folders: list[str], x: str = "step") -> list[Curve]:
         if not any(logged_curves(state).values()):
             raise InvalidArgument(f"{folder}: the log has nothing to draw: set logging_steps.")
     arguments = [read_arguments_of_run(folder, skip_unreadable=True) for folder in folders]
+    for known, state in zip(arguments, states, strict=True):
+        # Runs with other data differ in it. With an incomplete last accumulation it is not known exactly.
+        steps = state.global_step / (state.epoch or math.inf)
+        known.update({"steps per epoch": round(steps)} if known and steps and math.isclose(steps, round(steps)) else {})
     plain_curves: list[Curve] = []
     for state, run, known, settings in zip(states, runs, arguments, differing_arguments(arguments, runs), strict=True):
         plain_curves += (replace(curve, run=run, settings=settings, x=x) for curve in _plain_curves(state, known))

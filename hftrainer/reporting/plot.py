@@ -28,12 +28,16 @@ from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, is_fin
 logger = logging.getLogger(__name__)
 
 #: Let a phone show one column, and turn white into black where the reader prefers that.
-STYLE = """<meta name="viewport" content="width=device-width"><style>body { background: white; font: 14px sans-serif; }
+STYLE = """<meta name="viewport" content="width=device-width"><style>html { scrollbar-gutter: stable; }
+html body { background: white; font: 14px sans-serif; height: auto; } h1 { font-size: 16px; margin: 0; }
 @media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }</style>"""
 #: Give a narrow window one column.
 REFLOW = """const wide = matchMedia("(min-width: 900px)");
 wide.onchange = () => Plotly.relayout("{plot_id}", wide.matches ? %s : %s);
 if (!wide.matches) wide.onchange();"""
+#: Say why a page is blank.
+OFFLINE = """<script>window.Plotly || document.querySelector("h1").after("The plot needs https://cdn.plot.ly, which "
++ "did not load. Make a page that works offline: hftrainer plot OUTPUT_DIR --html ")</script></body>"""
 #: Number of metrics in a picture; a page has all.
 MAX_METRICS = 12
 
@@ -43,7 +47,8 @@ def _vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
 
     Speeds and memory begin at 0, and end at most at twice the 95th percentile of a curve. The scale is logarithmic if
     losses span two orders of magnitude, if a few gradient norms would make the others unreadable, or if the peak
-    learning rates of curves differ 50-fold. It then ends at a third of the lowest running mean.
+    learning rates of curves differ 50-fold. It then ends at a third of the lowest running mean. Of several
+    runs, losses and gradient norms that reach 1000 times the median of the curves' highest values leave the panel.
     """
     if curves[0].name in PANELS[SHARES]:
         return "linear", (0, 1 if curves[0].panel == SHARES else 1.05)
@@ -52,14 +57,15 @@ def _vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
         usual = max((np.percentile(curve.finite, 95, method="lower") for curve in curves if curve.finite), default=0)
         high = max(values, default=0)
         return "linear", (0, 1.05 * (min(high, 2 * float(usual)) or high) or 1)
-    peak = min(max(curve.finite, default=0) for curve in curves)
+    curves = [curve for curve in curves if curve.finite]
+    highs = [max(curve.finite) for curve in curves]
+    if curves[0].run and panel in ("loss", "gradient norm"):
+        top = max(high for high in highs if high <= abs(1000 * statistics.median_low(highs)))
+        values = [value for value in values if value <= top]
     # A warm-up from 0 and a decay to 0 go below the panel.
-    lows = [
-        min(filter(is_finite, curve.mean)) / 3 if curve.mean and curve.is_faint else min(curve.finite, default=peak)
-        for curve in curves
-    ]
-    low = peak / 100 if panel == "learning rate" else min(lows)
-    limits = {"loss": 100 * low, "gradient norm": 20 * statistics.median(values), "learning rate": 50 * peak}
+    lows = [min(filter(is_finite, it.mean)) / 3 if it.mean and it.is_faint else min(it.finite) for it in curves]
+    low = min(highs) / 100 if panel == "learning rate" else min(lows)
+    limits = {"loss": 100 * low, "gradient norm": 20 * statistics.median(values), "learning rate": 50 * min(highs)}
     if low > 0 and max(values) >= limits.get(panel, math.inf):
         first, last = _range([math.log10(low), math.log10(max(values))])
         return "log", (10**first, 10**last)
@@ -92,7 +98,7 @@ def _clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, flo
         values = curve.mean if curve.mean and not curve.is_faint else curve.values
         value, step = max(zip(values, curve.steps, strict=True), key=lambda point: (is_finite(point[0]), point[0]))
         if value > top:
-            yield curve, step, f"▲ {value:,.0f}" if value >= 100 else f"▲ {value:.3g}"
+            yield curve, step, f"▲ {value:,.0f}" if 100 <= value < 1e6 else f"▲ {value:.3g}"
 
 
 def _title(name: str, curves: list[Curve]) -> list[str]:
@@ -183,7 +189,8 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
         if curve.mean and curve.is_faint:
             axis.plot(*curve.points(curve.values), color=curve.colour, linewidth=0.8, alpha=0.3)
         axis.plot(*curve.points(curve.mean or curve.values), **marks, **style)
-        handles.setdefault(curve.legend_entry, axis.plot([], [], **style | {"color": curve.legend_colour})[0])
+        style |= {"color": curve.legend_colour, "marker": curve.mark if curve.owner else ""}
+        handles.setdefault(curve.legend_entry, axis.plot([], [], **style)[0])
         if curve.best is not None:
             star = {"color": "none", "markeredgecolor": "black", "markersize": 10, "zorder": 3}
             axis.plot(curve.steps[curve.best], curve.values[curve.best], "*", **star)
@@ -217,7 +224,7 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
 
 def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | str = True) -> None:
     """Write the panels as an interactive page, whose file has plotly's script or, for "cdn", fetches it."""
-    figure, (title, *notes) = import_plotting("plotly.graph_objects").Figure(), _title(title, curves)
+    figure, (title, *notes) = import_plotting("plotly.graph_objects").Figure(), map(html.escape, _title(title, curves))
     runs = {_describe_run(curve.run, curves): curve for curve in curves if curve.run}
     for name, curve in runs.items():
         style = {"line_color": curve.colour, "marker": {"symbol": MARKS[curve.mark], "size": 9}}
@@ -232,10 +239,10 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
         y_axis: dict[str, Any] = {"title_text": _label(panel_curves, scale), "type": scale, "range": limits}
         y_axis |= {"tickformat": ".0%"} if panel_curves[0].name in PANELS[SHARES] else {}
         for row, (curve, step, text) in enumerate(_clipped_peaks(panel_curves, limits[1])):
-            place = {"x": step, "y": limits[1], "xanchor": "left", "yanchor": "top", "yshift": -14 * row}
-            figure.add_annotation(xref=x, yref=y, text=text, font_color=curve.colour, showarrow=False, **place)
+            place = {"xref": x, "x": step, "yref": f"{y} domain", "y": 1, "xanchor": "left", "yanchor": "top"}
+            figure.add_annotation(text=text, yshift=-14 * row, font_color=curve.colour, showarrow=False, **place)
         if panel_curves[0].panel == "loss":
-            figure.update_layout(updatemenus=[_scale_button(f"yaxis{number}", panel_curves, scale)])
+            figure.update_layout(updatemenus=[_scale_button(f"yaxis{number}", panel_curves, scale, limits)])
         if scale == "log":
             # plotly takes powers of ten. For two ticks per decade it chooses 1, 2 and 5; a format writes them in full.
             low, high = map(math.log10, limits)
@@ -253,16 +260,21 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
     )
     script = REFLOW % (json.dumps(wide), json.dumps(narrow))
     page = figure.to_html(include_plotlyjs=plotlyjs, config={"responsive": True}, post_script=script)
-    title, *notes = map(html.escape, (title, *notes))
     page = page.replace("<head>", f"<head><title>{title}</title>{STYLE}", 1)
-    page = page.replace("<body>", f"<body>{title} <small style='color: gray'>{' · '.join(notes)}</small>", 1)
-    Path(path).write_text(page, encoding="utf-8")
+    page = page.replace("<body>", f"<body><h1>{title}</h1><small style='color: gray'>{' · '.join(notes)}</small>", 1)
+    Path(path).write_text(page.replace("</body>", OFFLINE) if plotlyjs == "cdn" else page, encoding="utf-8")
 
 
-def _scale_button(axis: str, curves: list[Curve], scale: str) -> dict[str, Any]:
-    """Plotly's button that switches the scale of a panel, at the upper right."""
-    states = [{f"{axis}.type": each, f"{axis}.title.text": _label(curves, each)} for each in ("log", "linear")]
-    button = {"label": "loss: log / linear", "method": "relayout", "args": states[:1], "args2": states[1:]}
+def _scale_button(axis: str, curves: list[Curve], scale: str, limits: tuple[float, float]) -> dict[str, Any]:
+    """Plotly's button that names the scale of a panel, and switches it, at the upper right."""
+    values = [value for curve in curves for value in curve.finite if 0 < value <= limits[1]] or [1]
+    ranges = {"log": [*map(math.log10, (min(values), 2 * max(values)))], "linear": [limits[0], 1.1 * max(values)]}
+    states = [
+        {f"{axis}.type": each, f"{axis}.range": ranges[each], f"{axis}.title.text": _label(curves, each)}
+        | {"updatemenus[0].buttons[0].label": f"Loss axis: {each}"}
+        for each in ranges
+    ]
+    button = {"label": f"Loss axis: {scale}", "method": "relayout", "args": states[:1], "args2": states[1:]}
     # -1: no button is pressed.
     return {"type": "buttons", "active": -1 if scale == "linear" else 0, "buttons": [button], "x": 1}
 
@@ -270,7 +282,8 @@ def _scale_button(axis: str, curves: list[Curve], scale: str) -> dict[str, Any]:
 def _place_panels(count: int, columns: int, runs: list[str]) -> dict[str, Any]:
     """Where a page of so many columns has its panels and the legends: plotly's names → values."""
     # The least width of the legend, which has 50 pixels per sample and 6 per letter, its font, and the space above it.
-    least, font, top = (900, 12, 10) if columns == 2 else (300, 10, 30)
+    # Plotly's buttons need 30 pixels.
+    least, font, top = (900, 12, 10 if runs else 30) if columns == 2 else (300, 10, 30)
     top += 20 * math.ceil(len(runs) / max(1, least // (50 + 6 * max(map(len, runs), default=0))))
     columns = min(columns, count)
     width, rows = (1 - 0.12 * (columns - 1)) / columns, -(-count // columns)
@@ -313,6 +326,7 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
     for curve in named.values() if named.keys() != {curves[0].name} and curves[0].panel != SHARES else ():
         style = {"color": curve.legend_colour, "dash": list(DASHES.values())[curve.dash]}
         entry = {"x": [None], "y": [None], "name": curve.legend_entry, "mode": "lines", "line": style}
+        entry |= {"mode": "lines+markers", "marker": {"symbol": MARKS[curve.mark], "size": 9}} if curve.owner else {}
         yield entry | {"legend": legend, "legendgroup": f"legend {curve.name}" if curve.run else curve.name}
     if gap := _find_first_gap(curves):
         points = {"x": [gap[0]] * 2, "y": _vertical_axis(curves)[1], "name": gap[1]}

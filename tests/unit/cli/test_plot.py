@@ -20,7 +20,7 @@ from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.monitoring.journal import ACTIVITIES, Journal
 from hftrainer.reporting.curves import Curve, curves_of_run, read_curves, read_run
 from hftrainer.reporting.metrics import SHARES, logged, logged_curves, sort_pattern
-from hftrainer.reporting.plot import plot
+from hftrainer.reporting.plot import _vertical_axis, plot
 from tests.support.parity import accuracy, train
 from tests.support.tiny import make_plain, plain_data
 
@@ -225,9 +225,9 @@ def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys):
     assert shown[0]["mean_samples_per_second"] == pytest.approx(70 / 3) and shown[0]["differs_in"] == {}
 
 
-def write_log(folder, log):
+def write_log(folder, log, **state):
     folder.mkdir(exist_ok=True)
-    (folder / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": log, **state}))
     return str(folder)
 
 
@@ -336,7 +336,8 @@ def test_time_axis_unit_follows_the_span(tmp_path, seconds, unit, last):
 def test_cdn_page_loads_plotly_from_the_network(runs, tmp_path, capsys):
     main(["plot", runs[0], "--cdn", "--out", str(tmp_path / "a.png")])
     assert re.fullmatch(r"\S+a\.png\n\S+a\.html \(\d+\.?\d* kB\)\n", capsys.readouterr().out)
-    assert '<script charset="utf-8" src="https://cdn.plot.ly' in (tmp_path / "a.html").read_text()
+    page, told = (tmp_path / "a.html").read_text().split("<script>window.Plotly || ")
+    assert '<script charset="utf-8" src="https://cdn.plot.ly' in page and "The plot needs https://cdn.plot.ly" in told
 
 
 def make_trainer(tmp_path, **settings):
@@ -439,6 +440,17 @@ def test_outlying_norms_and_wide_losses_get_a_log_scale(tmp_path, largest, last,
     assert f"<title>Training run {tmp_path.name}</title>" in page
 
 
+def test_run_that_diverged_does_not_squeeze_the_others(tmp_path):
+    """Its values beyond the others' are cut off; alone it gets a log scale, though its `eval_loss` has no values."""
+    for run, losses in {"good": [2.0, 1.0, 0.5], "other": [1.0, 1.0, 0.9], "bad": [1.0, 7e35, math.nan]}.items():
+        write_log(tmp_path / run, [{"step": 1, "loss": loss, "eval_loss": losses[2]} for loss in losses])
+    runs = [str(tmp_path / run) for run in ("good", "other", "bad")]
+    assert _vertical_axis(read_curves(runs)) == ("linear", pytest.approx((0.425, 2.075)))
+    assert _vertical_axis(read_curves(runs[2:]))[0] == "log"
+    plot(runs, out=str(tmp_path / "a.svg"))
+    assert "▲ 7e+35" in texts_in_svg(tmp_path / "a.svg")
+
+
 def test_curves_are_described_in_a_text_table():
     rising = Curve("loss", "a", [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 7.0])
     flat = Curve("metrics", "longer", [2.0, 4.0], [5.0, 5.0])
@@ -475,8 +487,9 @@ def test_panel_with_one_of_several_runs_names_it(tmp_path):
     plot(runs, html=True, out=str(tmp_path / "c.svg"))
     assert {"a", "b", "eval_f1", "1e-4", "2e-4"} <= {*texts_in_svg(tmp_path / "c.svg")}
     page = (tmp_path / "c.html").read_text()
+    assert page.count('"marker":{"size":9,"symbol":"square"}') == 2
     assert '"xaxis2.domain": [0.0, 1.0]' in page and '"xaxis4.domain": [0.56, 1.0]' in page
-    assert "<body>Comparison of a and b <small" in page and '<meta name="viewport"' in page
+    assert "<body><h1>Comparison of a and b</h1><small" in page and '<meta name="viewport"' in page
 
 
 def test_odd_folder_names_are_refused(tmp_path, capsys):
@@ -529,7 +542,8 @@ def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
     ]
     (button,) = page.layout.updatemenus[0].buttons
     assert (button.args[0]["yaxis2.type"], button.args2[0]["yaxis2.type"]) == ("log", "linear")
-    assert page.layout.updatemenus[0].active == 0
+    assert page.layout.updatemenus[0].active == 0 and button.label == "Loss axis: log"
+    assert button.args2[0]["updatemenus[0].buttons[0].label"] == "Loss axis: linear"
     assert picture.axes[0].get_xlim()[0] == 0
     (share,) = (axis for axis in picture.axes if axis.get_ylabel() == "Share of time")
     assert share.yaxis.get_major_formatter()(0.5) == "50%"
@@ -561,13 +575,14 @@ def test_100_losses_or_more_get_a_running_mean():
 
 def test_legend_names_runs_and_their_best_values(tmp_path):
     """Arguments without effect on the result are not named."""
-    for run in ("a", "b"):
-        write_log(tmp_path / run, [{"step": step, "loss": 1.0, "eval_f1": 0.5, "eval_loss": 1.0} for step in (1, 2)])
+    for run, length in (("a", 50), ("b", 3)):
+        log = [{"step": step, "loss": 1.0, "eval_f1": 0.5, "eval_loss": 1.0} for step in (1, 2)]
+        write_log(tmp_path / run, log, global_step=2 * length, epoch=2.0)
         args = TrainingArguments(str(tmp_path / run), logging_steps=1 + (run == "b"), observe=run == "b", use_cpu=True)
         torch.save(args, tmp_path / run / "training_args.bin")
     path = tmp_path / "c.svg"
     plot([str(tmp_path / "a"), str(tmp_path / "b")], out=str(path), html=True)
-    described = {"a · ☆ best eval_loss 1", "b · ☆ best eval_loss 1"}
+    described = {f"{run} · steps per epoch {length} · ☆ best eval_loss 1" for run, length in (("a", 50), ("b", 3))}
     assert described <= {*texts_in_svg(path)}
     shown = re.findall(r'"name":"([^"]*)"', path.with_suffix(".html").read_text().split("Plotly.newPlot")[-1])
     assert {json.loads(f'"{name}"').replace("\xa0", " ") for name in shown} == described | {
