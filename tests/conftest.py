@@ -4,6 +4,7 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 
@@ -30,6 +31,8 @@ os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # it would write down every run 
 os.environ.pop("CI", None)
 # Workers of a collected DataLoader are not told to stop; torch waits 5 s for each.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
+# A shell's background jobs ignore Ctrl-C, and so would what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -194,7 +194,6 @@ SCRIPT = """
             if state.global_step == 2:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     args = TrainingArguments({folder!r}, max_steps=4, use_cpu=True, report_to="none", disable_tqdm=True)
     Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=[CtrlC]).train()
 """
