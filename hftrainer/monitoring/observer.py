@@ -68,8 +68,10 @@ class Observer(TrainerCallback):
         self._handler = _JournalHandler(self)
         samples_memory = "memory" in observations and devices.memory_peak() is None
         self._next_sample = 0.0 if samples_memory else math.inf
+        #: Seconds of the steps since `_checked_counters`, for warnings: the interval of a log line may have few steps.
+        self._latest_step_seconds: deque[float] = deque(maxlen=_MAX_STEPS)
         self._begin_interval(self._read_counters())
-        self._written_counters = self._start_counters
+        self._written_counters = self._checked_counters = self._start_counters
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Make copies of the Trainer observe nothing."""
@@ -85,7 +87,6 @@ class Observer(TrainerCallback):
 
     def _begin_interval(self, counters: dict[str, float]) -> None:
         self._start_counters, self._memory_peak, self._steps_in_interval = counters, 0, 0
-        self._latest_step_seconds: deque[float] = deque(maxlen=_MAX_STEPS)
         self._step_start = _step_seconds(counters)
 
     def pop_values(self) -> dict[str, float]:
@@ -110,7 +111,9 @@ class Observer(TrainerCallback):
             values["mfu"] = operations * elements / self._first_elements / training_seconds / self.flops.peak
         if len(self._latest_step_seconds) >= _MIN_STEPS:
             self._median_step_seconds = statistics.median(self._latest_step_seconds)
-            self._check_data(differences)
+            self._check_data({name: value - self._checked_counters.get(name, 0.0) for name, value in counters.items()})
+            self._latest_step_seconds.clear()
+            self._checked_counters = counters
         self._begin_interval(counters)
         return values
 
@@ -165,7 +168,7 @@ class Observer(TrainerCallback):
         self.journal.write("begin", self._step, **facts, logging_steps=logging_steps)
         logging.getLogger("hftrainer").addHandler(self._handler)
         self._begin_interval(self._read_counters())
-        self._written_counters = self._start_counters
+        self._written_counters = self._checked_counters = self._start_counters
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Start counting the operations of the first micro-batch."""

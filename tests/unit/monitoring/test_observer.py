@@ -222,10 +222,12 @@ class OwnOrder(Trainer):
         ("72 % of the time, mostly for the loading processes: raise", {"trainer_class": OwnOrder, "workers": 1}),
     ],
 )
-def test_data_wait_warning_names_what_is_slow(tmp_path, caplog, clock, part, given):
-    workers = {"dataloader_num_workers": given.pop("workers", 0)}
-    settings = {"max_steps": 36, "logging_steps": 12, "observe": "warnings", **workers}
-    train(tmp_path, trainer={"train_dataset": plain_data(200), **given}, callbacks=[SlowSteps({})], **settings)
+@pytest.mark.parametrize("logging_steps", [12, 4])
+def test_data_wait_warning_names_what_is_slow(tmp_path, caplog, clock, part, given, logging_steps):
+    workers = {"dataloader_num_workers": given.get("workers", 0)}
+    settings = {"max_steps": 36, "logging_steps": logging_steps, "observe": "warnings", **workers}
+    given = {"train_dataset": plain_data(200), **{name: value for name, value in given.items() if name != "workers"}}
+    train(tmp_path, trainer=given, callbacks=[SlowSteps({})], **settings)
     messages = [record.getMessage() for record in caplog.records if "Steps wait for data" in record.getMessage()]
     assert len(messages) == 1 and messages[0].startswith(f"Steps wait for data {part}")
 
