@@ -102,10 +102,8 @@ def make_goodput_message(events: list[dict[str, Any]]) -> str:
     pauses = [now["time"] - before["time"] for before, now in pairwise(events) if now["event"] == "begin"]
     if share is None or not pauses:
         return ""
-    time, starts = (
-        _time(events[-1]["time"] - events[0]["time"]),
-        f"{len(pauses) + 1} starts, {_time(sum(pauses))} pause",
-    )
+    time = _time(events[-1]["time"] - events[0]["time"])
+    starts = f"{len(pauses) + 1} starts, {_time(sum(pauses))} pause"
     return f"Since the first start {time} ago ({starts}): {share:.0%} training steps."
 
 
