@@ -118,7 +118,7 @@ class Curve:
     @property
     def legend_entry(self) -> str:
         """The name, in a plot of one run with the best value."""
-        best = "" if self.run or self.best is None else f" (☆ best: {self.values[self.best]:.4g})"
+        best = "" if self.run or self.best is None else f" (★ best: {self.values[self.best]:.4g})"
         return self.owner or f"{self.name}{best}"
 
     @property

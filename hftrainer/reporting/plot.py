@@ -168,7 +168,7 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
 def _describe_run(run: str, curves: list[Curve]) -> str:
     """The name of a run, the arguments in which it differs, and its best value."""
     run_curves = [curve for curve in curves if curve.run == run]
-    best = (f"☆ best {curve.name}\xa0{curve.values[curve.best]:.4g}" for curve in run_curves if curve.best is not None)
+    best = (f"★ best {curve.name}\xa0{curve.values[curve.best]:.4g}" for curve in run_curves if curve.best is not None)
     return " · ".join(filter(None, (run, describe(run_curves[0].settings), next(best, ""))))
 
 
@@ -192,7 +192,7 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
         style |= {"color": curve.legend_colour, "marker": curve.mark if curve.owner else ""}
         handles.setdefault(curve.legend_entry, axis.plot([], [], **style)[0])
         if curve.best is not None:
-            star = {"color": "none", "markeredgecolor": "black", "markersize": 10, "zorder": 3}
+            star = {"color": curve.colour, "markeredgecolor": "black", "markersize": 10, "zorder": 3}
             axis.plot(curve.steps[curve.best], curve.values[curve.best], "*", **star)
     if gap := _find_first_gap(curves):
         handles[gap[1]] = axis.axvline(gap[0], color="red", linestyle=":")
@@ -321,7 +321,8 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
         yield trace | {"mode": "lines+markers", "marker": marks}
         if curve.best is not None:
             point = {"x": [curve.steps[curve.best]], "y": [curve.values[curve.best]], "name": f"best {curve.label}"}
-            yield trace | point | {"mode": "markers", "marker": {"symbol": "star-open", "size": 11, "color": "black"}}
+            star = {"symbol": "star", "size": 12, "color": curve.colour, "line": {"width": 1, "color": "black"}}
+            yield trace | point | {"mode": "markers", "marker": star}
     # Entries without points, since a curve may have two traces and, of several runs, the colour of its run.
     for curve in named.values() if named.keys() != {curves[0].name} and curves[0].panel != SHARES else ():
         style = {"color": curve.legend_colour, "dash": list(DASHES.values())[curve.dash]}

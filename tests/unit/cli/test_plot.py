@@ -279,7 +279,7 @@ def test_evaluation_sets_share_a_panel_in_their_order(tmp_path, capsys):
     assert [line.panel for line in read_curves(runs[:1])] == ["loss", "loss", "f1", "f1"]
     main(["plot", *runs, "--out", str(tmp_path / "a.svg")])
     assert "best eval_val_loss  best eval_train_loss" in capsys.readouterr().out
-    assert {"Comparison of a and b", "F1", "a · ☆ best eval_val_loss 1"} <= {
+    assert {"Comparison of a and b", "F1", "a · ★ best eval_val_loss 1"} <= {
         text.replace("\xa0", " ") for text in texts_in_svg(tmp_path / "a.svg")
     }
 
@@ -582,7 +582,7 @@ def test_legend_names_runs_and_their_best_values(tmp_path):
         torch.save(args, tmp_path / run / "training_args.bin")
     path = tmp_path / "c.svg"
     plot([str(tmp_path / "a"), str(tmp_path / "b")], out=str(path), html=True)
-    described = {f"{run} · steps per epoch {length} · ☆ best eval_loss 1" for run, length in (("a", 50), ("b", 3))}
+    described = {f"{run} · steps per epoch {length} · ★ best eval_loss 1" for run, length in (("a", 50), ("b", 3))}
     assert described <= {*texts_in_svg(path)}
     shown = re.findall(r'"name":"([^"]*)"', path.with_suffix(".html").read_text().split("Plotly.newPlot")[-1])
     assert {json.loads(f'"{name}"').replace("\xa0", " ") for name in shown} == described | {
