@@ -116,12 +116,8 @@ def _find_problems(callback: Callback, parallel_strategy: Strategy, trainer: Any
             yield f"{name} changes the samples of a step, which elastic=True keeps: use only one of them."
         if (steps := args.gradient_accumulation_steps) != 1:
             yield f"gradient_accumulation_steps={steps} and {name} both set accumulation steps: leave the former at 1."
-    knows_epochs = has_length(trainer.train_dataset)
-    if (
-        isinstance(callback, StochasticWeightAveraging)
-        and private_callbacks.starts_at_fraction(callback)
-        and not knows_epochs
-    ):
+    needs_epochs = isinstance(callback, StochasticWeightAveraging) and private_callbacks.starts_at_fraction(callback)
+    if needs_epochs and not has_length(trainer.train_dataset):
         yield f"{name}: swa_epoch_start is a fraction of the epochs, but the data has no length. Use an integer."
     if not _evaluates(trainer):
         yield from _find_problems_without_evaluation(callback, name)

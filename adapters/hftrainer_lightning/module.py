@@ -151,9 +151,6 @@ class TrainerModule(WithoutBatchTransfer):
         if scheduler is not self._scheduler:
             super().lr_scheduler_step(scheduler, metric)
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Do nothing: the run clears the gradients right after the step, not before the next."""
-
     def backward(self, loss: torch.Tensor, *args: Any, learning_rate: float | None = None, **kwargs: Any) -> None:
         """Run backward; for LOMO this includes the optimizer step.
 
