@@ -211,7 +211,9 @@ class LightningEngine:
             try:
                 getattr(self.trainer, stage)(module, dataloaders=batches, **options)
             finally:
-                evaluation_loops.release_data(module.active_evaluation[1])
+                # Lightning attaches a validation's loader to the loop within `fit`, too.
+                for loop in (module.active_evaluation[1], self.trainer.fit_loop.epoch_loop.val_loop):
+                    evaluation_loops.release_data(loop)
                 self.trainer.loggers = loggers
                 module.detach()
                 self.is_evaluating = outer_state[2]

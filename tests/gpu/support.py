@@ -48,10 +48,25 @@ MODELS["wide"] = (make_wide, plain_data)
 
 
 class ForbidWaiting(TrainerCallback):
-    """Makes waiting for the device an error in all steps from the fourth, but for their log lines; counts the steps."""
+    """Makes waiting for the device an error in all steps from the fourth; counts the steps.
+
+    Log lines may wait, and so may a model's forward: transformers' models read their attention mask.
+    """
 
     def __init__(self):
         self.steps = []
+        self._mode = 0
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        model.register_forward_pre_hook(self._allow)
+        model.register_forward_hook(self._forbid_again)
+
+    def _allow(self, *_):
+        self._mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+
+    def _forbid_again(self, *_):
+        torch.cuda.set_sync_debug_mode(self._mode)
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 3:  # the first steps allocate

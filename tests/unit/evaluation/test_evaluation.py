@@ -308,16 +308,18 @@ def test_evaluation_leaves_nothing_in_memory(make_trainer):
     """Nothing of an evaluation stays behind when its result is gone, alone and within training."""
     trainer, left = make_trainer(**EVALUATED), []
 
-    class Sees(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            gc.collect()
-            left.append(sum(isinstance(thing, EvaluationPass) for thing in gc.get_objects()))
+    def look(*_, **__):
+        gc.collect()
+        left.append(sum(isinstance(thing, EvaluationPass) for thing in gc.get_objects()))
 
-    trainer.add_callback(Sees)
-    trainer.evaluate()
-    trainer.predict(plain_data(5))
-    trainer.train()
-    assert left == [0] * 4
+    class Looks(TrainerCallback):
+        on_step_end = staticmethod(look)
+
+    trainer.add_callback(Looks)
+    for work in (trainer.evaluate, lambda: trainer.predict(plain_data(5)), trainer.train):
+        work()
+        look()
+    assert left == [0] * 7
 
 
 def test_predict_ignores_limit_val_batches(make_trainer):
