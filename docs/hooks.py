@@ -187,6 +187,13 @@ def _shown(path: Path, text: str) -> str:
     return f"---\nhide: [toc]\nsearch: {{exclude: true}}\n---\n{parts[0]}\n{head}\n{''.join(parts[1:])}"
 
 
+def _first_sentence(markdown: str) -> str:
+    """The first sentence of a page's first paragraph, as plain text."""
+    paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\n+", markdown))
+    sentence = re.split(r"(?<=[.:])\s", next(filter(re.compile(r"(?!```)[\w*`]").match, paragraphs), ""))[0]
+    return re.sub(r"\[(.*?)\]\(.*?\)|[`*\"]", r"\1", sentence).replace(":", ".")
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Include ARCHITECTURE.md in its page, and make links to files of the repository links to pages of the site."""
     if page.file.src_uri.startswith(("packages/", "internals/", "changelog.md", "differences.md")):
@@ -201,6 +208,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         anchor = link[1] or ""
         return f"]({top}arguments.md)" if anchor == "#arguments" else f"]({top}differences.md{anchor})"
 
+    page.meta.setdefault("description", _first_sentence(markdown))
     if page.file.src_uri == "api/trainer.md":  # whose lists name methods
         method = "::: hftrainer.trainer.Trainer.\\1\n    options: {heading_level: 3}\n"
         markdown = re.sub(r"(?m)^- (\w+)$", method, markdown)
