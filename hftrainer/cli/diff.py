@@ -183,14 +183,20 @@ def _log_pairs(a: dict[str, dict[float, Any]], b: dict[str, dict[float, Any]]) -
 
 def _data_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, ComparedValues]]:
     """Pairs of values that determine the sample order, from the checkpoints in `saved`."""
-    from hftrainer.checkpointing.run_progress import load_progress
+    from hftrainer.checkpointing.run_progress import STEP_SETTINGS, load_progress
 
     for step, *folders in saved:
         one, other = (load_progress(folder, 0, 1) for folder in folders)
         if one is not None and other is not None:
-            for name in sorted(one.settings.keys() & other.settings.keys() - {"max_steps"}):
+            is_elastic = one.settings.get("elastic") and other.settings.get("elastic")
+            names = one.settings.keys() & other.settings.keys() - {"max_steps"}
+            if is_elastic and one.global_batch_size == other.global_batch_size:
+                # Steps have the same samples, however they are split, and each split its own random states.
+                names -= {*STEP_SETTINGS}
+            for name in sorted(names):
                 yield "data", ComparedValues(step, name, (one.settings[name], other.settings[name]))
-            yield "data", ComparedValues(step, "random states of the data", (one.data, other.data))
+            if all(one.settings.get(name) == other.settings.get(name) for name in STEP_SETTINGS):
+                yield "data", ComparedValues(step, "random states of the data", (one.data, other.data))
 
 
 def _weight_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, ComparedValues]]:

@@ -72,6 +72,15 @@ def test_different_order_of_the_data_is_found(folder_of):
     assert found.arguments == {"data_seed": (None, 7)}
 
 
+@pytest.mark.parametrize("elastic", [True, False])
+def test_same_samples_split_differently_are_equal_data_of_elastic_runs(folder_of, elastic):
+    whole = folder_of(f"whole{elastic}", elastic=elastic, per_device_train_batch_size=4)
+    split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    found = compare(whole, folder_of(f"split{elastic}", elastic=elastic, **split))
+    assert ("data" in found.partings) is not elastic
+    assert found.arguments == {"per_device_train_batch_size": (4, 2), "gradient_accumulation_steps": (1, 2)}
+
+
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
 def test_weights_are_compared_without_log_lines(tmp_path, capsys, kind):
     """The state of both runs has no log lines, as of a run that was shorter than logging_steps."""
