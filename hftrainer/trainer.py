@@ -21,7 +21,7 @@ from hftrainer import hyperparameter_search, integrations, trainer_optimizer
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.support import refuse_unknown
 from hftrainer.arguments.validation import add_missing_fields
-from hftrainer.assembly.object_checks import check_objects, one_processing_class
+from hftrainer.assembly.object_checks import check_objects, merge_tokenizer_argument
 from hftrainer.assembly.trainer_parts import TrainerParts
 from hftrainer.base.tracebacks import HideEngineFrames, describe_type
 from hftrainer.callbacks.progress_bar import ProgressCallback
@@ -31,12 +31,12 @@ from hftrainer.compat.overrides import make_scheduler, overridable_property, rec
 from hftrainer.data import collators, mixture
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.collators import number_of_tokens
-from hftrainer.data.randomness import load_rng_state, rng_state
+from hftrainer.data.randomness import load_rng_file, rng_state
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.model.inspection import parameters
 from hftrainer.modelcard import create_model_card
-from hftrainer.preparation.model_setup import check_pair
+from hftrainer.preparation.model_setup import check_optimizer_pair
 from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
@@ -189,12 +189,12 @@ class Trainer(EarlierMethods):
             set_tf32(self.args)
             self.train_dataset = mixture.as_mixture(train_dataset)
             self.eval_dataset = eval_dataset
-            self.processing_class = one_processing_class(processing_class, tokenizer)
+            self.processing_class = merge_tokenizer_argument(processing_class, tokenizer)
             self.model_init = model_init
             self.compute_loss_func = compute_loss_func
             self.compute_metrics = compute_metrics
             self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-            self.optimizer, self.lr_scheduler = check_pair(optimizers)
+            self.optimizer, self.lr_scheduler = check_optimizer_pair(optimizers)
             self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
             self.data_collator = data_collator if data_collator is not None else parts.setup.default_collator()
             if (model is None) == (model_init is None):
@@ -947,7 +947,7 @@ class Trainer(EarlierMethods):
         """Restore the random states of a checkpoint."""
         if checkpoint is not None:
             name = names.rng_name(self.args.process_index, self.args.world_size)
-            load_rng_state(os.path.join(checkpoint, name))
+            load_rng_file(os.path.join(checkpoint, name))
 
     def _load_callback_state(self) -> None:
         """Restore the callbacks' states, with `restore_callback_states_from_checkpoint` or after a rollback."""
@@ -978,7 +978,7 @@ class Trainer(EarlierMethods):
             HubError: without write access; the error gives the reason.
         """
         if self.is_world_process_zero():
-            self._hftrainer.hub_uploader.open_repository(token, private)
+            self._hftrainer.hub_pushes.open_repository(token, private)
 
     def create_model_card(
         self,
@@ -1039,17 +1039,17 @@ class Trainer(EarlierMethods):
         Raises:
             HubError: if the upload fails; the model is in `output_dir`.
         """
-        return self._hftrainer.hub_uploader.push_model(
+        return self._hftrainer.hub_pushes.push_model(
             commit_message, blocking=blocking, token=token, revision=revision, private=private, card=kwargs
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Start uploading the parts of a checkpoint that `hub_strategy` selects."""
-        self._hftrainer.hub_uploader.push_checkpoint(checkpoint_folder)
+        self._hftrainer.hub_pushes.push_checkpoint(checkpoint_folder)
 
     def _finish_current_push(self) -> None:
         """Wait for uploads, retry failed uploads, and log which succeeded and which are missing."""
-        self._hftrainer.hub_uploader.finish_uploads()
+        self._hftrainer.hub_pushes.finish_uploads()
 
     # ---- Hyperparameter search ---------------------------------------------------------------------------------
 

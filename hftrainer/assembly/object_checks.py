@@ -50,7 +50,7 @@ PER_RANK = frozenset(
 )
 
 
-def one_processing_class(processing_class: Any, tokenizer: Any) -> Any:
+def merge_tokenizer_argument(processing_class: Any, tokenizer: Any) -> Any:
     """The processing class, which scripts may also pass by its old name `tokenizer` (until v5.0)."""
     if tokenizer is None:
         return processing_class
@@ -104,7 +104,7 @@ def check_optimizer(trainer: Trainer) -> None:
         if value is not None and optim not in (default, "adamw_torch"):
             raise InvalidArgument(f"optim={optim!r} and {name} both set the optimizer: use only one of them.")
     if trainer.optimizer is not None:
-        _warn_of_ignored_arguments(args, trainer.optimizer)
+        _warn_about_ignored_arguments(args, trainer.optimizer)
     if trainer.optimizer is not None and trainer.optimizer_cls_and_kwargs is not None:
         raise InvalidSetup("optimizers and optimizer_cls_and_kwargs both set the optimizer: pass only one.")
     if trainer.model_init is not None and (trainer.optimizer is not None or trainer.lr_scheduler is not None):
@@ -160,7 +160,7 @@ def check_data(trainer: Trainer) -> None:
         )
 
 
-def _warn_of_ignored_arguments(args: TrainingArguments, optimizer: Any) -> None:
+def _warn_about_ignored_arguments(args: TrainingArguments, optimizer: Any) -> None:
     """Warn about optimizer arguments that differ from the settings of the script's optimizer."""
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
         value = changed_arguments(args, [name]).get(name)

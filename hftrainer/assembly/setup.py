@@ -24,7 +24,7 @@ from hftrainer.callbacks.handler import (
     CallbackHandler,
     make_callback,
     remove_callback_like,
-    warn_of_misspelt_events,
+    warn_about_misspelt_events,
 )
 from hftrainer.callbacks.progress_bar import choose_progress_callback
 from hftrainer.callbacks.state import TrainerControl, TrainerState
@@ -141,7 +141,7 @@ class TrainerSetup(Part):
         lightning_callbacks = self.parts.lightning_callbacks
         if _is_lightning_callback(callback):
             lightning_callbacks.append(make_callback(callback))
-            warn_of_misspelt_events(type(lightning_callbacks[-1]), lightning_adapter().HOOKS, HOOK_BY_EVENT)
+            warn_about_misspelt_events(type(lightning_callbacks[-1]), lightning_adapter().HOOKS, HOOK_BY_EVENT)
         else:
             handler.add_callback(callback)
             new_callback = handler.callbacks[-1]

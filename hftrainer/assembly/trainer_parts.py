@@ -19,7 +19,7 @@ from hftrainer.callbacks.state import has_saved_state
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.evaluation.evaluation_runner import EvaluationRunner
-from hftrainer.hub.pushes import HubUploader
+from hftrainer.hub.pushes import HubPushes
 from hftrainer.plugins import load
 from hftrainer.preparation import loader_factory, model_setup
 from hftrainer.releases.policy import ReleasePolicy
@@ -73,7 +73,7 @@ class TrainerParts:
         saver: writes checkpoints and restores from them.
         control_actions: logs, saves and evaluates when due.
         evaluation: runs a pass over an evaluation or test set.
-        hub_uploader: uploads to the Hub.
+        hub_pushes: uploads to the Hub.
         storage_sync: keeps the output folder at a URL.
         runner: runs `train()`.
     """
@@ -104,7 +104,7 @@ class TrainerParts:
         self.saver = saver.CheckpointSaver(self)
         self.control_actions = control_actions.ControlActions(self)
         self.evaluation = EvaluationRunner(self)
-        self.hub_uploader = HubUploader(self)
+        self.hub_pushes = HubPushes(self)
         self.storage_sync = StorageSync(self)
         self.runner = runner.TrainingRunner(self)
 

@@ -72,7 +72,7 @@ class CallbackHandler(TrainerCallback):
                 "Lightning callback."
             )
         if any(base.__name__ == "TrainerCallback" for base in callback_class.__mro__):
-            warn_of_misspelt_events(callback_class, EVENTS, _EVENT_BY_HOOK)
+            warn_about_misspelt_events(callback_class, EVENTS, _EVENT_BY_HOOK)
         instance = make_callback(callback)
         if is_instance_by_name(instance, *PROGRESS_BAR_CALLBACKS):
             self.remove_progress_bars()
@@ -160,7 +160,7 @@ class CallbackHandler(TrainerCallback):
         return accepted_args(handler, arguments) if is_plain else arguments
 
 
-def warn_of_misspelt_events(kind: type, events: Collection[str], event_by_name: Mapping[str, str]) -> None:
+def warn_about_misspelt_events(kind: type, events: Collection[str], event_by_name: Mapping[str, str]) -> None:
     """Warn about uncalled methods of a callback whose names nearly match an event.
 
     Args:

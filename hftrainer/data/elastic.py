@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import libraries
 from hftrainer.data.mixture import MixtureBatchSampler
-from hftrainer.data.randomness import cpu_rng_state, restore_cpu_rng_state, seed_cpu
+from hftrainer.data.randomness import cpu_rng_state, seed_cpu, set_cpu_rng_state
 from hftrainer.data.samplers import EpochSampler, StreamWrapper, set_epoch, settings_of
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
@@ -69,7 +69,7 @@ class GlobalBatchSampler(EpochSampler, Sampler[int]):
         try:
             order = list(self.sampler)
         finally:
-            restore_cpu_rng_state(states)
+            set_cpu_rng_state(states)
         return complete_groups(order, self.size, self.drop_last)
 
     def __len__(self) -> int:

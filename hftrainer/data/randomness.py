@@ -68,7 +68,7 @@ class RandomGenerators:
             DamagedCheckpoint: if the states have another form.
         """
         with name_file_in_errors(DATA_STATE):
-            restore_cpu_rng_state(dict(states))
+            set_cpu_rng_state(dict(states))
             self.restore_generators(states["held"])
 
     def restore_generators(self, held: Mapping[str, Any]) -> None:
@@ -149,7 +149,7 @@ def cpu_rng_state() -> dict[str, Any]:
     return {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
 
 
-def restore_cpu_rng_state(states: dict[str, Any]) -> None:
+def set_cpu_rng_state(states: dict[str, Any]) -> None:
     """Restore the states that `cpu_rng_state` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
@@ -166,7 +166,7 @@ def rng_state() -> dict[str, Any]:
     return states
 
 
-def load_rng_state(path: str) -> None:
+def load_rng_file(path: str) -> None:
     """Restore the random states in `path`. If the file is missing, log that resuming is not exact."""
     if not os.path.isfile(path):
         files = glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "rng_state*.pth"))
@@ -175,12 +175,12 @@ def load_rng_state(path: str) -> None:
         return
     states = load_torch_file(path, allowed=numpy_state_types())
     with name_file_in_errors(path):
-        restore_rng_state(states)
+        set_rng_state(states)
 
 
-def restore_rng_state(states: dict[str, Any]) -> None:
+def set_rng_state(states: dict[str, Any]) -> None:
     """Restore the states that `rng_state` returned."""
-    restore_cpu_rng_state(states)
+    set_cpu_rng_state(states)
     for name, module in _accelerators().items():
         # Distributed runs of transformers save a list with one state per device.
         if isinstance(states.get(name), list):

@@ -9,7 +9,7 @@ from hftrainer.arguments.choices import HubStrategy, SaveStrategy
 from hftrainer.base.part import Part
 
 
-class HubUploader(Part):
+class HubPushes(Part):
     """Opens the repository of a Trainer, and pushes its model and checkpoints."""
 
     def open_repository(self, token: str | None, private: bool | None) -> None:

@@ -353,7 +353,7 @@ class LoaderFactory(Part):
         names = getattr(self.trainer.processing_class, "model_input_names", None)
         return names[0] if names else "input_ids"
 
-    def warn_of_custom_loader(self, loader: Any) -> None:
+    def warn_about_custom_loader(self, loader: Any) -> None:
         """Warn of arguments that an override of `get_train_dataloader` makes ineffective.
 
         Raises:

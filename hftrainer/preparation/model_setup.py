@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def check_pair(optimizers: Any) -> tuple[Any, Any]:
+def check_optimizer_pair(optimizers: Any) -> tuple[Any, Any]:
     """The optimizer and the scheduler of the Trainer's `optimizers`.
 
     Raises:

@@ -105,7 +105,7 @@ class WandbCallback(TrackerCallback):
         try:
             run = self._wandb.init(project=project, id=run_id, resume="must")
         except self._wandb.Error as error:
-            self._warn_of_new_run(run_id, error)
+            self._warn_about_new_run(run_id, error)
             return None
         # Callbacks may add lines without a step to the log, and send other lines.
         is_all_ours = lines == len(earlier_run.log) and all("step" in line for line in earlier_run.log)
@@ -118,7 +118,7 @@ class WandbCallback(TrackerCallback):
             )
             if not line_count:
                 run.finish()
-                self._warn_of_new_run(run_id, reason)
+                self._warn_about_new_run(run_id, reason)
                 return None
             logger.warning("The W&B run %s lacks lines: %s", run_id, reason)
         tracker = load("lightning", "loggers").TrainStepLogger(run)
@@ -299,7 +299,7 @@ class MLflowCallback(TrackerCallback):
         try:
             run = self._ml_flow.start_run(run_id=run_id, nested=nested)
         except self._ml_flow.exceptions.MlflowException as error:
-            self._warn_of_new_run(run_id, error)
+            self._warn_about_new_run(run_id, error)
             return None
         client = self._ml_flow.MlflowClient()
         curves = [client.get_metric_history(run_id, name) for name in run.data.metrics]
@@ -442,7 +442,7 @@ class CometCallback(TrackerCallback):
         try:
             experiment = comet_ml.start(mode="get", experiment_key=key, online=online)
         except comet_ml.exceptions.CometException as error:
-            self._warn_of_new_run(key, error)
+            self._warn_about_new_run(key, error)
             return False
         # Comet cannot delete the values of later steps.
         experiment.log_other("resumed_from_step", earlier_run.step)

@@ -167,13 +167,13 @@ class ReportingCallback(TrainerCallback):
         earlier_run, self._earlier_run = self._earlier_run, None
         return earlier_run
 
-    def _warn_of_new_run(self, run: str, reason: object) -> None:
+    def _warn_about_new_run(self, run: str, reason: object) -> None:
         logger.warning("%s: the checkpoint's run, %s, cannot continue, so a new run starts: %s", self.name, run, reason)
 
     def _is_folder_of_run(self, args: Any, folder: str, required_folder: str) -> bool:
         """Whether this run writes to the folder of the earlier run, where `required_folder` must exist."""
         if not os.path.isdir(required_folder):
-            self._warn_of_new_run(required_folder, "the folder does not exist.")
+            self._warn_about_new_run(required_folder, "the folder does not exist.")
             return False
         if self._log_folder is None:
             self._log_folder = LogFolder(args)
@@ -464,7 +464,7 @@ def begin_runs(
         if each.can_read(ids):
             each.resume_run(args, EarlierRun(place.absolute(ids), state.global_step, list(state.log_history)))
         elif ids is not None:
-            each._warn_of_new_run(reprlib.repr(ids), "this release cannot read it.")
+            each._warn_about_new_run(reprlib.repr(ids), "this release cannot read it.")
 
 
 def to_tracker_names(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -351,4 +351,4 @@ class TrainingEvents(Part):
     @property
     def should_stop(self) -> bool:
         """Whether training should stop."""
-        return self.control_sync.can_stop and self.trainer.control.should_training_stop
+        return self.control_sync.flags_are_agreed and self.trainer.control.should_training_stop

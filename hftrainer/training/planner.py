@@ -162,7 +162,7 @@ class Planner(Part):
 
     # ---- Lightning's finders -----------------------------------------------------------------------------------
 
-    def set_found_batch_size(self) -> None:
+    def run_batch_size_finder(self) -> None:
         """Run the `BatchSizeFinder` among the callbacks, if any."""
         optimizer = self.trainer.optimizer
         batch_size = self.parts.engine.run_batch_size_finder(TrialSteps(self.parts), self.trainer.model)
@@ -172,7 +172,7 @@ class Planner(Part):
             self.run.train_batch_size = batch_size
             logger.info("BatchSizeFinder: training with %d samples in a batch.", batch_size)
 
-    def set_found_learning_rate(self, max_steps: int) -> None:
+    def run_learning_rate_finder(self, max_steps: int) -> None:
         """Run the `LearningRateFinder` among the callbacks, if any.
 
         Args:

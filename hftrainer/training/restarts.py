@@ -15,7 +15,7 @@ from hftrainer.base.part import Part
 from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing import resume
-from hftrainer.data.randomness import restore_rng_state, rng_state
+from hftrainer.data.randomness import rng_state, set_rng_state
 from hftrainer.errors import InvalidArgument, TrainingDiverged, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
@@ -86,7 +86,7 @@ class InitialStateSnapshot:
             self._scaler.scale(next(self._model.parameters()).new_zeros(()))
             self._scaler.update(self._scaler_state["scale"])
             self._scaler.load_state_dict(self._scaler_state)
-        restore_rng_state(self._rng_state)
+        set_rng_state(self._rng_state)
 
 
 def _to_cpu(leaf: Any) -> Any:

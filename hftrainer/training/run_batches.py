@@ -136,7 +136,7 @@ class RunBatches(Part):
     def _is_interrupted(self) -> bool:
         """Whether a control flag that all ranks know ends the epoch or the training."""
         control = self.trainer.control
-        return self.control_sync.can_stop and (control.should_epoch_stop or control.should_training_stop)
+        return self.control_sync.flags_are_agreed and (control.should_epoch_stop or control.should_training_stop)
 
     # ---- Resume ------------------------------------------------------------------------------------------------
 

@@ -249,7 +249,7 @@ class TrainingRunner(Part):
         self.run.reset_attempt()
         trainer.callback_handler.stopped_by = ""
         if folder is None:
-            self.planner.set_found_batch_size()
+            self.planner.run_batch_size_finder()
         events, model = self._prepare_attempt(args, folder, trial, ignore_keys)
         self._announce_run(trial, events)
         self.run.set_start_values(trainer.state)
@@ -280,19 +280,19 @@ class TrainingRunner(Part):
             raise UnsupportedArgument(
                 f"on_divergence={args.on_divergence!r} needs Trainer.train: let your train() call super().train()."
             )
-        self.parts.loaders.warn_of_custom_loader(dataloader)
+        self.parts.loaders.warn_about_custom_loader(dataloader)
         planned_schedule = self.planner.plan_run(args, dataloader)
         skipped_samples = self.run.skipped_samples
         schedule = planned_schedule if skipped_samples is None else skipped_samples.extend_schedule(planned_schedule)
         self.run.schedule = schedule
-        self.run.resumed_progress = self.parts.saver.load_progress(folder, schedule)
+        self.run.resumed_progress = self.parts.saver.load_adapted_progress(folder, schedule)
         first_epoch, position = self.trainer._init_training_state(
             schedule.max_steps, schedule.num_update_steps_per_epoch, planned_schedule.num_train_epochs, folder, trial
         )
         self.parts.loaders.check_evaluation_data()
         model, dataloader = self.trainer._prepare_for_training(schedule.max_steps, dataloader, folder)
         if folder is None:
-            self.planner.set_found_learning_rate(schedule.max_steps)
+            self.planner.run_learning_rate_finder(schedule.max_steps)
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
         self.planner.log_start(schedule, None if folder is None else (first_epoch, position))
         self.run.events = events = TrainingEvents(

@@ -210,7 +210,7 @@ class CheckpointSaver(Part):
             state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
             self.run.train_batch_size = state.train_batch_size or self.run.train_batch_size
 
-    def load_progress(self, folder: str | None, schedule: TrainingSchedule) -> RunProgress | None:
+    def load_adapted_progress(self, folder: str | None, schedule: TrainingSchedule) -> RunProgress | None:
         """The progress in a checkpoint, or None if we did not write it. Warns about changed arguments."""
         if folder is None:
             return None

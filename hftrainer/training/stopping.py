@@ -219,7 +219,7 @@ class ControlSync(Part):
         self._has_stop_flag = control.should_training_stop or control.should_epoch_stop
 
     @property
-    def can_stop(self) -> bool:
+    def flags_are_agreed(self) -> bool:
         """Whether stop flags may take effect: distributed ranks must have agreed on them."""
         return self._has_stop_flag or not self.is_distributed
 

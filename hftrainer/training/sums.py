@@ -128,7 +128,7 @@ class LossAccumulator:
         is_non_finite = self._is_on_cpu and not math.isfinite(loss)
         self.non_finite_since = (self.non_finite_since or state.global_step + 1) if is_non_finite else 0
         if is_non_finite:
-            self._warn_of_non_finite_loss(f"is {loss.item()}", state.global_step + 1, inputs)
+            self._warn_about_non_finite_loss(f"is {loss.item()}", state.global_step + 1, inputs)
             summand = run.loss_since_log / steps if drops_non_finite else loss
         run.loss_since_log += summand
         return summand
@@ -138,10 +138,10 @@ class LossAccumulator:
         if self._is_on_cpu or not self.trainer.control.should_log:
             return
         if bool(self._has_non_finite | ~self.run.loss_since_log.isfinite()):
-            self._warn_of_non_finite_loss("was not finite before or", self.trainer.state.global_step)
+            self._warn_about_non_finite_loss("was not finite before or", self.trainer.state.global_step)
         self._has_non_finite = torch.zeros_like(self._has_non_finite)
 
-    def _warn_of_non_finite_loss(self, problem: str, step: int, inputs: Any = None) -> None:
+    def _warn_about_non_finite_loss(self, problem: str, step: int, inputs: Any = None) -> None:
         """Warn once of such losses, which the logged mean may hide, unless `on_divergence` reports them."""
         if not self.has_warned and self.trainer.args.on_divergence is None:
             effect = "; logging_nan_inf_filter leaves it out of the logged mean"

@@ -170,7 +170,7 @@ def test_random_state_of_mps_is_saved_and_restored(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: restored.append(state.item()))
     monkeypatch.setattr(randomness, "_accelerators", randomness._accelerators.__wrapped__)  # without its cache
     torch.save(randomness.rng_state(), tmp_path / "rng.pth")
-    randomness.load_rng_state(str(tmp_path / "rng.pth"))
+    randomness.load_rng_file(str(tmp_path / "rng.pth"))
     assert restored == [5]
 
 

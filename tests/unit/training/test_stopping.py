@@ -51,7 +51,7 @@ def test_own_request_takes_effect_when_the_other_rank_knows_it(flag, is_shared):
     sync.end_step()
     assert seen.given == [wish, request() if is_shared else wish]
     assert flags_of(sync) == [flag] * (not is_shared)
-    assert sync.can_stop is (flag in ("should_training_stop", "should_epoch_stop"))
+    assert sync.flags_are_agreed is (flag in ("should_training_stop", "should_epoch_stop"))
 
 
 def test_request_of_the_other_rank_takes_effect_a_step_later():
@@ -67,9 +67,9 @@ def test_after_long_operations_requests_take_effect_at_once():
     sync.trainer.control.should_save = True
     sync.end_step()
     sync.sync_control_flags()
-    assert flags_of(sync) == ["should_epoch_stop", "should_save"] and sync.engine.should_stop and sync.can_stop
+    assert flags_of(sync) == ["should_epoch_stop", "should_save"] and sync.engine.should_stop and sync.flags_are_agreed
     sync.begin_epoch()
-    assert not sync.can_stop
+    assert not sync.flags_are_agreed
 
 
 def test_one_process_does_not_synchronize():
@@ -77,7 +77,7 @@ def test_one_process_does_not_synchronize():
     sync.trainer.control.should_training_stop = True
     sync.end_step()
     sync.sync_control_flags()
-    assert seen.given == [] and flags_of(sync) == ["should_training_stop"] and sync.can_stop
+    assert seen.given == [] and flags_of(sync) == ["should_training_stop"] and sync.flags_are_agreed
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
