@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import shutil
 import sys
@@ -162,6 +163,14 @@ def wrap_text(text: str, stream: Any) -> str:
     # Keep a key and its value on one line.
     unbroken_text = text.replace("': ", "':\xa0")
     return "\n".join(textwrap.fill(line, width, **options) for line in unbroken_text.splitlines()).replace("\xa0", " ")
+
+
+def format_number(value: float | None) -> str:
+    """A number of a table or a plot as short text, such as '94,038' or '0.4983'; empty for None."""
+    if value is None:
+        return ""
+    is_long = math.isfinite(value) and abs(value) < 1e15 and (abs(value) >= 1000 or value == int(value))
+    return f"{value:,.0f}" if is_long else f"{value:.4g}"
 
 
 def format_bytes(size: float) -> str:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.base.messages import format_number
 from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _summarize_runs(folders: list[str], curves: list[Curve]) -> list[dict[str, A
 def _compare(runs: list[dict[str, Any]]) -> str:
     """A table with one row per run."""
     from hftrainer.checkpointing.saved_arguments import describe
-    from hftrainer.cli.watch import format_duration, format_number
+    from hftrainer.cli.watch import format_duration
 
     formats: dict[str, Any] = {"run": str, "time": format_duration, "goodput": "{:.0%}".format, "differs in": describe}
     rows = [("", *list(runs[0])[1:])]
@@ -154,8 +155,8 @@ def describe_curves(curves: list[Curve]) -> str:
     for curve in curves:
         finite = curve.finite or [math.nan]
         values = (curve.values[0], curve.values[-1], min(finite), max(finite))
-        steps, gaps = f"{curve.steps[0]:g} to {curve.steps[-1]:g}", len(curve.values) - len(curve.finite)
-        rows.append((curve.label, steps, *(f"{value:.4g}" for value in values), str(gaps or "")))
+        steps = f"{format_number(curve.steps[0])} to {format_number(curve.steps[-1])}"
+        rows.append((curve.label, steps, *map(curve.format, values), str(len(curve.gaps) or "")))
     return align(rows)
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.base.messages import format_number
 from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:
@@ -324,14 +325,6 @@ def _braille(curve: dict[str, list[float]], box: tuple[float, float, float, floa
     column_of_dot = (positions - first) / (last - first or 1) * (2 * width - 1)
     dots[row_of_dot.round().astype(int), column_of_dot.round().astype(int)] = 1
     return np.einsum("hrwc,rc->hw", dots.reshape(rows, 4, width, 2), np.array(_DOTS))
-
-
-def format_number(value: float | None) -> str:
-    """A number as short text; empty for None."""
-    if value is None:
-        return ""
-    is_long = math.isfinite(value) and abs(value) < 1e15 and (abs(value) >= 1000 or value == int(value))
-    return f"{value:,.0f}" if is_long else f"{value:.4g}"
 
 
 def format_duration(seconds: float) -> str:

@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,15 @@ def remove_undone_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return remaining
 
 
+def _without_pauses(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events with their time in seconds since the first, without the pauses before restarts."""
+    moved, skipped = [], events[0]["time"] if events else 0.0
+    for before, event in pairwise([*events[:1], *events]):
+        skipped += event["time"] - before["time"] if event["event"] == "begin" else 0.0
+        moved.append({**event, "time": event["time"] - skipped})
+    return moved
+
+
 def goodput(events: list[dict[str, Any]]) -> float | None:
     """Fraction of the time since the start from scratch spent on steps that count; None before the first interval."""
     remaining = remove_undone_steps(events)
@@ -205,13 +215,15 @@ def _merge(saved: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[
 
 
 def read_run(folder: str, x: str = "step") -> TrainerState:
-    """Like `read_state`, with the log lines that only the journal has, and `x` as their steps, time in seconds.
+    """Like `read_state`, with the log lines that only the journal has, and `x` as their steps.
+
+    Time is in seconds, without pauses before restarts; a line with `resumed` stands for a restart.
 
     Raises:
         InvalidArgument: if there is no run, or no journal for `x="time"`.
     """
     check_folder(folder)
-    events = remove_undone_steps(read_events(folder))
+    events = remove_undone_steps(_without_pauses(select_last_run(read_events(folder))))
     try:
         state = read_state(folder)
     except InvalidArgument:
@@ -227,6 +239,7 @@ def read_run(folder: str, x: str = "step") -> TrainerState:
             raise InvalidArgument(
                 f"{folder} has no times (it ran without observe=True): leave out --x time or that run."
             )
-        start = events[0]["time"]
-        state.log_history = [{**event["logs"], "step": event["time"] - start} for event in logs]
+        # The first start is at 0.
+        kept = [each for each in events if each["event"] == "log" or (each["event"] == "begin" and each["time"])]
+        state.log_history = [{**event.get("logs", {"resumed": True}), "step": event["time"]} for event in kept]
     return state

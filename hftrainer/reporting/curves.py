@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
+from hftrainer.base.messages import format_number
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import differing_arguments, read_arguments_of_run
 from hftrainer.errors import InvalidArgument
@@ -31,12 +31,12 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#0
 MARKS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross"}
 #: Line style: matplotlib's → plotly's.
 DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
-#: Number of points from which a noisy curve is drawn faintly, under its running mean; and number of parts of a long
+#: Number of points from which a noisy curve is drawn faintly, under its mean; and number of parts of a long
 #: curve of which only the lowest and the highest point are drawn.
 MANY, MAX_PARTS = 100, 1000
 #: Metrics whose greater value is better without doubt.
 GREATER_IS_BETTER = re.compile("eval_(.*_)?(accuracy|f1|precision|recall|auc|roc_auc|bleu|rouge[12L]?|(mean_)?iou)$")
-#: Number of runs from which only the running means are drawn.
+#: Number of runs from which only the means are drawn.
 MANY_RUNS = 4
 
 
@@ -57,7 +57,8 @@ class Curve:
         dash: the index of its line style.
         mark: the shape of its markers, which distinguishes runs in black and white.
         owner: in a panel that one of several runs has alone, the entry of the legend, which names the run.
-        is_faint: whether the values are drawn faintly under their running mean, or else the mean alone.
+        is_faint: whether the values are drawn faintly under their mean, or else the mean alone.
+        restarts: where a resumed run started again, on an axis of time.
     """
 
     panel: str
@@ -73,6 +74,7 @@ class Curve:
     mark: str = "o"
     owner: str = ""
     is_faint: bool = True
+    restarts: Sequence[float] = ()
 
     @property
     def marked(self) -> list[int]:
@@ -80,7 +82,7 @@ class Curve:
 
         In a plot of several runs about ten points, in a plot of one run all of up to 29 points.
         """
-        count = len(self.drawn_indices)
+        count = len(self.drawn_indices) + len(self.restarts)
         every = max(1, count // 10)
         # Shift the markers, so that those of coinciding runs do not overlap.
         start = list(MARKS).index(self.mark) * every // len(MARKS)
@@ -90,25 +92,36 @@ class Curve:
     def drawn_indices(self) -> list[int]:
         """The indices of the points that are drawn: all, or the lowest and highest of each part of a long curve."""
         indices, size = range(len(self.values)), max(1, len(self.values) // MAX_PARTS)
+        if self.panel == SHARES:
+            # Areas are stacked, so that all need the same points.
+            return list(indices[::size])
         parts = (indices[start : start + size] for start in indices[::size])
         return sorted({extreme(part, key=self.values.__getitem__) for part in parts for extreme in (min, max)})
 
     def points(self, values: list[float]) -> tuple[list[float], list[float]]:
-        """The steps and values of the points that are drawn."""
-        return [self.steps[index] for index in self.drawn_indices], [values[index] for index in self.drawn_indices]
+        """The steps and values of the points that are drawn, with a break at restarts: NaN, or 0 as a share."""
+        steps, shown = ([each[index] for index in self.drawn_indices] for each in (self.steps, values))
+        for restart in self.restarts:
+            place = bisect.bisect_right(steps, restart)
+            steps.insert(place, restart)
+            shown.insert(place, 0.0 if self.panel == SHARES else math.nan)
+        return steps, shown
 
     @cached_property
     def mean(self) -> list[float] | None:
-        """The running mean of many values, over a twentieth of the points, fewer at first; None for learning rates."""
+        """The exponential mean of many values, over about a thirtieth of them; None for learning rates.
+
+        It begins at the first value. As losses fall steeply at first, it goes over about a third of those so far.
+        """
         if self.panel == "learning rate" or len(self.values) < MANY:
             return None
-        values, half = np.array(self.values, float), len(self.values) // 40
-        is_known = np.isfinite(values)
-        # Losses fall steeply at first, so half a window would be far below them.
-        parts = np.where(is_known, values, 0), is_known
-        sums, counts = (np.convolve(part, np.ones(2 * half + 1), "same") for part in parts)
-        sums[:half], counts[:half] = (np.cumsum(part[: 2 * half])[::2] for part in parts)
-        return [float(value) for value in np.where(is_known, sums / np.maximum(counts, 1), math.nan)]
+        least, count, mean, means = 2 / (len(self.values) / 30 + 1), 2, 0.0, []
+        for value in self.values:
+            if is_finite(value):
+                count += 1
+                mean += max(least, 3 / count) * (value - mean)
+            means.append(mean if is_finite(value) else math.nan)
+        return means
 
     @property
     def label(self) -> str:
@@ -118,8 +131,17 @@ class Curve:
     @property
     def legend_entry(self) -> str:
         """The name, in a plot of one run with the best value."""
-        best = "" if self.run or self.best is None else f" (★ best: {self.values[self.best]:.4g})"
+        best = "" if self.run or self.best is None else f" (★ best: {self.format(self.values[self.best])})"
         return self.owner or f"{self.name}{best}"
+
+    def format(self, value: float) -> str:
+        """A value as text."""
+        return f"{value:.1%}" if self.name in PANELS[SHARES] else format_number(value)
+
+    @property
+    def gaps(self) -> list[int]:
+        """The indices of the values that are not finite."""
+        return [index for index, value in enumerate(self.values) if not is_finite(value)]
 
     @property
     def legend_colour(self) -> str:
@@ -152,6 +174,11 @@ def read_curves(folders: list[str], x: str = "step") -> list[Curve]:
     for folder, state in zip(folders, states, strict=True):
         if not any(logged_curves(state).values()):
             raise InvalidArgument(f"{folder}: the log has nothing to draw: set logging_steps.")
+    if x == "time":
+        last = max(line["step"] for state in states for line in state.log_history)
+        x, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))
+        for state in states:
+            state.log_history = [{**line, "step": line["step"] / size} for line in state.log_history]
     arguments = [read_arguments_of_run(folder, skip_unreadable=True) for folder in folders]
     for known, state in zip(arguments, states, strict=True):
         # Runs with other data differ in it. With an incomplete last accumulation it is not known exactly.
@@ -160,10 +187,6 @@ def read_curves(folders: list[str], x: str = "step") -> list[Curve]:
     plain_curves: list[Curve] = []
     for state, run, known, settings in zip(states, runs, arguments, differing_arguments(arguments, runs), strict=True):
         plain_curves += (replace(curve, run=run, settings=settings, x=x) for curve in _plain_curves(state, known))
-    if x == "time":
-        last = max(step for curve in plain_curves for step in curve.steps)
-        unit, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))
-        plain_curves = [replace(curve, steps=[step / size for step in curve.steps], x=unit) for curve in plain_curves]
     return _with_styles(plain_curves)
 
 
@@ -173,18 +196,19 @@ def curves_of_run(state: TrainerState) -> list[Curve]:
 
 
 def _plain_curves(state: TrainerState, arguments: dict[str, Any]) -> Iterator[Curve]:
+    restarts = [line["step"] for line in state.log_history if line.get("resumed") is True]
     for panel, panel_curves in logged_curves(state).items():
         for name, (steps, values) in panel_curves.items():
-            yield Curve(panel, name, steps, values, _best_index(state, arguments, name, values))
+            yield Curve(panel, name, steps, values, _best_index(state, arguments, name, values), restarts=restarts)
 
 
 def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     """The curves with their colours and dashes, in the order of the panels, without shares that are always 0.
 
     Each metric has a panel, with its curves of all datasets. Of several runs' shares of time only that of training is
-    shown. Panels that lack a run are last.
+    shown. The loss is first, and panels that lack a run are last.
     """
-    curves, styled_curves = list(plain_curves), []
+    curves, styled_curves = _in_milliseconds(list(plain_curves)), []
     # Several evaluation sets have their names in losses, as `eval_val_loss`, and in metrics.
     datasets = "|".join(re.escape(curve.name[5:-5]) for curve in curves if re.fullmatch("eval_.+_loss", curve.name))
     metrics = [curve.name for curve in curves if curve.panel == "metrics"]
@@ -198,7 +222,8 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     curves.sort(key=lambda curve: (list(PANELS).index(curve.panel), shown.index(curve.name)))
     curves = [replace(curve, panel=titles.get(curve.name, curve.panel)) for curve in curves]
     panels = {curve.panel: {other.run for other in curves if other.panel == curve.panel} for curve in curves}
-    curves.sort(key=lambda curve: (len(panels[curve.panel]) < len(runs), list(panels).index(curve.panel)))
+    last = {panel for panel, owners in panels.items() if len(owners) < len(runs)} - {"loss"}
+    curves.sort(key=lambda curve: (curve.panel in last, list(panels).index(curve.panel)))
     for curve in curves:
         names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
         run, dash, is_faint = runs.index(curve.run), names.index(curve.name), len(runs) < MANY_RUNS
@@ -209,6 +234,16 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
         styled = replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, is_faint=is_faint, owner=owner)
         styled_curves.append(styled)
     return styled_curves
+
+
+def _in_milliseconds(curves: list[Curve]) -> list[Curve]:
+    """The curves, with milliseconds per step if all runs have short steps."""
+    seconds = [statistics.median(curve.finite) for curve in curves if curve.name == "step_seconds" and curve.finite]
+    if not seconds or max(seconds) >= 0.1:
+        return curves
+    name, panel = "step_milliseconds", "milliseconds per step"
+    longer = [replace(curve, panel=panel, name=name, values=[1000 * each for each in curve.values]) for curve in curves]
+    return [short if curve.name == "step_seconds" else curve for curve, short in zip(curves, longer, strict=True)]
 
 
 def _best_index(state: TrainerState, arguments: dict[str, Any], name: str, values: list[float]) -> int | None:

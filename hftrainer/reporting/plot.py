@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from hftrainer.base.messages import format_number
 from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.saved_arguments import describe
 from hftrainer.errors import InvalidArgument, MissingPackage, cause_if_installed
-from hftrainer.reporting.curves import DASHES, MANY, MARKS, X_AXES, Curve, curves_of_run, read_curves
+from hftrainer.reporting.curves import DASHES, MANY, MARKS, TIME_UNITS, X_AXES, Curve, curves_of_run, read_curves
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, is_finite
 
 logger = logging.getLogger(__name__)
@@ -31,13 +32,20 @@ logger = logging.getLogger(__name__)
 STYLE = """<meta name="viewport" content="width=device-width"><style>html { scrollbar-gutter: stable; }
 html body { background: white; font: 14px sans-serif; height: auto; } h1 { font-size: 16px; margin: 0; }
 @media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }</style>"""
-#: Give a narrow window one column.
-REFLOW = """const wide = matchMedia("(min-width: 900px)");
-wide.onchange = () => Plotly.relayout("{plot_id}", wide.matches ? %s : %s);
-if (!wide.matches) wide.onchange();"""
+#: Give a window as many columns as are readable in its width; and let a box switch the scale of the losses.
+SCRIPT = """const layouts = %s, scales = %s, box = document.querySelector("input"); let layout = layouts[0][1];
+onresize = () => { const fitting = layouts.find(([width]) => innerWidth >= width)[1];
+                   if (fitting !== layout) Plotly.relayout("{plot_id}", layout = fitting); };
+onresize();
+if (box) box.onchange = () => Plotly.relayout("{plot_id}", scales[box.checked ? "log" : "linear"]);"""
+BOX = """ <small><label><input type="checkbox"%s>losses on a log scale</label></small>"""
+#: Columns of a page → the least width of its window, in pixels.
+COLUMN_WIDTHS = {3: 1500, 2: 900, 1: 0}
 #: Say why a page is blank.
 OFFLINE = """<script>window.Plotly || document.querySelector("h1").after("The plot needs https://cdn.plot.ly, which "
 + "did not load. Make a page that works offline: hftrainer plot OUTPUT_DIR --html ")</script></body>"""
+#: Number of losses from which a few high ones may leave a panel, and of marks that say so.
+MIN_POINTS, MAX_PEAKS = 10, 4
 #: Number of metrics in a picture; a page has all.
 MAX_METRICS = 12
 
@@ -45,31 +53,33 @@ MAX_METRICS = 12
 def _vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     """The scale of a panel, 'linear' or 'log', and its range.
 
-    Speeds and memory begin at 0, and end at most at twice the 95th percentile of a curve. The scale is logarithmic if
-    losses span two orders of magnitude, if a few gradient norms would make the others unreadable, or if the peak
-    learning rates of curves differ 50-fold. It then ends at a third of the lowest running mean. Of several
-    runs, losses and gradient norms that reach 1000 times the median of the curves' highest values leave the panel.
+    Speeds and memory begin at 0, and end at most at twice the 95th percentile of a curve. Losses and gradient norms end
+    at most at three times its height, so that a few high ones do not flatten the others. If the others span two orders
+    of magnitude, the scale is logarithmic instead, and ends at a third of the lowest mean; so it is if the peak
+    learning rates of curves differ 50-fold. Of several runs, losses and gradient norms that reach 1000 times the median
+    of the curves' highest values leave the panel.
     """
-    if curves[0].name in PANELS[SHARES]:
-        return "linear", (0, 1 if curves[0].panel == SHARES else 1.05)
-    values, panel = [value for curve in curves for value in curve.finite], curves[0].panel
-    if PANEL_OF.get(curves[0].name) in SPEEDS or not values:
-        usual = max((np.percentile(curve.finite, 95, method="lower") for curve in curves if curve.finite), default=0)
-        high = max(values, default=0)
-        return "linear", (0, 1.05 * (min(high, 2 * float(usual)) or high) or 1)
-    curves = [curve for curve in curves if curve.finite]
-    highs = [max(curve.finite) for curve in curves]
-    if curves[0].run and panel in ("loss", "gradient norm"):
-        top = max(high for high in highs if high <= abs(1000 * statistics.median_low(highs)))
-        values = [value for value in values if value <= top]
+    curves, name, panel = [curve for curve in curves if curve.finite], curves[0].name, curves[0].panel
+    if name in PANELS[SHARES] or not curves:
+        return "linear", (0, 1.05 if name in PANELS[SHARES] and panel != SHARES else 1)
+    values, highs = [value for curve in curves for value in curve.finite], [max(curve.finite) for curve in curves]
+    usual = max(float(np.percentile(curve.finite, 95, method="lower")) for curve in curves)
+    if PANEL_OF.get(name) in SPEEDS:
+        return "linear", (0, 1.05 * (min(max(highs), 2 * usual) or max(highs)) or 1)
+    bottom, high, is_steep = min(values), max(highs), panel in ("loss", "gradient norm")
+    if curves[0].run and is_steep:
+        high = max(high for high in highs if high <= abs(1000 * statistics.median_low(highs)))
+    is_squeezed = is_steep and len(values) >= MIN_POINTS and high - bottom > 3 * (usual - bottom) > 0
+    top = max(value for value in values if value - bottom <= 3 * (usual - bottom)) if is_squeezed else high
     # A warm-up from 0 and a decay to 0 go below the panel.
     lows = [min(filter(is_finite, it.mean)) / 3 if it.mean and it.is_faint else min(it.finite) for it in curves]
     low = min(highs) / 100 if panel == "learning rate" else min(lows)
-    limits = {"loss": 100 * low, "gradient norm": 20 * statistics.median(values), "learning rate": 50 * min(highs)}
-    if low > 0 and max(values) >= limits.get(panel, math.inf):
-        first, last = _range([math.log10(low), math.log10(max(values))])
+    limits = {"loss": 100 * low, "gradient norm": 100 * low, "learning rate": 50 * min(highs)}
+    if low > 0 and top >= limits.get(panel, math.inf):
+        first, last = _range([math.log10(low), math.log10(high)])
         return "log", (10**first, 10**last)
-    return "linear", _range(values)
+    # A mark of what leaves the panel needs space.
+    return "linear", _range([bottom, top + is_squeezed * (top - bottom) / 10])
 
 
 def _range(values: list[float]) -> tuple[float, float]:
@@ -92,13 +102,17 @@ def _label(curves: list[Curve], scale: str) -> str:
     return label + " (log scale)" * (scale == "log")
 
 
-def _clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, float, str]]:
-    """The curves that leave a panel, with the step of their highest value, and a mark with the value."""
+def _clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, float, str, str]]:
+    """The curves that leave a panel most, with the step of their highest value, and its mark with the anchor."""
+    peaks = []
     for curve in curves:
         values = curve.mean if curve.mean and not curve.is_faint else curve.values
         value, step = max(zip(values, curve.steps, strict=True), key=lambda point: (is_finite(point[0]), point[0]))
+        peaks.append((value, step, curve))
+    for value, step, curve in sorted(peaks, key=lambda peak: -peak[0])[:MAX_PEAKS]:
+        text = format_number(value)
         if value > top:
-            yield curve, step, f"▲ {value:,.0f}" if 100 <= value < 1e6 else f"▲ {value:.3g}"
+            yield (curve, step, *((f"{text} ▲", "right") if step > 0.8 * curve.steps[-1] else (f"▲ {text}", "left")))
 
 
 def _title(name: str, curves: list[Curve]) -> list[str]:
@@ -108,7 +122,9 @@ def _title(name: str, curves: list[Curve]) -> list[str]:
     title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run {name}"]
     if any(curve.mean for curve in curves):
         faint = "faint: logged values; strong: their" if curves[0].is_faint else f"curves of {MANY} values or more: the"
-        title.append(f"{faint} running mean, over a twentieth of the values")
+        title.append(f"{faint} exponential mean")
+    if any(curve.restarts for curve in curves):
+        title.append("the time leaves out the pauses before a run resumed")
     observed = {curve.run for curve in curves if PANEL_OF.get(curve.name) in SPEEDS}
     if observed and (others := ", ".join(run for run in runs if run not in observed)):
         title.append(f"{others} ran without observe=True: no speed, time or memory")
@@ -119,13 +135,21 @@ def _group_by_panel(curves: list[Curve]) -> dict[str, list[Curve]]:
     return {panel: list(panel_curves) for panel, panel_curves in groupby(curves, key=lambda curve: curve.panel)}
 
 
-def _find_first_gap(curves: list[Curve]) -> tuple[float, str] | None:
-    """The first step with a non-finite value in a panel, and a text that names the curve."""
-    points = (
-        (step, curve.label, value) for curve in curves for step, value in zip(curve.steps, curve.values, strict=True)
-    )
-    gap = min(((step, label) for step, label, value in points if not is_finite(value)), default=None)
-    return gap and (gap[0], f"{gap[1]} is not finite at {curves[0].x} {gap[0]:g}")
+def _vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, str, str, str]]:
+    """The restarts of runs, and the first non-finite value of a panel: step, text, colour and dash.
+
+    The text is empty if another panel has it. A log line has the values since the one before, so that the first step
+    with a non-finite value may be earlier than the line.
+    """
+    for curve in {curve.run: curve for curve in curves if curve.panel != SHARES}.values():
+        for restart in curve.restarts:
+            text = f"{curve.run} resumed".strip() if curve.panel == "loss" else ""
+            yield restart, text, curve.colour if curve.run else "#808080", "--"
+    gaps = [(curve.steps[index], curve.label) for curve in curves for index in curve.gaps]
+    if gaps:
+        (step, label), unit = min(gaps), curves[0].x
+        place = f"{step:.4g} {unit}" if unit in TIME_UNITS else f"{unit} {format_number(step)}"
+        yield step, f"{label} is not finite by {place}", "red", ":"
 
 
 def draw_picture(curves: list[Curve], path: str, title: str) -> None:
@@ -168,7 +192,7 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
 def _describe_run(run: str, curves: list[Curve]) -> str:
     """The name of a run, the arguments in which it differs, and its best value."""
     run_curves = [curve for curve in curves if curve.run == run]
-    best = (f"★ best {curve.name}\xa0{curve.values[curve.best]:.4g}" for curve in run_curves if curve.best is not None)
+    best = (f"★ best {it.name}\xa0{it.format(it.values[it.best])}" for it in run_curves if it.best is not None)
     return " · ".join(filter(None, (run, describe(run_curves[0].settings), next(best, ""))))
 
 
@@ -178,8 +202,9 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
     is_stacked = curves[0].panel == SHARES and all(curve.steps == curves[0].steps for curve in curves)
     if is_stacked:
         # A value is of the time since the one before.
-        values, colours = [[0, *(curve.mean or curve.values)] for curve in curves], [curve.colour for curve in curves]
-        areas = axis.stackplot([0, *curves[0].steps], values, colors=colours, step="pre")
+        points, colours = [curve.points(curve.mean or curve.values) for curve in curves], [it.colour for it in curves]
+        values = [[0, *values] for _, values in points]
+        areas = axis.stackplot([0, *points[0][0]], values, colors=colours, step="pre")
         handles = dict(zip((curve.label for curve in curves), areas, strict=True))
     for curve in curves if not is_stacked else ():
         style = {"color": curve.colour, "linestyle": list(DASHES)[curve.dash], "linewidth": 1.5}
@@ -194,18 +219,18 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
         if curve.best is not None:
             star = {"color": curve.colour, "markeredgecolor": "black", "markersize": 10, "zorder": 3}
             axis.plot(curve.steps[curve.best], curve.values[curve.best], "*", **star)
-    if gap := _find_first_gap(curves):
-        handles[gap[1]] = axis.axvline(gap[0], color="red", linestyle=":")
+    for step, text, colour, dash in _vertical_lines(curves):
+        line = axis.axvline(step, color=colour, linestyle=dash, linewidth=1.5 if dash == ":" else 0.8)
+        handles |= {text: line} if text else {}
     scale, limits = _vertical_axis(curves)
     axis.set(xlabel=X_AXES[curves[0].x], ylabel=_label(curves, scale), yscale=scale, ylim=limits)
-    for row, (curve, step, text) in enumerate(_clipped_peaks(curves, limits[1])):
-        axis.text(step, limits[1], "\n" * row + text, color=curve.colour, fontsize=9, va="top")
+    for row, (curve, step, text, anchor) in enumerate(_clipped_peaks(curves, limits[1])):
+        axis.text(step, limits[1], "\n" * row + text, color=curve.colour, fontsize=9, va="top", ha=anchor)
     axis.xaxis.set_major_formatter("{x:,.7g}")
-    if is_short := scale == "log" and limits[1] < 1000 * limits[0]:
+    if scale == "log" and limits[1] < 1000 * limits[0]:
         axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    is_share = curves[0].name in PANELS[SHARES]
-    if is_short or is_share or (scale == "linear" and not 0.1 < limits[1] < 1000):
-        axis.yaxis.set_major_formatter("{x:.0%}" if is_share else "{x:,.7g}")
+    axis.yaxis.set_minor_formatter("")
+    axis.yaxis.set_major_formatter("{x:.0%}" if curves[0].name in PANELS[SHARES] else "{x:,.7g}")
     if scale == "linear" and 0 < (top := max(map(abs, limits))) < 0.001:
         # One exponent, not 0.0001 and 5e-05.
         power = math.floor(math.log10(top))
@@ -230,71 +255,69 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
         style = {"line_color": curve.colour, "marker": {"symbol": MARKS[curve.mark], "size": 9}}
         figure.add_scatter(x=[None], y=[None], xaxis="x2", yaxis="y2", name=name, legendgroup=curve.run, **style)
     title_of_x = {"text": X_AXES[curves[0].x], "standoff": 2}
-    x_axis = {"title": title_of_x, "range": _horizontal_range(curves), "matches": "x2"}
-    panels = _group_by_panel(curves).values()
+    x_axis = {"title": title_of_x, "range": _horizontal_range(curves), "matches": "x2", "tickformat": ","}
+    panels, scales, box = _group_by_panel(curves).values(), {}, ""
     for number, panel_curves in enumerate(panels, 2):
         x, y, legend = f"x{number}", f"y{number}", f"legend{number}"
         figure.add_traces([trace | {"xaxis": x, "yaxis": y} for trace in _traces(panel_curves, legend)])
         scale, limits = _vertical_axis(panel_curves)
         y_axis: dict[str, Any] = {"title_text": _label(panel_curves, scale), "type": scale, "range": limits}
-        y_axis |= {"tickformat": ".0%"} if panel_curves[0].name in PANELS[SHARES] else {}
-        for row, (curve, step, text) in enumerate(_clipped_peaks(panel_curves, limits[1])):
-            place = {"xref": x, "x": step, "yref": f"{y} domain", "y": 1, "xanchor": "left", "yanchor": "top"}
+        y_axis |= {"tickformat": "~e" if max(map(abs, limits)) < 0.001 else ",", "hoverformat": ",.4~g"}
+        y_axis |= {"tickformat": ".0%", "hoverformat": ".1%"} if panel_curves[0].name in PANELS[SHARES] else {}
+        for row, (curve, step, text, anchor) in enumerate(_clipped_peaks(panel_curves, limits[1])):
+            place = {"xref": x, "x": step, "yref": f"{y} domain", "y": 1, "xanchor": anchor, "yanchor": "top"}
             figure.add_annotation(text=text, yshift=-14 * row, font_color=curve.colour, showarrow=False, **place)
         if panel_curves[0].panel == "loss":
-            figure.update_layout(updatemenus=[_scale_button(f"yaxis{number}", panel_curves, scale, limits)])
+            scales, box = _scales(f"yaxis{number}", panel_curves, limits), BOX % (" checked" * (scale == "log"))
         if scale == "log":
-            # plotly takes powers of ten. For two ticks per decade it chooses 1, 2 and 5; a format writes them in full.
+            # plotly takes powers of ten. For two ticks per decade it chooses 1, 2 and 5.
             low, high = map(math.log10, limits)
-            y_axis |= {"range": [low, high], "nticks": min(8, math.ceil(high - low))}
-            y_axis |= {"nticks": round(2 * (high - low)), "tickformat": "~g"} if high - low < 3 else {}
+            ticks = round(2 * (high - low)) if high - low < 3 else min(8, math.ceil(high - low))
+            y_axis |= {"range": [low, high], "nticks": ticks, "tickformat": ","}
         axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis | {"anchor": x}}
         figure.update_layout(axes | {legend: {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
-    figure.update_yaxes(exponentformat="power", minexponent=4)
-    wide, narrow = (_place_panels(len(panels), columns, [*runs]) for columns in (2, 1))
+    most = 3 if len(panels) > 6 else 2
+    layouts = [(COLUMN_WIDTHS[count], _place_panels(len(panels), count, [*runs])) for count in range(most, 0, -1)]
     figure.update_layout(
-        {name.replace(".", "_"): value for name, value in wide.items()},
+        {name.replace(".", "_"): value for name, value in layouts[0][1].items()},
         legend={"x": 0, "y": 1, "yanchor": "bottom", "orientation": "h", "tracegroupgap": 0},
-        **{"margin": {"b": 0, "l": 70, "r": 20}, "template": "plotly_white"},
+        **{"margin": {"b": 0, "l": 70, "r": 40}, "template": "plotly_white", "modebar": {"orientation": "v"}},
         **{"hovermode": "x unified", "hoverlabel": {"namelength": -1}},
     )
-    script = REFLOW % (json.dumps(wide), json.dumps(narrow))
+    script = SCRIPT % (json.dumps(layouts), json.dumps(scales))
     page = figure.to_html(include_plotlyjs=plotlyjs, config={"responsive": True}, post_script=script)
     page = page.replace("<head>", f"<head><title>{title}</title>{STYLE}", 1)
-    page = page.replace("<body>", f"<body><h1>{title}</h1><small style='color: gray'>{' · '.join(notes)}</small>", 1)
+    page = page.replace(
+        "<body>", f"<body><h1>{title}</h1><small style='color: gray'>{' · '.join(notes)}</small>{box}", 1
+    )
     Path(path).write_text(page.replace("</body>", OFFLINE) if plotlyjs == "cdn" else page, encoding="utf-8")
 
 
-def _scale_button(axis: str, curves: list[Curve], scale: str, limits: tuple[float, float]) -> dict[str, Any]:
-    """Plotly's button that names the scale of a panel, and switches it, at the upper right."""
+def _scales(axis: str, curves: list[Curve], limits: tuple[float, float]) -> dict[str, dict[str, Any]]:
+    """The scales between which a page switches, and plotly's layout of a vertical axis with each."""
     values = [value for curve in curves for value in curve.finite if 0 < value <= limits[1]] or [1]
     ranges = {"log": [*map(math.log10, (min(values), 2 * max(values)))], "linear": [limits[0], 1.1 * max(values)]}
-    states = [
-        {f"{axis}.type": each, f"{axis}.range": ranges[each], f"{axis}.title.text": _label(curves, each)}
-        | {"updatemenus[0].buttons[0].label": f"Loss axis: {each}"}
-        for each in ranges
-    ]
-    button = {"label": f"Loss axis: {scale}", "method": "relayout", "args": states[:1], "args2": states[1:]}
-    # -1: no button is pressed.
-    return {"type": "buttons", "active": -1 if scale == "linear" else 0, "buttons": [button], "x": 1}
+    names = [f"{axis}.{name}" for name in ("type", "range", "title.text")]
+    return {name: dict(zip(names, (name, each, _label(curves, name)), strict=True)) for name, each in ranges.items()}
 
 
 def _place_panels(count: int, columns: int, runs: list[str]) -> dict[str, Any]:
     """Where a page of so many columns has its panels and the legends: plotly's names → values."""
     # The least width of the legend, which has 50 pixels per sample and 6 per letter, its font, and the space above it.
-    # Plotly's buttons need 30 pixels.
-    least, font, top = (900, 12, 10 if runs else 30) if columns == 2 else (300, 10, 30)
+    least, font, top = (300, 10, 30) if columns == 1 else (COLUMN_WIDTHS[columns], 12, 10 if runs else 30)
     top += 20 * math.ceil(len(runs) / max(1, least // (50 + 6 * max(map(len, runs), default=0))))
-    columns = min(columns, count)
-    width, rows = (1 - 0.12 * (columns - 1)) / columns, -(-count // columns)
+    columns, gap = min(columns, count), 0.24 / max(2, columns)
+    rows, missing = -(-count // columns), -count % columns
     layout: dict[str, Any] = {"height": 310 * rows + top, "margin.t": top, "legend.font.size": font}
-    # The first of an odd number of panels fills its row.
-    for number, place in enumerate([0, *range(1 + count % columns, count + count % columns)], 2):
+    for number in range(count):
+        # If a row has fewer panels it is the first, and they are wider.
+        row, column = divmod(number + missing, columns) if number >= columns - missing else (0, number)
+        width = (1 + gap) / (columns if row else columns - missing)
         # A legend is above its panel, and the label of the horizontal axis below.
-        left, high = place % columns * (width + 0.12), 1 - (place // columns + 0.1) / rows
-        right = left + (1 if place < count % columns else width)
-        layout |= {f"xaxis{number}.domain": [left, right], f"yaxis{number}.domain": [high - 0.73 / rows, high]}
-        layout |= {f"legend{number}.x": left, f"legend{number}.y": high}
+        left, high = column * width, 1 - (row + 0.1) / rows
+        layout[f"xaxis{number + 2}.domain"] = [left, left + width - gap]
+        layout[f"yaxis{number + 2}.domain"] = [high - 0.73 / rows, high]
+        layout |= {f"legend{number + 2}.x": left, f"legend{number + 2}.y": high}
     return layout
 
 
@@ -308,13 +331,13 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
         steps, values = curve.points(curve.values)
         trace = {"x": steps, "y": values, "name": curve.label, "legendgroup": group, "showlegend": False, "line": style}
         if curve.panel == SHARES:
-            area = {"stackgroup": "time", "stackgaps": "interpolate", "fillcolor": curve.colour, "legend": legend}
+            area = {"stackgroup": "time", "fillcolor": curve.colour, "legend": legend}
             points = {"x": [0, *steps], "y": [0, *curve.points(curve.mean or curve.values)[1]], "name": curve.label}
             yield trace | points | area | {"line": {"width": 0, "shape": "vh"}, "showlegend": True}
             continue
         if curve.mean:
-            yield from [trace | {"mode": "lines", "opacity": 0.3}] * curve.is_faint
-            trace |= {"y": curve.points(curve.mean)[1], "name": f"{curve.label}, running mean"}
+            yield from [trace | {"mode": "lines", "opacity": 0.3, "line": style | {"width": 1}}] * curve.is_faint
+            trace |= {"y": curve.points(curve.mean)[1], "name": f"{curve.label}, mean"}
         marked, size = set(curve.marked), 9 if curve.run else 4
         sizes = [size * (point in marked) for point in range(len(steps))]
         marks = {"size": sizes, "symbol": MARKS[curve.mark], "opacity": 1, "line_width": 0}
@@ -329,9 +352,10 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
         entry = {"x": [None], "y": [None], "name": curve.legend_entry, "mode": "lines", "line": style}
         entry |= {"mode": "lines+markers", "marker": {"symbol": MARKS[curve.mark], "size": 9}} if curve.owner else {}
         yield entry | {"legend": legend, "legendgroup": f"legend {curve.name}" if curve.run else curve.name}
-    if gap := _find_first_gap(curves):
-        points = {"x": [gap[0]] * 2, "y": _vertical_axis(curves)[1], "name": gap[1]}
-        yield points | {"mode": "lines", "line": {"color": "red", "dash": "dot"}, "legend": legend}
+    for step, text, colour, dash in _vertical_lines(curves):
+        line = {"x": [step] * 2, "y": _vertical_axis(curves)[1], "name": text, "showlegend": bool(text)}
+        line |= {"line": {"color": colour, "dash": DASHES[dash], "width": 2 if dash == ":" else 1}}
+        yield line | {"mode": "lines", "legend": legend, "hoverinfo": "skip"}
 
 
 def import_plotting(module: str) -> Any:
