@@ -34,8 +34,8 @@ def make_parser() -> Parser:
     completion.description = "Print a script with which a shell completes the commands of hftrainer and their options."
     completion.epilog = "example, for a line of ~/.bashrc: source <(hftrainer completion bash)"
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="its name")
-    completion.set_defaults(execute=print_completion, parser=completion, parsers=commands.choices)
-    completion.set_defaults(missing="name a shell: bash, zsh or fish")
+    completion.set_defaults(execute=print_completion, parser=completion, missing="name a shell: bash, zsh or fish")
+    parser.set_defaults(parsers=commands.choices)
     return parser
 
 
@@ -58,8 +58,9 @@ def main(words: Sequence[str] | None = None) -> None:
         problem = f"unknown option {words[0]}" if is_option else f"{words[0]!r} is not a command"
         allowed = [name for name in names if name.startswith("-") is is_option]
         hint = suggest(words[0].lower(), [*names, "--json"], f": use {', '.join(allowed)}", cutoff=0.65)
-        # The example may be of another command than the one suggested.
-        parser.epilog = None
+        # The example is that of the suggested command.
+        suggested = parser.get_default("parsers").get(hint.partition("'")[2].partition("'")[0], Parser())
+        parser.epilog = (suggested.epilog or "") % {"prog": suggested.prog}
         parser.error(f"{problem}{hint}")
     try:
         options, remaining = parser.parse_known_args(words)

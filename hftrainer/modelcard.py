@@ -10,6 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.base.messages import count_of
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import has_length
 from hftrainer.compat.version import __version__
@@ -214,7 +215,7 @@ class TrainingSummary:
         parts += ["## Model description", _TO_BE_WRITTEN, "## Intended uses & limitations", _TO_BE_WRITTEN]
         parts += [
             "## Training and evaluation data",
-            _bullets({name: f"{count} samples" for name, count in (self.samples or {}).items()}) or _TO_BE_WRITTEN,
+            _bullets({name: count_of(n, "samples") for name, n in (self.samples or {}).items()}) or _TO_BE_WRITTEN,
         ]
         parts += ["## Training procedure", "### Training hyperparameters"]
         parts += [_bullets(self.hyperparameters) or _TO_BE_WRITTEN]

@@ -19,14 +19,8 @@ from collections.abc import Mapping
 from typing import Any
 
 #: Values of `TRANSFORMERS_VERBOSITY`; in transformers 'detail' also has its own format.
-LEVELS = {
-    "detail": logging.DEBUG,
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
+LEVELS = {"detail": logging.DEBUG, "debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
+LEVELS |= {"error": logging.ERROR, "critical": logging.CRITICAL}
 _PACKAGES = ("hftrainer", "hftrainer_lightning")
 #: Logs the messages about a run that a user should see by default.
 run_logger = logging.getLogger("hftrainer.run")
@@ -36,15 +30,27 @@ _MODULES = ("transformers.trainer", "transformers.trainer_callback", "transforme
 _TRANSFORMERS_FORMAT = "[transformers] %(message)s"
 
 
+#: Styles of text in a terminal, as parameters of the escape sequence.
+BOLD, DIM, RED, YELLOW = "1", "2", "1;31", "33"
+
+
+def paint(text: str, style: str, stream: Any) -> str:
+    """The text in a style if the stream is a terminal, unless NO_COLOR is set."""
+    is_terminal = hasattr(stream, "isatty") and stream.isatty() and os.environ.get("TERM") != "dumb"
+    return f"\033[{style}m{text}\033[0m" if text and is_terminal and not os.environ.get("NO_COLOR") else text
+
+
 class _Format(logging.Formatter):
-    """Prefixes messages with our name, and wraps them between words on a terminal."""
+    """Prefixes messages with our name; in a terminal wraps them between words, and paints warnings and errors."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__()
         self.stream = stream
 
     def format(self, record: logging.LogRecord) -> str:
-        return wrap_text(f"[hftrainer] {super().format(record)}", self.stream)
+        text = wrap_text(f"[hftrainer] {super().format(record)}", self.stream)
+        style = RED if record.levelno >= logging.ERROR else YELLOW if record.levelno >= logging.WARNING else ""
+        return paint(text, style, self.stream) if style else text
 
 
 def _transformers_logger() -> logging.Logger | None:
@@ -64,12 +70,9 @@ class _ParentLogger(logging.Logger):
     @property
     def level(self) -> int:
         """The level of transformers' logger, else that of `TRANSFORMERS_VERBOSITY`, else the root logger's."""
-        transformers_logger = _transformers_logger()
-        return (
-            LEVELS.get(os.environ.get("TRANSFORMERS_VERBOSITY", ""), 0)
-            if transformers_logger is None
-            else transformers_logger.level
-        )
+        if (transformers_logger := _transformers_logger()) is not None:
+            return transformers_logger.level
+        return LEVELS.get(os.environ.get("TRANSFORMERS_VERBOSITY", ""), 0)
 
     @level.setter
     def level(self, value: int) -> None:
@@ -125,11 +128,8 @@ class _ForwardingHandler(logging.Handler):
             if record.levelno >= handler.level and not is_duplicate:
                 _handle(handler, record)
         last_resort = logging.lastResort
-        if (
-            not (is_shown or transformers_logger.handlers)
-            and last_resort is not None
-            and record.levelno >= last_resort.level
-        ):
+        is_lost = not (is_shown or transformers_logger.handlers)
+        if is_lost and last_resort is not None and record.levelno >= last_resort.level:
             last_resort.handle(record)
 
 
@@ -187,11 +187,16 @@ def command_name() -> str:
     return "hftrainer" if os.path.dirname(script) == os.path.dirname(sys.executable) else "python -m hftrainer"
 
 
-def tell(text: str) -> None:
-    """Log a message about a run at level info. Only settings that hide warnings hide it."""
+def tell(text: str, level: int = logging.INFO) -> None:
+    """Log a message about a run. Only settings that hide warnings hide it."""
     is_visible = logging.getLogger("hftrainer").isEnabledFor(logging.WARNING)
     run_logger.setLevel(logging.INFO if is_visible else logging.CRITICAL)
-    run_logger.info("%s", text)
+    run_logger.log(level, "%s", text)
+
+
+def count_of(count: int, name: str) -> str:
+    """A number of things, such as '1 step' or '2,000 steps'; `name` is the plural."""
+    return f"{count:,} {name.removesuffix('s') if count == 1 else name}"
 
 
 def follow_transformers_logging() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, embedding
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, embedding, nll_loss
 
 logger = logging.getLogger(__name__)
 
@@ -125,12 +126,16 @@ _REMEDIES = {
 }
 
 
-#: Part of an error's message → what has probably caused it, and the remedy.
+#: Pattern of an error's message → what has probably caused it, and the remedy, with the pattern's groups.
 _EXPLANATIONS = {
     "device-side assert": "A label or another index is probably out of range: with use_cpu=True, the error names it.",
-    "'target' (position 2) must be Tensor, not None": "The loss gets no labels: add them to the batch.",
+    r"'target' \(position 2\) must be Tensor, not None": "The loss gets no labels: add them to the batch.",
     "but got Double and Float": "The input is float64, the weights are float32: convert it with .float().",
     "no padding token": "Set the tokenizer's pad_token, and model.config.pad_token_id = tokenizer.pad_token_id.",
+    r"multiplied \(\d+x(\d+) and (\d+)x": r"A linear layer got \1 features but takes \2: compare the batch's shapes.",
+    r"batch_size \((\d+)\) to .* \((\d+)\)": r"The loss got \1 rows of logits and \2 labels: compare their shapes.",
+    "same as input size": "The labels need a column for each class of the model: load it with num_labels to match.",
+    "multi-target not supported": "The labels have a dimension too many: pass one class index per sample.",
 }
 
 
@@ -153,7 +158,7 @@ def note_batch(error: Exception, place: str, inputs: Any, config: Any) -> None:
 def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:
     """What in the batch has probably caused the error, and the remedy."""
     columns = inputs if isinstance(inputs, Mapping) else {}
-    lookups = (embedding.__code__, cross_entropy.__code__, binary_cross_entropy_with_logits.__code__)
+    lookups = [each.__code__ for each in (embedding, cross_entropy, nll_loss, binary_cross_entropy_with_logits)]
     calls = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in lookups]
     length = [0, *getattr(columns.get("input_ids"), "shape", ())][-1]
     limit = getattr(config, "max_position_embeddings", None)
@@ -174,4 +179,5 @@ def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:
     # Probabilities of classes are floats, and have the shape of the logits.
     if target is not None and target.dtype != torch.long and target.ndim < logits.ndim and logits.shape[-1] > 1:
         return f"The labels are {str(target.dtype).removeprefix('torch.')}: use torch.long for class indices."
-    return next((explanation for part, explanation in _EXPLANATIONS.items() if part in str(error)), None)
+    matches = ((re.search(pattern, str(error)), text) for pattern, text in _EXPLANATIONS.items())
+    return next((match.expand(text) for match, text in matches if match), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import shutil
 import sys
@@ -102,7 +103,7 @@ class ProgressCallback(TrainerCallback):
             values = _format_logs(logs, args, above_bar=True)
             values = {name: self._shorten(value) for name, value in values.items()}
             if "loss" in (logs or {}) and read_observe(getattr(args, "observe", False)):
-                self.training_bar.set_postfix_str(f"loss {logs['loss']:.4g}")
+                self.training_bar.set_postfix_str(f"loss {_unfilter(logs, state)['loss']:.4g}")
             self.training_bar.write(_format_line(values, logs or {}, args, state))
 
     def _shorten(self, value: Any) -> Any:
@@ -154,30 +155,39 @@ def _format_line(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArgu
     return wrap_text(line, sys.stdout).replace("\xa0", " ")
 
 
+def _fit(value: float, digits: int, width: int) -> str:
+    """A number in at most `width` characters, with `digits` significant digits where these fit."""
+    forms = [",.0f", *(f".{count}g" for count in range(digits, 0, -1))][abs(value) < 1000 :]
+    return next((text for form in forms if len(text := f"{value:{form}}") <= width), f"{value:.0e}")
+
+
 def _rate(unit: str) -> Callable[[float], str]:
-    return lambda value: (f"{value:>6,.0f}" if value >= 100 else f"{value:>6.3g}") + f" {unit}"
+    return lambda value: f"{f'{value / 1e6:.2f}M' if value >= 999_999.5 else _fit(value, 3, 7):>7} {unit}"
 
 
-#: Value of an observed run → its format in a human-readable line.
-_VALUE_FORMATS: dict[str, Callable[[float], str]] = {
-    "grad_norm": "grad {:<5.3g}".format,
+#: Part of a line for an observed run → its format, of a constant width. `_key` finds it.
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "grad_norm": lambda value: f"grad {_fit(value, 3, 6):<6}",
     "learning_rate": "lr {:.2e}".format,
-}
-#: Measurement, which may have a prefix like `eval_` → its format. A narrow terminal leaves out the last ones.
-_MEASUREMENT_FORMATS: dict[str, Callable[[float], str]] = {
-    "runtime": "time {:.3g} s".format,
+    "epoch": "ep {:<6.2f}".format,
+    "runtime": lambda value: f"time {_fit(value, 3, 6):>6} s",
     "tokens_per_second": _rate("tokens/s"),
     "samples_per_second": _rate("samples/s"),
-    "data_wait": "data {:>3.0%}".format,
+    "data_wait": "data {:>4.0%}".format,
     "mfu": "{:>5.1%} MFU".format,
     "peak_memory_mb": lambda value: f"mem {format_bytes(value * 1e6):>7}",
-    "step_seconds": "{:>7.3g} s/step".format,
+    "step_seconds": lambda value: f"{_fit(value, 3, 7):>7} s/step",
     "steps_per_second": _rate("steps/s"),
     # Last, since many lines are without them.
     "eval_share": "eval {:>3.0%}".format,
     "save_share": "save {:>3.0%}".format,
     "model_preparation_time": "prepare {:.2g} s".format,
 }
+#: What a narrow terminal leaves out, in this order: first what follows from other parts, the data wait last.
+_LEFT_OUT = (
+    "model_preparation_time save_share eval_share steps_per_second step_seconds epoch peak_memory_mb learning_rate "
+    "mfu runtime grad_norm samples_per_second tokens_per_second data_wait"
+).split()
 
 
 def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | None = None) -> str:
@@ -186,37 +196,43 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
     Args:
         logs: the log line.
         state: the state of the run.
-        width: terminal columns; measurements that do not fit are left out. None shows all.
+        width: terminal columns; parts that do not fit are left out. None shows all.
     """
     digits = len(f"{state.max_steps:,}")
-    values, measurements = format_values(logs)
-    parts = [f"{state.global_step:>{digits},}/{state.max_steps:,}", *values]
-    while measurements and width is not None and len("  ".join([*parts, *measurements])) > width:
-        measurements.pop()
-    return "  ".join([*parts, *measurements]).rstrip()
+    parts = {"": f"{state.global_step:>{digits},}/{state.max_steps:,}", **format_values(_unfilter(logs, state))}
+    for name in _LEFT_OUT:
+        if width is not None and len("  ".join(parts.values()).rstrip()) > width:
+            parts.pop(name, None)
+    return "  ".join(parts.values()).rstrip()
 
 
-def format_values(logs: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The values and the measurements of a log line, with short names or units, and without its step."""
-    parts = [f"ep {logs['epoch']:<5.2f}"] if "epoch" in logs else []
-    measurements = {_measurement(name): value for name, value in logs.items()}
-    special_names = (*_VALUE_FORMATS, "epoch", "total_flos")
-    for name in [name for name in logs if _measurement(name) is None and name not in special_names]:
-        value = logs[name]
-        parts.append(f"{name} {value:<6.4g}" if isinstance(value, (int, float)) else f"{name} {value}")
-    parts += [format_value(logs[name]) for name, format_value in _VALUE_FORMATS.items() if name in logs]
-    names = [name for name in _MEASUREMENT_FORMATS if name in measurements]
-    names = [name for name in names if not name.endswith("_share") or measurements[name] >= 0.005]
-    return parts, [_MEASUREMENT_FORMATS[name](measurements[name]) for name in names]
+def _unfilter(logs: Mapping[str, Any], state: TrainerState) -> Mapping[str, Any]:
+    """The log line, with NaN for a loss of 0 that `logging_nan_inf_filter` made of losses that are not finite."""
+    name, lines = ("train_loss", state.log_history) if "train_loss" in logs else ("loss", [logs])
+    # With such a loss, the gradient norm is not finite either.
+    norms = [line.get("grad_norm") for line in lines if line.get("loss") == 0]
+    is_filtered = any(isinstance(norm, float) and not math.isfinite(norm) for norm in norms)
+    return {**logs, name: math.nan} if is_filtered else logs
 
 
-def _measurement(name: str) -> str | None:
-    """The key in `_MEASUREMENT_FORMATS` of a log entry, or None if it is not a measurement."""
-    if name in _MEASUREMENT_FORMATS:
+def format_values(logs: Mapping[str, Any]) -> dict[str, str]:
+    """Part of a log line → its text, with short names or units, and without the step."""
+    values = {key: value for name, value in logs.items() if (key := _key(name)) is not None}
+    values = {key: value for key, value in values.items() if not key.endswith("_share") or value >= 0.005}
+    texts = {key: form(values[key]) for key, form in _FORMATS.items() if key in values}
+    others = {
+        name: f"{name} {_fit(value, 4, 7):<7}" if isinstance(value, (int, float)) else f"{name} {value}"
+        for name, value in logs.items()
+        if _key(name) is None and name != "total_flos"
+    }
+    return others | texts
+
+
+def _key(name: str) -> str | None:
+    """The key in `_FORMATS` of a log entry, or None if it has none."""
+    if name in _FORMATS:
         return name
-    if not is_measurement(name):
-        return None
-    return next((key for key in _MEASUREMENT_FORMATS if name.endswith(f"_{key}")), None)
+    return next((key for key in _FORMATS if is_measurement(name) and name.endswith(f"_{key}")), None)
 
 
 def _format_logs(logs: dict[str, Any] | None, args: BaseArguments, *, above_bar: bool = False) -> dict[str, Any]:

@@ -52,11 +52,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         parser.fail(f"{folder}: {end}, so there is no run to ask. {advice}", status=1)
     answer = send_request(folder, options.request, timeout)
     if answer is None:
-        parser.fail(
-            f"{folder}: no answer within {timeout:g} s: {end or 'no run writes here now'} (pass the output_dir "
-            "of a live run), or a step takes longer (--timeout).",
-            status=1,
-        )
+        problem = f"{folder}: no answer within {timeout:g} s: {end or 'no run writes here now'}"
+        parser.fail(f"{problem} (pass the output_dir of a live run), or a step takes longer (--timeout).", status=1)
     print(json.dumps({"answer": answer}) if options.json else f"{options.request}: {answer}")
     parser.exit(1 if answer.startswith("refused") else 0)
 

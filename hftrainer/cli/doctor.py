@@ -244,7 +244,7 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
     if names and kind == "cpu":
         is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         advice = (
-            "CUDA_VISIBLE_DEVICES hides them: unset it" if is_hidden else "update the driver, or install an older torch"
+            "CUDA_VISIBLE_DEVICES hides them: unset it" if is_hidden else "update the driver, or use an older torch"
         )
         if torch.version.cuda is None:
             advice = "this torch is built without CUDA: install another as described at https://pytorch.org/get-started"

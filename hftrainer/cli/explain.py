@@ -8,6 +8,7 @@ import dataclasses
 import os
 import re
 import sys
+import textwrap
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -65,6 +66,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
 
 
 def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> TrainingArguments:
+    from hftrainer.arguments.explain import TITLES, WIDTH
+    from hftrainer.arguments.old_fields import ARGUMENTS
     from hftrainer.hf_argparser import HfArgumentParser
     from hftrainer.training_args import TrainingArguments
 
@@ -87,6 +90,8 @@ def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> Trai
         formatter = arguments_parser._get_formatter()
         formatter.add_argument(action)
         print(formatter.format_help(), end="")
+        if argument := ARGUMENTS.get(action.dest):
+            print(textwrap.fill(": ".join(filter(None, (TITLES[argument.kind], argument.detail))), WIDTH))
         parser.exit()
     try:
         args: TrainingArguments

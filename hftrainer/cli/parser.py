@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
-from hftrainer.base.messages import wrap_text
+from hftrainer.base.messages import BOLD, DIM, RED, paint, wrap_text
 from hftrainer.errors import suggest
 
-BOLD, DIM, RED = "1", "2", "1;31"
 #: What completes a value, if not a list of words alone; the metavars of values that are folders.
 _FILE, _FOLDER, _FILE_OR = "file", "folder", "file or "
 _FOLDERS = ("OUTPUT_DIR", "FOLDER", "RUN", "DIR")
 #: `state` is an option whose value is completed, or else the number of words before, after "option" for an option.
-#: bash splits words at "=".
+#: bash splits words at "=", zsh does not; a name before it is that of an option, as in `explain optim=sgd`.
 _BASH = """\
 _hftrainer() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" words="" state=0 i
-    local valued=" {valued} "
-    [[ $previous != "=" ]] || previous="${{COMP_WORDS[COMP_CWORD-2]}}"
-    [[ $current != "=" ]] || current=""
+    local valued=" {valued} " name=""
+    [[ $previous != "=" ]] || previous="--${{COMP_WORDS[COMP_CWORD-2]}}"
+    [[ $current != *=* ]] || {{ name="${{current%%=*}}" current="${{current#*=}}"; previous="--${{name:-$previous}}"; }}
+    previous="${{previous/#----/--}}"
     for ((i = 2; i < COMP_CWORD; i++)); do
         [[ "${{COMP_WORDS[i]}}" == [-=]* || $valued == *" ${{COMP_WORDS[i-1]}} "* ]] || ((++state))
     done
@@ -34,15 +33,9 @@ _hftrainer() {{
         -*" option0") words="--help --version" ;;
         {cases}
     esac
-    COMPREPLY=($(compgen -W "$words" -- "$current"))
+    COMPREPLY=($(compgen -P "${{name:+$name=}}" -W "$words" -- "$current"))
 }}
 complete -o default -F _hftrainer hftrainer"""
-
-
-def paint(text: str, style: str, stream: TextIO) -> str:
-    """The text in a style if the stream is a terminal, unless NO_COLOR is set."""
-    is_painted = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return f"\033[{style}m{text}\033[0m" if text and is_painted else text
 
 
 def paint_headings(text: str) -> str:

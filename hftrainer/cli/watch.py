@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import math
 import operator
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from hftrainer.monitoring.run_page import WatchedRun
 
-#: State of a run → colour of its frame and progress bar; red for other states.
+#: State of a run → colour of its frame and progress bar; red for other states, and if the loss is NaN.
 COLOURS = {"running": "cyan", "complete": "green", "stopped": "yellow", "unobserved": "blue", "waiting": "blue"}
 CURVE_COLOURS = ("cyan", "yellow", "green", "magenta")
 #: Columns that each run needs for several runs to be side by side.
@@ -142,7 +143,7 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     from rich.panel import Panel
     from rich.text import Text
 
-    colour = COLOURS.get(page["state"], "red")
+    colour = "red" if _nan_step(page) is not None else COLOURS.get(page["state"], "red")
     inner = width - 4
     parts: list[RenderableType] = [Text(page["problem"])] if "problem" in page else [*_parts(page, inner, colour)]
     lines = len(console.render_lines(Group(*parts), console.options.update(width=inner)))
@@ -168,7 +169,15 @@ def _state(page: dict[str, Any]) -> str:
         "killed": f"{silence}; process {{pid}} has ended",
         "failed": "ended with {reason}",
     }
-    return words.get(page["state"], page["state"]).format_map(page)
+    problem = "" if (step := _nan_step(page)) is None else f", loss NaN by step {step:,.0f}"
+    return words.get(page["state"], page["state"]).format_map(page) + problem
+
+
+def _nan_step(page: dict[str, Any]) -> float | None:
+    """The step of the log line since which the loss is NaN; None if the last loss is a number."""
+    curve = page.get("curves", {}).get("loss", {"steps": (), "values": ()})
+    points = reversed([*zip(curve["steps"], curve["values"], strict=True)])
+    return min((step for step, _ in itertools.takewhile(lambda point: math.isnan(point[1]), points)), default=None)
 
 
 def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[RenderableType]:
@@ -190,9 +199,8 @@ def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[Renderable
     elif page["state"] == "running":
         interval = f" (logging_steps={page['logging_steps']:g})" if page["logging_steps"] else ""
         yield Text(f"waiting for the first log line{interval}")
-    parts, measurements = format_values({name: value for name, value in values.items() if name not in hidden})
-    if parts or measurements:
-        yield Text(_join(map(str.strip, [*parts, *measurements]), width))
+    if parts := format_values({name: value for name, value in values.items() if name not in hidden}):
+        yield Text(_join(map(str.strip, parts.values()), width))
     if any(page["seconds"]["all"].values()):
         yield _seconds_by_activity(page["seconds"])
     if saves := [f"{os.path.basename(each['folder'])} {_format_age(now, each)}" for each in page["checkpoints"][::-1]]:
@@ -217,11 +225,8 @@ def _make_progress(page: dict[str, Any], colour: str) -> Table:
     grid = Table.grid(*columns, expand=True, padding=(0, 1))
     bar = ProgressBar(max(steps, step, 1), step, complete_style=colour, finished_style=colour)
     share = f"{step / steps:.0%}" if steps else ""
-    grid.add_row(
-        f"step {step:,}" + (f" of {steps:,}" if steps else ""),
-        bar,
-        share if seconds_left is None else f"{share}, {format_duration(seconds_left)} left",
-    )
+    left = "" if seconds_left is None else f", {format_duration(seconds_left)} left"
+    grid.add_row(f"step {step:,}" + (f" of {steps:,}" if steps else ""), bar, share + left)
     return grid
 
 
@@ -237,7 +242,7 @@ def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
     if page["resumed_from"]:
         yield f"resumed from {os.path.basename(page['resumed_from'])}"
     if page["goodput"] is not None:
-        yield f"time in kept steps {page['goodput']:.0%}"
+        yield f"goodput {page['goodput']:.0%}"
 
 
 def _seconds_by_activity(seconds: dict[str, dict[str, float]]) -> Table:

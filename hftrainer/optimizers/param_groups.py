@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from hftrainer.arguments.param_groups import OWN_KEYS, patterns_of
+from hftrainer.base.messages import count_of
 from hftrainer.compat import libraries
 from hftrainer.compat.libraries import bare_name
 from hftrainer.errors import suggest
@@ -192,6 +193,6 @@ def describe_groups(groups: list[dict[str, Any]]) -> Iterator[str]:
         count = sum(map(libraries.element_count, group["params"]))
         rates = f"lr={group['lr']:g}, weight_decay={group.get('weight_decay', 0.0):g}"
         yield (
-            f"Parameter group {number}, {group['name']}: {len(names)} tensors, {count:,} parameters, {rates}"
-            + (f": {examples}" if names else "")
+            f"Parameter group {number}, {group['name']}: {count_of(len(names), 'tensors')}, "
+            f"{count_of(count, 'parameters')}, {rates}" + (f": {examples}" if names else "")
         )

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from hftrainer.arguments.choices import as_text
-from hftrainer.base.messages import format_bytes
+from hftrainer.base.messages import count_of, format_bytes
 from hftrainer.callbacks.flow_callbacks import evaluation_key
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.folder import checkpoints_newest_first
@@ -59,7 +59,7 @@ def make_summary(
     parts = {"training": runtime - sum(seconds.values()), **seconds}
     times = [f"{_time(part_seconds)} {name}" for name, part_seconds in parts.items() if part_seconds >= 0.01 * runtime]
     split = f": {', '.join(times)}" if seconds else ""
-    yield f"Trained {steps:,} {'steps' if steps > 1 else 'step'} in {_time(runtime)}{split}."
+    yield f"Trained {count_of(steps, 'steps')} in {_time(runtime)}{split}."
     yield f"{', '.join([*speed, f'peak memory {_memory()}'])}."
     if state.global_step < state.max_steps:
         place = f"step {state.global_step:,} of {state.max_steps:,}"
@@ -93,7 +93,8 @@ def time_table(runtime: float, seconds: Mapping[str, float]) -> Iterator[str]:
     yield "Time by activity:"
     for name, part_seconds in parts.items():
         if part_seconds:
-            yield f"  {name:30}{_time(part_seconds):>12}{part_seconds / runtime:>7.1%}"
+            time = f"{part_seconds:.2f} s" if part_seconds < 100 else _time(part_seconds)
+            yield f"  {name:30}{time:>12}{part_seconds / runtime:>7.1%}"
 
 
 def make_goodput_message(events: list[dict[str, Any]]) -> str:
@@ -104,7 +105,7 @@ def make_goodput_message(events: list[dict[str, Any]]) -> str:
         return ""
     time = _time(events[-1]["time"] - events[0]["time"])
     starts = f"{len(pauses) + 1} starts, {_time(sum(pauses))} pause"
-    return f"Since the first start {time} ago ({starts}): {share:.0%} training steps."
+    return f"Goodput: {share:.0%} of the {time} since the first start ({starts}) are steps that count."
 
 
 def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.choices import IntervalStrategy
-from hftrainer.base.messages import log_facts, tell
+from hftrainer.base.messages import count_of, log_facts, tell
 from hftrainer.base.part import Part
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
@@ -145,20 +145,18 @@ class Planner(Part):
 
     def _tell_start(self, schedule: TrainingSchedule, parameters: int) -> None:
         args, tokens, size = self.trainer.args, self.trainer.args.tokens_per_batch, schedule.total_train_batch_size
-        batch = f"{size:,} samples" if tokens is None else f"{tokens:,} tokens per device"
+        batch = count_of(size, "samples") if tokens is None else f"{count_of(tokens, 'tokens')} per device"
         done, total = self.trainer.state.global_step, schedule.max_steps
-        steps = f"steps {done + 1:,} to {total:,}, each" if done else f"{total:,} {'steps' if total > 1 else 'step'}"
-        tell(f"Training {parameters:,} parameters on {args.world_size} x {args.device.type}: {steps} of {batch}.")
+        steps = f"steps {done + 1:,} to {total:,}, each" if done else count_of(total, "steps")
+        device = f"{args.world_size} x {args.device.type}"
+        tell(f"Training {count_of(parameters, 'parameters')} on {device}: {steps} of {batch}.")
 
     def _warn_about_ragged_batches(self, schedule: TrainingSchedule) -> None:
         batch = self.run.train_batch_size * self.trainer.accelerator.processes.data_world_size
         if has_length(self.trainer.train_dataset) and schedule.num_examples % batch:
-            logger.warning(
-                "%d samples leave a last batch that is smaller than %d: XLA compiles the step for it too. "
-                "dataloader_drop_last=True drops that batch.",
-                schedule.num_examples,
-                batch,
-            )
+            text = "%d samples leave a last batch that is smaller than %d: XLA compiles the step for it too. "
+            text += "dataloader_drop_last=True drops that batch."
+            logger.warning(text, schedule.num_examples, batch)
 
     # ---- Lightning's finders -----------------------------------------------------------------------------------
 
@@ -170,7 +168,7 @@ class Planner(Part):
         self.trainer.optimizer = optimizer
         if batch_size is not None:
             self.run.train_batch_size = batch_size
-            logger.info("BatchSizeFinder: training with %d samples in a batch.", batch_size)
+            logger.info("BatchSizeFinder: training with %s in a batch.", count_of(batch_size, "samples"))
 
     def run_learning_rate_finder(self, max_steps: int) -> None:
         """Run the `LearningRateFinder` among the callbacks, if any.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.choices import as_text
-from hftrainer.base.messages import tell
+from hftrainer.base.messages import count_of, tell
 from hftrainer.base.part import Part
 from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.callbacks.state import export_states
@@ -152,7 +152,7 @@ class Restarts(Part):
         initial_state = self.run.initial_state
         assert initial_state is not None
         self.run.train_batch_size //= 2
-        logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
+        logger.warning("Out of memory: restarting with %s in a batch.", count_of(self.run.train_batch_size, "samples"))
         self._end_attempt("out of memory", initial_state.optimizers)
         self.parts.storage_sync.discard_checkpoints(self.run.checkpoints_written)
         initial_state.restore()

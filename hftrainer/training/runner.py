@@ -190,7 +190,8 @@ class TrainingRunner(Part):
                 if self.run.signal_listener.signal_number is not None:
                     self.run.signal_listener.end_script()
         except BaseException as error:
-            error_name = type(error).__name__
+            is_signal = isinstance(error, (KeyboardInterrupt, SystemExit))
+            error_name = (is_signal and self.run.signal_listener.signal_name) or type(error).__name__
             self._finish_after_error(error)
             raise
         finally:
@@ -381,11 +382,13 @@ class TrainingRunner(Part):
         observer, requests = events.monitors.observer, events.monitors.requests
         reason = stopper or ("`ask stop`" if requests is not None and requests.has_stopped else "")
         split = seconds if observer is None else {}
+        warning = ""
         lines = [*summary.make_summary(state, self.trainer.args, metrics, split, steps, share, reason)]
         if (losses := events.loss_accumulator).has_warned:
             place = f"since step {losses.non_finite_since:,} of {state.max_steps:,}"
             lasting = f"is not finite {place}: the last checkpoint's weights may be unusable"
-            lines.append(f"The loss {lasting if losses.non_finite_since else 'was not finite in some steps'}.")
+            warning = f"The loss {lasting if losses.non_finite_since else 'was not finite in some steps'}."
+            lines.append(warning)
         if observer is not None:
             lines += summary.time_table(float(metrics["train_runtime"]), seconds)
             lines.append(summary.make_goodput_message(observer.read_events()))
@@ -396,7 +399,7 @@ class TrainingRunner(Part):
             folder = shlex.quote(str(self.trainer.args.output_dir))
             lines.append(f"{command_name()} plot {folder} draws its curves.")
         for line in filter(None, lines):
-            tell(line)
+            tell(line, logging.WARNING if line == warning else logging.INFO)
 
     def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
         run = self.run

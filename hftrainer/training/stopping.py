@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import threading
@@ -18,8 +17,6 @@ from hftrainer.parallel.processes import Processes
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
-
-logger = logging.getLogger(__name__)
 
 #: Users often let SLURM send SIGUSR1 before the time limit (`--signal=USR1@90`).
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -48,6 +45,7 @@ class SignalListener:
 
     Attributes:
         signal_number: the number of the received signal, or None.
+        signal_name: its name, such as 'Ctrl-C' or 'SIGTERM', or an empty string.
         is_forced: whether a second signal has stopped the run before its save.
         can_abort_evaluation: whether the evaluation in progress may be aborted.
     """
@@ -58,8 +56,8 @@ class SignalListener:
         self._duplicate_window = _DUPLICATE_WINDOW[has_launcher]
         self._signal_time = 0.0
         self.signal_number: int | None = None
-        self.is_forced = False
-        self.can_abort_evaluation = False
+        self.signal_name = ""
+        self.is_forced = self.can_abort_evaluation = False
         self._default_handlers: dict[int, Any] = {}
         self._process_id = 0
 
@@ -69,7 +67,7 @@ class SignalListener:
         if not self._should_save or threading.current_thread() is not threading.main_thread():
             yield
             return
-        self.signal_number, self.is_forced = None, False
+        self.signal_number, self.signal_name, self.is_forced = None, "", False
         self._process_id = os.getpid()
         self._default_handlers = {
             number: handler for number in SIGNALS if (handler := signal.getsignal(number)) in _DEFAULTS
@@ -93,7 +91,7 @@ class SignalListener:
         try:
             yield
         except EvaluationAborted:
-            logger.warning("The evaluation was aborted.")
+            tell("The evaluation was aborted.")
         finally:
             self.can_abort_evaluation = False
 
@@ -116,9 +114,11 @@ class SignalListener:
         if self.signal_number is None:
             self.signal_number = signal_number
             self._signal_time = time.monotonic()
-            again = "press it again" if signal_number == signal.SIGINT else "send it again"
-            name = "Ctrl-C" if signal_number == signal.SIGINT else signal.Signals(signal_number).name
-            logger.warning("%s: saving after this step, then stopping; %s to stop at once.", name, again)
+            is_ctrl_c = signal_number == signal.SIGINT
+            self.signal_name = "Ctrl-C" if is_ctrl_c else signal.Signals(signal_number).name
+            again = "press it again" if is_ctrl_c else "send it again"
+            # Not a warning, which `watch` would show after a resume too.
+            tell(f"{self.signal_name}: saving after this step, then stopping; {again} to stop at once.")
             return
         if time.monotonic() - self._signal_time < self._duplicate_window:
             return

@@ -239,7 +239,7 @@ def test_each_group_is_logged_and_named(tmp_path, caplog):
     assert len(lines) == len(groups)
     count = trainer.model.model.embed_tokens.weight.numel()
     assert (
-        f"Parameter group {len(groups) - 1}, *.weight (before the layers): 1 tensors, {count:,} parameters, lr=0.125, "
+        f"Parameter group {len(groups) - 1}, *.weight (before the layers): 1 tensor, {count:,} parameters, lr=0.125, "
         "weight_decay=0.1: model.embed_tokens.weight"
     ) in lines
 

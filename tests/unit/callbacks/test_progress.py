@@ -54,47 +54,58 @@ def write_script(folder):
     return path
 
 
+#: A log line of losses that are NaN, as `logging_nan_inf_filter` makes it.
+FILTERED = {"loss": 0.0, "grad_norm": float("nan")}
+
+
 @pytest.mark.parametrize(
     ("logs", "line"),
     [
         (
-            {
-                "loss": 0.123456,
-                "learning_rate": 5e-5,
-                "tokens_per_second": 12345.6,
-                "step_seconds": 0.07,
-                **{"peak_memory_mb": 1234.0, "eval_share": 0.05},
-                "epoch": 0.5,
-            },
-            "   20/1,000  ep 0.50   loss 0.1235  lr 5.00e-05  12,346 tokens/s  mem 1.23 GB     0.07 s/step  eval  5%",
+            {"loss": 0.12345, "learning_rate": 5e-5, "tokens_per_second": 12345.6, "step_seconds": 0.07}
+            | {"peak_memory_mb": 1234.0, "epoch": 0.5},
+            "   20/1,000  loss 0.1235   lr 5.00e-05  ep 0.50     12,346 tokens/s  mem 1.23 GB     0.07 s/step",
         ),
         (
-            {"loss": 1.0, "data_wait": 0.25, "eval_share": 0.0, "save_share": 0.1, "mfu": 0.417, "total_flos": 1e9},
-            "   20/1,000  loss 1       data 25%  41.7% MFU  save 10%",
+            {"loss": 1.0, "data_wait": 0.25, "eval_share": 0.05, "save_share": 0.001, "mfu": 0.417, "total_flos": 1e9},
+            "   20/1,000  loss 1        data  25%  41.7% MFU  eval  5%",
         ),
         (
             {"eval_loss": 2.5, "eval_text": "a b", "eval_runtime": 0.5, "eval_samples_per_second": 64.0},
-            "   20/1,000  eval_loss 2.5     eval_text a b  time 0.5 s      64 samples/s",
+            "   20/1,000  eval_loss 2.5      eval_text a b  time    0.5 s       64 samples/s",
         ),
-        ({"my_mfu": 2.5, "teacher_grad_norm": 1.0}, "   20/1,000  my_mfu 2.5     teacher_grad_norm 1"),
+        ({"my_mfu": 2.5, "teacher_grad_norm": 1.0}, "   20/1,000  my_mfu 2.5      teacher_grad_norm 1"),
         ({"loss": float("nan")}, "   20/1,000  loss nan"),
+        (FILTERED, "   20/1,000  loss nan      grad nan"),
+        ({"train_loss": 0.5}, "   20/1,000  train_loss nan"),
     ],
 )
 def test_log_line_shows_measurements(logs, line):
-    assert format_log_line(logs, TrainerState(global_step=20, max_steps=1000)) == line
+    assert format_log_line(logs, TrainerState(global_step=20, max_steps=1000, log_history=[FILTERED])) == line
 
 
 @pytest.mark.parametrize(
     ("width", "shown"),
     [
-        (10, "20/40  loss 1       grad 0.5    lr 5.00e-05"),
-        (72, "20/40  loss 1       grad 0.5    lr 5.00e-05  12,346 tokens/s"),
-        (73, "20/40  loss 1       grad 0.5    lr 5.00e-05  12,346 tokens/s  mem  382 MB"),
+        (10, "20/40  loss 1"),
+        (73, "20/40  loss 1        grad 0.5      12,346 tokens/s  data   3%"),
+        (74, "20/40  loss 1        grad 0.5     lr 5.00e-05   12,346 tokens/s  data   3%"),
+        (None, "20/40  loss 1        grad 0.5     lr 5.00e-05  ep 6.67     12,346 tokens/s  data   3%  mem  382 MB"),
     ],
 )
-def test_narrow_terminal_shows_fewer_measurements(width, shown):
-    logs = {"loss": 1.0, "grad_norm": 0.5, "learning_rate": 5e-5, "peak_memory_mb": 382.0, "tokens_per_second": 12345.6}
+def test_narrow_terminal_keeps_the_most_useful_parts(width, shown):
+    logs = {"loss": 1.0, "grad_norm": 0.5, "learning_rate": 5e-5, "epoch": 6.67, "peak_memory_mb": 382.0}
+    logs |= {"tokens_per_second": 12345.6, "data_wait": 0.03}
     assert format_log_line(logs, TrainerState(global_step=20, max_steps=40), width) == shown
+
+
+def test_columns_keep_their_places():
+    names = "loss grad_norm learning_rate epoch runtime tokens_per_second data_wait peak_memory_mb step_seconds".split()
+    small = (1.234e-05, 1.234e-05, 1e-7, 0.01, 1e-4, 12.34, 0.0, 1.0, 1.234e-05)
+    large = (123_456.0, 98_765.4, 0.1, 123.45, 9_876.5, 7_654_321.0, 1.0, 99_999.0, 1_234.5)
+    lines = [format_log_line(dict(zip(names, row, strict=True)), TrainerState()) for row in (small, large)]
+    first, second = ([part.start() for part in re.finditer("  [a-z]", line)] for line in lines)
+    assert first == second and len(lines[0]) == len(lines[1])
 
 
 def make_trainer(tmp_path, *callbacks, **settings):
@@ -121,7 +132,7 @@ def test_output_to_a_file_has_no_bar(tmp_path, processes):
 
 
 def test_terminal_bar_counts_optimizer_steps(tmp_path, processes):
-    """The bar counts optimizer steps, that of the evaluation its batches; messages are above them, not behind."""
+    """The bar counts optimizer steps, that of the evaluation its batches; yellow warnings are above them."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     process = processes.start(write_script(tmp_path), os.ttyname(theirs), cwd=tmp_path, merge=True)
@@ -138,7 +149,7 @@ def test_terminal_bar_counts_optimizer_steps(tmp_path, processes):
     assert b"4/4" in text
     assert b"5/5" in text
     assert b"8/8" not in text
-    assert re.findall(rb"([^\r\n]*)\[hftrainer\] After a step\.\r\n", text) == [b""] * 4
+    assert re.findall(rb"([^\r\n]*)\[hftrainer\] After a step\.\x1b\[0m\r\n", text) == [b"\x1b[33m"] * 4
 
 
 class Terminal(io.StringIO):

@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.callbacks import EarlyStopping
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
-from hftrainer.base.messages import command_name
+from hftrainer.base.messages import command_name, count_of
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.monitoring import run_requests
 from hftrainer.monitoring.journal import JOURNAL_NAME
@@ -104,7 +104,9 @@ def test_summary_splits_the_time():
     state = TrainerState(best_metric=0.5)  # of an earlier call, which compared by a metric
     spent, speed = summary.make_summary(state, TrainingArguments(), metrics, seconds, 12_000, 0.5)
     assert spent == "Trained 12,000 steps in 1:06:40: 0:55:10 training, 0:10:00 in evaluations, 59.5 s saving."
-    assert len([*summary.time_table(4000.0, {**seconds, "in evaluations": 0.0})]) == 4
+    lines = [*summary.time_table(4000.0, {**seconds, "in evaluations": 0.0})]
+    assert len(lines) == 4 and lines[-1].endswith(" 59.50 s   1.5%")
+    assert [count_of(number, "steps") for number in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
     assert speed.startswith("617 samples/s, 49,383 tokens/s, peak memory ")
 
 
@@ -150,20 +152,19 @@ def test_observed_run_splits_its_time_once(tmp_path, run_messages):
     train(tmp_path, observe=True, **SAVED)
     assert re.match(r"Trained 4 steps in [\d.e-]+ s\.", run_messages()[1])
     train(tmp_path, True, observe=True, **{**SAVED, "max_steps": 6})
-    (share,) = [line for line in run_messages() if "Since" in line]
-    assert re.fullmatch(
-        r"Since the first start [\d.]+ s ago \(2 starts, [\d.]+ s pause\): \d+% training steps\.", share
+    (share,) = [line for line in run_messages() if "Goodput" in line]
+    sentence = (
+        r"Goodput: \d+% of the [\d.]+ s since the first start \(2 starts, [\d.]+ s pause\) are steps that count\."
     )
+    assert re.fullmatch(sentence, share)
 
 
 def test_higher_checkpoint_of_an_earlier_run_is_not_promised(tmp_path):
     for step in (4, 36):
         (tmp_path / f"checkpoint-{step}").mkdir()
     last = str(tmp_path / "checkpoint-4")
-    hint = (
-        f"{last}. Resume with trainer.train(resume_from_checkpoint={last!r}): True would take {tmp_path}/checkpoint-36,"
-    )
-    assert hint in summary.make_resume_hint([last], is_complete=False)
+    advice = f"trainer.train(resume_from_checkpoint={last!r}): True would take {tmp_path}/checkpoint-36,"
+    assert f"{last}. Resume with {advice}" in summary.make_resume_hint([last], is_complete=False)
 
 
 @pytest.mark.parametrize(
