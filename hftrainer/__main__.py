@@ -59,8 +59,8 @@ def main(words: Sequence[str] | None = None) -> None:
         allowed = [name for name in names if name.startswith("-") is is_option]
         hint = suggest(words[0].lower(), [*names, "--json"], f": use {', '.join(allowed)}", cutoff=0.65)
         # The example is that of the suggested command.
-        suggested = parser.get_default("parsers").get(hint.partition("'")[2].partition("'")[0], Parser())
-        parser.epilog = (suggested.epilog or "") % {"prog": suggested.prog}
+        parsers = parser.get_default("parsers").items()
+        parser.epilog = next((each.epilog % {"prog": each.prog} for name, each in parsers if repr(name) in hint), None)
         parser.error(f"{problem}{hint}")
     try:
         options, remaining = parser.parse_known_args(words)

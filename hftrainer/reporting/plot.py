@@ -72,7 +72,7 @@ def _vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     is_squeezed = is_steep and len(values) >= MIN_POINTS and high - bottom > 3 * (usual - bottom) > 0
     top = max(value for value in values if value - bottom <= 3 * (usual - bottom)) if is_squeezed else high
     # A warm-up from 0 and a decay to 0 go below the panel.
-    lows = [min(filter(is_finite, it.mean)) / 3 if it.mean and it.is_faint else min(it.finite) for it in curves]
+    lows = [min(filter(is_finite, c.mean)) / 3 if c.mean and c.is_faint else min(c.finite) for c in curves]
     low = min(highs) / 100 if panel == "learning rate" else min(lows)
     limits = {"loss": 100 * low, "gradient norm": 100 * low, "learning rate": 50 * min(highs)}
     if low > 0 and top >= limits.get(panel, math.inf):
@@ -192,7 +192,7 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
 def _describe_run(run: str, curves: list[Curve]) -> str:
     """The name of a run, the arguments in which it differs, and its best value."""
     run_curves = [curve for curve in curves if curve.run == run]
-    best = (f"★ best {it.name}\xa0{it.format(it.values[it.best])}" for it in run_curves if it.best is not None)
+    best = (f"★ best {c.name}\xa0{c.format(c.values[c.best])}" for c in run_curves if c.best is not None)
     return " · ".join(filter(None, (run, describe(run_curves[0].settings), next(best, ""))))
 
 
@@ -202,7 +202,8 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
     is_stacked = curves[0].panel == SHARES and all(curve.steps == curves[0].steps for curve in curves)
     if is_stacked:
         # A value is of the time since the one before.
-        points, colours = [curve.points(curve.mean or curve.values) for curve in curves], [it.colour for it in curves]
+        points = [curve.points(curve.mean or curve.values) for curve in curves]
+        colours = [curve.colour for curve in curves]
         values = [[0, *values] for _, values in points]
         areas = axis.stackplot([0, *points[0][0]], values, colors=colours, step="pre")
         handles = dict(zip((curve.label for curve in curves), areas, strict=True))
