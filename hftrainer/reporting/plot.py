@@ -231,7 +231,10 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
     if scale == "log" and limits[1] < 1000 * limits[0]:
         axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     axis.yaxis.set_minor_formatter("")
-    axis.yaxis.set_major_formatter("{x:.0%}" if curves[0].name in PANELS[SHARES] else "{x:,.7g}")
+    is_share = curves[0].name in PANELS[SHARES]
+    # Matplotlib's own format has equal decimals, but no separators.
+    if is_share or scale == "log" or not 0.1 < limits[1] < 1000:
+        axis.yaxis.set_major_formatter("{x:.0%}" if is_share else "{x:,.7g}")
     if scale == "linear" and 0 < (top := max(map(abs, limits))) < 0.001:
         # One exponent, not 0.0001 and 5e-05.
         power = math.floor(math.log10(top))
