@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from hftrainer import hyperparameter_search, integrations, trainer_optimizer
+from hftrainer import hyperparameter_search, integrations
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.support import refuse_unknown
 from hftrainer.arguments.validation import add_missing_fields
@@ -36,6 +36,7 @@ from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.model.inspection import parameters
 from hftrainer.modelcard import create_model_card
+from hftrainer.optimizers import factory
 from hftrainer.preparation.model_setup import check_optimizer_pair
 from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.releases.earlier_methods import EarlierMethods
@@ -421,7 +422,7 @@ class Trainer(EarlierMethods):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> tuple[Any, Any]:
         """The class and keyword arguments of the optimizer that `args.optim` selects."""
-        return trainer_optimizer.optimizer_cls_and_kwargs(args, model)
+        return factory.optimizer_cls_and_kwargs(args, model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""
