@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from hftrainer import hyperparameter_search, integrations
+from hftrainer import hyperparameter_search
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.support import refuse_unknown
 from hftrainer.arguments.validation import add_missing_fields
@@ -42,6 +42,7 @@ from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.metrics import print_table, write_metrics
+from hftrainer.trackers import selection
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
@@ -202,9 +203,9 @@ class Trainer(EarlierMethods):
                 problem = "neither" if model is None else "both"
                 raise InvalidSetup(f"Trainer needs either a model or a model_init, but got {problem}.")
             self._validate_args()
-            integrations.add_kubeflow_tracker(self.args)
-            reports = integrations.select_trackers(self.args.report_to)
-            further_loggers = integrations.further_loggers(reports, loggers, self.args)
+            selection.add_kubeflow_tracker(self.args)
+            reports = selection.select_trackers(self.args.report_to)
+            further_loggers = selection.further_loggers(reports, loggers, self.args)
             # None until model_init is called.
             self.model = model  # type: ignore[assignment]
             self.create_accelerator_and_postprocess()
@@ -214,7 +215,7 @@ class Trainer(EarlierMethods):
             parts.setup.init_attributes()
             if not isinstance(callbacks, (list, tuple, type(None))):
                 raise TypeError(f"callbacks is {describe_type(callbacks)}, not a list: write callbacks=[...].")
-            trackers = integrations.callback_classes(reports)
+            trackers = selection.callback_classes(reports)
             parts.setup.init_callbacks([*trackers, *(callbacks or [])], further_loggers)
             parts.setup.end_init()
             self._memory_tracker.stop_and_update_metrics()

@@ -39,9 +39,9 @@ from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.parallel.accelerator import EngineAccelerator
 from hftrainer.plugins import lightning_adapter
 from hftrainer.releases.followed import describe_older_release
-from hftrainer.reporting.tracking import ReportingCallback
 from hftrainer.strategies import make_strategy
 from hftrainer.strategies.strategy import TRAINER_FLAGS, Strategy
+from hftrainer.trackers.base import ReportingCallback
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training_args import TrainingArguments
 

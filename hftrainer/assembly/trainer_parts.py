@@ -24,9 +24,9 @@ from hftrainer.plugins import load
 from hftrainer.preparation import loader_factory, model_setup
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
-from hftrainer.reporting.tracking import LogFolder, TrackerCallback, reporting_callbacks
 from hftrainer.storage.sync import StorageSync
 from hftrainer.strategies.strategy import Strategy
+from hftrainer.trackers.base import LogFolder, TrackerCallback, reporting_callbacks
 from hftrainer.training import control_actions, counting, loss, runner, saver
 from hftrainer.training.run import Run
 

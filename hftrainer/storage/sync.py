@@ -15,7 +15,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, DamagedCheckpoint
-from hftrainer.reporting.tracking import CheckpointPlace
+from hftrainer.trackers.base import CheckpointPlace
 
 if TYPE_CHECKING:
     from hftrainer.storage.mirror import Mirror

@@ -29,7 +29,7 @@ from hftrainer.model.apply_arguments import apply_model_arguments
 from hftrainer.monitoring import health
 from hftrainer.parallel import devices
 from hftrainer.reporting import summary
-from hftrainer.reporting.tracking import begin_runs
+from hftrainer.trackers.base import begin_runs
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.divergence import Diverged
 from hftrainer.training.events import TrainingEvents

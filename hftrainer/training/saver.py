@@ -31,8 +31,8 @@ from hftrainer.errors import CheckpointNotWritten, RanksLost
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.preparation import mixture_batches
-from hftrainer.reporting.tracking import ids_of_open_runs
 from hftrainer.strategies.strategy import MakeOptimizer
+from hftrainer.trackers.base import ids_of_open_runs
 from hftrainer.training_args import without_tokens
 
 if TYPE_CHECKING:

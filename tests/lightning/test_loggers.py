@@ -14,8 +14,8 @@ from transformers.integrations import integration_utils
 import hftrainer
 from hftrainer import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
-from hftrainer.integrations import INTEGRATIONS, select_trackers
-from hftrainer.reporting.tracking import ReportingCallback
+from hftrainer.trackers.base import ReportingCallback
+from hftrainer.trackers.selection import INTEGRATIONS, select_trackers
 from tests.support import tracking
 from tests.support.tracking import Recorder, evaluate_with_trackers, scalars
 
@@ -218,7 +218,7 @@ def install_only(monkeypatch):
                 return real(name, *args)
             return importlib.machinery.ModuleSpec(name, None) if name in packages else None
 
-        monkeypatch.setattr("hftrainer.integrations.importlib.util.find_spec", find)
+        monkeypatch.setattr("hftrainer.trackers.selection.importlib.util.find_spec", find)
 
     return install
 

@@ -13,9 +13,9 @@ import torch
 from hftrainer.__main__ import main
 from hftrainer.cli import doctor
 from hftrainer.cli.doctor import PRINTABLE, environment
-from hftrainer.integrations import INTEGRATIONS
 from hftrainer.parallel import devices
 from hftrainer.releases.policy import NEWEST
+from hftrainer.trackers.selection import INTEGRATIONS
 from tests.support.processes import ROOT
 
 REQUIRES = [
