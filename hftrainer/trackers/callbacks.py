@@ -26,7 +26,6 @@ from hftrainer.compat import libraries
 from hftrainer.parallel.config_files import env_flag
 from hftrainer.plugins import load
 from hftrainer.trackers.base import TrackerCallback, arguments_of, model_config, peft_config, to_tracker_names
-from hftrainer.trackers.tensorboard import TensorBoardCallback
 
 logger = logging.getLogger(__name__)
 
@@ -491,7 +490,3 @@ class CometCallback(TrackerCallback):
             self._tracker_logger(args).experiment.log_asset_folder(
                 str(args.output_dir), recursive=True, log_file_name=True, step=state.global_step
             )
-
-
-#: The callback classes for names in `report_to`.
-CALLBACKS: tuple[type[TrackerCallback], ...] = (CometCallback, MLflowCallback, TensorBoardCallback, WandbCallback)

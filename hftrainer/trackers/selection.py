@@ -12,48 +12,49 @@ from typing import Any
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument, suggest
 from hftrainer.parallel.config_files import env_flag
 from hftrainer.plugins import lightning_adapter
-from hftrainer.trackers.base import CSV_LOGGER
-from hftrainer.trackers.callbacks import CALLBACKS
+from hftrainer.trackers.base import CSV_LOGGER, ReportingCallback
+from hftrainer.trackers.callbacks import CometCallback, MLflowCallback, WandbCallback
+from hftrainer.trackers.tensorboard import TensorBoardCallback
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Integration:
+class Tracker:
     """A tracker that `report_to` can select.
 
     Attributes:
         modules: modules that must be importable; '|' separates alternatives.
         install: the package to install.
-        has_lightning_logger: whether a Lightning logger writes to the tracker; otherwise transformers' callback does.
+        callback: our callback, which writes with a Lightning logger; without one, transformers' callback writes.
         in_all: whether `report_to='all'` includes the tracker if it is installed.
         switch: an environment variable that disables the tracker.
     """
 
     modules: tuple[str, ...]
     install: str
-    has_lightning_logger: bool = False
+    callback: type[ReportingCallback] | None = None
     in_all: bool = True
     switch: str | None = None
 
 
 #: In the order in which transformers uses them for 'all'.
-INTEGRATIONS = {
-    "azure_ml": Integration(("azureml.core.run",), "azureml-core"),
-    "comet_ml": Integration(("comet_ml",), "comet-ml", has_lightning_logger=True),
-    "dagshub": Integration(("dagshub", "mlflow"), "dagshub mlflow"),
-    "dvclive": Integration(("dvclive",), "dvclive"),
-    "mlflow": Integration(("mlflow",), "mlflow", has_lightning_logger=True, switch="DISABLE_MLFLOW_INTEGRATION"),
-    "tensorboard": Integration(("tensorboard|tensorboardX",), "tensorboard", has_lightning_logger=True),
-    "wandb": Integration(("wandb",), "wandb", has_lightning_logger=True, switch="WANDB_DISABLED"),
-    "codecarbon": Integration(("codecarbon",), "codecarbon"),
-    "clearml": Integration(("clearml",), "clearml"),
-    "swanlab": Integration(("swanlab",), "swanlab"),
-    "trackio": Integration(("trackio",), "trackio"),
-    "kubeflow": Integration((), "", switch="DISABLE_KUBEFLOW_INTEGRATION"),
-    "flyte": Integration(("flytekit",), "flytekit", in_all=False),
-    "csv": Integration((), "", has_lightning_logger=True, in_all=False),
+TRACKERS = {
+    "azure_ml": Tracker(("azureml.core.run",), "azureml-core"),
+    "comet_ml": Tracker(("comet_ml",), "comet-ml", callback=CometCallback),
+    "dagshub": Tracker(("dagshub", "mlflow"), "dagshub mlflow"),
+    "dvclive": Tracker(("dvclive",), "dvclive"),
+    "mlflow": Tracker(("mlflow",), "mlflow", callback=MLflowCallback, switch="DISABLE_MLFLOW_INTEGRATION"),
+    "tensorboard": Tracker(("tensorboard|tensorboardX",), "tensorboard", callback=TensorBoardCallback),
+    "wandb": Tracker(("wandb",), "wandb", callback=WandbCallback, switch="WANDB_DISABLED"),
+    "codecarbon": Tracker(("codecarbon",), "codecarbon"),
+    "clearml": Tracker(("clearml",), "clearml"),
+    "swanlab": Tracker(("swanlab",), "swanlab"),
+    "trackio": Tracker(("trackio",), "trackio"),
+    "kubeflow": Tracker((), "", switch="DISABLE_KUBEFLOW_INTEGRATION"),
+    "flyte": Tracker(("flytekit",), "flytekit", in_all=False),
+    "csv": Tracker((), "", callback=ReportingCallback, in_all=False),
 }
 #: Kubeflow sets this variable in its jobs. Without it, we have no server to report to.
 KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
@@ -81,7 +82,7 @@ def select_trackers(report_to: str | Sequence[str] | None) -> list[str]:
     if len(values) > 1 and (exclusive := {"all", "none"} & set(values)):
         raise InvalidArgument(f"report_to={values!r}: {min(exclusive)!r} cannot be combined with other names.")
     if values == ["all"]:
-        return [name for name, tracker in INTEGRATIONS.items() if tracker.in_all and _is_available(name)]
+        return [name for name, tracker in TRACKERS.items() if tracker.in_all and _is_available(name)]
     names = [{"comet": "comet_ml"}.get(name, name) for name in values if name != "none"]
     for name in names:
         _check(name)
@@ -98,10 +99,10 @@ def add_kubeflow_tracker(args: TrainingArguments) -> None:
 def _check(name: str) -> None:
     if name == "neptune":
         raise UnsupportedArgument(_NEPTUNE)
-    if name not in INTEGRATIONS:
+    if name not in TRACKERS:
         raise InvalidArgument(
-            f"report_to={name!r} is not a tracker{suggest(name, INTEGRATIONS, '.')} Valid names: 'all', 'none', "
-            f"{', '.join(map(repr, INTEGRATIONS))}."
+            f"report_to={name!r} is not a tracker{suggest(name, TRACKERS, '.')} Valid names: 'all', 'none', "
+            f"{', '.join(map(repr, TRACKERS))}."
         )
     if _is_disabled(name):
         return
@@ -109,7 +110,7 @@ def _check(name: str) -> None:
         raise InvalidArgument(f"COMET_MODE={_comet_mode()!r} must be one of {', '.join(map(repr, COMET_MODES[1:]))}.")
     missing = missing_packages(name)
     if missing:
-        reason = "" if INTEGRATIONS[name].has_lightning_logger else ", which uses transformers' callback,"
+        reason = "" if TRACKERS[name].callback else ", which uses transformers' callback,"
         raise MissingPackage(f"report_to={name!r}{reason} needs a package that is not installed: pip install {missing}")
     if name == "kubeflow" and KUBEFLOW not in os.environ:
         raise InvalidArgument(f"report_to='kubeflow' needs {KUBEFLOW}, which Kubeflow's training jobs set.")
@@ -122,10 +123,10 @@ def _check(name: str) -> None:
 
 def missing_packages(name: str) -> str:
     """The missing packages of a tracker, separated by spaces; empty if none is missing."""
-    tracker = INTEGRATIONS[name]
+    tracker = TRACKERS[name]
     is_complete = all(any(map(_is_installed, module.split("|"))) for module in tracker.modules)
     packages = [] if is_complete else [tracker.install]
-    if not tracker.has_lightning_logger and not _is_installed("transformers"):
+    if tracker.callback is None and not _is_installed("transformers"):
         packages.append("transformers")
     return " ".join(packages)
 
@@ -136,7 +137,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _is_disabled(name: str) -> bool:
-    switch = INTEGRATIONS[name].switch
+    switch = TRACKERS[name].switch
     if name == "comet_ml" and _comet_mode() == "disabled":
         return True
     return switch is not None and env_flag(switch)
@@ -165,7 +166,7 @@ def _is_available(name: str) -> bool:
 
 def _has_callback(name: str) -> bool:
     """Whether we or the installed transformers have a callback for a tracker."""
-    if INTEGRATIONS[name].has_lightning_logger:
+    if TRACKERS[name].callback is not None:
         return True
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -174,15 +175,15 @@ def _has_callback(name: str) -> bool:
 
 def callback_classes(names: Sequence[str]) -> list[Any]:
     """The callback classes of trackers, in order: ours for Lightning loggers, otherwise transformers'."""
-    callbacks = {callback.name: callback for callback in CALLBACKS}
-    classes = []
+    classes: list[Any] = []
     for name in names:
-        if name in callbacks:
-            classes.append(callbacks[name])
-        elif not INTEGRATIONS[name].has_lightning_logger:
+        if (callback := TRACKERS[name].callback) is None:
             from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
             classes += get_reporting_integration_callbacks([name])
+        # The table of 'csv' is one of `further_loggers`.
+        elif name != CSV_LOGGER:
+            classes.append(callback)
     return classes
 
 
