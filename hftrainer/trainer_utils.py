@@ -20,8 +20,8 @@ from hftrainer.arguments.choices import (
     SchedulerType as SchedulerType,
     as_text as as_text,
 )
-from hftrainer.checkpointing.folder import get_last_checkpoint as get_last_checkpoint
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
+from hftrainer.checkpointing.run_checkpoints import get_last_checkpoint as get_last_checkpoint
 from hftrainer.compat.overrides import (
     has_length as has_length,
     is_measurement,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hftrainer.arguments import legacy
-from hftrainer.checkpointing.folder import get_last_checkpoint
+from hftrainer.checkpointing.run_checkpoints import get_last_checkpoint
 from hftrainer.compat import libraries
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.optimization_tf import create_optimizer

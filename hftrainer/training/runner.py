@@ -19,7 +19,8 @@ from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.checkpointing import resume
-from hftrainer.checkpointing.folder import clear_stale, delete_all_but_best
+from hftrainer.checkpointing.folder import clear_stale
+from hftrainer.checkpointing.run_checkpoints import delete_all_but_best
 from hftrainer.checkpointing.run_progress import read_global_batch_size
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.elastic import accumulation_steps
