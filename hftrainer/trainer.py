@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from hftrainer import hyperparameter_search
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.support import refuse_unknown
 from hftrainer.arguments.validation import add_missing_fields
@@ -35,13 +34,14 @@ from hftrainer.data.randomness import load_rng_file, rng_state
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.model.inspection import parameters
-from hftrainer.modelcard import create_model_card
+from hftrainer.model_card.card import create_model_card
 from hftrainer.optimizers import factory
 from hftrainer.preparation.model_setup import check_optimizer_pair
 from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.metrics import print_table, write_metrics
+from hftrainer.search import runner as search_runner
 from hftrainer.trackers import selection
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
@@ -1103,7 +1103,7 @@ class Trainer(EarlierMethods):
             SearchFailed: if no trial completes.
         """
         try:
-            return hyperparameter_search.search(
+            return search_runner.search(
                 self._hftrainer, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
             )
         finally:
@@ -1113,7 +1113,7 @@ class Trainer(EarlierMethods):
         """Set the arguments of a trial, and rebuild the parts that depend on them."""
         self._trial = trial
         if trial is not None:
-            hyperparameter_search.set_trial_arguments(self._hftrainer, trial)
+            search_runner.set_trial_arguments(self._hftrainer, trial)
         elif not self._hftrainer.needs_rebuild:
             return
         self._hftrainer.setup.rebuild_from_arguments()
