@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from hftrainer.arguments.choices import HPSearchBackend
-from hftrainer.arguments.support import refuse_unknown
+from hftrainer.arguments.unsupported import refuse_unknown
 from hftrainer.arguments.validation import add_missing_fields
 from hftrainer.assembly.object_checks import check_objects, merge_tokenizer_argument
 from hftrainer.assembly.trainer_parts import TrainerParts

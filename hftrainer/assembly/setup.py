@@ -11,9 +11,10 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import copy_accelerator_settings
 from hftrainer.arguments.changes import apply_changed_arguments
 from hftrainer.arguments.choices import as_text
+from hftrainer.arguments.lightning_plan import make_plan
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
-from hftrainer.arguments.support import check_supported, find_unused_settings, make_plan
+from hftrainer.arguments.unsupported import check_supported, find_unused_settings
 from hftrainer.arguments.validation import check_accelerator_config, check_types, check_values, set_accumulation_steps
 from hftrainer.assembly.object_checks import check_consistency, check_data, check_memmap, check_optimizer
 from hftrainer.base.messages import log_once
