@@ -155,7 +155,7 @@ class TrainerSetup(Part):
             )
 
     def run_dir(self) -> str:
-        """The folder of the current run's checkpoints."""
+        """The folder of the current run's checkpoints, as an override returns it."""
         return self.trainer._get_output_dir(self.run.trial)
 
     def pop_callback(self, callback: Any) -> Any:

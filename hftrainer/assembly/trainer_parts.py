@@ -135,6 +135,11 @@ class TrainerParts:
         is_replaced = is_overridden(self.trainer.accelerator, "clip_grad_norm_", "unscale_gradients")
         return self.trainer.accelerator.clip_grad_norm_ if is_replaced else self.strategy.clip_grad_norm
 
+    def run_folder(self, trial: Any) -> str:
+        """The folder of the run, or of the trial. It does not call an override, which may count its calls."""
+        has_override = is_overridden(self.trainer, "_get_output_dir")
+        return str(self.trainer.args.output_dir) if has_override else self.trainer._get_output_dir(trial)
+
     def call_callbacks(self, event: str, *payload: Any, **kwargs: Any) -> None:
         """Call an event of all callbacks through the handler, and keep the control that they return."""
         self.run.heartbeat.record_event(event)
