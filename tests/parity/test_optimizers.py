@@ -14,7 +14,8 @@ from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.optimizers.adamw_hf import AdamW
 from hftrainer.optimizers.factory import OPTIMIZERS, optimizer_cls_and_kwargs
 from hftrainer.optimizers.schedules import SCHEDULES
-from hftrainer.trainer_utils import OptimizerNames, SchedulerType
+from hftrainer.trainer_utils import SchedulerType
+from hftrainer.training_args import OptimizerNames
 from tests.support import parity
 from tests.support.parity import EVALUATED, assert_equal, assert_same_weights, build, compare, run_both, train
 from tests.support.tiny import make_llama, make_plain

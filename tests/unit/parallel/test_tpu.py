@@ -13,7 +13,7 @@ from hftrainer.arguments.unsupported import find_unused_settings
 from hftrainer.errors import MissingPackage
 from hftrainer.parallel import devices
 from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect_launcher
-from hftrainer.trainer_utils import ParallelMode
+from hftrainer.training_args import ParallelMode
 from hftrainer_xla import devices as xla
 from tests.support.checks import assert_refused, make, plan_of, problems
 from tests.support.tiny import make_plain
