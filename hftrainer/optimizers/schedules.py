@@ -383,12 +383,8 @@ def keep_argument_settings(optimizer: Any, scheduler: Any) -> Iterator[None]:
         if loaded_rate:
             group["lr"] *= group["initial_lr"] / loaded_rate
     if needs_metric(scheduler) and (checkpoint_rate := optimizer.param_groups[0]["lr"]) != rate:
-        logger.warning(
-            "%s keeps the checkpoint's learning rate %g instead of the trial's %g.",
-            type(scheduler).__name__,
-            checkpoint_rate,
-            rate,
-        )
+        text = "%s keeps the checkpoint's learning rate %g instead of the trial's %g."
+        logger.warning(text, type(scheduler).__name__, checkpoint_rate, rate)
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
         scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
