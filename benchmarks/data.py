@@ -31,7 +31,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hftrainer
-from hftrainer.checkpointing.folder import CheckpointFolder
+from hftrainer.checkpointing.inspection import accept_checkpoint
 
 BATCH, STEPS, WIDTH = 8, 150, 64
 #: Characters of a document; at 1,000 a second on one core of the machine of README.md.
@@ -222,7 +222,7 @@ def move_to(checkpoint: Path, step: int) -> None:
     progress = checkpoint / "progress.pt"
     if progress.exists():  # hftrainer's own position
         torch.save(torch.load(progress, weights_only=False) | {"position": step}, progress)
-        CheckpointFolder(checkpoint).accept()
+        accept_checkpoint(checkpoint)
 
 
 def main() -> None:

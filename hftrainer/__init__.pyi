@@ -16,8 +16,8 @@ from hftrainer.data.collators import (
 )
 from hftrainer.evaluation.metrics import TorchMetrics as TorchMetrics
 from hftrainer.hf_argparser import HfArgumentParser as HfArgumentParser
-from hftrainer.modelcard import TrainingSummary as TrainingSummary
-from hftrainer.optimization import get_scheduler as get_scheduler
+from hftrainer.model_card.card import TrainingSummary as TrainingSummary
+from hftrainer.optimizers.schedules import get_scheduler as get_scheduler
 from hftrainer.optimization_tf import (
     AdamWeightDecay as AdamWeightDecay,
     WarmUp as WarmUp,

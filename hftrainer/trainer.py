@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from hftrainer import hyperparameter_search, integrations, trainer_optimizer
 from hftrainer.arguments.choices import HPSearchBackend
-from hftrainer.arguments.support import refuse_unknown
+from hftrainer.arguments.unsupported import refuse_unknown
 from hftrainer.arguments.validation import add_missing_fields
 from hftrainer.assembly.object_checks import check_objects, merge_tokenizer_argument
 from hftrainer.assembly.trainer_parts import TrainerParts
@@ -35,12 +34,15 @@ from hftrainer.data.randomness import load_rng_file, rng_state
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.model.inspection import parameters
-from hftrainer.modelcard import create_model_card
+from hftrainer.model_card.card import create_model_card
+from hftrainer.optimizers import factory
 from hftrainer.preparation.model_setup import check_optimizer_pair
 from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.metrics import print_table, write_metrics
+from hftrainer.search import runner as search_runner
+from hftrainer.trackers import selection
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
@@ -201,9 +203,9 @@ class Trainer(EarlierMethods):
                 problem = "neither" if model is None else "both"
                 raise InvalidSetup(f"Trainer needs either a model or a model_init, but got {problem}.")
             self._validate_args()
-            integrations.add_kubeflow_tracker(self.args)
-            reports = integrations.select_trackers(self.args.report_to)
-            further_loggers = integrations.further_loggers(reports, loggers, self.args)
+            selection.add_kubeflow_tracker(self.args)
+            reports = selection.select_trackers(self.args.report_to)
+            further_loggers = selection.further_loggers(reports, loggers, self.args)
             # None until model_init is called.
             self.model = model  # type: ignore[assignment]
             self.create_accelerator_and_postprocess()
@@ -213,7 +215,7 @@ class Trainer(EarlierMethods):
             parts.setup.init_attributes()
             if not isinstance(callbacks, (list, tuple, type(None))):
                 raise TypeError(f"callbacks is {describe_type(callbacks)}, not a list: write callbacks=[...].")
-            trackers = integrations.callback_classes(reports)
+            trackers = selection.callback_classes(reports)
             parts.setup.init_callbacks([*trackers, *(callbacks or [])], further_loggers)
             parts.setup.end_init()
             self._memory_tracker.stop_and_update_metrics()
@@ -421,7 +423,7 @@ class Trainer(EarlierMethods):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> tuple[Any, Any]:
         """The class and keyword arguments of the optimizer that `args.optim` selects."""
-        return trainer_optimizer.optimizer_cls_and_kwargs(args, model)
+        return factory.optimizer_cls_and_kwargs(args, model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""
@@ -1101,7 +1103,7 @@ class Trainer(EarlierMethods):
             SearchFailed: if no trial completes.
         """
         try:
-            return hyperparameter_search.search(
+            return search_runner.search(
                 self._hftrainer, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
             )
         finally:
@@ -1111,7 +1113,7 @@ class Trainer(EarlierMethods):
         """Set the arguments of a trial, and rebuild the parts that depend on them."""
         self._trial = trial
         if trial is not None:
-            hyperparameter_search.set_trial_arguments(self._hftrainer, trial)
+            search_runner.set_trial_arguments(self._hftrainer, trial)
         elif not self._hftrainer.needs_rebuild:
             return
         self._hftrainer.setup.rebuild_from_arguments()

@@ -14,17 +14,14 @@ from hftrainer.arguments.choices import (
     HPSearchBackend as HPSearchBackend,
     HubStrategy as HubStrategy,
     IntervalStrategy as IntervalStrategy,
-    OptimizerNames as OptimizerNames,
-    ParallelMode as ParallelMode,
     SaveStrategy as SaveStrategy,
     SchedulerType as SchedulerType,
-    as_text as as_text,
 )
-from hftrainer.checkpointing.folder import get_last_checkpoint as get_last_checkpoint
+from hftrainer.callbacks.state import is_measurement
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
+from hftrainer.checkpointing.run_checkpoints import get_last_checkpoint as get_last_checkpoint
 from hftrainer.compat.overrides import (
     has_length as has_length,
-    is_measurement,
     number_of_arguments as number_of_arguments,
 )
 from hftrainer.data.randomness import (

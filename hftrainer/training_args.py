@@ -166,7 +166,8 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         rank_info = self._rank_info
         if rank_info.world_size == 1 or "LOCAL_RANK" not in os.environ or rank_info.is_self_launched:
             return
-        from hftrainer.arguments.support import check_supported, process_group_backend
+        from hftrainer.arguments.lightning_plan import process_group_backend
+        from hftrainer.arguments.unsupported import check_supported
 
         resolved = ResolvedArguments.from_args(self)
         if self.device.type == "xla" or torch.distributed.is_initialized() or check_supported(resolved):
@@ -187,7 +188,7 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         Raises:
             UnsupportedArgument: if the launcher has not set how the processes connect.
         """
-        from hftrainer.arguments.support import check_launch
+        from hftrainer.arguments.unsupported import check_launch
 
         processes = Processes.from_ranks(self._rank_info)
         if not processes.is_distributed or (processes.is_self_launched and not torch.distributed.is_initialized()):

@@ -87,7 +87,8 @@ def explain(args: BaseArguments) -> Explanation:
     """How the arguments are handled. Starts no run, and imports neither lightning nor transformers."""
     from hftrainer.arguments.device_checks import check_backend
     from hftrainer.arguments.lightning_config import check_keywords
-    from hftrainer.arguments.support import make_plan, non_neutral_arguments
+    from hftrainer.arguments.lightning_plan import make_plan
+    from hftrainer.arguments.unsupported import non_neutral_arguments
     from hftrainer.arguments.validation import check_values
 
     values = args.to_dict()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.arguments import legacy, param_groups
+from hftrainer.arguments import legacy, param_group_entries
 from hftrainer.arguments.accelerate import find_device_mismatch
 from hftrainer.arguments.accelerator_config import as_accelerator_config
 from hftrainer.arguments.base import BaseArguments
@@ -61,7 +61,7 @@ def normalize(args: BaseArguments) -> None:
     """
     if errors := [*_parse_enums(args), *_parse_json(args)]:
         raise InvalidArgument("\n".join([*errors, *check_ranges(args), *_check_intervals(args)]))
-    args.param_groups = param_groups.read_entries(args.param_groups)
+    args.param_groups = param_group_entries.read_entries(args.param_groups)
     _normalize_output_dir(args)
     if args.disable_tqdm is None:
         args.disable_tqdm = logging.getLogger("hftrainer").getEffectiveLevel() > logging.WARNING
@@ -174,7 +174,7 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
         *_check_divergence(args),
         *_check_loading(args),
         *_check_choices(args),
-        *param_groups.check_entries(args.param_groups),
+        *param_group_entries.check_entries(args.param_groups),
         *_check_monitoring(args),
         *_check_intervals(args),
         *_check_best_model(args),

@@ -11,9 +11,10 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import copy_accelerator_settings
 from hftrainer.arguments.changes import apply_changed_arguments
 from hftrainer.arguments.choices import as_text
+from hftrainer.arguments.lightning_plan import make_plan
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
-from hftrainer.arguments.support import check_supported, find_unused_settings, make_plan
+from hftrainer.arguments.unsupported import check_supported, find_unused_settings
 from hftrainer.arguments.validation import check_accelerator_config, check_types, check_values, set_accumulation_steps
 from hftrainer.assembly.object_checks import check_consistency, check_data, check_memmap, check_optimizer
 from hftrainer.base.messages import log_once
@@ -39,9 +40,9 @@ from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.parallel.accelerator import EngineAccelerator
 from hftrainer.plugins import lightning_adapter
 from hftrainer.releases.followed import describe_older_release
-from hftrainer.reporting.tracking import ReportingCallback
 from hftrainer.strategies import make_strategy
 from hftrainer.strategies.strategy import TRAINER_FLAGS, Strategy
+from hftrainer.trackers.base import ReportingCallback
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training_args import TrainingArguments
 
@@ -154,7 +155,7 @@ class TrainerSetup(Part):
             )
 
     def run_dir(self) -> str:
-        """The folder of the current run's checkpoints."""
+        """The folder of the current run's checkpoints, as an override returns it."""
         return self.trainer._get_output_dir(self.run.trial)
 
     def pop_callback(self, callback: Any) -> Any:

@@ -24,9 +24,9 @@ from hftrainer.plugins import load
 from hftrainer.preparation import loader_factory, model_setup
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
-from hftrainer.reporting.tracking import LogFolder, TrackerCallback, reporting_callbacks
 from hftrainer.storage.sync import StorageSync
 from hftrainer.strategies.strategy import Strategy
+from hftrainer.trackers.base import LogFolder, TrackerCallback, reporting_callbacks
 from hftrainer.training import control_actions, counting, loss, runner, saver
 from hftrainer.training.run import Run
 
@@ -134,6 +134,11 @@ class TrainerParts:
         """The method that clips gradients by norm: the strategy's, or the accelerator's if a script replaced it."""
         is_replaced = is_overridden(self.trainer.accelerator, "clip_grad_norm_", "unscale_gradients")
         return self.trainer.accelerator.clip_grad_norm_ if is_replaced else self.strategy.clip_grad_norm
+
+    def run_folder(self, trial: Any) -> str:
+        """The folder of the run, or of the trial. It does not call an override, which may count its calls."""
+        has_override = is_overridden(self.trainer, "_get_output_dir")
+        return str(self.trainer.args.output_dir) if has_override else self.trainer._get_output_dir(trial)
 
     def call_callbacks(self, event: str, *payload: Any, **kwargs: Any) -> None:
         """Call an event of all callbacks through the handler, and keep the control that they return."""

@@ -15,9 +15,9 @@ from hftrainer.arguments.choices import read_observe
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.base.messages import format_bytes, wrap_text
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
-from hftrainer.callbacks.state import TrainerCallback, TrainerState
+from hftrainer.callbacks.state import TrainerCallback, TrainerState, is_measurement
 from hftrainer.compat import transformers_names
-from hftrainer.compat.overrides import has_length, is_measurement
+from hftrainer.compat.overrides import has_length
 
 
 def is_in_notebook() -> bool:

@@ -1,4 +1,4 @@
-"""`TrainerCallback`, and what its events receive: the state of a run and the control flags."""
+"""`TrainerCallback`, and what its events receive: the state of a run, the control flags, and metrics."""
 
 from __future__ import annotations
 
@@ -330,3 +330,9 @@ def is_plain(line: Mapping[str, Any]) -> bool:
 def _as_json_key(key: Any) -> str:
     """A key as JSON writes it, since keys of mixed types cannot be sorted."""
     return key if isinstance(key, str) else json.dumps(key) if isinstance(key, _PLAIN) else str(key)
+
+
+def is_measurement(name: str) -> bool:
+    """Whether a metric is a measurement of time or memory."""
+    has_time = name.endswith(("_runtime", "_per_second", "_model_preparation_time"))
+    return has_time or "_mem_cpu" in name or "_mem_gpu" in name

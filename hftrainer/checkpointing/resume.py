@@ -20,15 +20,14 @@ from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, has_saved_state
 from hftrainer.checkpointing import names, optimizer_groups
 from hftrainer.checkpointing.file_checks import FRESH_OPTIMIZER, check_optimizer_state, check_value_types
-from hftrainer.checkpointing.folder import (
-    CheckpointFolder,
-    Inspection,
+from hftrainer.checkpointing.inspection import Inspection, inspect_checkpoint
+from hftrainer.checkpointing.names import FULL_STATE_FILES, has_state_files
+from hftrainer.checkpointing.run_checkpoints import (
     checkpoints_newest_first,
     find_intact,
     get_last_checkpoint,
     sort_checkpoints,
 )
-from hftrainer.checkpointing.names import FULL_STATE_FILES, has_state_files
 from hftrainer.checkpointing.saved_arguments import read_arguments
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup, UnsupportedArgument
@@ -110,7 +109,7 @@ def _check_given_folder(folder: str) -> None:
             f"Can't find a valid checkpoint at {folder}, the value of resume_from_checkpoint: it lacks "
             f"{names.TRAINER_STATE_NAME}.{hint}"
         )
-    inspection = CheckpointFolder(folder).inspect()
+    inspection = inspect_checkpoint(folder)
     if (reason := inspection.unusable_reason) is not None:
         accept_hint = f"; or, if you changed the file yourself, run: {_accept_command(folder)}"
         raise CheckpointNotFound(
@@ -163,7 +162,7 @@ def unloadable_reason(best_folder: str) -> str | None:
 
     A callback may have converted the weights after saving, so readable changes are accepted here too.
     """
-    inspection = CheckpointFolder(best_folder).inspect(only_weights=True)
+    inspection = inspect_checkpoint(best_folder, only_weights=True)
     if inspection.unusable_reason is None:
         _warn_about_changes(inspection)
     return inspection.unusable_reason

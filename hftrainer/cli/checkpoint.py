@@ -34,13 +34,14 @@ def add_subcommand(commands: Any) -> None:
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.arguments.storage_url import explain_unreadable_url
-    from hftrainer.checkpointing.folder import CheckpointFolder, checkpoints_newest_first
+    from hftrainer.checkpointing.inspection import not_a_checkpoint_reason
+    from hftrainer.checkpointing.run_checkpoints import checkpoints_newest_first
     from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsafeCheckpoint
 
     folder = options.folder
     if (reason := explain_unreadable_url(folder)) is not None:
         parser.fail(f"{folder}: {reason}.")
-    if (reason := CheckpointFolder(folder).not_a_checkpoint_reason) is not None:
+    if (reason := not_a_checkpoint_reason(folder)) is not None:
         found = ", ".join(map(str, checkpoints_newest_first(folder))) if os.path.isdir(folder) else ""
         hint = f"the checkpoints in it, newest first: {found}" if found else "name a checkpoint-xxx folder"
         parser.fail(f"{folder} is not a checkpoint: {reason}; {hint}.")
@@ -71,9 +72,9 @@ def _table(description: dict[str, Any]) -> str:
 
 
 def _accept(folder: str, *, as_json: bool) -> None:
-    from hftrainer.checkpointing.folder import CheckpointFolder
+    from hftrainer.checkpointing.inspection import accept_checkpoint
 
-    changes = CheckpointFolder(folder).accept().changes
+    changes = accept_checkpoint(folder).changes
     if as_json:
         print(json.dumps({"folder": folder, "changes": changes or None}, indent=2))
     else:
@@ -89,7 +90,7 @@ def describe(folder: str) -> dict[str, Any]:
     from hftrainer.callbacks.state import TrainerState
     from hftrainer.checkpointing import names
     from hftrainer.checkpointing.files import list_files
-    from hftrainer.checkpointing.folder import CheckpointFolder
+    from hftrainer.checkpointing.inspection import inspect_checkpoint
     from hftrainer.checkpointing.run_progress import load_progress
     from hftrainer.errors import DamagedCheckpoint
 
@@ -98,7 +99,7 @@ def describe(folder: str) -> dict[str, Any]:
         state = TrainerState.load_from_json(state_file)
     except ValueError as error:
         raise DamagedCheckpoint(f"{state_file} cannot be read ({error}).") from error
-    damage = CheckpointFolder(folder).inspect().skip_reason
+    damage = inspect_checkpoint(folder).skip_reason
     progress = load_progress(folder, 0, 1)
     settings = {} if progress is None else progress.settings
     size = sum((Path(folder) / name).stat().st_size for name in list_files(Path(folder)))

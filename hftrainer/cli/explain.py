@@ -113,17 +113,18 @@ def _check_like_trainer(args: TrainingArguments) -> None:
     """Raise for values that only a Trainer checks, such as the names of trackers."""
     from torch import nn, optim
 
-    from hftrainer import integrations, optimization, trainer_optimizer
     from hftrainer.assembly import object_checks
     from hftrainer.model import apply_arguments
+    from hftrainer.optimizers import factory, schedules
+    from hftrainer.trackers.selection import select_trackers
 
-    integrations.select_trackers(args.report_to)
+    select_trackers(args.report_to)
     object_checks.check_memmap(args)
     apply_arguments.compile_model(model := nn.Linear(1, 1), args)
     if args.optim_args:
-        trainer_optimizer.optimizer_cls_and_kwargs(args, model)
+        factory.optimizer_cls_and_kwargs(args, model)
     schedule: Any = args.lr_scheduler_type, optim.SGD(model.parameters(), 1.0), 0, 1, args.lr_scheduler_kwargs
-    optimization.get_scheduler(*schedule)
+    schedules.get_scheduler(*schedule)
 
 
 class _Stop(BaseException):

@@ -49,7 +49,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.reporting.curves import read_curves
     from hftrainer.reporting.metrics import sort_pattern
     from hftrainer.reporting.plot import plot
-    from hftrainer.search.plots import plot_study
+    from hftrainer.search.study_plots import plot_study
 
     if options.folders and options.study is not None:
         parser.error(f"{options.folders[0]} and --study cannot go together: remove one of them")

@@ -355,12 +355,3 @@ def ignores_other_keywords(function: Callable[..., Any]) -> bool:
         for step in dis.get_instructions(code)
         if step.opname not in ("MAKE_CELL", "COPY_FREE_VARS")
     )
-
-
-def is_measurement(name: str) -> bool:
-    """Whether a metric is a measurement of time or memory."""
-    return (
-        name.endswith(("_runtime", "_per_second", "_model_preparation_time"))
-        or "_mem_cpu" in name
-        or "_mem_gpu" in name
-    )

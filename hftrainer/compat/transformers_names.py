@@ -54,7 +54,7 @@ NAMES = _TF_NAMES | _table(
     }
 )
 #: Module of transformers → our module, if the names differ.
-_OURS = {"transformers.integrations.integration_utils": "hftrainer.reporting.tracker_callbacks"}
+_OURS = {"transformers.integrations.integration_utils": "hftrainer.integrations"}
 _PACKAGES = ("transformers", "transformers.integrations")
 #: A table in the module of `_OURS`, whose values are classes that we replace.
 _TABLE = "INTEGRATION_TO_CALLBACK"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import ParallelMode, as_text
+from hftrainer.callbacks.state import is_measurement
 from hftrainer.compat import libraries
-from hftrainer.compat.overrides import is_measurement
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts

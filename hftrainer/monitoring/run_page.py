@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing.folder import sort_checkpoints
+from hftrainer.checkpointing.run_checkpoints import sort_checkpoints
 from hftrainer.monitoring import journal
 from hftrainer.parallel.environment import has_ended
 from hftrainer.reporting.metrics import choose_best, logged_curves, sort_names

@@ -1,1 +1,1 @@
-"""Optimizers that torch lacks, and parameter groups that arguments select."""
+"""Optimizers by name, learning-rate schedules, and parameter groups."""

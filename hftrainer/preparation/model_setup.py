@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hftrainer import trainer_optimizer
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import tell
 from hftrainer.base.part import Part
@@ -24,8 +23,9 @@ from hftrainer.compat.overrides import call_with_accepted, is_overridden, number
 from hftrainer.data.randomness import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.model import inspection
-from hftrainer.optimization import get_scheduler, needs_metric
 from hftrainer.optimizers import param_groups
+from hftrainer.optimizers.factory import parameter_groups, use_32bit_embedding_moments
+from hftrainer.optimizers.schedules import get_scheduler, needs_metric
 from hftrainer.parallel.plan import check_model_layout
 from hftrainer.trainer_pt_utils import LabelSmoother
 
@@ -224,11 +224,11 @@ class ModelSetup(Part):
             return self._create_grouped_optimizer(model, decayed_names, optimizer_cls, kwargs)
         if is_factory:
             return optimizer_cls()(model, **kwargs)
-        groups: Any = trainer_optimizer.parameter_groups(model, decayed_names, args.weight_decay)
+        groups: Any = parameter_groups(model, decayed_names, args.weight_decay)
         for name in group_arguments:
             groups = kwargs.pop(name)
         optimizer = optimizer_cls(groups, **kwargs)
-        trainer_optimizer.use_32bit_embedding_moments(model, optimizer_cls, kwargs)
+        use_32bit_embedding_moments(model, optimizer_cls, kwargs)
         return optimizer
 
     def _create_grouped_optimizer(
@@ -243,17 +243,17 @@ class ModelSetup(Part):
         entries: Any = args.param_groups
         rate = kwargs.get("lr") or args.learning_rate
         selected, errors = param_groups.select_groups(model, decayed_names, entries, rate, args.weight_decay)
-        groups = trainer_optimizer.parameter_groups(model, decayed_names, args.weight_decay, selected)
+        groups = parameter_groups(model, decayed_names, args.weight_decay, selected)
         names = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
         for group in groups:
             group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
         optimizer: torch.optim.Optimizer = optimizer_cls(groups, **kwargs)
         if problems := [*errors, *param_groups.find_unknown_keys(entries, optimizer)]:
             raise InvalidArgument("\n".join(problems))
-        plain_groups = trainer_optimizer.parameter_groups(model, decayed_names, args.weight_decay)
+        plain_groups = parameter_groups(model, decayed_names, args.weight_decay)
         order = [names[id(parameter)] for group in plain_groups for parameter in group["params"]]
         setattr(optimizer, NAMES_WITHOUT_GROUPS, order)
-        trainer_optimizer.use_32bit_embedding_moments(model, optimizer_cls, kwargs)
+        use_32bit_embedding_moments(model, optimizer_cls, kwargs)
         if self.trainer.is_world_process_zero():
             for line in param_groups.describe_groups(optimizer.param_groups):
                 tell(line)

@@ -9,7 +9,7 @@ from torch import nn
 
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.folder import checkpoints_newest_first, rotate_checkpoints, sort_checkpoints
+from hftrainer.checkpointing.run_checkpoints import checkpoints_newest_first, rotate_checkpoints, sort_checkpoints
 from hftrainer.errors import InvalidSetup, UnsupportedArgument
 from hftrainer.model.apply_arguments import add_noise_to_embeddings
 from hftrainer.trainer_pt_utils import nested_numpify

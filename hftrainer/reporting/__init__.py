@@ -1,1 +1,1 @@
-"""Reports of a run: metrics, trackers, memory, plots."""
+"""Reports of a run: metrics, memory, plots."""

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hftrainer.callbacks.flow_callbacks import evaluation_key
-from hftrainer.callbacks.state import TrainerState, as_json
-from hftrainer.compat.overrides import is_measurement
+from hftrainer.callbacks.state import TrainerState, as_json, is_measurement
 from hftrainer.errors import MetricNotFound, WrongObject
 
 #: Panel → the log entries that it shows. 'metrics' shows all others; a plot has a panel for each.

@@ -15,7 +15,7 @@ from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import count_of, format_bytes
 from hftrainer.callbacks.flow_callbacks import evaluation_key
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing.folder import checkpoints_newest_first
+from hftrainer.checkpointing.run_checkpoints import checkpoints_newest_first
 from hftrainer.monitoring.journal import goodput, select_last_run
 from hftrainer.parallel import devices
 

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
-from hftrainer.reporting.tracker_callbacks import WandbCallback
 from hftrainer.search.backend import SearchBackend, TrialFailed, check_keywords, no_trial_message, read_directions
 from hftrainer.search.trial_arguments import check_names, model_takes_trial
+from hftrainer.trackers.callbacks import WandbCallback
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 
 if TYPE_CHECKING:

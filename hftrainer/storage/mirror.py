@@ -12,12 +12,9 @@ from pathlib import Path
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.files import read_manifest
-from hftrainer.checkpointing.folder import (
-    CheckpointFolder,
-    checkpoints_newest_first,
-    delete_all_but_best,
-    sort_checkpoints,
-)
+from hftrainer.checkpointing.folder import CheckpointFolder
+from hftrainer.checkpointing.inspection import inspect_checkpoint
+from hftrainer.checkpointing.run_checkpoints import checkpoints_newest_first, delete_all_but_best, sort_checkpoints
 from hftrainer.errors import CheckpointNotWritten, DamagedCheckpoint, StorageError
 from hftrainer.storage.remote import RemoteFolder, digest
 
@@ -276,7 +273,7 @@ class Mirror:
         """The newest intact local checkpoint that was not deleted or replaced at the URL."""
         for path in checkpoints_newest_first(run_dir) if os.path.isdir(run_dir) else ():
             name = self._remote_name(path)
-            if (reason := CheckpointFolder(path).inspect().skip_reason) is not None:
+            if (reason := inspect_checkpoint(path).skip_reason) is not None:
                 logger.warning("%s is damaged and is skipped: %s.", path, reason)
             elif self.is_uploaded(name) and not self._is_unchanged(name):
                 logger.warning("%s is skipped: it was uploaded, but is no longer at %s.", path, self.remote.url)

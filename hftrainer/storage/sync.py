@@ -13,23 +13,15 @@ from hftrainer.base.messages import tell
 from hftrainer.base.part import Part
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
-from hftrainer.compat.overrides import is_overridden
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, DamagedCheckpoint
-from hftrainer.reporting.tracking import CheckpointPlace
+from hftrainer.trackers.base import CheckpointPlace
 
 if TYPE_CHECKING:
     from hftrainer.storage.mirror import Mirror
-    from hftrainer.trainer import Trainer
 
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-
-def run_folder(trainer: Trainer, trial: Any) -> str:
-    """The folder of the run, or of the trial. It does not call an override, which may count its calls."""
-    has_override = is_overridden(trainer, "_get_output_dir")
-    return str(trainer.args.output_dir) if has_override else trainer._get_output_dir(trial)
 
 
 class StorageSync(Part):
@@ -65,7 +57,7 @@ class StorageSync(Part):
 
     def checkpoint_place(self, trial: Any) -> CheckpointPlace:
         """Where a run, or the run of a trial, keeps its checkpoints."""
-        folder = os.path.abspath(run_folder(self.trainer, trial))
+        folder = os.path.abspath(self.parts.run_folder(trial))
         if self.mirror is None:
             return CheckpointPlace(folder, folder)
         return CheckpointPlace(folder, f"{self.mirror.remote.url}/{os.path.relpath(folder, self.mirror.local)}")

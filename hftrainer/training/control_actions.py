@@ -16,7 +16,7 @@ from hftrainer.callbacks.flow_callbacks import EarlyStoppingCallback, evaluation
 from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import call_with_accepted, has_parameter, is_overridden
 from hftrainer.errors import InvalidArgument, MetricNotFound
-from hftrainer.optimization import needs_metric
+from hftrainer.optimizers.schedules import needs_metric
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.reporting.metrics import get_metric, mean_loss
 

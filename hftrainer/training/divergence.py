@@ -29,7 +29,6 @@ from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import seed_of_order
 from hftrainer.errors import TrainingDiverged
 from hftrainer.monitoring import journal
-from hftrainer.storage.sync import run_folder
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
@@ -175,7 +174,7 @@ class SkippedSamples:
 
     def __init__(self, trainer: Trainer, trial: Any, checkpoint: str | None) -> None:
         self.trainer = trainer
-        self.path = os.path.join(run_folder(trainer, trial), SKIPPED_NAME)
+        self.path = os.path.join(trainer._hftrainer.run_folder(trial), SKIPPED_NAME)
         self.entries: list[dict[str, Any]] = trainer.accelerator.processes.broadcast_from_main(
             lambda: self._load_entries(checkpoint)
         )

@@ -20,7 +20,7 @@ from hftrainer.compat import overrides
 from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
-from hftrainer.optimization import add_missing_groups, keep_argument_settings, needs_metric
+from hftrainer.optimizers.schedules import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import RunMonitors
 from hftrainer.training.run_batches import RunBatches

@@ -16,7 +16,6 @@ from hftrainer.monitoring.journal import COMPLETE, JOURNAL_NAME, Journal, read_e
 from hftrainer.monitoring.observer import Observer
 from hftrainer.monitoring.run_requests import Requests
 from hftrainer.preparation.mixture_batches import make_source_log
-from hftrainer.storage.sync import run_folder
 from hftrainer.trainer_pt_utils import find_batch_size
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class RunMonitors(Part):
         super().__init__(parts)
         self.batches = batches
         self.sources = make_source_log(parts, batches.reader.loader)
-        folder = run_folder(self.trainer, trial)
+        folder = parts.run_folder(trial)
         self.observer = _make_observer(parts, batches, folder, is_finished=is_finished)
         self.requests = _make_requests(parts, folder)
 

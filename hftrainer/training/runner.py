@@ -19,7 +19,8 @@ from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.checkpointing import resume
-from hftrainer.checkpointing.folder import clear_stale, delete_all_but_best
+from hftrainer.checkpointing.folder import clear_stale
+from hftrainer.checkpointing.run_checkpoints import delete_all_but_best
 from hftrainer.checkpointing.run_progress import read_global_batch_size
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.elastic import accumulation_steps
@@ -29,7 +30,7 @@ from hftrainer.model.apply_arguments import apply_model_arguments
 from hftrainer.monitoring import health
 from hftrainer.parallel import devices
 from hftrainer.reporting import summary
-from hftrainer.reporting.tracking import begin_runs
+from hftrainer.trackers.base import begin_runs
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.divergence import Diverged
 from hftrainer.training.events import TrainingEvents

@@ -20,7 +20,8 @@ from hftrainer.base.safe_loading import as_bytes
 from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.state import TrainerState, drop_from_json, export_states
 from hftrainer.checkpointing import names, resume
-from hftrainer.checkpointing.folder import final_folder, rotate_checkpoints, staging_folder
+from hftrainer.checkpointing.folder import final_folder, staging_folder
+from hftrainer.checkpointing.run_checkpoints import rotate_checkpoints
 from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress, load_progress
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
 from hftrainer.compat import libraries
@@ -31,8 +32,8 @@ from hftrainer.errors import CheckpointNotWritten, RanksLost
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.preparation import mixture_batches
-from hftrainer.reporting.tracking import ids_of_open_runs
 from hftrainer.strategies.strategy import MakeOptimizer
+from hftrainer.trackers.base import ids_of_open_runs
 from hftrainer.training_args import without_tokens
 
 if TYPE_CHECKING:

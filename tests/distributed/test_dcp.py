@@ -7,7 +7,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
-from hftrainer.checkpointing.folder import CheckpointFolder, get_last_checkpoint
+from hftrainer.checkpointing.inspection import inspect_checkpoint
+from hftrainer.checkpointing.run_checkpoints import get_last_checkpoint
 from hftrainer.errors import InvalidArgument
 from tests.distributed.cases_dcp import (
     DCP,
@@ -160,16 +161,14 @@ def test_damaged_or_missing_part_is_detected(checkpoint, tmp_path):
     assert get_last_checkpoint(str(tmp_path / "run")) == str(damaged)
     part.write_bytes(content[::-1])
     for only_weights in (False, True):
-        assert (
-            "__1_0.distcp have changed" in CheckpointFolder(damaged).inspect(only_weights=only_weights).unusable_reason
-        )
+        assert "__1_0.distcp have changed" in inspect_checkpoint(damaged, only_weights=only_weights).unusable_reason
     part.unlink()
     for only_weights in (False, True):
-        assert "__1_0.distcp is missing" in CheckpointFolder(damaged).inspect(only_weights=only_weights).unusable_reason
+        assert "__1_0.distcp is missing" in inspect_checkpoint(damaged, only_weights=only_weights).unusable_reason
     assert get_last_checkpoint(str(tmp_path / "run")) is None
     part.write_bytes(content)
     (damaged / "dcp" / ".metadata").unlink()
-    assert "dcp/.metadata is missing" in CheckpointFolder(damaged).inspect().fault
+    assert "dcp/.metadata is missing" in inspect_checkpoint(damaged).fault
 
 
 def test_rank_that_cannot_write_skips_the_checkpoint_in_all_ranks(processes, tmp_path):

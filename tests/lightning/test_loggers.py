@@ -14,8 +14,8 @@ from transformers.integrations import integration_utils
 import hftrainer
 from hftrainer import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
-from hftrainer.integrations import INTEGRATIONS, select_trackers
-from hftrainer.reporting.tracking import ReportingCallback
+from hftrainer.trackers.base import ReportingCallback
+from hftrainer.trackers.selection import TRACKERS, select_trackers
 from tests.support import tracking
 from tests.support.tracking import Recorder, evaluate_with_trackers, scalars
 
@@ -209,7 +209,7 @@ def test_transformers_tracker_callbacks_get_our_log_lines(tmp_path, monkeypatch)
 def install_only(monkeypatch):
     """Make a set of packages look installed, and no other tracker's."""
     real = importlib.util.find_spec
-    known = {module for kind in INTEGRATIONS.values() for each in kind.modules for module in each.split("|")}
+    known = {module for kind in TRACKERS.values() for each in kind.modules for module in each.split("|")}
     known |= {"azureml", "azureml.core", "transformers"}
 
     def install(*packages):
@@ -218,7 +218,7 @@ def install_only(monkeypatch):
                 return real(name, *args)
             return importlib.machinery.ModuleSpec(name, None) if name in packages else None
 
-        monkeypatch.setattr("hftrainer.integrations.importlib.util.find_spec", find)
+        monkeypatch.setattr("hftrainer.trackers.selection.importlib.util.find_spec", find)
 
     return install
 
@@ -245,7 +245,7 @@ def test_report_to_all_selects_what_transformers_finds():
 
 
 def test_tracker_names_of_transformers_are_known(monkeypatch):
-    assert THEIRS.keys() - {"neptune"} <= INTEGRATIONS.keys()
+    assert THEIRS.keys() - {"neptune"} <= TRACKERS.keys()
     assert select_trackers(["csv", "csv"]) == ["csv"]
     monkeypatch.setenv("COMET_MODE", "disabled")
     assert select_trackers("comet") == []
@@ -256,7 +256,7 @@ def test_tracker_names_of_transformers_are_known(monkeypatch):
 
 @pytest.mark.newest_peer
 def test_our_trackers_are_those_of_newest_transformers():
-    assert INTEGRATIONS.keys() - {"csv"} == THEIRS.keys() - {"neptune"}
+    assert TRACKERS.keys() - {"csv"} == THEIRS.keys() - {"neptune"}
 
 
 def test_tracker_unknown_to_installed_transformers_needs_upgrade(monkeypatch, install_only):

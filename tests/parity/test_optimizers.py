@@ -11,10 +11,11 @@ import torch
 
 import hftrainer
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.optimization import SCHEDULES
 from hftrainer.optimizers.adamw_hf import AdamW
-from hftrainer.trainer_optimizer import OPTIMIZERS, optimizer_cls_and_kwargs
-from hftrainer.trainer_utils import OptimizerNames, SchedulerType
+from hftrainer.optimizers.factory import OPTIMIZERS, optimizer_cls_and_kwargs
+from hftrainer.optimizers.schedules import SCHEDULES
+from hftrainer.trainer_utils import SchedulerType
+from hftrainer.training_args import OptimizerNames
 from tests.support import parity
 from tests.support.parity import EVALUATED, assert_equal, assert_same_weights, build, compare, run_both, train
 from tests.support.tiny import make_llama, make_plain

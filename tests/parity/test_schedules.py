@@ -11,7 +11,7 @@ import torch
 
 import hftrainer.optimization
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.optimization import SCHEDULES
+from hftrainer.optimizers.schedules import SCHEDULES
 from hftrainer.trainer_utils import SchedulerType
 from tests.support.parity import LIBRARIES, assert_same, build, compare, train
 from tests.support.tiny import make_plain

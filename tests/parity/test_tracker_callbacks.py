@@ -8,7 +8,7 @@ from transformers import integrations
 from transformers.integrations import integration_utils
 
 import hftrainer
-from hftrainer.reporting import tracker_callbacks
+from hftrainer import integrations as ours
 from tests.support import tracking
 from tests.support.parity import LIBRARIES, assert_equal, assert_same_weights, run_both
 from tests.support.tracking import make_trainer
@@ -24,7 +24,7 @@ for _tracker in CLASSES.values():
 
 
 #: Library → the module of its callbacks.
-MODULES = {"transformers": integrations, "hftrainer": tracker_callbacks}
+MODULES = {"transformers": integrations, "hftrainer": ours}
 
 
 def callback_names(trainer):
@@ -235,7 +235,7 @@ def test_changed_callback_writes_alike(tmp_path, monkeypatch, change):
 def test_tensorboard_writer_is_shared_and_closed_at_the_end(tmp_path):
     """Lightning's loggers write with it too."""
     trainer = make_trainer("hftrainer", tmp_path, report_to="tensorboard")
-    callback = callback_of(trainer, tracker_callbacks.TensorBoardCallback)
+    callback = callback_of(trainer, ours.TensorBoardCallback)
     assert callback.tb_writer is None
     seen = set()
 
@@ -256,7 +256,7 @@ def test_wandb_callback_without_its_module_begins_no_run(tmp_path):
     import wandb
 
     trainer = make_trainer("hftrainer", tmp_path, report_to="wandb")
-    callback_of(trainer, tracker_callbacks.WandbCallback)._wandb = None
+    callback_of(trainer, ours.WandbCallback)._wandb = None
     trainer.train()
     assert wandb.run is None
 
@@ -275,7 +275,7 @@ def test_classes_of_transformers_are_replaced_under_install(tmp_path, name, monk
         kind = getattr(integrations, name)
         trainer = make_trainer("transformers", tmp_path, report_to=report_to)
         assert isinstance(trainer, hftrainer.Trainer)
-        assert isinstance(callback_of(trainer, kind), getattr(tracker_callbacks, name))
+        assert isinstance(callback_of(trainer, kind), getattr(ours, name))
         assert integrations.get_reporting_integration_callbacks([report_to]) == [kind]
         assert issubclass(kind, importlib.import_module("transformers").TrainerCallback)
         trainer.remove_callback(kind)
@@ -292,7 +292,7 @@ def test_callback_appended_to_the_list_uploads_saved_files(tmp_path, monkeypatch
     trainer = make_trainer("hftrainer", tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=2)
     folders, saved = [], []
 
-    class Keeps(tracker_callbacks.WandbCallback):
+    class Keeps(ours.WandbCallback):
         def _upload(self, args, folder, metadata, aliases):
             folders.append(folder)
             if aliases == ["final_model"]:

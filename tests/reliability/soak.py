@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from hftrainer.checkpointing.folder import CheckpointFolder
+from hftrainer.checkpointing.inspection import inspect_checkpoint
 from tests.reliability.search_job import check
 from tests.support import faults, processes
 from tests.support.checkpoints import BACKGROUND
@@ -222,9 +222,7 @@ class Run:
             excused = name in faults.DISK_FAULTS and any(words in printed[0] for words in FULL)
             assert printed[0].count("Traceback") == printed[0].count(HANDS_OVER) or excused, printed[0]
         for checkpoint in self.folder.glob("checkpoint-*") if "adds" in self.scenario.settings else ():
-            if (
-                CheckpointFolder(checkpoint).inspect().skip_reason is None
-            ):  # then what the script has added is whole too
+            if inspect_checkpoint(checkpoint).skip_reason is None:  # then what the script has added is whole too
                 assert (checkpoint / "before.txt").read_text() == f"{checkpoint.name}/before.txt " * 1000
         self._check_processes(group)
 
@@ -237,7 +235,7 @@ class Run:
     def _damage(self):
         """Harm the newest whole checkpoint, if there is another one and the best is elsewhere."""
         found = self.folder.glob("checkpoint-*")
-        whole = (folder for folder in found if CheckpointFolder(folder).inspect().skip_reason is None)
+        whole = (folder for folder in found if inspect_checkpoint(folder).skip_reason is None)
         folders = sorted(whole, key=step_of)
         if len(folders) < 2 or "load_best_model_at_end" in self.scenario.settings:
             return

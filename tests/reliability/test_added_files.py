@@ -11,7 +11,8 @@ import pytest
 import hftrainer
 from hftrainer.checkpointing import folder as folder_module, writer
 from hftrainer.checkpointing.files import read_manifest
-from hftrainer.checkpointing.folder import CheckpointFolder, staging_folder
+from hftrainer.checkpointing.folder import staging_folder
+from hftrainer.checkpointing.inspection import inspect_checkpoint
 from tests.support.checkpoints import BACKGROUND, OnSave, train_to_end
 from tests.support.differences import files_in
 from tests.support.parity import assert_equal, assert_same_weights, build, run_both
@@ -64,7 +65,7 @@ def in_manifest(folder):
 
 
 def skip_reason(folder):
-    return CheckpointFolder(folder).inspect().skip_reason
+    return inspect_checkpoint(folder).skip_reason
 
 
 @pytest.mark.parametrize("settings", [{}, {"save_only_model": True}, {"save_total_limit": 1}, BACKGROUND], ids=str)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from hftrainer import Trainer, TrainerCallback
 from hftrainer.checkpointing import files, folder
 from hftrainer.checkpointing.folder import CheckpointFolder, staging_folder
+from hftrainer.checkpointing.inspection import inspect_checkpoint
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotWritten
@@ -152,7 +153,7 @@ def test_overridden_optimizer_save_finds_the_files_written_before_it(tmp_path):
     assert found == [3, 6, 9]
     for step in found:
         assert torch.load(tmp_path / f"checkpoint-{step}" / "optimizer.pt")["mine"] == step
-        assert CheckpointFolder(tmp_path / f"checkpoint-{step}").inspect().changes == ""
+        assert inspect_checkpoint(tmp_path / f"checkpoint-{step}").changes == ""
 
 
 #: All but the last run in a thread also without `async_checkpoint`.

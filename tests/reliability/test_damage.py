@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from hftrainer.__main__ import main
 from hftrainer.base.messages import command_name
 from hftrainer.checkpointing.file_checks import unreadable_reason
-from hftrainer.checkpointing.folder import CheckpointFolder, Inspection
+from hftrainer.checkpointing.inspection import Inspection, inspect_checkpoint
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_utils import get_last_checkpoint
@@ -248,12 +248,12 @@ def test_changed_byte_of_the_manifest_is_damage(checkpoint):
     whole, unreadable = manifest.read_bytes(), Inspection(checkpoint, fault=f"{manifest} cannot be read")
     for place in range(0, whole.index(b'"crc32"', whole.rindex(b"}\n },")), 7):
         flip(manifest, place, 0x01)
-        assert CheckpointFolder(checkpoint).inspect() == unreadable, place
+        assert inspect_checkpoint(checkpoint) == unreadable, place
         manifest.write_bytes(whole)
     earlier = json.loads(whole)
     del earlier["crc32"]  # as it was written before
     manifest.write_text(json.dumps(earlier))
-    assert CheckpointFolder(checkpoint).inspect() == Inspection(checkpoint)
+    assert inspect_checkpoint(checkpoint) == Inspection(checkpoint)
 
 
 def test_files_of_unknown_format_are_checked_as_text(tmp_path):

@@ -12,7 +12,8 @@ import pytest
 
 from hftrainer import Trainer, TrainerCallback
 from hftrainer.checkpointing import folder as folder_module
-from hftrainer.checkpointing.folder import CheckpointFolder, clear_stale, rotate_checkpoints, staging_folder
+from hftrainer.checkpointing.folder import CheckpointFolder, clear_stale, staging_folder
+from hftrainer.checkpointing.run_checkpoints import rotate_checkpoints
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import BEST, At, OnSave, make_trainer, train_to_end, truncate
 from tests.support.faults import Disk

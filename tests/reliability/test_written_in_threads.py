@@ -18,8 +18,10 @@ import torch
 from hftrainer import Trainer
 from hftrainer.checkpointing import files
 from hftrainer.checkpointing.files import write_manifest
-from hftrainer.checkpointing.folder import CheckpointFolder, clear_stale, get_last_checkpoint
+from hftrainer.checkpointing.folder import CheckpointFolder, clear_stale
+from hftrainer.checkpointing.inspection import inspect_checkpoint
 from hftrainer.checkpointing.names import MANIFEST_NAME
+from hftrainer.checkpointing.run_checkpoints import get_last_checkpoint
 from tests.support.checkpoints import flip, make_trainer, train_to_end
 from tests.support.faults import FailsOnce
 from tests.support.jobs import names_in
@@ -27,7 +29,7 @@ from tests.support.parity import assert_same_weights, leaves
 
 
 def damage(folder):
-    return CheckpointFolder(folder).inspect().skip_reason
+    return inspect_checkpoint(folder).skip_reason
 
 
 LARGE = 5 * 2**20 + 12_345  # more than a part that is read at once, and no multiple of it

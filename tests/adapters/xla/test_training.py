@@ -12,7 +12,7 @@ from torch_xla.debug import metrics
 from hftrainer import Trainer, TrainerCallback
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.parallel import devices
-from hftrainer.trainer_utils import ParallelMode
+from hftrainer.training_args import ParallelMode
 from tests.adapters.xla.support import MODELS, assert_close, numbers, trainer, weights, without_dropout
 
 

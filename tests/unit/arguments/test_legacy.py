@@ -12,7 +12,7 @@ import pytest
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.legacy import FIELDS, KEPT, RENAMED
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.support import check_supported
+from hftrainer.arguments.unsupported import check_supported
 from hftrainer.errors import InvalidArgument
 from tests.support.arguments import CASES, make_trainer
 from tests.support.tiny import make_plain

@@ -5,7 +5,7 @@ import torch
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.files import write_manifest
-from hftrainer.checkpointing.folder import CheckpointFolder
+from hftrainer.checkpointing.inspection import accept_checkpoint, inspect_checkpoint
 from hftrainer.errors import CheckpointNotFound
 
 ZERO_3 = [f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in (0, 1) for kind in ("model", "optim")]
@@ -36,7 +36,7 @@ def write(folder, names, tag="global_step4", latest="latest"):
     ],
 )
 def test_missing_shard_is_named_without_a_manifest(tmp_path, names, damage):
-    found = CheckpointFolder(write(tmp_path / "run", names)).inspect()
+    found = inspect_checkpoint(write(tmp_path / "run", names))
     assert found.fault is None if damage is None else found.fault.endswith(damage)
     assert found.skip_reason == found.unusable_reason == found.fault
 
@@ -45,7 +45,7 @@ def test_missing_shard_is_named_without_a_manifest(tmp_path, names, damage):
 @pytest.mark.parametrize("tag", ["global_step4", "../run/global_step4"])
 def test_latest_must_name_a_folder_of_the_checkpoint(tmp_path, latest, tag):
     """A checkpoint with another name in it is not used."""
-    found = CheckpointFolder(write(tmp_path / "run", EXPERTS, tag, latest)).inspect().fault
+    found = inspect_checkpoint(write(tmp_path / "run", EXPERTS, tag, latest)).fault
     assert found is None if tag == "global_step4" else f"{latest} does not hold what" in str(found)
 
 
@@ -54,11 +54,11 @@ def test_changed_or_removed_shard_is_named(tmp_path):
     write_manifest(folder)
     part = folder / "global_step4" / ZERO_3[0]
     part.write_bytes(part.read_bytes()[::-1])
-    assert f"{ZERO_3[0]} have changed" in str(CheckpointFolder(folder).inspect(only_weights=True).unusable_reason)
+    assert f"{ZERO_3[0]} have changed" in str(inspect_checkpoint(folder, only_weights=True).unusable_reason)
     part.unlink()
-    assert f"{ZERO_3[0]} is missing" in str(CheckpointFolder(folder).inspect().unusable_reason)
+    assert f"{ZERO_3[0]} is missing" in str(inspect_checkpoint(folder).unusable_reason)
     with pytest.raises(CheckpointNotFound, match=f"{ZERO_3[0]} is missing"):
-        CheckpointFolder(folder).accept()
+        accept_checkpoint(folder)
 
 
 def test_truncated_shard_is_named(tmp_path):
@@ -70,7 +70,7 @@ def test_truncated_shard_is_named(tmp_path):
     write_manifest(folder)
     (folder / names.DCP_FOLDER / "__0_0.distcp").write_bytes(b"")
     reason = f"{folder}/dcp/__0_0.distcp has changed size since it was written"
-    assert (CheckpointFolder(folder).inspect().skip_reason, CheckpointFolder(folder).inspect().fault) == (
+    assert (inspect_checkpoint(folder).skip_reason, inspect_checkpoint(folder).fault) == (
         reason,
         reason,
     )
@@ -84,6 +84,6 @@ def test_fsdp_shards_need_their_metadata(tmp_path, kind):
         (folder / name).mkdir()
         for file in ("__0_0.distcp", ".metadata"):
             (folder / name / file).write_bytes(b"0")
-    assert CheckpointFolder(folder).inspect().fault is None
+    assert inspect_checkpoint(folder).fault is None
     (folder / kind / ".metadata").unlink()
-    assert str(CheckpointFolder(folder).inspect().fault).endswith(f"{kind}/.metadata is missing")
+    assert str(inspect_checkpoint(folder).fault).endswith(f"{kind}/.metadata is missing")

@@ -13,9 +13,9 @@ import torch
 from hftrainer.__main__ import main
 from hftrainer.cli import doctor
 from hftrainer.cli.doctor import PRINTABLE, environment
-from hftrainer.integrations import INTEGRATIONS
 from hftrainer.parallel import devices
 from hftrainer.releases.policy import NEWEST
+from hftrainer.trackers.selection import TRACKERS
 from tests.support.processes import ROOT
 
 REQUIRES = [
@@ -49,7 +49,7 @@ def run_doctor(capsys, *words):
 
 
 def test_ready_machine_has_no_problems(installed_versions, capsys):
-    trackers = {tracker.install.split()[0] for tracker in INTEGRATIONS.values() if tracker.install}
+    trackers = {tracker.install.split()[0] for tracker in TRACKERS.values() if tracker.install}
     installed_versions.update(dict.fromkeys(trackers, "1.0"))
     status, text = run_doctor(capsys, "--json")
     found = json.loads(text)

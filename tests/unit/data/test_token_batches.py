@@ -15,7 +15,7 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.data.samplers import EvenBatchSampler, ShardSpec, innermost
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from hftrainer.modelcard import TrainingSummary
+from hftrainer.model_card.card import TrainingSummary
 from hftrainer.training.monitors import count_batch
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(5, 0.8, 5000), 4, 2048).astype(int)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.support import check_supported
+from hftrainer.arguments.unsupported import check_supported
 from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.fsdp_settings import FsdpPlugin, FsdpSettings, XlaSettings, read_fsdp
 from tests.support.checks import assert_refused, make

@@ -9,11 +9,11 @@ import torch
 
 from hftrainer import Trainer, __main__ as command
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.support import find_unused_settings
+from hftrainer.arguments.unsupported import find_unused_settings
 from hftrainer.errors import MissingPackage
 from hftrainer.parallel import devices
 from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect_launcher
-from hftrainer.trainer_utils import ParallelMode
+from hftrainer.training_args import ParallelMode
 from hftrainer_xla import devices as xla
 from tests.support.checks import assert_refused, make, plan_of, problems
 from tests.support.tiny import make_plain

@@ -8,7 +8,7 @@ import pytest
 
 from hftrainer.__main__ import main
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.search.plots import plot_study
+from hftrainer.search.study_plots import plot_study
 
 
 def make_study(storage, name="a", trials=6, directions=("minimize",)):

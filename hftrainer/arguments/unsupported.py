@@ -1,14 +1,12 @@
-"""Finds arguments that are not supported or have no effect, and makes the plan for Lightning from the others."""
+"""Finds arguments that are not supported, or have no effect."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from hftrainer.arguments import legacy
@@ -16,18 +14,15 @@ from hftrainer.arguments.accelerate import check_launch_variables, find_unknown_
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.device_checks import check_backend, check_device, check_fsdp, check_xla
 from hftrainer.arguments.field import Argument, arguments_of
-from hftrainer.arguments.lightning_config import FORWARDED, OVERRIDDEN_ARGUMENTS, check_keywords, explain_keyword
+from hftrainer.arguments.lightning_config import OVERRIDDEN_ARGUMENTS, check_keywords, explain_keyword
+from hftrainer.arguments.lightning_plan import ddp_keywords
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidConfig, UnknownArgument, suggest
-from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend, visible_device_count
-from hftrainer.parallel.environment import can_rerun_script, check_rank_info, find_plugin
-from hftrainer.parallel.plan import LightningPlan, check_layout
-from hftrainer.parallel.processes import Processes
+from hftrainer.parallel.devices import visible_device_count
+from hftrainer.parallel.environment import can_rerun_script, check_rank_info
+from hftrainer.parallel.plan import check_layout
 from hftrainer.plugins import load
-
-#: Keyword arguments of `DistributedDataParallel` that are arguments with the prefix ddp_.
-_DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
 
 
 def non_neutral_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]]:
@@ -88,45 +83,6 @@ def check_launch(resolved: ResolvedArguments) -> list[str]:
     return [*check_rank_info(resolved.rank_info, resolved.config_or_empty, gpus), *check_xla(resolved)]
 
 
-def process_group_backend(resolved: ResolvedArguments) -> str | None:
-    """The backend of the process group. With offloading, gradients are clipped on the CPU, which also needs gloo."""
-    kind = resolved.device.type
-    offloads = resolved.sharding is not None and resolved.sharding.cpu_offload and kind == "cuda"
-    default_backend = (
-        "cpu:gloo,cuda:nccl" if offloads else native_backend(kind) if kind in UNSUPPORTED_BY_LIGHTNING else None
-    )
-    return default_backend if resolved.args.ddp_backend is None else resolved.args.ddp_backend
-
-
-def make_plan(resolved: ResolvedArguments) -> LightningPlan:
-    """The plan for these arguments and the model, which may already be split."""
-    args, device, config = resolved.args, resolved.device, resolved.lightning_config
-    return LightningPlan(
-        device=str(device),
-        precision=resolved.precision,  # type: ignore[arg-type]
-        accumulate_grad_batches=args.gradient_accumulation_steps,
-        deterministic=args.full_determinism,
-        default_root_dir=str(args.output_dir),
-        processes=Processes.from_ranks(
-            resolved.rank_info, tp_size=resolved.layout.tp_size, timeout=args.ddp_timeout_delta
-        ),
-        process_group_backend=process_group_backend(resolved),
-        ddp=MappingProxyType(
-            {name: value for name in _DDP if (value := getattr(args, f"ddp_{name}", None)) is not None}
-        ),
-        sharding=resolved.sharding,
-        layout=resolved.layout,
-        deepspeed=resolved.deepspeed,
-        async_checkpoint=config.get("async_checkpoint", False)
-        or find_plugin(config.get("plugins"), "AsyncCheckpointIO") is not None,
-        stop_on_save_error=config.get("on_save_error") == "stop",
-        read_once=MappingProxyType(
-            {name: copy.copy(getattr(args, name, None)) for name, argument in ARGUMENTS.items() if argument.read_once}
-        ),
-        trainer_overrides=MappingProxyType({name: value for name, value in config.items() if name in FORWARDED}),
-    )
-
-
 def find_unused_settings(resolved: ResolvedArguments) -> list[str]:
     """Warnings for settings without effect: overridden by `lightning_config` or an argument, or unused."""
     args, config, warnings = resolved.args, resolved.lightning_config, [*_launcher_warnings(resolved)]
@@ -138,7 +94,7 @@ def find_unused_settings(resolved: ResolvedArguments) -> list[str]:
         )
     if args.fsdp_config and not args.fsdp and not legacy.is_derived(args, "fsdp_config"):
         warnings.append("fsdp_config has no effect without fsdp=True.")
-    if args.fsdp and (ddp_names := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
+    if args.fsdp and (ddp_names := [f"ddp_{name}" for name in ddp_keywords(args)]):
         warnings.append(f"{' and '.join(ddp_names)} have no effect with fsdp, which does not use DDP.")
     return [*warnings, *_misspelt_attributes(args)] + [
         f"lightning_config[{name!r}]={config[name]!r} overrides {argument}={getattr(args, argument)!r}."

@@ -1,4 +1,4 @@
-"""The callbacks that write a run to trackers, with the names, attributes and methods of transformers' callbacks.
+"""Callbacks that write a run to W&B, MLflow or Comet, with the names, attributes and methods of transformers'.
 
 Scripts find them in `callback_handler.callbacks`, use their writer, subclass them, or remove them. Each opens a
 Lightning logger, which Lightning's callbacks also use.
@@ -25,8 +25,7 @@ from hftrainer.checkpointing.weights import save_weights
 from hftrainer.compat import libraries
 from hftrainer.parallel.config_files import env_flag
 from hftrainer.plugins import load
-from hftrainer.reporting import tracking
-from hftrainer.reporting.tracking import TensorBoardCallback as TensorBoardCallback, TrackerCallback as TrackerCallback
+from hftrainer.trackers.base import TrackerCallback, arguments_of, model_config, peft_config, to_tracker_names
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +160,7 @@ class WandbCallback(TrackerCallback):
     def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
         """Write the configuration; if environment variables request it, watch the model and upload its structure."""
         run = self._tracker_logger(args).experiment
-        config = {**tracking.peft_config(model), **tracking.model_config(model), **tracking.arguments_of(args)}
+        config = {**peft_config(model), **model_config(model), **arguments_of(args)}
         run.config.update(config, allow_val_change=True)
         if hasattr(model, "num_parameters"):
             run.config.update({_SIZE: libraries.num_parameters(model)}, allow_val_change=True)
@@ -170,7 +169,7 @@ class WandbCallback(TrackerCallback):
             run.watch(model, log=watch_mode, log_freq=max(100, int(state.logging_steps)))
         if self._log_model != "false":
             size = run.config.get(_SIZE)
-            info = {"model_config": tracking.model_config(model) or None, "num_parameters": size, "initial_model": True}
+            info = {"model_config": model_config(model) or None, "num_parameters": size, "initial_model": True}
             with tempfile.TemporaryDirectory() as folder:
                 self._upload(args, _write_structure(folder, model), info, ["base_model"])
 
@@ -182,13 +181,13 @@ class WandbCallback(TrackerCallback):
         for name in SUMMARY_METRICS & logs.keys():
             logger.experiment.summary[name] = logs[name]
         curves = {name: value for name, value in logs.items() if name not in SUMMARY_METRICS}
-        logger.log_metrics(tracking.to_tracker_names(curves), step=step)
+        logger.log_metrics(to_tracker_names(curves), step=step)
 
     def on_predict(self, args, state, control, metrics, model=None, **kwargs):
         """Write the metrics of a prediction."""
         self._set_up_once(args, state, model)
         if self._is_writing(state):
-            self._tracker_logger(args).log_metrics(tracking.to_tracker_names(metrics))
+            self._tracker_logger(args).log_metrics(to_tracker_names(metrics))
 
     def on_save(self, args, state, control, **kwargs):
         """Upload the checkpoint if WANDB_LOG_MODEL=checkpoint."""
@@ -331,7 +330,7 @@ class MLflowCallback(TrackerCallback):
         from mlflow.entities import Param, RunTag
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
-        values = {**tracking.model_config(model), **tracking.arguments_of(args)}
+        values = {**model_config(model), **arguments_of(args)}
         if env_flag("MLFLOW_FLATTEN_PARAMS"):
             values = _flatten(values)
         for name in [name for name, value in values.items() if len(str(value)) > MAX_PARAM_VAL_LENGTH]:
@@ -470,14 +469,14 @@ class CometCallback(TrackerCallback):
         """Write the model's structure, the arguments and the configuration."""
         logger = self._tracker_logger(args)
         logger.experiment.set_model_graph(str(model))
-        config = {"config": tracking.model_config(model)} if tracking.model_config(model) else {}
-        logger.log_hyperparams({"args": tracking.arguments_of(args), **config, **tracking.peft_config(model)})
+        config = {"config": model_config(model)} if model_config(model) else {}
+        logger.log_hyperparams({"args": arguments_of(args), **config, **peft_config(model)})
         if state.is_hyper_param_search:
             logger.experiment.log_optimization(optimization_id=state.trial_name, parameters=state.trial_params)
 
     def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the log line with its step and epoch."""
-        line = tracking.to_tracker_names(logs)
+        line = to_tracker_names(logs)
         self._tracker_logger(args).experiment.log_metrics(line, step=state.global_step, epoch=state.epoch)
 
     def on_predict(self, args, state, control, metrics, model=None, **kwargs):
@@ -491,7 +490,3 @@ class CometCallback(TrackerCallback):
             self._tracker_logger(args).experiment.log_asset_folder(
                 str(args.output_dir), recursive=True, log_file_name=True, step=state.global_step
             )
-
-
-#: The callback classes for names in `report_to`.
-CALLBACKS: tuple[type[TrackerCallback], ...] = (CometCallback, MLflowCallback, TensorBoardCallback, WandbCallback)
