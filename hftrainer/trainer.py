@@ -580,14 +580,13 @@ class Trainer(EarlierMethods):
         epochs_trained: int,
         steps_trained_in_current_epoch: int,
     ) -> None:
-        """Run one epoch with Lightning's loop. Overrides may add code before and after this call.
+        """Run one epoch with Lightning's loop. Only overrides call this, to add code before and after it.
 
         Raises:
             UnsupportedArgument: if an override changed an argument.
         """
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        assert self._hftrainer.run.events is not None
-        self._hftrainer.run.events.run_epoch_in_lightning(arguments)
+        self._hftrainer.engine.run_epoch(arguments)
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""

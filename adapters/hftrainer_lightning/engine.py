@@ -16,6 +16,7 @@ from lightning.fabric.utilities.throughput import get_available_flops as get_ava
 from lightning.pytorch.loggers import Logger
 
 from hftrainer.checkpointing.resume import load_lightning_callbacks
+from hftrainer.compat.overrides import is_overridden
 from hftrainer.parallel.environment import find_plugin
 from hftrainer.strategies.strategy import Strategy
 from hftrainer_lightning import callbacks as lightning_callbacks
@@ -113,7 +114,7 @@ class LightningEngine:
         self.module = module = TrainerModule(model)
         module.attach(events, optimizer, events.trainer.lr_scheduler, resumed_state)
         batches = events.batches
-        install_window_accumulation(trainer, batches)
+        install_window_accumulation(trainer, batches, is_epoch_overridden=is_overridden(events.trainer, "_run_epoch"))
         if batches.first_epoch or batches.first_position:
             restore_progress(trainer, batches, events.trainer.state.global_step)
         self.is_fitting = True
@@ -134,6 +135,11 @@ class LightningEngine:
             # StochasticWeightAveraging changes initial_lr, with which the next run would start.
             for group, rate in zip(optimizer.param_groups, rates, strict=False):
                 group["initial_lr"] = rate
+
+    def run_epoch(self, arguments: dict[str, Any]) -> None:
+        """Run Lightning's epoch for an override of `Trainer._run_epoch`, which received `arguments`."""
+        fit_loop: Any = self.trainer.fit_loop  # type: ignore[union-attr]
+        fit_loop.run_epoch(arguments)
 
     def update_plan(self, *, accumulate_grad_batches: int, default_root_dir: str) -> None:
         """Update the arguments that may change between runs and within one.

@@ -31,7 +31,6 @@ class TrainerModule(WithoutBatchTransfer):
     load_optimizer         on_fit_start
     begin_training         on_train_start
     begin_epoch            on_train_epoch_start
-    run_epoch_in_trainer     (none: Lightning's epoch, with all calls below, runs within it)
     begin_micro_batch      on_train_batch_start
     run_micro_batch        training_step
     end_micro_batch        training_step

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from hftrainer.base.part import Part
 from hftrainer.checkpointing.resume import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
 from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
-from hftrainer.errors import DamagedCheckpoint, InvalidArgument, InvalidSetup, UnsupportedArgument
+from hftrainer.errors import DamagedCheckpoint, InvalidArgument, InvalidSetup
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.training.divergence import DivergenceWatch
@@ -85,8 +84,6 @@ class TrainingEvents(Part):
         self.learning_rate: float | None = None
         self.evaluation_metrics: dict[str, float] | None = None
         self.epoch_ended = self.is_stepping = self.has_uncounted_step = self.has_unfinished_evaluation = False
-        #: Runs Lightning's epoch, until `Trainer._run_epoch` has called it.
-        self._lightning_epoch: Callable[[], None] | None = None
 
     # ---- Training and epochs -----------------------------------------------------------------------------------
 
@@ -140,42 +137,8 @@ class TrainingEvents(Part):
         batches.restore_rng_before_reading()
         self._close_epoch()
 
-    def run_epoch_in_trainer(self, lightning_epoch: Callable[[], None]) -> None:
-        """Call `Trainer._run_epoch`, which overrides may wrap, and which runs the epoch of Lightning's loop.
-
-        Raises:
-            UnsupportedArgument: when an override does not run it.
-        """
-        self._lightning_epoch = lightning_epoch
-        try:
-            self.trainer._run_epoch(**self._epoch_arguments())
-            has_run = self._lightning_epoch is None
-        finally:
-            # It references Lightning's trainer, and through it the optimizer.
-            self._lightning_epoch = None
-        if not has_run:
-            raise UnsupportedArgument(
-                "_run_epoch: Lightning's loop runs the epochs, so an override must call super()._run_epoch(...) "
-                "with the arguments that it receives. Override training_step, get_batch_samples or compute_loss "
-                "instead, or use a callback."
-            )
-
-    def run_epoch_in_lightning(self, arguments: dict[str, Any]) -> None:
-        """Run Lightning's epoch. `arguments` are those that `Trainer._run_epoch` received."""
-        expected = self._epoch_arguments()
-        changed = [
-            name for name, value in arguments.items() if not (value is expected[name] or value == expected[name])
-        ]
-        if changed:
-            raise UnsupportedArgument(
-                f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is already planned: "
-                "override get_train_dataloader, set_initial_training_values or train instead."
-            )
-        lightning_epoch, self._lightning_epoch = self._lightning_epoch, None
-        if lightning_epoch is not None:
-            lightning_epoch()
-
-    def _epoch_arguments(self) -> dict[str, Any]:
+    def epoch_arguments(self) -> dict[str, Any]:
+        """The arguments of `Trainer._run_epoch`."""
         return {
             "model": self.trainer.model_wrapped,
             "epoch": self.batches.epoch,

@@ -31,9 +31,11 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import RunningStage
 
+from hftrainer.errors import UnsupportedArgument
 from hftrainer_lightning.private_api.trainer import needs_lightning_hooks, strategy_hook
 
 if TYPE_CHECKING:
+    from hftrainer.training.events import TrainingEvents
     from hftrainer.training.run_batches import RunBatches
 
 
@@ -89,20 +91,43 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         return kwargs
 
 
-class _TrainerFitLoop(_FitLoop):
-    """Runs each epoch within `Trainer._run_epoch`."""
+class _OverriddenEpochFitLoop(_FitLoop):
+    """Runs each epoch within an override of `Trainer._run_epoch`, whose `super()._run_epoch` calls `run_epoch`."""
 
     def advance(self) -> None:
-        """Run the epoch and its end hooks."""
-        module: Any = self.trainer.lightning_module
-        module.events.run_epoch_in_trainer(self._advance_and_end)
+        """Call the override."""
+        self._has_run_epoch, events = False, self._events
+        events.trainer._run_epoch(**events.epoch_arguments())
+        if not self._has_run_epoch:
+            raise UnsupportedArgument(
+                "_run_epoch: Lightning's loop runs the epochs, so an override must call super()._run_epoch(...) "
+                "with the arguments that it receives. Override training_step, get_batch_samples or compute_loss "
+                "instead, or use a callback."
+            )
 
-    def _advance_and_end(self) -> None:
-        super().advance()
-        super().on_advance_end()
+    def run_epoch(self, arguments: dict[str, Any]) -> None:
+        """Run the epoch and its end hooks, once. `arguments` are those that `Trainer._run_epoch` received."""
+        expected = self._events.epoch_arguments()
+        if changed := [
+            name for name, value in arguments.items() if not (value is expected[name] or value == expected[name])
+        ]:
+            raise UnsupportedArgument(
+                f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is already planned: "
+                "override get_train_dataloader, set_initial_training_values or train instead."
+            )
+        if not self._has_run_epoch:
+            self._has_run_epoch = True
+            super().advance()
+            super().on_advance_end()
 
     def on_advance_end(self) -> None:
         """Do nothing: the epoch has ended within `advance`."""
+
+    @property
+    def _events(self) -> TrainingEvents:
+        module: Any = self.trainer.lightning_module
+        events: TrainingEvents = module.events
+        return events
 
 
 class _WindowedOptimization(_AutomaticOptimization):
@@ -159,9 +184,10 @@ class _StepLoggerConnector(_LoggerConnector):
         super().on_batch_start(batch, dataloader_idx)
 
 
-def install_window_accumulation(trainer: pl.Trainer, batches: RunBatches) -> None:
+def install_window_accumulation(trainer: pl.Trainer, batches: RunBatches, *, is_epoch_overridden: bool) -> None:
     """Make the accumulation windows, not Lightning's batch count, control steps and the divisor of the loss."""
-    trainer.fit_loop.__class__ = _TrainerFitLoop
+    if is_epoch_overridden:
+        trainer.fit_loop.__class__ = _OverriddenEpochFitLoop
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.__class__ = _WindowedEpochLoop
     epoch_loop.batches = batches
