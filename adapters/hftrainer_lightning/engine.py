@@ -36,9 +36,8 @@ from hftrainer_lightning.private_api.trainer import (
     TrainerWithoutSignals,
     copy_profiler,
     quiet_lightning,
-    strategy_hook,
 )
-from hftrainer_lightning.private_api.training import install_window_accumulation, restore_progress
+from hftrainer_lightning.private_api.training import install_training_loops, restore_progress
 from hftrainer_lightning.strategies import StrategySettings, make_accelerator
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ class LightningEngine:
         self.module = module = TrainerModule(model)
         module.attach(events, optimizer, events.trainer.lr_scheduler, resumed_state)
         batches = events.batches
-        install_window_accumulation(trainer, batches, is_epoch_overridden=is_overridden(events.trainer, "_run_epoch"))
+        install_training_loops(trainer, batches, is_epoch_overridden=is_overridden(events.trainer, "_run_epoch"))
         if batches.first_epoch or batches.first_position:
             restore_progress(trainer, batches, events.trainer.state.global_step)
         self.is_fitting = True
@@ -208,6 +207,7 @@ class LightningEngine:
                 for callback in self._training_callbacks
                 if not isinstance(callback, lightning_callbacks.TRAINING_ONLY)
             ]
+            evaluation_loops.install_evaluation_loops(self.trainer)
             # Lightning opens its loggers, which starts a run. Only callbacks need them here.
             self.trainer.loggers = loggers = self._loggers_or_fallback() if self.callbacks else []
             self.module = module = TrainerModule(model)
@@ -340,8 +340,9 @@ class LightningEngine:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""
         if self.is_fitting:
-            assert self.trainer is not None
-            strategy_hook(self.trainer, "backward")(loss, None, **kwargs)
+            trainer: Any = self.trainer
+            with trainer.profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.backward"):
+                trainer.strategy.backward(loss, None, **kwargs)
         else:
             loss.backward(**kwargs)
 
@@ -362,7 +363,7 @@ class LightningEngine:
         if find_plugin(plugins, "ClusterEnvironment") is None:
             plugins = [LaunchedEnvironment(self.plan.processes), *plugins]
         options["profiler"] = copy_profiler(options.get("profiler", NoProfiler()))
-        trainer = TrainerWithoutSignals(
+        return TrainerWithoutSignals(
             **options,
             strategy=strategy or self.strategy.lightning_strategy(StrategySettings(self.scaler)),
             max_epochs=max_epochs,
@@ -376,8 +377,6 @@ class LightningEngine:
             use_distributed_sampler=False,
             inference_mode=False,
         )
-        evaluation_loops.install_fast_evaluation(trainer)
-        return trainer
 
 
 class _EvaluationBatches:
