@@ -668,7 +668,7 @@ class Trainer(EarlierMethods):
         """Clip the gradients to `max_grad_norm`; returns their norm before clipping."""
         if self._has_mixed_mesh_grads(model):
             return self._mixed_mesh_grad_norm(model, self.args.max_grad_norm)
-        return self._hftrainer.clip_grad_norm(parameters(model), self.args.max_grad_norm)
+        return self.accelerator.clip_grad_norm_(parameters(model), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm for the log line, computed unless clipping returned it."""
@@ -676,7 +676,7 @@ class Trainer(EarlierMethods):
             return grad_norm
         if self._has_mixed_mesh_grads(model):
             return self._mixed_mesh_grad_norm(model, math.inf)
-        return self._hftrainer.clip_grad_norm(parameters(model), math.inf)
+        return self.accelerator.clip_grad_norm_(parameters(model), math.inf)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         """Whether to clip each device mesh's gradients separately. False: the strategy clips them together."""
