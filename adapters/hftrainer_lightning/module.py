@@ -164,7 +164,6 @@ class TrainerModule(WithoutBatchTransfer):
                 "The loss depends on no trainable weight. If all parameters are frozen, call model.requires_grad_(True)"
                 " or add adapters; otherwise compute the loss from the model's outputs, without detach() or no_grad()."
             )
-        loss = loss / self.events.backward_divisor if self.events.backward_divisor > 1 else loss
         fused_backward = getattr(self._optimizer, "fused_backward", None)
         if fused_backward is None:
             loss.backward(*args, **kwargs)

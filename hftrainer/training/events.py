@@ -68,7 +68,6 @@ class TrainingEvents(Part):
         super().__init__(parts)
         self.schedule, self.trial, self.ignore_keys, self.resume_folder = schedule, trial, ignore_keys, resume_folder
         self.start_time = time.time()
-        self.backward_divisor = self.trainer.accelerator.gradient_accumulation_steps
         self.syncs_each_batch = parts.resolved.accelerator_config.sync_each_batch
 
         self.control_sync = ControlSync(parts, functools.partial(parts.saver.save_if_needed, trial))
