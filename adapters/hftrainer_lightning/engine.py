@@ -169,13 +169,9 @@ class LightningEngine:
         finally:
             precision.teardown()
 
-    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Do not all-reduce the gradients of backward passes in the block."""
-        if (context := self.strategy.no_sync()) is not None:
-            return context
-        strategy: Any = self.trainer.strategy if self.trainer is not None and self.is_fitting else None
-        block = getattr(strategy, "block_backward_sync", None)
-        return contextlib.nullcontext() if block is None else block()
+        return self.strategy.no_sync(self.trainer.strategy if self.trainer is not None and self.is_fitting else None)
 
     def evaluate(self, evaluation: EvaluationPass, model: torch.nn.Module, stage: Stage = "validate") -> None:
         """Run an evaluation, test or prediction pass, alone or within `fit`.

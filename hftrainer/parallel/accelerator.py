@@ -256,7 +256,7 @@ class EngineAccelerator(ProcessState):
 
     def no_sync(self, model: Any = None) -> Any:
         """Do not all-reduce the gradients of backward passes in the block."""
-        return self._engine.no_sync(model)
+        return self._engine.no_sync()
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
