@@ -1,20 +1,6 @@
 """Lightning's training loops: their counters, and per-batch work that the Trainer skips.
 
-What happens in a micro-batch, in order; from optimizer_step to schedule only in the last of a window.
-
-on_train_batch_start    _FastEpochLoop.advance
-training_step           _FastEpochLoop.advance
-scaling of the loss     PlainPrecision.pre_backward, within Trainer.training_step, which calls accelerator.backward
-backward                TrainerModule.backward
-on_after_backward       PlainPrecision.post_backward
-optimizer_step          _FastEpochLoop.advance
-clipping                PlainPrecision.optimizer_step, after on_before_optimizer_step
-optimizer.step          PlainPrecision.optimizer_step
-schedule                end of TrainerModule.optimizer_step
-on_train_batch_end      _FastEpochLoop.advance
-
-Without Lightning callbacks and profilers (`needs_lightning_hooks`), only the module's own hooks are called. With them,
-`_WindowedEpochLoop` and `_WindowedOptimization` run instead of `_FastEpochLoop`.
+The table in `docs/packages/training.md` has what they call in a micro-batch, in order.
 """
 
 from __future__ import annotations
