@@ -6,7 +6,6 @@ The order of events, log lines and random draws is that of `transformers.Trainer
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -16,18 +15,17 @@ import torch
 from hftrainer.base.part import Part
 from hftrainer.checkpointing.resume import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
-from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
+from hftrainer.data.accumulation import AccumulationWindow
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, InvalidSetup
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import RunMonitors
-from hftrainer.training.run_batches import RunBatches
-from hftrainer.training.stopping import ControlSync
 from hftrainer.training.sums import LossAccumulator, StepEndValues
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
+    from hftrainer.training.run_batches import RunBatches
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +35,9 @@ class TrainingEvents(Part):
 
     Args:
         parts: the parts of the Trainer.
-        schedule: the lengths of the run.
-        train_dataloader: the loader of the training data.
+        batches: the micro-batches of the run.
         trial: the hyperparameter trial, if any.
         ignore_keys: outputs of the model that evaluation leaves out.
-        resume_folder: the checkpoint that the run resumes from, if any.
-        first_epoch: finished epochs.
-        position: finished micro-batches of the next epoch.
 
     Attributes:
         epoch_ended: whether `on_epoch_end` has been called for the current epoch.
@@ -54,26 +48,14 @@ class TrainingEvents(Part):
         syncs_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
     """
 
-    def __init__(
-        self,
-        parts: TrainerParts,
-        schedule: TrainingSchedule,
-        train_dataloader: Any,
-        trial: Any,
-        ignore_keys: list[str] | None,
-        resume_folder: str | None,
-        first_epoch: int,
-        position: int,
-    ) -> None:
+    def __init__(self, parts: TrainerParts, batches: RunBatches, trial: Any, ignore_keys: list[str] | None) -> None:
         super().__init__(parts)
-        self.schedule, self.trial, self.ignore_keys, self.resume_folder = schedule, trial, ignore_keys, resume_folder
+        self.batches, self.trial, self.ignore_keys = batches, trial, ignore_keys
+        self.schedule, self.resume_folder = batches.schedule, batches.resume_folder
+        self.control_sync = batches.control_sync
         self.start_time = time.time()
         self.syncs_each_batch = parts.resolved.accelerator_config.sync_each_batch
 
-        self.control_sync = ControlSync(parts, functools.partial(parts.saver.save_if_needed, trial))
-        self.batches = RunBatches(
-            parts, self.control_sync, schedule, train_dataloader, resume_folder, first_epoch, position
-        )
         self.loss_accumulator = LossAccumulator(self.trainer, self.run)
         self.divergence = DivergenceWatch(parts, self.batches)
         self.step_end_values = StepEndValues(self.trainer.callback_handler.callbacks)
