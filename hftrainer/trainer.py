@@ -582,14 +582,13 @@ class Trainer(EarlierMethods):
         epochs_trained: int,
         steps_trained_in_current_epoch: int,
     ) -> None:
-        """Run one epoch with Lightning's loop. Overrides may add code before and after this call.
+        """Run one epoch with Lightning's loop. Only overrides call this, to add code before and after it.
 
         Raises:
             UnsupportedArgument: if an override changed an argument.
         """
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        assert self._hftrainer.run.events is not None
-        self._hftrainer.run.events.run_epoch_in_lightning(arguments)
+        self._hftrainer.engine.run_epoch(arguments)
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
@@ -671,7 +670,7 @@ class Trainer(EarlierMethods):
         """Clip the gradients to `max_grad_norm`; returns their norm before clipping."""
         if self._has_mixed_mesh_grads(model):
             return self._mixed_mesh_grad_norm(model, self.args.max_grad_norm)
-        return self._hftrainer.clip_grad_norm(parameters(model), self.args.max_grad_norm)
+        return self.accelerator.clip_grad_norm_(parameters(model), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm for the log line, computed unless clipping returned it."""
@@ -679,7 +678,7 @@ class Trainer(EarlierMethods):
             return grad_norm
         if self._has_mixed_mesh_grads(model):
             return self._mixed_mesh_grad_norm(model, math.inf)
-        return self._hftrainer.clip_grad_norm(parameters(model), math.inf)
+        return self.accelerator.clip_grad_norm_(parameters(model), math.inf)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         """Whether to clip each device mesh's gradients separately. False: the strategy clips them together."""

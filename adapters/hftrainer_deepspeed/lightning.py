@@ -11,7 +11,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_deepspeed.engine_holder import EngineHolder
 from hftrainer_lightning.precision import PlainPrecision
-from hftrainer_lightning.private_api.trainer import call_gradient_hooks
 from hftrainer_lightning.strategies import ShardedModelStrategy
 
 
@@ -31,11 +30,9 @@ class EnginePrecision(PlainPrecision):
         self._holder.backward(tensor, is_last=model.events.batches.window.is_last, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Run the forward and backward passes, in which the engine steps."""
-        closure()
-        call_gradient_hooks(self, model, optimizer)
-        # torch's schedulers count these calls.
-        optimizer.step()
+        """Notify callbacks and the run. The engine has clipped and stepped in the backward pass."""
+        # torch's schedulers count the calls of `optimizer.step`, which does nothing.
+        super().optimizer_step(optimizer, model, closure, **kwargs)
         # The engine skips a step whose gradients are not finite.
         self.has_skipped_step = bool(getattr(self._holder.engine.optimizer, "overflow", False))
 

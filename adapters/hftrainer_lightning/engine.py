@@ -16,6 +16,7 @@ from lightning.fabric.utilities.throughput import get_available_flops as get_ava
 from lightning.pytorch.loggers import Logger
 
 from hftrainer.checkpointing.resume import load_lightning_callbacks
+from hftrainer.compat.overrides import is_overridden
 from hftrainer.parallel.environment import find_plugin
 from hftrainer.strategies.strategy import Strategy
 from hftrainer_lightning import callbacks as lightning_callbacks
@@ -35,9 +36,8 @@ from hftrainer_lightning.private_api.trainer import (
     TrainerWithoutSignals,
     copy_profiler,
     quiet_lightning,
-    strategy_hook,
 )
-from hftrainer_lightning.private_api.training import install_window_accumulation, restore_progress
+from hftrainer_lightning.private_api.training import install_training_loops, restore_progress
 from hftrainer_lightning.strategies import StrategySettings, make_accelerator
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class LightningEngine:
         self.module = module = TrainerModule(model)
         module.attach(events, optimizer, events.trainer.lr_scheduler, resumed_state)
         batches = events.batches
-        install_window_accumulation(trainer, batches)
+        install_training_loops(trainer, batches, is_epoch_overridden=is_overridden(events.trainer, "_run_epoch"))
         if batches.first_epoch or batches.first_position:
             restore_progress(trainer, batches, events.trainer.state.global_step)
         self.is_fitting = True
@@ -134,6 +134,11 @@ class LightningEngine:
             # StochasticWeightAveraging changes initial_lr, with which the next run would start.
             for group, rate in zip(optimizer.param_groups, rates, strict=False):
                 group["initial_lr"] = rate
+
+    def run_epoch(self, arguments: dict[str, Any]) -> None:
+        """Run Lightning's epoch for an override of `Trainer._run_epoch`, which received `arguments`."""
+        fit_loop: Any = self.trainer.fit_loop  # type: ignore[union-attr]
+        fit_loop.run_epoch(arguments)
 
     def update_plan(self, *, accumulate_grad_batches: int, default_root_dir: str) -> None:
         """Update the arguments that may change between runs and within one.
@@ -164,13 +169,9 @@ class LightningEngine:
         finally:
             precision.teardown()
 
-    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Do not all-reduce the gradients of backward passes in the block."""
-        if (context := self.strategy.no_sync()) is not None:
-            return context
-        strategy: Any = self.trainer.strategy if self.trainer is not None and self.is_fitting else None
-        block = getattr(strategy, "block_backward_sync", None)
-        return contextlib.nullcontext() if block is None else block()
+        return self.strategy.no_sync(self.trainer.strategy if self.trainer is not None and self.is_fitting else None)
 
     def evaluate(self, evaluation: EvaluationPass, model: torch.nn.Module, stage: Stage = "validate") -> None:
         """Run an evaluation, test or prediction pass, alone or within `fit`.
@@ -202,6 +203,7 @@ class LightningEngine:
                 for callback in self._training_callbacks
                 if not isinstance(callback, lightning_callbacks.TRAINING_ONLY)
             ]
+            evaluation_loops.install_evaluation_loops(self.trainer)
             # Lightning opens its loggers, which starts a run. Only callbacks need them here.
             self.trainer.loggers = loggers = self._loggers_or_fallback() if self.callbacks else []
             self.module = module = TrainerModule(model)
@@ -334,8 +336,9 @@ class LightningEngine:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""
         if self.is_fitting:
-            assert self.trainer is not None
-            strategy_hook(self.trainer, "backward")(loss, None, **kwargs)
+            trainer: Any = self.trainer
+            with trainer.profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.backward"):
+                trainer.strategy.backward(loss, None, **kwargs)
         else:
             loss.backward(**kwargs)
 
@@ -356,7 +359,7 @@ class LightningEngine:
         if find_plugin(plugins, "ClusterEnvironment") is None:
             plugins = [LaunchedEnvironment(self.plan.processes), *plugins]
         options["profiler"] = copy_profiler(options.get("profiler", NoProfiler()))
-        trainer = TrainerWithoutSignals(
+        return TrainerWithoutSignals(
             **options,
             strategy=strategy or self.strategy.lightning_strategy(StrategySettings(self.scaler)),
             max_epochs=max_epochs,
@@ -370,8 +373,6 @@ class LightningEngine:
             use_distributed_sampler=False,
             inference_mode=False,
         )
-        evaluation_loops.install_fast_evaluation(trainer)
-        return trainer
 
 
 class _EvaluationBatches:

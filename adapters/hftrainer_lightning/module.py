@@ -24,21 +24,7 @@ _RUN_ATTRIBUTES = ("events", "resume_state", "_optimizer", "_scheduler", "_resum
 
 
 class TrainerModule(WithoutBatchTransfer):
-    """Wraps a model for the Trainer.
-
-    The events of a run, in order, with the hook that calls each:
-
-    load_optimizer         on_fit_start
-    begin_training         on_train_start
-    begin_epoch            on_train_epoch_start
-    run_epoch_in_trainer     (none: Lightning's epoch, with all calls below, runs within it)
-    begin_micro_batch      on_train_batch_start
-    run_micro_batch        training_step
-    end_micro_batch        training_step
-    before_optimizer_step  configure_gradient_clipping
-    after_optimizer_step   optimizer_step
-    end_substep, end_step  on_train_batch_end
-    end_epoch              on_train_epoch_end
+    """Wraps a model for the Trainer. The table in `docs/packages/training.md` has its hooks in the order of a run.
 
     Args:
         model: the user's model.
@@ -133,7 +119,7 @@ class TrainerModule(WithoutBatchTransfer):
         return is_supported and self._scheduler.optimizer is self._optimizer
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Clip the gradients and run the step, then notify the run."""
+        """Run the step, before which the precision plugin clips the gradients, then notify the run."""
         optimizer.step(closure=optimizer_closure)
         configs = self.trainer.strategy.lr_scheduler_configs
         is_replaced = self._shows_scheduler and not (configs and configs[0].scheduler is self._scheduler)
@@ -165,7 +151,6 @@ class TrainerModule(WithoutBatchTransfer):
                 "The loss depends on no trainable weight. If all parameters are frozen, call model.requires_grad_(True)"
                 " or add adapters; otherwise compute the loss from the model's outputs, without detach() or no_grad()."
             )
-        loss = loss / self.events.backward_divisor if self.events.backward_divisor > 1 else loss
         fused_backward = getattr(self._optimizer, "fused_backward", None)
         if fused_backward is None:
             loss.backward(*args, **kwargs)

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from hftrainer.parallel.plan import TRUE_TYPES, LightningPlan
 from hftrainer.trainer_pt_utils import nested_apply
-from hftrainer_lightning.private_api.trainer import call_gradient_hooks, needs_lightning_hooks
+from hftrainer_lightning.private_api.trainer import call_hooks
 
 
 class PlainPrecision(Precision):
@@ -36,13 +36,14 @@ class PlainPrecision(Precision):
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """Scale the loss, and notify callbacks and profilers."""
-        if needs_lightning_hooks(module.trainer):
-            return super().pre_backward(tensor, module)
-        return tensor if self.scaler is None else self.scaler.scale(tensor)
+        loss = tensor if self.scaler is None else self.scaler.scale(tensor)
+        call_hooks(module.trainer, "on_before_backward", loss)
+        return loss
 
     def post_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """Notify callbacks and profilers."""
-        return super().post_backward(tensor, module) if needs_lightning_hooks(module.trainer) else tensor
+        call_hooks(module.trainer, "on_after_backward")
+        return tensor
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
@@ -53,7 +54,10 @@ class PlainPrecision(Precision):
         """
         closure()
         self.unscale_gradients(optimizer)
-        call_gradient_hooks(self, model, optimizer)
+        trainer = model.trainer
+        call_hooks(trainer, "on_before_optimizer_step", optimizer)
+        with trainer.profiler.profile(f"[LightningModule]{type(model).__name__}.configure_gradient_clipping"):
+            model.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         if hasattr(optimizer, "fused_backward"):
             return None
         optimizer_class: Any = type(optimizer)

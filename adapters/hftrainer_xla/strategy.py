@@ -127,9 +127,9 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
             return super().clip_grad_norm(parameters, max_norm, norm_type)
         return self._sharded_model.clip_grad_norm_(max_norm, norm_type)
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
+    def no_sync(self, lightning_strategy: Any) -> contextlib.AbstractContextManager[None]:
         """A context in which backward passes do not reduce gradients."""
-        return None if self._sharded_model is None else self._sharded_model.no_sync()
+        return super().no_sync(lightning_strategy) if self._sharded_model is None else self._sharded_model.no_sync()
 
     def release_model(self) -> None:
         """Release the sharded model."""

@@ -31,7 +31,7 @@ from hftrainer.callbacks.progress_bar import choose_progress_callback
 from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import libraries, transformers_names
-from hftrainer.compat.overrides import check_lightning_methods, is_overridden, record_methods, refuse_rewritten
+from hftrainer.compat.overrides import check_lightning_methods, is_overridden, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.errors import InvalidArgument, NotAFolder, UnsupportedArgument, WrongObject
 from hftrainer.evaluation.collecting import make_metrics_gather
@@ -186,7 +186,6 @@ class TrainerSetup(Part):
             get_loggers=parts.open_loggers,
             log_values=lambda values: parts.run.logged_metrics.set(values),
         )
-        record_methods(EngineAccelerator)
         trainer.accelerator = EngineAccelerator(
             parts.engine,
             strategy.device,

@@ -7,7 +7,6 @@ looked up on the Trainer, but on this object or on one of its parts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.assembly import setup
 from hftrainer.callbacks.state import has_saved_state
 from hftrainer.checkpointing.writer import CheckpointWriter
-from hftrainer.compat.overrides import is_overridden
 from hftrainer.evaluation.evaluation_runner import EvaluationRunner
 from hftrainer.hub.pushes import HubPushes
 from hftrainer.plugins import load
@@ -128,12 +126,6 @@ class TrainerParts:
     def unwrapped_model(self) -> Any:
         """The user's model, without wrappers and not compiled."""
         return self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
-
-    @property
-    def clip_grad_norm(self) -> Callable[[Any, float], torch.Tensor]:
-        """The method that clips gradients by norm: the strategy's, or the accelerator's if a script replaced it."""
-        is_replaced = is_overridden(self.trainer.accelerator, "clip_grad_norm_", "unscale_gradients")
-        return self.trainer.accelerator.clip_grad_norm_ if is_replaced else self.strategy.clip_grad_norm
 
     def run_folder(self, trial: Any) -> str:
         """The folder of the run, or of the trial. It does not call an override, which may count its calls."""

@@ -14,7 +14,7 @@ import torch
 from hftrainer.errors import InvalidConfig
 from hftrainer.parallel import devices
 from hftrainer.parallel.process_group import disconnect
-from hftrainer.parallel.process_state import GradientState, ProcessState
+from hftrainer.parallel.process_state import DistributedType, GradientState, ProcessState
 from hftrainer.parallel.processes import Processes
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class EngineAccelerator(ProcessState):
         prepare_loader: prepares a `DataLoader` in the same way as the Trainer's.
         is_trainer_model: returns whether a model is the Trainer's, which `train()` prepares.
         config: the keys of `accelerator_config`.
-        num_steps: divisor of the gradients, in addition to the divisor of the loss.
+        num_steps: divisor of the loss in `backward`, in addition to that of `LossComputer`.
 
     Attributes:
         gradient_state: whether this micro-batch ends an optimizer step, and the active loader's position.
@@ -116,7 +116,13 @@ class EngineAccelerator(ProcessState):
         self.gradient_state.plugin_kwargs["num_steps"] = steps
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward through the precision plugin and the strategy."""
+        """Run backward through the strategy and the precision plugin.
+
+        Like accelerate's, this divides the loss by `gradient_accumulation_steps`, but not with DeepSpeed. That is 1
+        except in v5.2 to v5.5, where `LossComputer._divide_losses` has divided the loss already.
+        """
+        if self.gradient_accumulation_steps > 1 and self.distributed_type is not DistributedType.DEEPSPEED:
+            loss = loss / self.gradient_accumulation_steps
         self._engine.backward(loss, **kwargs)
 
     def prepare(self, *objects: Any) -> Any:
@@ -250,7 +256,7 @@ class EngineAccelerator(ProcessState):
 
     def no_sync(self, model: Any = None) -> Any:
         """Do not all-reduce the gradients of backward passes in the block."""
-        return self._engine.no_sync(model)
+        return self._engine.no_sync()
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:

@@ -95,9 +95,11 @@ class FsdpStrategy(Strategy):
             return super().clip_grad_norm(parameters, max_norm, norm_type)
         return sharding.clip_grad_norm(self._prepared_model, max_norm, norm_type)
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
+    def no_sync(self, lightning_strategy: Any) -> contextlib.AbstractContextManager[None]:
         """A context in which backward passes do not reduce gradients."""
-        return None if self._prepared_model is None else sharding.without_sync(self._prepared_model)
+        if self._prepared_model is None:
+            return super().no_sync(lightning_strategy)
+        return sharding.without_sync(self._prepared_model)
 
     def release_model(self) -> None:
         """Release the sharded model."""

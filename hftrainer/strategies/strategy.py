@@ -208,9 +208,14 @@ class Strategy(ABC):
         """Clip the gradients over all processes, and return their norm before clipping."""
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
-        """A context in which backward passes do not reduce gradients. None leaves this to Lightning's strategy."""
-        return None
+    def no_sync(self, lightning_strategy: Any) -> contextlib.AbstractContextManager[None]:
+        """A context in which backward passes do not reduce gradients.
+
+        Args:
+            lightning_strategy: Lightning's strategy that trains; None outside of a run.
+        """
+        block = getattr(lightning_strategy, "block_backward_sync", None)
+        return contextlib.nullcontext() if block is None else block()
 
     # ---- The device --------------------------------------------------------------------------------------------
 

@@ -6,10 +6,8 @@ The order of events, log lines and random draws is that of `transformers.Trainer
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,18 +15,17 @@ import torch
 from hftrainer.base.part import Part
 from hftrainer.checkpointing.resume import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
-from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
-from hftrainer.errors import DamagedCheckpoint, InvalidArgument, InvalidSetup, UnsupportedArgument
+from hftrainer.data.accumulation import AccumulationWindow
+from hftrainer.errors import DamagedCheckpoint, InvalidArgument, InvalidSetup
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.schedules import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import RunMonitors
-from hftrainer.training.run_batches import RunBatches
-from hftrainer.training.stopping import ControlSync
 from hftrainer.training.sums import LossAccumulator, StepEndValues
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
+    from hftrainer.training.run_batches import RunBatches
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +35,9 @@ class TrainingEvents(Part):
 
     Args:
         parts: the parts of the Trainer.
-        schedule: the lengths of the run.
-        train_dataloader: the loader of the training data.
+        batches: the micro-batches of the run.
         trial: the hyperparameter trial, if any.
         ignore_keys: outputs of the model that evaluation leaves out.
-        resume_folder: the checkpoint that the run resumes from, if any.
-        first_epoch: finished epochs.
-        position: finished micro-batches of the next epoch.
 
     Attributes:
         epoch_ended: whether `on_epoch_end` has been called for the current epoch.
@@ -55,27 +48,14 @@ class TrainingEvents(Part):
         syncs_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
     """
 
-    def __init__(
-        self,
-        parts: TrainerParts,
-        schedule: TrainingSchedule,
-        train_dataloader: Any,
-        trial: Any,
-        ignore_keys: list[str] | None,
-        resume_folder: str | None,
-        first_epoch: int,
-        position: int,
-    ) -> None:
+    def __init__(self, parts: TrainerParts, batches: RunBatches, trial: Any, ignore_keys: list[str] | None) -> None:
         super().__init__(parts)
-        self.schedule, self.trial, self.ignore_keys, self.resume_folder = schedule, trial, ignore_keys, resume_folder
+        self.batches, self.trial, self.ignore_keys = batches, trial, ignore_keys
+        self.schedule, self.resume_folder = batches.schedule, batches.resume_folder
+        self.control_sync = batches.control_sync
         self.start_time = time.time()
-        self.backward_divisor = self.trainer.accelerator.gradient_accumulation_steps
         self.syncs_each_batch = parts.resolved.accelerator_config.sync_each_batch
 
-        self.control_sync = ControlSync(parts, functools.partial(parts.saver.save_if_needed, trial))
-        self.batches = RunBatches(
-            parts, self.control_sync, schedule, train_dataloader, resume_folder, first_epoch, position
-        )
         self.loss_accumulator = LossAccumulator(self.trainer, self.run)
         self.divergence = DivergenceWatch(parts, self.batches)
         self.step_end_values = StepEndValues(self.trainer.callback_handler.callbacks)
@@ -85,8 +65,6 @@ class TrainingEvents(Part):
         self.learning_rate: float | None = None
         self.evaluation_metrics: dict[str, float] | None = None
         self.epoch_ended = self.is_stepping = self.has_uncounted_step = self.has_unfinished_evaluation = False
-        #: Runs Lightning's epoch, until `Trainer._run_epoch` has called it.
-        self._lightning_epoch: Callable[[], None] | None = None
 
     # ---- Training and epochs -----------------------------------------------------------------------------------
 
@@ -140,42 +118,8 @@ class TrainingEvents(Part):
         batches.restore_rng_before_reading()
         self._close_epoch()
 
-    def run_epoch_in_trainer(self, lightning_epoch: Callable[[], None]) -> None:
-        """Call `Trainer._run_epoch`, which overrides may wrap, and which runs the epoch of Lightning's loop.
-
-        Raises:
-            UnsupportedArgument: when an override does not run it.
-        """
-        self._lightning_epoch = lightning_epoch
-        try:
-            self.trainer._run_epoch(**self._epoch_arguments())
-            has_run = self._lightning_epoch is None
-        finally:
-            # It references Lightning's trainer, and through it the optimizer.
-            self._lightning_epoch = None
-        if not has_run:
-            raise UnsupportedArgument(
-                "_run_epoch: Lightning's loop runs the epochs, so an override must call super()._run_epoch(...) "
-                "with the arguments that it receives. Override training_step, get_batch_samples or compute_loss "
-                "instead, or use a callback."
-            )
-
-    def run_epoch_in_lightning(self, arguments: dict[str, Any]) -> None:
-        """Run Lightning's epoch. `arguments` are those that `Trainer._run_epoch` received."""
-        expected = self._epoch_arguments()
-        changed = [
-            name for name, value in arguments.items() if not (value is expected[name] or value == expected[name])
-        ]
-        if changed:
-            raise UnsupportedArgument(
-                f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is already planned: "
-                "override get_train_dataloader, set_initial_training_values or train instead."
-            )
-        lightning_epoch, self._lightning_epoch = self._lightning_epoch, None
-        if lightning_epoch is not None:
-            lightning_epoch()
-
-    def _epoch_arguments(self) -> dict[str, Any]:
+    def epoch_arguments(self) -> dict[str, Any]:
+        """The arguments of `Trainer._run_epoch`."""
         return {
             "model": self.trainer.model_wrapped,
             "epoch": self.batches.epoch,

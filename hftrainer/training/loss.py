@@ -110,7 +110,10 @@ class LossComputer(Part):
         return self._divide_losses(loss, other_losses, num_items_in_batch)
 
     def _divide_losses(self, loss: torch.Tensor, other_losses: Mapping[str, Any], items: Any) -> torch.Tensor:
-        """Divide the loss for accumulation, unless the items have divided it, and log the other losses."""
+        """Divide the loss for accumulation, unless the items have divided it, and log the other losses.
+
+        `accelerator.backward` divides it again in v5.2 to v5.5.
+        """
         divisor = self.parts.policy.loss_divisor(self.run.accumulation_steps, self.trainer.args)
         if divisor > 1 and self._is_loss_scaled(items):
             divisor = 1

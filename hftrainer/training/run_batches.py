@@ -65,41 +65,47 @@ class RunBatches(Part):
 
     def __iter__(self) -> Iterator[Any]:
         # Do nothing before the first micro-batch is requested: Lightning calls iter() before the epoch begins.
-        index, self.position = self.position, 0
-        iterator = self._open_epoch()
-        total = self.schedule.steps_in_epoch
-        size = self._accumulation_steps()
-        remainder = total % size or size
-        # The epoch keeps its planned number of windows if a callback changes the accumulation.
-        planned_size = self.parts.engine.accumulation_steps_of(self.epoch)
-        first_update, last_update = index // size, math.ceil(total / planned_size) - 1
-        for update in range(first_update, last_update + 1):
-            num_batches = remainder if update == last_update else self._accumulation_steps()
-            samples, num_items = self._get_window(iterator, num_batches)
-            if update == first_update:
-                self._restore_rng_after_reading()
-            if not samples:
-                return
-            if self._is_skipped(index):
-                # It belongs to no step.
-                self.is_between_steps = True
-                index += len(samples)
-                self.window = AccumulationWindow(len(samples), num_items, is_first=False, is_last=True, index=index - 1)
-                continue
-            self.window_start = index
-            for sample in samples:
+        for start, samples, num_items in self._read_windows():
+            self.window_start = start
+            for index, sample in enumerate(samples, start):
                 size = self._accumulation_steps()
                 self.window = AccumulationWindow(
                     size=len(samples),
                     num_items=num_items,
                     is_first=index % size == 0,
-                    is_last=(index + 1) % size == 0 or index + 1 == total,
+                    is_last=(index + 1) % size == 0 or index + 1 == len(self),
                     index=index,
                 )
-                index += 1
                 yield sample
                 if self._is_interrupted():
                     return
+
+    def _read_windows(self) -> Iterator[tuple[int, list[Any], Any]]:
+        """Yields the windows that the run does not skip: index of the first micro-batch, micro-batches, and items."""
+        start, self.position = self.position, 0
+        iterator, index = self._open_epoch(), start
+        for num_batches in self._window_sizes(start):
+            samples, num_items = self._get_window(iterator, num_batches)
+            if index == start:
+                self._restore_rng_after_reading()
+            if not samples:
+                return
+            next_index = index + len(samples)
+            if self._is_skipped(index):
+                # It belongs to no step.
+                self.is_between_steps = True
+                self.window = AccumulationWindow(len(samples), num_items, index=next_index - 1)
+            else:
+                yield index, samples, num_items
+            index = next_index
+
+    def _window_sizes(self, start: int) -> Iterator[int]:
+        """Yields the number of micro-batches to read for each window, from micro-batch `start` to the epoch's end."""
+        total, size = len(self), self._accumulation_steps()
+        # The epoch keeps its planned number of windows if a callback changes the accumulation.
+        last_update = math.ceil(total / self.parts.engine.accumulation_steps_of(self.epoch)) - 1
+        for update in range(start // size, last_update + 1):
+            yield (total % size or size) if update == last_update else self._accumulation_steps()
 
     def _is_skipped(self, start: int) -> bool:
         """Whether the run skips the window from micro-batch `start`, after a divergence."""

@@ -36,7 +36,8 @@ from hftrainer.training.divergence import Diverged
 from hftrainer.training.events import TrainingEvents
 from hftrainer.training.planner import Planner
 from hftrainer.training.restarts import Restarts
-from hftrainer.training.stopping import SignalListener
+from hftrainer.training.run_batches import RunBatches
+from hftrainer.training.stopping import ControlSync, SignalListener
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
@@ -297,9 +298,9 @@ class TrainingRunner(Part):
             self.planner.run_learning_rate_finder(schedule.max_steps)
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
         self.planner.log_start(schedule, None if folder is None else (first_epoch, position))
-        self.run.events = events = TrainingEvents(
-            self.parts, schedule, dataloader, trial, ignore_keys, folder, first_epoch, position
-        )
+        control_sync = ControlSync(self.parts, functools.partial(self.parts.saver.save_if_needed, trial))
+        batches = RunBatches(self.parts, control_sync, schedule, dataloader, folder, first_epoch, position)
+        self.run.events = events = TrainingEvents(self.parts, batches, trial, ignore_keys)
         return events, model
 
     def _announce_run(self, trial: Any, events: TrainingEvents) -> None:

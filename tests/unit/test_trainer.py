@@ -155,8 +155,11 @@ def test_accelerator_methods_work_in_one_process(make_trainer):
         assert torch.equal(getattr(accelerator, name)(tensor), tensor)
     with accelerator.autocast(), accelerator.no_sync(model), accelerator.main_process_first():
         accelerator.wait_for_everyone()
-    accelerator.backward(model(plain_data()[0]["x"][None], torch.tensor([1]))["loss"])
-    assert model.layers[0].weight.grad is not None
+    loss, weight = model(plain_data()[0]["x"][None], torch.tensor([1]))["loss"], model.layers[0].weight
+    (gradient,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    accelerator.gradient_accumulation_steps = 4
+    accelerator.backward(loss)
+    assert torch.equal(weight.grad, gradient / 4)
 
 
 def test_first_trainer_of_a_process_is_seeded(processes):

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from hftrainer_lightning.private_api.trainer import needs_lightning_hooks
 
@@ -35,26 +35,32 @@ class ValidationGroup:
         self.has_begun = False
 
 
-class _FastEvaluationLoop(_EvaluationLoop):
-    """Skips hook dispatch without listeners. Lightning reads its state 40 times per batch."""
+class _TrainerEvaluationLoop(_EvaluationLoop):
+    """Announces the start of a group at its first evaluation, and leaves the end to `end_group`."""
 
-    def _on_before_fetch(self) -> None:
-        if needs_lightning_hooks(self.trainer):
-            super()._on_before_fetch()
+    group: ValidationGroup | None = None
 
-    def _on_after_fetch(self) -> None:
-        if needs_lightning_hooks(self.trainer):
-            super()._on_after_fetch()
+    def _on_evaluation_start(self, *args: Any, **kwargs: Any) -> None:
+        if self.group is None or not self.group.has_begun:
+            super()._on_evaluation_start(*args, **kwargs)
+        if self.group is not None:
+            self.group.has_begun = True
+
+    def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
+        if self.group is None:
+            super()._on_evaluation_end(*args, **kwargs)
+        else:
+            self.trainer._logger_connector.reset_results()
+
+
+class _FastEvaluationLoop(_TrainerEvaluationLoop):
+    """Calls no hook for a batch, for runs without Lightning callbacks and profilers."""
 
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-        trainer = self.trainer
-        if needs_lightning_hooks(trainer):
-            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-            return
-        progress = self.batch_progress
+        strategy, progress = self.trainer.strategy, self.batch_progress
         progress.increment_ready()
         progress.increment_started()
-        step = trainer.strategy.test_step if self._stage is RunningStage.TESTING else trainer.strategy.validation_step
+        step = strategy.test_step if self._stage is RunningStage.TESTING else strategy.validation_step
         step(batch, batch_idx)
         progress.increment_processed()
         progress.increment_completed()
@@ -62,24 +68,16 @@ class _FastEvaluationLoop(_EvaluationLoop):
         self._seen_batches_per_dataloader[dataloader_idx] += 1
 
 
-def install_fast_evaluation(trainer: pl.Trainer) -> None:
-    """Skip the work that only informs callbacks in evaluations without Lightning callbacks."""
-    for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
-        loop.__class__ = _FastEvaluationLoop
+def make_evaluation_loop(trainer: pl.Trainer, function: TrainerFn, stage: RunningStage) -> _EvaluationLoop:
+    """The loop for the evaluations of a trainer. Callbacks and profilers see each of its batches."""
+    loop = _TrainerEvaluationLoop if needs_lightning_hooks(trainer) else _FastEvaluationLoop
+    return loop(trainer, function, stage, verbose=False, inference_mode=False)
 
 
-class _GroupedLoop(_FastEvaluationLoop):
-    """Announces the start at the group's first evaluation, and leaves the end to `end_group`."""
-
-    group: ValidationGroup
-
-    def _on_evaluation_start(self, *args: Any, **kwargs: Any) -> None:
-        if not self.group.has_begun:
-            self.group.has_begun = True
-            super()._on_evaluation_start(*args, **kwargs)
-
-    def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
-        self.trainer._logger_connector.reset_results()
+def install_evaluation_loops(trainer: pl.Trainer) -> None:
+    """Put our loops in place of those that `lightning.Trainer` makes for `validate` and `test`."""
+    trainer.validate_loop = make_evaluation_loop(trainer, TrainerFn.VALIDATING, RunningStage.VALIDATING)
+    trainer.test_loop = make_evaluation_loop(trainer, TrainerFn.TESTING, RunningStage.TESTING)
 
 
 def validate_in_fit(
@@ -96,13 +94,12 @@ def validate_in_fit(
     callbacks request it. `all_batches` ignores `limit_val_batches`, for predictions.
     """
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
-    outer_evaluation, loop_class, limit = module.active_evaluation, loop.__class__, trainer.limit_val_batches
+    outer_evaluation, limit = module.active_evaluation, trainer.limit_val_batches
     module.attach_evaluation(evaluation, loop)
     loop._combined_loader = None
     loop._data_source.instance = dataloader
     loop.restarting = False
-    if group is not None:
-        loop.__class__, loop.group = _GroupedLoop, group
+    loop.group = group
     if all_batches:
         trainer.limit_val_batches = trainer.limit_predict_batches
     try:
@@ -117,7 +114,7 @@ def validate_in_fit(
                     callback.on_validation_epoch_end(trainer, module)
         raise
     finally:
-        loop.__class__, trainer.limit_val_batches = loop_class, limit
+        loop.group, trainer.limit_val_batches = None, limit
         release_data(loop)
         module.attach_evaluation(*outer_evaluation)
 

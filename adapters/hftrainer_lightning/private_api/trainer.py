@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -57,7 +56,7 @@ class TrainerWithoutSignals(pl.Trainer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._signal_connector.__class__ = _WithoutSignalHandlers
+        self._signal_connector = _WithoutSignalHandlers(self)
 
     _fit_impl = _carry_keyboard_interrupts()(pl.Trainer._fit_impl)
     _validate_impl = _carry_keyboard_interrupts()(pl.Trainer._validate_impl)
@@ -146,15 +145,15 @@ _NULL_CONTEXT = contextlib.nullcontext()
 
 
 def needs_lightning_hooks(trainer: pl.Trainer) -> bool:
-    """Whether a callback or a profiler needs the hooks of Lightning's loops. `training.py` begins with what differs."""
+    """Whether a callback or a profiler needs the hooks of Lightning's loops. Neither changes while a trainer runs."""
     return bool(trainer.callbacks) or not isinstance(trainer.profiler, NoProfiler)  # type: ignore[attr-defined]
 
 
-def strategy_hook(trainer: pl.Trainer, name: str) -> Callable[..., Any]:
-    """A method of Lightning's strategy; for callbacks and profilers, to be called as Lightning's loops do."""
+def call_hooks(trainer: pl.Trainer, name: str, *args: Any) -> None:
+    """Call a hook of the callbacks, and the module's for a profiler."""
     if needs_lightning_hooks(trainer):
-        return functools.partial(call._call_strategy_hook, trainer, name)
-    return getattr(trainer.strategy, name)
+        call._call_callback_hooks(trainer, name, *args)
+        call._call_lightning_module_hook(trainer, name, *args)
 
 
 def copy_profiler(profiler: Any) -> Any:
@@ -171,17 +170,6 @@ def copy_profiler(profiler: Any) -> Any:
 
 
 # ---- Strategies and precision plugins -------------------------------------------------------------------------------
-
-
-def call_gradient_hooks(precision: Precision, model: Any, optimizer: Any) -> None:
-    """Call the gradient hooks of callbacks and module, and clip the gradients.
-
-    Plugins with their own optimizer step call this. Lightning's do so between closure and step, under a private name.
-    """
-    if needs_lightning_hooks(model.trainer):
-        precision._after_closure(model, optimizer)
-    else:
-        model.configure_gradient_clipping(optimizer)
 
 
 class PrecisionFromPlan(Strategy):

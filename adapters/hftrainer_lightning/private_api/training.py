@@ -1,20 +1,6 @@
 """Lightning's training loops: their counters, and per-batch work that the Trainer skips.
 
-What happens in a micro-batch, in order; from optimizer_step to schedule only in the last of a window.
-
-on_train_batch_start    _WindowedEpochLoop.advance
-training_step           _WindowedOptimization.run
-scaling of the loss     PlainPrecision.pre_backward, within Trainer.training_step, which calls accelerator.backward
-backward                TrainerModule.backward
-on_after_backward       PlainPrecision.post_backward
-optimizer_step          _WindowedOptimization.run
-clipping                call_gradient_hooks, after on_before_optimizer_step
-optimizer.step          PlainPrecision.optimizer_step
-schedule                end of TrainerModule.optimizer_step
-on_train_batch_end      _WindowedEpochLoop.advance
-
-Without Lightning callbacks and profilers (`needs_lightning_hooks`), only the module's own hooks are called.
-`_FastEvaluationLoop` in `evaluation.py` is chosen the same way.
+The table in `docs/packages/training.md` has what they call in a micro-batch, in order.
 """
 
 from __future__ import annotations
@@ -29,11 +15,14 @@ from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimizatio
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
-from hftrainer_lightning.private_api.trainer import needs_lightning_hooks, strategy_hook
+from hftrainer.errors import UnsupportedArgument
+from hftrainer_lightning.private_api.evaluation import make_evaluation_loop
+from hftrainer_lightning.private_api.trainer import needs_lightning_hooks
 
 if TYPE_CHECKING:
+    from hftrainer.training.events import TrainingEvents
     from hftrainer.training.run_batches import RunBatches
 
 
@@ -53,26 +42,6 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     def _broadcast_sigterm_tensor(self) -> None:
         """Do nothing: we synchronize signals once per step, not for every batch as Lightning does."""
 
-    def advance(self, data_fetcher: Any) -> None:
-        """Run a micro-batch. Without listeners, call only the module's own hooks."""
-        trainer: Any = self.trainer
-        if self.restarting or needs_lightning_hooks(trainer):
-            super().advance(data_fetcher)
-            return
-        batch, _, _ = next(data_fetcher)
-        module, progress = trainer.lightning_module, self.batch_progress
-        index = progress.current.ready
-        progress.is_last_batch = data_fetcher.done
-        progress.increment_ready()
-        self._batches_that_stepped = self.global_step + 1
-        module.on_train_batch_start(batch, index)
-        progress.increment_started()
-        arguments: Any = {"batch": batch, "batch_idx": index}
-        self.automatic_optimization.run(trainer.optimizers[0], index, arguments)
-        progress.increment_processed()
-        module.on_train_batch_end(None, batch, index)
-        progress.increment_completed()
-
     def on_advance_end(self, data_fetcher: Any) -> None:
         """Save the loggers. The Trainer's callbacks decide when to validate."""
         self._save_loggers_on_train_batch_end()
@@ -89,20 +58,68 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         return kwargs
 
 
-class _TrainerFitLoop(_FitLoop):
-    """Runs each epoch within `Trainer._run_epoch`."""
+class _FastEpochLoop(_WindowedEpochLoop):
+    """Calls only the module's own hooks, for runs without Lightning callbacks and profilers."""
+
+    def advance(self, data_fetcher: Any) -> None:
+        """Run a micro-batch, and after the last of a window the optimizer step."""
+        trainer: Any = self.trainer
+        module, progress = trainer.lightning_module, self.batch_progress
+        batch, _, _ = next(data_fetcher)
+        index = progress.current.ready
+        progress.is_last_batch = data_fetcher.done
+        progress.increment_ready()
+        self._batches_that_stepped = self.global_step + 1
+        module.on_train_batch_start(batch, index)
+        progress.increment_started()
+        trainer.strategy.training_step(batch, index)
+        if self.batches.window.is_last:
+            steps = self.automatic_optimization.optim_progress.optimizer.step
+            steps.increment_ready()
+            module.optimizer_step(trainer.current_epoch, index, trainer.strategy._lightning_optimizers[0])
+            steps.increment_completed()
+        progress.increment_processed()
+        module.on_train_batch_end(None, batch, index)
+        progress.increment_completed()
+
+
+class _OverriddenEpochFitLoop(_FitLoop):
+    """Runs each epoch within an override of `Trainer._run_epoch`, whose `super()._run_epoch` calls `run_epoch`."""
 
     def advance(self) -> None:
-        """Run the epoch and its end hooks."""
-        module: Any = self.trainer.lightning_module
-        module.events.run_epoch_in_trainer(self._advance_and_end)
+        """Call the override."""
+        self._has_run_epoch, events = False, self._events
+        events.trainer._run_epoch(**events.epoch_arguments())
+        if not self._has_run_epoch:
+            raise UnsupportedArgument(
+                "_run_epoch: Lightning's loop runs the epochs, so an override must call super()._run_epoch(...) "
+                "with the arguments that it receives. Override training_step, get_batch_samples or compute_loss "
+                "instead, or use a callback."
+            )
 
-    def _advance_and_end(self) -> None:
-        super().advance()
-        super().on_advance_end()
+    def run_epoch(self, arguments: dict[str, Any]) -> None:
+        """Run the epoch and its end hooks, once. `arguments` are those that `Trainer._run_epoch` received."""
+        expected = self._events.epoch_arguments()
+        if changed := [
+            name for name, value in arguments.items() if not (value is expected[name] or value == expected[name])
+        ]:
+            raise UnsupportedArgument(
+                f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is already planned: "
+                "override get_train_dataloader, set_initial_training_values or train instead."
+            )
+        if not self._has_run_epoch:
+            self._has_run_epoch = True
+            super().advance()
+            super().on_advance_end()
 
     def on_advance_end(self) -> None:
         """Do nothing: the epoch has ended within `advance`."""
+
+    @property
+    def _events(self) -> TrainingEvents:
+        module: Any = self.trainer.lightning_module
+        events: TrainingEvents = module.events
+        return events
 
 
 class _WindowedOptimization(_AutomaticOptimization):
@@ -117,20 +134,16 @@ class _WindowedOptimization(_AutomaticOptimization):
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """Run a micro-batch. Returns its loss, for callbacks."""
         trainer: Any = self.trainer
-        has_listeners = needs_lightning_hooks(trainer)
-        if has_listeners and self.batches.window.is_first:
+        if self.batches.window.is_first:
             # Only announced: the run clears the gradients after the step.
             self._on_before_zero_grad(optimizer)
-        loss = strategy_hook(trainer, "training_step")(*kwargs.values())
+        loss = call._call_strategy_hook(trainer, "training_step", *kwargs.values())
         if self.batches.window.is_last:
-            progress = self.optim_progress.optimizer.step
-            progress.increment_ready()
+            steps = self.optim_progress.optimizer.step
+            steps.increment_ready()
             arguments = trainer.current_epoch, batch_idx, trainer.strategy._lightning_optimizers[0]
-            if has_listeners:
-                call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
-            else:
-                trainer.lightning_module.optimizer_step(*arguments)
-            progress.increment_completed()
+            call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
+            steps.increment_completed()
         return {"loss": loss}
 
 
@@ -159,16 +172,26 @@ class _StepLoggerConnector(_LoggerConnector):
         super().on_batch_start(batch, dataloader_idx)
 
 
-def install_window_accumulation(trainer: pl.Trainer, batches: RunBatches) -> None:
-    """Make the accumulation windows, not Lightning's batch count, control steps and the divisor of the loss."""
-    trainer.fit_loop.__class__ = _TrainerFitLoop
-    epoch_loop = trainer.fit_loop.epoch_loop
-    epoch_loop.__class__ = _WindowedEpochLoop
+def install_training_loops(trainer: Any, batches: RunBatches, *, is_epoch_overridden: bool) -> None:
+    """Put our loops in place of those that `lightning.Trainer` makes.
+
+    Args:
+        trainer: a trainer that has not run.
+        batches: the micro-batches of the run, whose windows decide when the optimizer steps.
+        is_epoch_overridden: whether an override of `Trainer._run_epoch` runs the epochs.
+    """
+    fit_loop = trainer.fit_loop
+    if is_epoch_overridden:
+        trainer.fit_loop = _OverriddenEpochFitLoop(trainer, fit_loop.min_epochs, fit_loop.max_epochs)
+    epoch_loop = (_WindowedEpochLoop if needs_lightning_hooks(trainer) else _FastEpochLoop)(
+        trainer, fit_loop.min_steps, fit_loop.max_steps
+    )
     epoch_loop.batches = batches
-    optimization: Any = epoch_loop.automatic_optimization
-    optimization.__class__ = _WindowedOptimization
+    epoch_loop.automatic_optimization = optimization = _WindowedOptimization(trainer)
     optimization.batches = batches
-    trainer._logger_connector.__class__ = _StepLoggerConnector
+    epoch_loop.val_loop = make_evaluation_loop(trainer, TrainerFn.FITTING, RunningStage.VALIDATING)
+    trainer.fit_loop.epoch_loop = epoch_loop
+    trainer._logger_connector = _StepLoggerConnector(trainer)
 
 
 def restore_progress(trainer: pl.Trainer, run_batches: RunBatches, global_step: int) -> None:
