@@ -4,6 +4,7 @@ import random
 import shutil
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from hftrainer import Trainer, TrainerCallback
@@ -227,6 +228,35 @@ class Own(Trainer):
 def test_conflicting_override_or_callback_is_refused(tmp_path, settings, said):
     with pytest.raises(UnsupportedArgument, match=said):
         fit(tmp_path, rows(STEPS * SIZE), on_divergence="rollback", max_steps=2, **settings)
+
+
+class Level(torch.nn.Module):
+    """A model whose loss is the level of its sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, level):
+        return {"loss": level.mean() + 0 * self.weight}
+
+
+def test_spike_exceeds_one_percent_of_the_mean_at_least(tmp_path):
+    """Of equal losses the standard deviation is 0: without the minimum, any noise would be a spike."""
+
+    def fit_levels(last):
+        data = [{"level": level} for level in [1.0] * 20 + [last]]
+        settings = {**SEQUENTIAL, "max_steps": 21, "per_device_train_batch_size": 1}
+        run = make_trainer(
+            tmp_path,
+            trainer={"model": Level(), "train_dataset": data},
+            **settings | {"on_divergence": "stop", "divergence_threshold": 1, "save_strategy": "no"},
+        )
+        train_to_end(run)
+
+    fit_levels(1.005)
+    with pytest.raises(TrainingDiverged, match="Step 21 diverged: the loss is a spike"):
+        fit_levels(1.02)
 
 
 @pytest.mark.slow
