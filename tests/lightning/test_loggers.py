@@ -272,6 +272,16 @@ def test_tracker_unknown_to_installed_transformers_needs_upgrade(monkeypatch, in
             select_trackers(name)
 
 
+@pytest.mark.parametrize("given", ["none", ["csv"]])
+def test_kubeflow_job_reports_to_kubeflow(tmp_path, monkeypatch, given):
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "http://127.0.0.1")
+    trainer = tracking.make_trainer("hftrainer", tmp_path, "plain", report_to=given)
+    assert trainer.args.report_to == [*([] if given == "none" else given), "kubeflow"]
+    monkeypatch.setenv("DISABLE_KUBEFLOW_INTEGRATION", "TRUE")
+    trainer = tracking.make_trainer("hftrainer", tmp_path, "plain", report_to=given)
+    assert "kubeflow" not in trainer.args.report_to
+
+
 #: `report_to` or other arguments of a Trainer; no package of a tracker is installed but those that are named.
 REFUSED = [
     ("wanbd", InvalidArgument, r"report_to='wanbd' is not a tracker; did you mean 'wandb'\? Valid names"),

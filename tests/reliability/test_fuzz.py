@@ -30,7 +30,7 @@ from tests.support.checkpoints import KeepsState, copy_without_manifest, make_tr
 from tests.support.hub_runs import TOKEN, hub as hub
 from tests.support.hub_server import Commit, Repo
 from tests.support.jobs import names_in
-from tests.support.parts import make_stepped, write_parts
+from tests.support.shards import make_stepped, write_parts
 from tests.support.tiny import make_bert
 
 pytestmark = pytest.mark.filterwarnings("ignore")

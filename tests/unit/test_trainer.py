@@ -11,6 +11,7 @@ import torch
 import hftrainer
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import CheckpointNotFound
+from hftrainer.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from tests.support.checkpoints import make_tied
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import language_data, make_bert, make_llama, make_peft, make_plain, plain_data, text_data
@@ -187,3 +188,9 @@ def test_methods_may_be_called_before_init(tmp_path):
 
     trainer = Own(TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none"))
     assert trainer.train().global_step == 1
+
+
+def test_checkpoint_has_the_file_names_of_the_constants(tmp_path):
+    args = TrainingArguments(str(tmp_path), max_steps=1, save_steps=1, use_cpu=True, report_to="none")
+    Trainer(make_plain(), args, train_dataset=plain_data(8)).train()
+    assert {OPTIMIZER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME} <= set(os.listdir(tmp_path / "checkpoint-1"))
