@@ -1,4 +1,4 @@
-"""Sharded models train as whole ones do, in one process or several, and their checkpoints fit all of them."""
+"""Sharded models train as replicas do, in one process or several, and their checkpoints fit all of them."""
 
 import functools
 import os
@@ -76,8 +76,8 @@ def test_checkpoints_resume_with_other_strategies_and_process_counts(results, co
 
 
 @pytest.mark.parametrize("strategy", cases_sharding.LIGHTNING)
-def test_checkpoints_of_lightning_hold_whole_weights(results, folder, strategy):
-    """Lightning's own callback writes whole weights by the names of the model, and one process goes on from them."""
+def test_checkpoints_of_lightning_hold_full_weights(results, folder, strategy):
+    """Lightning's own callback writes full weights by the names of the model, and one process goes on from them."""
     expected = results("save_by_lightning")[0]["ddp"]["weights"]
     kept = torch.load(folder / "lightning" / strategy / "step=10.ckpt", weights_only=False)["state_dict"]
     assert len(os.listdir(folder / "lightning" / strategy / "best")) == 1
@@ -97,8 +97,8 @@ def test_run_continues_with_one_and_then_four_processes(results, reader):
             assert torch.allclose(run["weights"][name], value, rtol=0, atol=1e-6), name
 
 
-@pytest.mark.parametrize("strategy", ["fsdp1 whole", "fsdp2 whole"])
-def test_whole_states_are_written_to_these_files(results, folder, strategy):
+@pytest.mark.parametrize("strategy", ["fsdp1 full", "fsdp2 full"])
+def test_full_states_are_written_to_these_files(results, folder, strategy):
     from transformers import LlamaForCausalLM
 
     results("save")
@@ -110,7 +110,7 @@ def test_whole_states_are_written_to_these_files(results, folder, strategy):
     assert model.config.architectures == ["LlamaForCausalLM"]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp1 parts", "fsdp2 parts"])
+@pytest.mark.parametrize("strategy", ["fsdp1 sharded", "fsdp2 sharded"])
 def test_sharded_states_are_written_to_these_files(results, folder, strategy):
     results("save")
     checkpoint = folder / "saved" / strategy / "checkpoint-3"
@@ -135,12 +135,12 @@ def test_sharded_evaluation_and_generation_are_those_of_replicas(results, folder
 @pytest.mark.parametrize("name", cases_sharding.HALF)
 def test_half_precision_keeps_float32_weights_and_losses(results, name):
     """The optimizer steps in float32, and the losses are those of float32 to three digits."""
-    ours, whole = results("train_in_half_precision")[0][name], results("save")[0]["ddp"]
-    assert losses(ours) == pytest.approx(losses(whole), rel=2e-3)
+    ours, float32 = results("train_in_half_precision")[0][name], results("save")[0]["ddp"]
+    assert losses(ours) == pytest.approx(losses(float32), rel=2e-3)
     assert {weight.dtype for weight in ours["weights"].values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp1 whole", "fsdp2 whole", "fsdp2 parts"])
+@pytest.mark.parametrize("strategy", ["fsdp1 full", "fsdp2 full", "fsdp2 sharded"])
 def test_adapters_train_as_replicas_and_resume(results, strategy):
     ours, resumed = (results("train_adapters")[0][f"{strategy}{which}"] for which in ("", ", resumed"))
     assert_close(ours, results("train_adapters")[0]["ddp"])
