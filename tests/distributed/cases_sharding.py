@@ -95,14 +95,14 @@ def compare(folder):
     """Each strategy with one model, and each model; alone only without a strategy."""
     for model, strategy in COMPARED:
         if world_size() > 1 or strategy == "ddp":
-            yield f"{model} {strategy}", run(model, STRATEGIES[strategy], folder / f"{model}-{strategy}")
+            yield (model, strategy), run(model, STRATEGIES[strategy], folder / f"{model}-{strategy}")
 
 
 def save(folder):
     for name, strategy in SAVED.items():
         where = folder / "saved" / name
-        yield name, run("llama", strategy, where, save_strategy="steps", save_steps=3)
-        yield f"{name}, resumed", run("llama", strategy, folder / "resumed", where / "checkpoint-3")
+        yield (name, "undisturbed"), run("llama", strategy, where, save_strategy="steps", save_steps=3)
+        yield (name, "resumed"), run("llama", strategy, folder / "resumed", where / "checkpoint-3")
 
 
 def exchange(folder):
@@ -110,7 +110,7 @@ def exchange(folder):
     for reader, writers in READERS[world_size()].items():
         for writer in writers:
             checkpoint = folder / "saved" / writer / "checkpoint-3"
-            yield f"{writer} {reader}", run("llama", SAVED[reader], folder / "exchanged", checkpoint)
+            yield (writer, reader), run("llama", SAVED[reader], folder / "exchanged", checkpoint)
 
 
 def save_by_lightning(folder):
@@ -160,9 +160,12 @@ def train_in_half_precision(folder):
 def train_adapters(folder):
     for name in ("ddp", "fsdp1 full", "fsdp2 full", "fsdp2 sharded"):
         where = folder / "peft" / name
-        yield name, run("peft", SAVED[name], where, save_strategy="steps", save_steps=4, num_train_epochs=1)
+        yield (
+            (name, "undisturbed"),
+            run("peft", SAVED[name], where, save_strategy="steps", save_steps=4, num_train_epochs=1),
+        )
         checkpoint = where / "checkpoint-4"
-        yield f"{name}, resumed", run("peft", SAVED[name], folder / "resumed", checkpoint, num_train_epochs=1)
+        yield (name, "resumed"), run("peft", SAVED[name], folder / "resumed", checkpoint, num_train_epochs=1)
 
 
 class Odd(torch.nn.Module):
@@ -213,10 +216,10 @@ def rerun_regressions(folder):
         trainer, _ = build("hftrainer", "llama", folder / "overflow", **settings)
         trainer.accelerator.scaler._init_scale = 2.0**30  # all processes find infinite gradients at first
         trainer.train()
-        yield f"overflow {name}", result_of(trainer)
+        yield ("overflow", name), result_of(trainer)
         smooth = {"label_smoothing_factor": 0.1, "max_steps": 3}
-        yield f"label smoothing {name}", run("llama", strategy, folder / "smooth", **smooth)
-        yield f"own loader {name}", run("plain", strategy, folder / "own", **own)
+        yield ("label smoothing", name), run("llama", strategy, folder / "smooth", **smooth)
+        yield ("own loader", name), run("plain", strategy, folder / "own", **own)
 
 
 SCHEDULE_FREE = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "warmup_steps": 0}
@@ -235,10 +238,10 @@ def odd_models(folder):
         for name in kinds:
             where = folder / "odd" / f"{model} {name}"
             go = functools.partial(run, model, SAVED[name], num_train_epochs=1, **settings)
-            yield f"{model} {name}", go(where, save_strategy="steps", save_steps=3)
-            yield f"{model} {name}, resumed", go(folder / "resumed", where / "checkpoint-3")
+            yield (model, name, "undisturbed"), go(where, save_strategy="steps", save_steps=3)
+            yield (model, name, "resumed"), go(folder / "resumed", where / "checkpoint-3")
             if model == "vit" and name != "ddp":
-                yield f"vit {name}, from ddp", go(folder / "resumed", folder / "odd" / "vit ddp" / "checkpoint-3")
+                yield (model, name, "from ddp"), go(folder / "resumed", folder / "odd" / "vit ddp" / "checkpoint-3")
 
 
 def count_groups(folder):
