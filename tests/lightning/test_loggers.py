@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from transformers.integrations import integration_utils
 
 import hftrainer
@@ -16,6 +17,7 @@ from hftrainer import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArgume
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
 from hftrainer.integrations import INTEGRATIONS, select_trackers
 from hftrainer.reporting.tracking import ReportingCallback
+from hftrainer_lightning.loggers import count_rows
 from tests.support import tracking
 from tests.support.tracking import Recorder, evaluate_with_trackers, scalars
 
@@ -252,6 +254,14 @@ def test_tracker_names_of_transformers_are_known(monkeypatch):
     monkeypatch.setenv("COMET_MODE", "sometimes")
     with pytest.raises(InvalidArgument, match=r"COMET_MODE='sometimes' must be one of 'get_or_create'"):
         select_trackers("comet")
+
+
+def test_rows_of_a_table_are_counted_before_they_are_written(tmp_path):
+    table = CSVLogger(tmp_path)
+    table.log_metrics({"loss": 1.0}, 1)
+    table.save()
+    table.log_metrics({"loss": 0.5}, 2)
+    assert count_rows(table) == 2
 
 
 @pytest.mark.newest_peer

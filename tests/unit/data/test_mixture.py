@@ -84,9 +84,10 @@ def test_plan_continues_from_any_step():
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("map-style", 0), ("streams", 0), ("streams", 2), ("both", 0)])
-def test_each_batch_has_one_source_and_logs_are_by_source(tmp_path, kind, workers):
+@pytest.mark.parametrize(("kind", "workers"), [("map-style", 0), ("streams", 1), ("streams", 2), ("both", 0)])
+def test_each_batch_has_one_source_and_logs_are_by_source(tmp_path, caplog, kind, workers):
     trainer, read = train_mixture(tmp_path, make_sources(kind), dataloader_num_workers=workers)
+    assert ("is reduced to 1" in caplog.text) == (workers > 1)
     losses = collections.defaultdict(lambda: [0.0, 0])
     for number, line in enumerate(loss_lines(trainer)):
         assert line["loss"] == line["loss/code"] + line["loss/chat"]
