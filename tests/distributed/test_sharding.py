@@ -52,7 +52,6 @@ def assert_close(ours, expected, atol=1e-6):
         assert torch.allclose(ours["weights"][name], value, rtol=0, atol=atol), name
 
 
-#: Group of runs, names of the run in it, and model.
 RUNS = [("compare", names, names[0]) for names in COMPARED] + [("save", (n, "undisturbed"), "llama") for n in SAVED]
 
 

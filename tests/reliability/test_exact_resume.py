@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from transformers import DataCollatorForLanguageModeling
 
 import hftrainer
-from hftrainer import Trainer, TrainerCallback, default_data_collator
-from tests.support.checkpoints import make_trainer
+from hftrainer import Trainer, default_data_collator
+from tests.support.checkpoints import make_trainer, train_to_end
 from tests.support.parity import EVALUATED, assert_same_weights, comparable, with_own_step
 from tests.support.tiny import Plain, plain_data, tokenizer
 
@@ -162,13 +162,9 @@ def test_resume_is_exact_with_each_setting(tmp_path, name):
 
 def test_train_loss_of_a_resumed_run_is_that_of_its_own_steps(tmp_path):
     """As in transformers. The losses since the last log line are in its first line, but were another call's."""
-    losses = []
-
-    class Keep(TrainerCallback):
-        def on_step_end(self, args, state, control, loss=None, **kwargs):
-            losses.append(float(loss))
-
-    build(tmp_path, callbacks=[Keep()]).train()
+    logged = train_to_end(build(tmp_path / "each", logging_steps=1))
+    build(tmp_path).train()
+    losses = [line["loss"] for line in logged.state.log_history if "loss" in line]
     for step in (3, 4):  # between two log lines, and at one
         output = build(tmp_path).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         # The sums are of float32.

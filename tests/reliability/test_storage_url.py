@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -251,6 +252,13 @@ def test_checkpoint_deleted_at_the_url_is_not_resumed(tmp_path, caplog):
         train_to_end(trainer_at(tmp_path / "b", "faulty://bucket/other"), True)
     train_to_end(trainer_at(tmp_path / "a", "faulty://bucket/moved"), "auto")  # a bucket that was renamed
     assert complete_checkpoints("faulty://bucket/moved") == ["checkpoint-9"]
+
+
+def test_checkpoint_that_is_here_is_not_downloaded(tmp_path, caplog):
+    train_to_end(trainer_at(tmp_path / "a"))
+    with caplog.at_level(logging.INFO, logger="hftrainer"):
+        train_to_end(trainer_at(tmp_path / "a", max_steps=10), "auto")
+    assert "step 9 of 10" in caplog.text and "Downloading" not in caplog.text
 
 
 def test_checkpoints_of_a_run_without_a_url_are_kept_locally(tmp_path):

@@ -12,7 +12,6 @@ import torch
 import hftrainer
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import CheckpointNotFound
-from hftrainer.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from tests.support.checkpoints import make_tied
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import language_data, make_bert, make_llama, make_peft, make_plain, plain_data, text_data
@@ -191,25 +190,21 @@ def test_methods_may_be_called_before_init(tmp_path):
     assert trainer.train().global_step == 1
 
 
-def test_token_rate_of_a_resumed_run_is_that_of_its_own_tokens(tmp_path):
-    args = TrainingArguments(str(tmp_path), include_num_input_tokens_seen=True, use_cpu=True, report_to="none")
-    trainer = Trainer(make_plain(), args, train_dataset=plain_data(8))
+def test_token_rate_of_a_resumed_run_is_that_of_its_own_tokens(make_trainer):
+    trainer = make_trainer(include_num_input_tokens_seen=True)
     trainer.state.num_input_tokens_seen, trainer._initial_num_input_tokens_seen = 500, 200
     trainer.log({"loss": 1.0}, start_time=time.time() - 100)
-    line = trainer.state.log_history[-1]
-    # The rate has three decimals.
+    line = trainer.state.log_history[-1]  # whose rate has three decimals
     assert line["train_tokens_per_second"] * line["train_runtime"] == pytest.approx(300, rel=1e-3)
 
 
 @pytest.mark.parametrize(("devices", "expected"), [([0], False), ([0, "cpu"], False), ([0, 1], True)])
-def test_model_on_several_devices_is_parallel(tmp_path, devices, expected):
+def test_model_on_several_devices_is_parallel(make_trainer, devices, expected):
     model = make_plain()
     model.hf_device_map = {f"layer{index}": device for index, device in enumerate(devices)}
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    assert Trainer(model, args, train_dataset=plain_data(8)).is_model_parallel is expected
+    assert make_trainer(model).is_model_parallel is expected
 
 
-def test_checkpoint_has_the_file_names_of_the_constants(tmp_path):
-    args = TrainingArguments(str(tmp_path), max_steps=1, save_steps=1, use_cpu=True, report_to="none")
-    Trainer(make_plain(), args, train_dataset=plain_data(8)).train()
-    assert {OPTIMIZER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME} <= set(os.listdir(tmp_path / "checkpoint-1"))
+@pytest.mark.parametrize("name", ["OPTIMIZER_NAME", "TRAINER_STATE_NAME", "TRAINING_ARGS_NAME"])
+def test_file_names_are_those_of_transformers(name):
+    assert getattr(hftrainer.trainer, name) == getattr(transformers.trainer, name)
