@@ -20,10 +20,10 @@ PYTEST := $(RUN) -m pytest
 WORKERS := -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-fast docs test-docs test-machines test-install test-downstream test-versions upstream test-adapters soak lint format coverage bench demo clean
+.PHONY: help test test-fast docs test-docs test-machines test-install test-downstream record-downstream test-versions upstream test-adapters soak lint format coverage bench demo clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # ---- Environments ----------------------------------------------------------------------------------------------------
 
@@ -111,15 +111,20 @@ test-install: $(VENV)/.dev  ## an environment with only what pyproject.toml decl
 	@$(RUN) -m pytest -q tests/install
 
 # Three environments, since libraries take different releases of transformers. LLaMA-Factory asks for accelerate 1.11 or
-# older, and the releases were tried with a newer one. WRITE=1 writes the page.
-DOWNSTREAM := tests/adapters/downstream/test_libraries.py
-LIBRARIES_5.2 := gliner FlagEmbedding chronos-forecasting ms-swift
-LIBRARIES_4.57 := adapters span-marker pylate llamafactory
+# older, and the releases were tried with a newer one.
+DOWNSTREAM := tests/adapters/downstream
+DOWNSTREAM_5.2 = LIBRARIES="gliner FlagEmbedding chronos-forecasting ms-swift" $(IN_MEMORY) .venv-5.2/bin/python
+DOWNSTREAM_4.57 = LIBRARIES="adapters span-marker pylate llamafactory" USE_TF=0 DISABLE_VERSION_CHECK=1 $(IN_MEMORY) .venv-4.57/bin/python
 test-downstream: $(VENV)/.libraries .venv-5.2/.libraries .venv-4.57/.libraries  ## TRL, sentence-transformers, setfit, PEFT and nine more: the same numbers
-	@$(PYTEST) tests/adapters/downstream
-	@LIBRARIES="$(LIBRARIES_5.2)" $(IN_MEMORY) .venv-5.2/bin/python -m pytest -q $(DOWNSTREAM)
-	@LIBRARIES="$(LIBRARIES_4.57)" USE_TF=0 DISABLE_VERSION_CHECK=1 $(IN_MEMORY) .venv-4.57/bin/python -m pytest -q $(DOWNSTREAM)
-	@test -z "$(WRITE)" || $(RUN) scripts/compatibility_page.py
+	@$(PYTEST) $(DOWNSTREAM)
+	@$(DOWNSTREAM_5.2) -m pytest -q $(DOWNSTREAM)/test_libraries.py
+	@$(DOWNSTREAM_4.57) -m pytest -q $(DOWNSTREAM)/test_libraries.py
+
+record-downstream: $(VENV)/.libraries .venv-5.2/.libraries .venv-4.57/.libraries  ## write what they leave to COMPATIBILITY.md
+	@$(RUN) -m tests.adapters.downstream.libraries
+	@$(DOWNSTREAM_5.2) -m tests.adapters.downstream.libraries
+	@$(DOWNSTREAM_4.57) -m tests.adapters.downstream.libraries
+	@$(RUN) scripts/compatibility_page.py
 
 # RELEASES=floor PYTHON=python3.10 tries the floor of every dependency; what cannot be there is skipped.
 RELEASES ?= 4.48 4.57 5.2

@@ -331,6 +331,7 @@ class Trainer(EarlierMethods):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader:
+        """A loader of a dataset's batches for this rank, on its device."""
         return self._hftrainer.loaders.make_loader(dataset, description, batch_size, sampler_fn, is_training)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
@@ -442,6 +443,7 @@ class Trainer(EarlierMethods):
         return self._hftrainer.model_setup.find_group(param)
 
     def _get_learning_rate(self) -> float:
+        """The learning rate to log, of the first parameter group."""
         return self._hftrainer.model_setup.learning_rate()
 
     # ---- Training ----------------------------------------------------------------------------------------------
@@ -499,6 +501,7 @@ class Trainer(EarlierMethods):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
+        """Train once with this batch size: `train()` calls it again if that size does not fit, or after a rollback."""
         args = self.args if args is None else args
         return self._hftrainer.runner.run_attempt(args, batch_size, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
@@ -849,6 +852,7 @@ class Trainer(EarlierMethods):
                 logger.error("%s", error)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the model's files into a folder; `state_dict` replaces the model's weights."""
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
         self._hftrainer.saver.save_model_files(folder, state_dict)
 
@@ -896,6 +900,7 @@ class Trainer(EarlierMethods):
             write_files()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write the states of the optimizer and the scheduler."""
         self._hftrainer.saver.save_state_files(self._hftrainer.require_optimizer, output_dir)
         if not self._hftrainer.strategy.owns_scheduler:
             path = os.path.join(output_dir, names.SCHEDULER_NAME)
@@ -912,6 +917,7 @@ class Trainer(EarlierMethods):
             resume.load_scheduler_or_scaler(self.accelerator.scaler, checkpoint, "scaler")
 
     def _save_rng_state(self, output_dir: str) -> None:
+        """Write this process's random states."""
         path = os.path.join(output_dir, names.rng_name(self.args.process_index, self.args.world_size))
         torch.save(rng_state(), path)
 

@@ -89,7 +89,7 @@ LIBRARIES = """
 
 Under `install()` each is trained on tiny models, evaluated, saved and resumed, by `transformers` and by hftrainer in
 one test: log lines, final weights, files and model cards are the same to the last bit, but for the last column.
-`make test-downstream` runs them, and writes this table from what it finds with `WRITE=1`.
+`make test-downstream` runs them, and `make record-downstream` writes this table from what they leave.
 
 Not tried: axolotl 0.19.0. It needs xformers and flash-linear-attention, which are for CUDA. Its two patches of
 `evaluation_loop` and `_maybe_log_save_evaluate` find nothing to change in hftrainer's, and are accepted. pylate was

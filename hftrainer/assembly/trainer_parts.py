@@ -16,6 +16,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.assembly import setup
 from hftrainer.callbacks.state import has_saved_state
 from hftrainer.checkpointing.writer import CheckpointWriter
+from hftrainer.compat.overrides import is_overridden
 from hftrainer.evaluation.evaluation_runner import EvaluationRunner
 from hftrainer.hub.pushes import HubPushes
 from hftrainer.plugins import load

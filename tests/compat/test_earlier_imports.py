@@ -84,10 +84,7 @@ CASES = {
             "call install() before that import, or run the script with `python -m hftrainer run`",
         ],
     ),
-    "derived": (
-        "import derives, hftrainer\nhftrainer.install()\n",
-        ["(derives.Generates, derives.Own)"],
-    ),
+    "derived": ("import derives, hftrainer\nhftrainer.install()\n", ["(derives.Generates, derives.Own)"]),
     "the script itself": (
         "import torch\nfrom transformers import Seq2SeqTrainer\nimport hftrainer\nhftrainer.install()\n",
         ["__main__ imported transformers.Trainer"],

@@ -182,7 +182,7 @@ def test_verbosity_variable_shows_or_hides_info_lines(tmp_path, output_of, level
 
 def test_explicit_format_is_used(outputs_of_switches):
     found = outputs_of_switches["enable_explicit_format"][1]
-    assert re.search(r"\[INFO\|planner\.py:\d+\] .* >>   Number of examples: 38", found)
+    assert re.search(r"\[INFO\|\w+\.py:\d+\] \d{4}-.* >>   Number of examples: 38", found)
 
 
 def test_warning_is_shown_once(outputs_of_switches):

@@ -17,7 +17,7 @@ from tests.support.tiny import MODELS, make_t5, t5_data, without_dropout
 
 #: Samples in a step of all processes; 40 of them make five steps an epoch, or two with accumulation.
 GLOBAL_BATCH = 8
-FIRST, PARTS = {"version": 1}, {"state_dict_type": "SHARDED_STATE_DICT"}
+FIRST, SHARDED = {"version": 1}, {"state_dict_type": "SHARDED_STATE_DICT"}
 #: Name → arguments, for runs without checkpoints.
 STRATEGIES = {
     "ddp": {},
@@ -39,38 +39,38 @@ COMPARED = [
 #: Name → arguments, for runs with checkpoints.
 SAVED = {
     "ddp": {},
-    "fsdp1 whole": {"fsdp": True, "fsdp_config": FIRST},
-    "fsdp1 parts": {"fsdp": True, "fsdp_config": {**FIRST, **PARTS}},
+    "fsdp1 full": {"fsdp": True, "fsdp_config": FIRST},
+    "fsdp1 sharded": {"fsdp": True, "fsdp_config": {**FIRST, **SHARDED}},
     "fsdp1 flat": {"fsdp": True, "fsdp_config": {"fsdp_use_orig_params": False, "backward_prefetch": "backward_pre"}},
-    "fsdp1 shard_grad_op parts": {"fsdp": "shard_grad_op", "fsdp_config": {**FIRST, **PARTS}},
-    "fsdp1 no_shard whole": {"fsdp": "no_shard"},
-    "fsdp1 hybrid parts": {"fsdp": "hybrid_shard", "fsdp_config": PARTS},
-    "fsdp1 hybrid_shard_zero2 whole": {"fsdp": "hybrid_shard_zero2"},
+    "fsdp1 shard_grad_op sharded": {"fsdp": "shard_grad_op", "fsdp_config": {**FIRST, **SHARDED}},
+    "fsdp1 no_shard full": {"fsdp": "no_shard"},
+    "fsdp1 hybrid sharded": {"fsdp": "hybrid_shard", "fsdp_config": SHARDED},
+    "fsdp1 hybrid_shard_zero2 full": {"fsdp": "hybrid_shard_zero2"},
     "fsdp1 recomputed": {"fsdp": True, "fsdp_config": {**FIRST, "activation_checkpointing": True}},
-    "fsdp2 whole": {"fsdp": True},
-    "fsdp2 parts": {"fsdp": True, "fsdp_config": PARTS},
+    "fsdp2 full": {"fsdp": True},
+    "fsdp2 sharded": {"fsdp": True, "fsdp_config": SHARDED},
     "fsdp2 offload": {"fsdp": "full_shard offload"},
     "fsdp2 recomputed": {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}},
 }
 #: Kinds of checkpoints. Two processes write each, and one, two and four resume from it.
-KINDS = ("ddp", "fsdp1 whole", "fsdp1 parts", "fsdp2 whole", "fsdp2 parts")
-#: Strategies that train differently; "parts" and "whole" differ only in checkpoints.
-WAYS = ("ddp", "fsdp1 whole", "fsdp2 whole")
+KINDS = ("ddp", "fsdp1 full", "fsdp1 sharded", "fsdp2 full", "fsdp2 sharded")
+#: Strategies that train differently; "full" and "sharded" differ only in checkpoints.
+WAYS = ("ddp", "fsdp1 full", "fsdp2 full")
 #: Processes → reader → writers; one process has no launcher, and so no FSDP. Of two, each way of training reads all.
 READERS = {
     1: {"ddp": KINDS},
     2: {
         "ddp": KINDS[1:],
-        "fsdp1 whole": ("ddp", "fsdp1 parts", "fsdp2 parts"),
-        "fsdp1 parts": ("fsdp1 whole", "fsdp2 whole"),
-        "fsdp2 whole": ("ddp", "fsdp1 whole", "fsdp2 parts"),
-        "fsdp2 parts": ("fsdp1 parts", "fsdp2 whole"),
+        "fsdp1 full": ("ddp", "fsdp1 sharded", "fsdp2 sharded"),
+        "fsdp1 sharded": ("fsdp1 full", "fsdp2 full"),
+        "fsdp2 full": ("ddp", "fsdp1 full", "fsdp2 sharded"),
+        "fsdp2 sharded": ("fsdp1 sharded", "fsdp2 full"),
     },
-    4: {"fsdp1 parts": ("ddp", "fsdp1 parts", "fsdp2 parts"), "fsdp2 whole": ("fsdp1 parts", "fsdp2 whole")},
+    4: {"fsdp1 sharded": ("ddp", "fsdp1 sharded", "fsdp2 sharded"), "fsdp2 full": ("fsdp1 sharded", "fsdp2 full")},
 }
 #: Strategies with which Lightning's own checkpoints are written.
-LIGHTNING = ("ddp", "fsdp1 whole", "fsdp2 parts")
-EVALUATED = ("ddp", "fsdp1 whole", "fsdp1 parts", "fsdp2 parts")
+LIGHTNING = ("ddp", "fsdp1 full", "fsdp2 sharded")
+EVALUATED = ("ddp", "fsdp1 full", "fsdp1 sharded", "fsdp2 sharded")
 HALF = [f"{name} {precision}" for name in WAYS for precision in ("bf16", "fp16")]
 
 
@@ -95,14 +95,14 @@ def compare(folder):
     """Each strategy with one model, and each model; alone only without a strategy."""
     for model, strategy in COMPARED:
         if world_size() > 1 or strategy == "ddp":
-            yield f"{model} {strategy}", run(model, STRATEGIES[strategy], folder / f"{model}-{strategy}")
+            yield (model, strategy), run(model, STRATEGIES[strategy], folder / f"{model}-{strategy}")
 
 
 def save(folder):
     for name, strategy in SAVED.items():
         where = folder / "saved" / name
-        yield name, run("llama", strategy, where, save_strategy="steps", save_steps=3)
-        yield f"{name}, resumed", run("llama", strategy, folder / "resumed", where / "checkpoint-3")
+        yield (name, "undisturbed"), run("llama", strategy, where, save_strategy="steps", save_steps=3)
+        yield (name, "resumed"), run("llama", strategy, folder / "resumed", where / "checkpoint-3")
 
 
 def exchange(folder):
@@ -110,7 +110,7 @@ def exchange(folder):
     for reader, writers in READERS[world_size()].items():
         for writer in writers:
             checkpoint = folder / "saved" / writer / "checkpoint-3"
-            yield f"{writer} {reader}", run("llama", SAVED[reader], folder / "exchanged", checkpoint)
+            yield (writer, reader), run("llama", SAVED[reader], folder / "exchanged", checkpoint)
 
 
 def save_by_lightning(folder):
@@ -127,7 +127,7 @@ def change_sizes(folder):
     if world_size() == 1:
         for name in LIGHTNING:
             yield name, run("plain", {}, folder / "resumed", folder / "lightning" / name / "step=5.ckpt")
-        begun = folder / "lightning" / "fsdp2 parts" / "checkpoint-4"
+        begun = folder / "lightning" / "fsdp2 sharded" / "checkpoint-4"
         yield "alone", run("plain", {}, folder / "chained", begun, save_strategy="steps", save_steps=4)
     else:
         for reader in READERS[world_size()]:
@@ -158,11 +158,14 @@ def train_in_half_precision(folder):
 
 
 def train_adapters(folder):
-    for name in ("ddp", "fsdp1 whole", "fsdp2 whole", "fsdp2 parts"):
+    for name in ("ddp", "fsdp1 full", "fsdp2 full", "fsdp2 sharded"):
         where = folder / "peft" / name
-        yield name, run("peft", SAVED[name], where, save_strategy="steps", save_steps=4, num_train_epochs=1)
+        yield (
+            (name, "undisturbed"),
+            run("peft", SAVED[name], where, save_strategy="steps", save_steps=4, num_train_epochs=1),
+        )
         checkpoint = where / "checkpoint-4"
-        yield f"{name}, resumed", run("peft", SAVED[name], folder / "resumed", checkpoint, num_train_epochs=1)
+        yield (name, "resumed"), run("peft", SAVED[name], folder / "resumed", checkpoint, num_train_epochs=1)
 
 
 class Odd(torch.nn.Module):
@@ -213,32 +216,32 @@ def rerun_regressions(folder):
         trainer, _ = build("hftrainer", "llama", folder / "overflow", **settings)
         trainer.accelerator.scaler._init_scale = 2.0**30  # all processes find infinite gradients at first
         trainer.train()
-        yield f"overflow {name}", result_of(trainer)
+        yield ("overflow", name), result_of(trainer)
         smooth = {"label_smoothing_factor": 0.1, "max_steps": 3}
-        yield f"label smoothing {name}", run("llama", strategy, folder / "smooth", **smooth)
-        yield f"own loader {name}", run("plain", strategy, folder / "own", **own)
+        yield ("label smoothing", name), run("llama", strategy, folder / "smooth", **smooth)
+        yield ("own loader", name), run("plain", strategy, folder / "own", **own)
 
 
 SCHEDULE_FREE = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "warmup_steps": 0}
 #: Model → settings, and the kinds of checkpoints: all, or each way of training and each kind of file.
 ODD_MODELS = {
     "odd": ({}, KINDS),
-    "vit": ({}, ("ddp", "fsdp1 whole", "fsdp2 parts")),
-    "plain": (SCHEDULE_FREE, ("ddp", "fsdp1 parts", "fsdp2 whole")),
+    "vit": ({}, ("ddp", "fsdp1 full", "fsdp2 sharded")),
+    "plain": (SCHEDULE_FREE, ("ddp", "fsdp1 sharded", "fsdp2 full")),
 }
 
 
 def odd_models(folder):
-    """Unused, tied and buffered parts; weights that transformers renames; an optimizer with modes."""
+    """Unused, tied and buffered modules; weights that transformers renames; an optimizer with modes."""
     MODELS["odd"], MODELS["vit"] = (make_odd, MODELS["plain"][1]), (make_vit, image_data)
     for model, (settings, kinds) in ODD_MODELS.items():
         for name in kinds:
             where = folder / "odd" / f"{model} {name}"
             go = functools.partial(run, model, SAVED[name], num_train_epochs=1, **settings)
-            yield f"{model} {name}", go(where, save_strategy="steps", save_steps=3)
-            yield f"{model} {name}, resumed", go(folder / "resumed", where / "checkpoint-3")
+            yield (model, name, "undisturbed"), go(where, save_strategy="steps", save_steps=3)
+            yield (model, name, "resumed"), go(folder / "resumed", where / "checkpoint-3")
             if model == "vit" and name != "ddp":
-                yield f"vit {name}, from ddp", go(folder / "resumed", folder / "odd" / "vit ddp" / "checkpoint-3")
+                yield (model, name, "from ddp"), go(folder / "resumed", folder / "odd" / "vit ddp" / "checkpoint-3")
 
 
 def count_groups(folder):

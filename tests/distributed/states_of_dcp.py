@@ -14,7 +14,7 @@ WAYS = {
     "replicas, background": {**DCP, **BACKGROUND},
     "fsdp1": {**DCP, "fsdp": "full_shard", "fsdp_config": {"version": 1}},
     "fsdp2, background": {**DCP, **BACKGROUND, "fsdp": "full_shard"},
-    "parts, background": {**BACKGROUND, "fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
+    "sharded, background": {**BACKGROUND, "fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
 }
 
 

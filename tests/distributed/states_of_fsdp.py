@@ -1,4 +1,4 @@
-"""Run by test_model_states.py in two ranks: both generations of FSDP, with whole states and with parts."""
+"""Run by test_model_states.py in two ranks: both generations of FSDP, with full states and with shards."""
 
 import pytest
 

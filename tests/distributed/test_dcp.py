@@ -60,22 +60,22 @@ def test_any_number_of_processes_reads_checkpoints_of_any_other(processes, folde
 
 @pytest.mark.parametrize("name", ["1 replicas", "2 replicas", "2 fsdp1", "2 fsdp2", "4 fsdp2"])
 def test_torch_reads_our_checkpoints(written, folder, tmp_path, name):
-    parts, (count, way) = folder / name / "checkpoint-2" / "dcp", name.split()
+    shards, (count, way) = folder / name / "checkpoint-2" / "dcp", name.split()
     expected = written[int(count)][way]["weights"]
-    dcp_to_torch_save(parts, tmp_path / "all.pt")
+    dcp_to_torch_save(shards, tmp_path / "all.pt")
     found = torch.load(tmp_path / "all.pt")
     optimizer = found.pop("optimizer")
     assert_same_weights(found, expected)
     assert optimizer["state.layers.0.weight.exp_avg"].shape == expected["layers.0.weight"].shape
     assert optimizer["param_groups.layers.0.weight.betas"] == (0.9, 0.999)
     loaded = {key: torch.zeros_like(value) for key, value in expected.items()}
-    dcp.load(loaded, checkpoint_id=parts)
+    dcp.load(loaded, checkpoint_id=shards)
     assert_same_weights(loaded, expected)
-    assert not (parts.parent / "model.safetensors").exists() and (parts.parent / "training_args.bin").exists()
+    assert not (shards.parent / "model.safetensors").exists() and (shards.parent / "training_args.bin").exists()
 
 
 def test_checkpoints_written_by_torch_are_read(processes, written, checkpoint, tmp_path):
-    """They replace the folder of parts in ours, and have weights alone."""
+    """They replace the folder of shards in ours, and have weights alone."""
     weights = {name: value + 1 for name, value in written[2]["fsdp2"]["weights"].items()}
     given = []
     for name, content in {"nested": {"model": weights}, "flat": weights, "converted": {"model": weights}}.items():
@@ -172,7 +172,7 @@ def test_damaged_or_missing_part_is_detected(checkpoint, tmp_path):
 
 
 def test_rank_that_cannot_write_skips_the_checkpoint_in_all_ranks(processes, tmp_path):
-    """Training continues, and does not wait for parts written in the background."""
+    """Training continues, and does not wait for shards written in the background."""
     for found in processes.run_ranks(fail, 2, tmp_path):
         assert found["now"] == (["checkpoint-4"], True)
         assert found["later"] == (["checkpoint-4"], False)

@@ -7,9 +7,9 @@ import torch
 
 import hftrainer
 from hftrainer.trainer_utils import get_last_checkpoint
+from tests.support.mixture import WEIGHTS, make_sources
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_plain, without_dropout
-from tests.unit.data.test_mixture import WEIGHTS, make_sources
 
 #: Samples of a step.
 GLOBAL_BATCH = 8

@@ -15,14 +15,14 @@ REGROUPED = [
     {"pattern": "*.embed*", "lr": 1e-3, "weight_decay": 0.0},
     {"pattern": "*", "lr_scale": 1.0},
 ]
-FIRST, PARTS = {"version": 1}, {"state_dict_type": "SHARDED_STATE_DICT"}
+FIRST, SHARDED = {"version": 1}, {"state_dict_type": "SHARDED_STATE_DICT"}
 WAYS = {
     "ddp": {},
     "dcp": {"checkpoint_format": "dcp"},
-    "fsdp1 whole": {"fsdp": "full_shard auto_wrap", "fsdp_config": FIRST},
-    "fsdp1 parts": {"fsdp": "full_shard auto_wrap", "fsdp_config": {**FIRST, **PARTS}},
-    "fsdp2 whole": {"fsdp": True},
-    "fsdp2 parts": {"fsdp": True, "fsdp_config": PARTS},
+    "fsdp1 full": {"fsdp": "full_shard auto_wrap", "fsdp_config": FIRST},
+    "fsdp1 sharded": {"fsdp": "full_shard auto_wrap", "fsdp_config": {**FIRST, **SHARDED}},
+    "fsdp2 full": {"fsdp": True},
+    "fsdp2 sharded": {"fsdp": True, "fsdp_config": SHARDED},
     "fsdp2 dcp": {"fsdp": True, "checkpoint_format": "dcp"},
 }
 #: Groups that change nothing: under FSDP, a run that resumes without `param_groups` needs them.
@@ -39,7 +39,7 @@ RUNS = {
 
 
 def train_all(folder):
-    """Way and run → the whole weights at its end, and name and rate of each group."""
+    """Way and run → the full weights at its end, and name and rate of each group."""
     results = {}
     for way, settings in WAYS.items():
         for run, (entries, before) in RUNS.items():

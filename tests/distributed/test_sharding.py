@@ -1,4 +1,4 @@
-"""Sharded models train as whole ones do, in one process or several, and their checkpoints fit all of them."""
+"""Sharded models train as replicas do, in one process or several, and their checkpoints fit all of them."""
 
 import functools
 import os
@@ -28,6 +28,12 @@ def results(processes, folder):
     return functools.cache(lambda group, count=2: processes.run_ranks(run_group, count, group, folder))
 
 
+@pytest.fixture(scope="module")
+def result(results):
+    """A function of a group and the names of a run in it: what rank 0 finds."""
+    return lambda group, *names, count=2: results(group, count)[0][names if len(names) > 1 else names[0]]
+
+
 def losses(run, name="loss"):
     return [line[name] for line in run["logs"] if name in line]
 
@@ -46,22 +52,22 @@ def assert_close(ours, expected, atol=1e-6):
         assert torch.allclose(ours["weights"][name], value, rtol=0, atol=atol), name
 
 
-RUNS = [*((model, "compare", f"{model} {name}") for model, name in COMPARED), *(("llama", "save", n) for n in SAVED)]
+RUNS = [("compare", names, names[0]) for names in COMPARED] + [("save", (n, "undisturbed"), "llama") for n in SAVED]
 
 
-@pytest.mark.parametrize(("model", "group", "name"), RUNS)
-def test_sharded_run_is_that_of_one_process(results, model, group, name):
-    (ours, other), one = (of_rank[name] for of_rank in results(group)), results("compare", 1)[0][f"{model} ddp"]
+@pytest.mark.parametrize(("group", "names", "model"), RUNS)
+def test_sharded_run_is_that_of_one_process(results, result, group, names, model):
+    (ours, other), one = (of_rank[names] for of_rank in results(group)), result("compare", model, "ddp", count=1)
     assert ours["logs"][:-1] == other["logs"][:-1]  # in both; the last has measured times
-    if name == "fsdp1 flat":  # a flat parameter has one weight decay for all that is in it
+    if "fsdp1 flat" in names:  # a flat parameter has one weight decay for all that is in it
         assert losses(ours)[:2] == pytest.approx(losses(one)[:2], rel=TOLERANCE)
     else:
         assert_close(ours, one)
 
 
 @pytest.mark.parametrize("strategy", SAVED)
-def test_resumed_run_ends_the_same(results, strategy):
-    undisturbed, resumed = (results("save")[0][f"{strategy}{which}"] for which in ("", ", resumed"))
+def test_resumed_run_ends_the_same(result, strategy):
+    undisturbed, resumed = (result("save", strategy, which) for which in ("undisturbed", "resumed"))
     assert_same_weights(resumed["weights"], undisturbed["weights"])
     assert resumed["logs"][:-1] == undisturbed["logs"][:-1]
 
@@ -70,35 +76,34 @@ def test_resumed_run_ends_the_same(results, strategy):
     ("count", "reader", "writer"),
     [(count, reader, writer) for count in READERS for reader in READERS[count] for writer in READERS[count][reader]],
 )
-def test_checkpoints_resume_with_other_strategies_and_process_counts(results, count, reader, writer):
-    undisturbed = results("save")[0]["ddp"]
-    assert_close(results("exchange", count)[0][f"{writer} {reader}"], undisturbed)
+def test_checkpoints_resume_with_other_strategies_and_process_counts(result, count, reader, writer):
+    assert_close(result("exchange", writer, reader, count=count), result("save", "ddp", "undisturbed"))
 
 
 @pytest.mark.parametrize("strategy", cases_sharding.LIGHTNING)
-def test_checkpoints_of_lightning_hold_whole_weights(results, folder, strategy):
-    """Lightning's own callback writes whole weights by the names of the model, and one process goes on from them."""
-    expected = results("save_by_lightning")[0]["ddp"]["weights"]
+def test_checkpoints_of_lightning_hold_full_weights(result, folder, strategy):
+    """Lightning's own callback writes full weights by the names of the model, and one process goes on from them."""
+    expected = result("save_by_lightning", "ddp")["weights"]
     kept = torch.load(folder / "lightning" / strategy / "step=10.ckpt", weights_only=False)["state_dict"]
     assert len(os.listdir(folder / "lightning" / strategy / "best")) == 1
     assert {name.removeprefix("model.") for name in kept} == expected.keys()
     for name, value in expected.items():
         assert torch.allclose(kept[f"model.{name}"], value, rtol=0, atol=1e-6)
-        assert torch.allclose(results("change_sizes", 1)[0][strategy]["weights"][name], value, rtol=0, atol=1e-6)
+        assert torch.allclose(result("change_sizes", strategy, count=1)["weights"][name], value, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("reader", READERS[4])
-def test_run_continues_with_one_and_then_four_processes(results, reader):
-    undisturbed, alone = results("save_by_lightning")[0]["ddp"], results("change_sizes", 1)[0]["alone"]
-    ours = results("change_sizes", 4)[0][reader]
+def test_run_continues_with_one_and_then_four_processes(result, reader):
+    undisturbed, alone = result("save_by_lightning", "ddp"), result("change_sizes", "alone", count=1)
+    ours = result("change_sizes", reader, count=4)
     assert losses(ours) == pytest.approx(losses(undisturbed), rel=TOLERANCE)
     for run in (ours, alone):
         for name, value in undisturbed["weights"].items():
             assert torch.allclose(run["weights"][name], value, rtol=0, atol=1e-6), name
 
 
-@pytest.mark.parametrize("strategy", ["fsdp1 whole", "fsdp2 whole"])
-def test_whole_states_are_written_to_these_files(results, folder, strategy):
+@pytest.mark.parametrize("strategy", ["fsdp1 full", "fsdp2 full"])
+def test_full_states_are_written_to_these_files(results, folder, strategy):
     from transformers import LlamaForCausalLM
 
     results("save")
@@ -110,7 +115,7 @@ def test_whole_states_are_written_to_these_files(results, folder, strategy):
     assert model.config.architectures == ["LlamaForCausalLM"]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp1 parts", "fsdp2 parts"])
+@pytest.mark.parametrize("strategy", ["fsdp1 sharded", "fsdp2 sharded"])
 def test_sharded_states_are_written_to_these_files(results, folder, strategy):
     results("save")
     checkpoint = folder / "saved" / strategy / "checkpoint-3"
@@ -120,10 +125,10 @@ def test_sharded_states_are_written_to_these_files(results, folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", cases_sharding.EVALUATED)
-def test_sharded_evaluation_and_generation_are_those_of_replicas(results, folder, strategy):
+def test_sharded_evaluation_and_generation_are_those_of_replicas(result, folder, strategy):
     from transformers import LlamaForCausalLM
 
-    ours, replicas = (results("evaluate")[0][name] for name in (strategy, "ddp"))
+    ours, replicas = (result("evaluate", name) for name in (strategy, "ddp"))
     assert losses(ours, "eval_loss") == pytest.approx(losses(replicas, "eval_loss"), rel=TOLERANCE)
     assert ours["before"]["eval_loss"] == pytest.approx(replicas["before"]["eval_loss"], rel=TOLERANCE)
     assert np.allclose(ours["after"].predictions, replicas["after"].predictions, rtol=0, atol=1e-6)
@@ -133,23 +138,23 @@ def test_sharded_evaluation_and_generation_are_those_of_replicas(results, folder
 
 
 @pytest.mark.parametrize("name", cases_sharding.HALF)
-def test_half_precision_keeps_float32_weights_and_losses(results, name):
+def test_half_precision_keeps_float32_weights_and_losses(result, name):
     """The optimizer steps in float32, and the losses are those of float32 to three digits."""
-    ours, whole = results("train_in_half_precision")[0][name], results("save")[0]["ddp"]
-    assert losses(ours) == pytest.approx(losses(whole), rel=2e-3)
+    ours, float32 = result("train_in_half_precision", name), result("save", "ddp", "undisturbed")
+    assert losses(ours) == pytest.approx(losses(float32), rel=2e-3)
     assert {weight.dtype for weight in ours["weights"].values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp1 whole", "fsdp2 whole", "fsdp2 parts"])
-def test_adapters_train_as_replicas_and_resume(results, strategy):
-    ours, resumed = (results("train_adapters")[0][f"{strategy}{which}"] for which in ("", ", resumed"))
-    assert_close(ours, results("train_adapters")[0]["ddp"])
+@pytest.mark.parametrize("strategy", ["fsdp1 full", "fsdp2 full", "fsdp2 sharded"])
+def test_adapters_train_as_replicas_and_resume(result, strategy):
+    ours, resumed = (result("train_adapters", strategy, which) for which in ("undisturbed", "resumed"))
+    assert_close(ours, result("train_adapters", "ddp", "undisturbed"))
     assert_same_weights(resumed["weights"], ours["weights"])
 
 
 @pytest.mark.parametrize("strategy", WAYS)
-def test_infinite_gradients_skip_the_step(results, strategy):
-    ours, replicas = (results("rerun_regressions")[0][f"overflow {name}"] for name in (strategy, "ddp"))
+def test_infinite_gradients_skip_the_step(result, strategy):
+    ours, replicas = (result("rerun_regressions", "overflow", name) for name in (strategy, "ddp"))
     assert losses(ours) == pytest.approx(losses(replicas), rel=3e-2)  # sharded weights are float16 in the forward pass
     assert losses(ours)[:5] == pytest.approx(losses(replicas)[:5], rel=1e-3)
     assert all(weight.isfinite().all() for weight in ours["weights"].values())
@@ -157,21 +162,22 @@ def test_infinite_gradients_skip_the_step(results, strategy):
 
 @pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize("case", ["label smoothing", "own loader"])
-def test_sharded_run_is_that_of_replicas(results, case, strategy):
-    ours, replicas = (results("rerun_regressions")[0][f"{case} {name}"] for name in (strategy, "ddp"))
+def test_sharded_run_is_that_of_replicas(result, case, strategy):
+    ours, replicas = (result("rerun_regressions", case, name) for name in (strategy, "ddp"))
     assert_close(ours, replicas)
 
 
 @pytest.mark.parametrize(("model", "strategy"), [(kind, name) for kind in ODD_MODELS for name in ODD_MODELS[kind][1]])
-def test_models_with_unusual_parts_resume(results, model, strategy):
-    undisturbed, resumed = (results("odd_models")[0][f"{model} {strategy}{which}"] for which in ("", ", resumed"))
+def test_models_with_unusual_modules_resume(result, model, strategy):
+    undisturbed, resumed = (result("odd_models", model, strategy, which) for which in ("undisturbed", "resumed"))
     assert_same_weights(resumed["weights"], undisturbed["weights"])
 
 
 @pytest.mark.parametrize("strategy", ODD_MODELS["vit"][1][1:])
-@pytest.mark.parametrize("which", ["", ", from ddp"])
-def test_weights_saved_under_other_names_are_read(results, strategy, which):
-    assert_close(results("odd_models")[0][f"vit {strategy}{which}"], results("odd_models")[0]["vit ddp"], atol=2e-5)
+@pytest.mark.parametrize("which", ["undisturbed", "from ddp"])
+def test_weights_saved_under_other_names_are_read(result, strategy, which):
+    ours, replicas = result("odd_models", "vit", strategy, which), result("odd_models", "vit", "ddp", "undisturbed")
+    assert_close(ours, replicas, atol=2e-5)
 
 
 def test_process_groups_are_destroyed_with_their_trainer(results):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.data.test_token_batches import samples, trainer
+from tests.support.token_batches import samples, trainer
 
 
 def train(folder: Any, flat: bool) -> tuple[list[int], int, list[torch.Tensor]]:

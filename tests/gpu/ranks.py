@@ -27,15 +27,15 @@ DEVICES = torch.cuda.device_count() if ON_GPU else 2
 GLOBAL_BATCH = 8
 START_METHOD = "spawn" if ON_GPU else "forkserver"
 multiprocessing.set_forkserver_preload(["lightning.pytorch", "accelerate.data_loader", "transformers.trainer"])
-PARTS = {"state_dict_type": "SHARDED_STATE_DICT"}
+SHARDED = {"state_dict_type": "SHARDED_STATE_DICT"}
 #: Name → arguments.
 STRATEGIES = {
     "ddp": {},
     "fsdp1": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 1}},
-    "fsdp1 parts": {"fsdp": "full_shard", "fsdp_config": {"version": 1, **PARTS}},
+    "fsdp1 sharded": {"fsdp": "full_shard", "fsdp_config": {"version": 1, **SHARDED}},
     "fsdp2": {"fsdp": True},
     "fsdp2 dcp": {"fsdp": True, "checkpoint_format": "dcp", "lightning_config": {"async_checkpoint": True}},
-    "fsdp2 parts bfloat16": {"fsdp": True, "fsdp_config": PARTS, "bf16": True},
+    "fsdp2 sharded bfloat16": {"fsdp": True, "fsdp_config": SHARDED, "bf16": True},
 }
 
 

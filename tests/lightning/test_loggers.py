@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from transformers.integrations import integration_utils
 
 import hftrainer
@@ -16,6 +17,7 @@ from hftrainer import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArgume
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
 from hftrainer.trackers.base import ReportingCallback
 from hftrainer.trackers.selection import TRACKERS, select_trackers
+from hftrainer_lightning.loggers import count_rows
 from tests.support import tracking
 from tests.support.tracking import Recorder, evaluate_with_trackers, scalars
 
@@ -254,6 +256,14 @@ def test_tracker_names_of_transformers_are_known(monkeypatch):
         select_trackers("comet")
 
 
+def test_rows_of_a_table_are_counted_before_they_are_written(tmp_path):
+    table = CSVLogger(tmp_path)
+    table.log_metrics({"loss": 1.0}, 1)
+    table.save()
+    table.log_metrics({"loss": 0.5}, 2)
+    assert count_rows(table) == 2
+
+
 @pytest.mark.newest_peer
 def test_our_trackers_are_those_of_newest_transformers():
     assert TRACKERS.keys() - {"csv"} == THEIRS.keys() - {"neptune"}
@@ -270,6 +280,16 @@ def test_tracker_unknown_to_installed_transformers_needs_upgrade(monkeypatch, in
     for name in ("trackio", "kubeflow"):
         with pytest.raises(MissingPackage, match=f"report_to='{name}' .* pip install --upgrade transformers"):
             select_trackers(name)
+
+
+@pytest.mark.parametrize("given", ["none", ["csv"]])
+def test_kubeflow_job_reports_to_kubeflow(tmp_path, monkeypatch, given):
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "http://127.0.0.1")
+    trainer = tracking.make_trainer("hftrainer", tmp_path, "plain", report_to=given)
+    assert trainer.args.report_to == [*([] if given == "none" else given), "kubeflow"]
+    monkeypatch.setenv("DISABLE_KUBEFLOW_INTEGRATION", "TRUE")
+    trainer = tracking.make_trainer("hftrainer", tmp_path, "plain", report_to=given)
+    assert "kubeflow" not in trainer.args.report_to
 
 
 #: `report_to` or other arguments of a Trainer; no package of a tracker is installed but those that are named.

@@ -332,6 +332,12 @@ def test_accelerator_attributes_report_the_config(tmp_path, config):
     run_both(run, assert_equal)
 
 
+def test_distributed_type_equals_that_of_accelerate(tmp_path):
+    theirs, kind = accelerate.DistributedType, build("hftrainer", "plain", tmp_path)[0].accelerator.distributed_type
+    assert (str(kind), kind, kind.value) == (str(theirs.NO), theirs.NO, "NO")
+    assert kind in (theirs.NO, theirs.FSDP) and kind != theirs.MULTI_GPU
+
+
 def test_gradient_state_and_accelerator_agree_on_sync_gradients(tmp_path):
     """Training loops copied from transformers set it through accelerate's name."""
     accelerator = build("hftrainer", "plain", tmp_path)[0].accelerator

@@ -195,7 +195,8 @@ def test_accumulation_changed_by_a_callback(tmp_path, event, first, then, step):
             if state.global_step == step:
                 args.gradient_accumulation_steps = then
 
-        settings = {"logging_steps": 1, "gradient_accumulation_steps": first}
+        # In three epochs: a wrong number of windows in the second shows in the third.
+        settings = {"logging_steps": 1, "num_train_epochs": 3, "gradient_accumulation_steps": first}
         trainer, recorder = parity.build(name, "plain", tmp_path / name, **settings)
         trainer.add_callback(type("Changes", (importlib.import_module(name).TrainerCallback,), {event: change}))
         trainer.train()

@@ -78,8 +78,8 @@ def test_every_event_passes_the_same_state_and_keywords(tmp_path, run):
     assert {seen[0] for seen in ours} == set(ALL_EVENTS) - never
 
 
-SWITCHES = ["should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save"]
-#: Event → the step at which the accumulating run announces it and the switch is set.
+FLAGS = ["should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save"]
+#: Event → the step at which the accumulating run announces it and the flag is set.
 ANNOUNCED = {
     **{"on_init_end": 0, "on_train_begin": 0, "on_epoch_begin": 4, "on_epoch_end": 4, "on_step_begin": 2},
     **{"on_substep_end": 2, "on_pre_optimizer_step": 2, "on_optimizer_step": 2, "on_step_end": 2, "on_log": 6},
@@ -87,36 +87,32 @@ ANNOUNCED = {
 }
 
 
-def set_switch(event: str, at: int, switch: str, how: str) -> Any:
+def set_flag(event: str, at: int, flag: str, how: str) -> Any:
     def handler(self, args, state, control, **kwargs):
         if state.global_step != at:
             return None
         if how == "new object":
-            return type(control)(**{**dataclasses.asdict(control), switch: True})
-        setattr(control, switch, True)
+            return type(control)(**{**dataclasses.asdict(control), flag: True})
+        setattr(control, flag, True)
         return control if how == "returned" else None
 
     return callback(**{event: handler})
 
 
 SETTINGS = {"accumulating": {**BEATS, "gradient_accumulation_steps": 3}, "plain": {}}
-#: Event and step at which a switch is set, the switch, how it is set, and the settings of the run.
+#: Event and step at which a flag is set, the flag, how it is set, and the settings of the run.
 SET = [
-    *((event, at, switch, "in place", "accumulating") for event, at in ANNOUNCED.items() for switch in SWITCHES),
+    *((event, at, flag, "in place", "accumulating") for event, at in ANNOUNCED.items() for flag in FLAGS),
     *((event, at, "should_evaluate", "new object", "accumulating") for event, at in ANNOUNCED.items()),
-    *(("on_step_end", 2, switch, "returned", "plain") for switch in SWITCHES),
-    *(("on_step_begin", 2, switch, "returned", "plain") for switch in SWITCHES[:2]),
-    *(
-        (event, 2, switch, "returned", "plain")
-        for event in ("on_log", "on_optimizer_step")
-        for switch in SWITCHES[1::2]
-    ),
+    *(("on_step_end", 2, flag, "returned", "plain") for flag in FLAGS),
+    *(("on_step_begin", 2, flag, "returned", "plain") for flag in FLAGS[:2]),
+    *((event, 2, flag, "returned", "plain") for event in ("on_log", "on_optimizer_step") for flag in FLAGS[1::2]),
 ]
 
 
-@pytest.mark.parametrize(("event", "at", "switch", "how", "settings"), SET)
-def test_control_switch_set_in_an_event_acts_alike(tmp_path, event, at, switch, how, settings):
-    compare(tmp_path, "plain", callback=set_switch(event, at, switch, how), **SETTINGS[settings])
+@pytest.mark.parametrize(("event", "at", "flag", "how", "settings"), SET)
+def test_control_flag_set_in_an_event_acts_alike(tmp_path, event, at, flag, how, settings):
+    compare(tmp_path, "plain", callback=set_flag(event, at, flag, how), **SETTINGS[settings])
 
 
 def test_early_stopping_callback_of_transformers_works(tmp_path):

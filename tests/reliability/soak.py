@@ -94,7 +94,7 @@ SCENARIOS = {
     "two processes": Scenario(count=2),
     "two processes, background": Scenario(BACKGROUND, count=2),
     "sharded": Scenario(SHARDED, count=2),
-    "sharded, whole files, background": Scenario({"fsdp": True, **BACKGROUND}, count=2),
+    "sharded, full files, background": Scenario({"fsdp": True, **BACKGROUND}, count=2),
     "elastic": Scenario({"elastic": True, "exact": True}, count=2, sizes=tuple(SIZES)),
     "deepspeed": Scenario(
         {"deepspeed": {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}},

@@ -10,7 +10,7 @@ from transformers import DataCollatorForLanguageModeling
 
 import hftrainer
 from hftrainer import Trainer, default_data_collator
-from tests.support.checkpoints import make_trainer
+from tests.support.checkpoints import make_trainer, train_to_end
 from tests.support.parity import EVALUATED, assert_same_weights, comparable, with_own_step
 from tests.support.tiny import Plain, plain_data, tokenizer
 
@@ -158,6 +158,17 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_resume_is_exact_with_each_setting(tmp_path, name):
     resume_from_each(tmp_path, **SETTINGS[name])
+
+
+def test_train_loss_of_a_resumed_run_is_that_of_its_own_steps(tmp_path):
+    """As in transformers. The losses since the last log line are in its first line, but were another call's."""
+    logged = train_to_end(build(tmp_path / "each", logging_steps=1))
+    build(tmp_path).train()
+    losses = [line["loss"] for line in logged.state.log_history if "loss" in line]
+    for step in (3, 4):  # between two log lines, and at one
+        output = build(tmp_path).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        # The sums are of float32.
+        assert output.training_loss == pytest.approx(sum(losses[step:]) / len(losses[step:]), rel=1e-6)
 
 
 class OneByOne(SequentialSampler):

@@ -30,7 +30,7 @@ from tests.support.checkpoints import KeepsState, copy_without_manifest, make_tr
 from tests.support.hub_runs import TOKEN, hub as hub
 from tests.support.hub_server import Commit, Repo
 from tests.support.jobs import names_in
-from tests.support.parts import make_stepped, write_parts
+from tests.support.shards import make_stepped, write_shards
 from tests.support.tiny import make_bert
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -47,8 +47,8 @@ def sources(tmp_path_factory):
     @functools.cache
     def source(kind):
         folder = tmp_path_factory.mktemp(kind)
-        if kind == "parts":
-            write_parts(folder / "checkpoint-3")
+        if kind == "shards":
+            write_shards(folder / "checkpoint-3")
             (folder / "checkpoint-3" / MANIFEST_NAME).touch()
         else:
             make(folder, max_steps=3, **(WORKERS if kind == "workers" else {})).train()
@@ -102,17 +102,17 @@ def change_part(part, path, draw, trace):
 
 
 def change_list(path, draw, trace):
-    parts = pickle.loads(path.read_bytes())
-    name = draw(st.sampled_from(list(vars(parts))))
-    value = getattr(parts, name)
+    metadata = pickle.loads(path.read_bytes())
+    name = draw(st.sampled_from(list(vars(metadata))))
+    value = getattr(metadata, name)
     described = draw(st.sampled_from(list(value.values()))) if isinstance(value, dict) and value else value
     if getattr(described, "__dict__", None) and draw(st.integers(0, 9)) < 7:
         vars(described)[draw(st.sampled_from(list(vars(described))))] = draw(fuzz.tensors)
     else:
-        setattr(parts, name, draw(fuzz.mutated(value)))
+        setattr(metadata, name, draw(fuzz.mutated(value)))
     if draw(st.integers(0, 9)) == 9:
-        parts.planner_data = {"more": fuzz.MaliciousPickle(trace)}
-    path.write_bytes(pickle.dumps(parts))
+        metadata.planner_data = {"more": fuzz.MaliciousPickle(trace)}
+    path.write_bytes(pickle.dumps(metadata))
 
 
 def scramble(path, draw, trace):
@@ -124,14 +124,14 @@ def resume(folder, **settings):
 
 
 def load(kind):
-    def load_parts(folder):
+    def load_shards(folder):
         model, optimizer = make_stepped()
         if kind == "model":
             load_model_shards(model, str(folder))
         else:
             load_optimizer(model, optimizer, str(folder), read_unsharded=dict)
 
-    return load_parts
+    return load_shards
 
 
 CHANGES = {
@@ -147,9 +147,9 @@ CASES = {
     "workers": ("workers", "progress.pt", partial(change_part, "workers"), partial(resume, **WORKERS)),
 }
 for _kind, _folder in SHARD_FOLDERS.items():
-    CASES[f"list of parts of the {_kind}"] = ("parts", f"{_folder}/.metadata", change_list, load(_kind))
-    CASES[f"bytes of that of the {_kind}"] = ("parts", f"{_folder}/.metadata", scramble, load(_kind))
-    CASES[f"bytes of the {_kind}'s parts"] = ("parts", f"{_folder}/__0_0.distcp", scramble, load(_kind))
+    CASES[f"list of shards of the {_kind}"] = ("shards", f"{_folder}/.metadata", change_list, load(_kind))
+    CASES[f"bytes of that of the {_kind}"] = ("shards", f"{_folder}/.metadata", scramble, load(_kind))
+    CASES[f"bytes of the {_kind}'s shards"] = ("shards", f"{_folder}/__0_0.distcp", scramble, load(_kind))
 
 
 @pytest.mark.parametrize("case", CASES)

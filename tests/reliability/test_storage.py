@@ -40,7 +40,7 @@ def test_rotation_keeps_the_checkpoint_just_written(tmp_path):
     assert "checkpoint-9" in names_in(tmp_path)
 
 
-def test_rotation_keeps_the_last_whole_checkpoint(tmp_path):
+def test_rotation_keeps_the_last_intact_checkpoint(tmp_path):
     """The two newer ones are damaged."""
     make_trainer(tmp_path).train()
     for step in (6, 9):
@@ -137,7 +137,7 @@ def no_renaming(monkeypatch):
 
 @pytest.mark.parametrize("renames", [True, False])
 @pytest.mark.parametrize("moment", range(4))
-def test_interrupted_replacement_leaves_one_whole_checkpoint(tmp_path, monkeypatch, request, renames, moment):
+def test_interrupted_replacement_leaves_one_complete_checkpoint(tmp_path, monkeypatch, request, renames, moment):
     """As by a second Ctrl-C between two renamings."""
     make_trainer(tmp_path, max_steps=3).train()
     if not renames:

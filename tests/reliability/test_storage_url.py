@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, InvalidAr
 from hftrainer.storage import remote
 from tests.support.checkpoints import BACKGROUND, BEST, At, OnSave, assert_same_end, make_trainer, train_to_end
 from tests.support.jobs import Job, assert_same, final_weights, names_in
-from tests.support.storages import FaultyStorage, files_at, whole_checkpoints
+from tests.support.storages import FaultyStorage, complete_checkpoints, files_at
 from tests.support.tracking import scalars
 
 KINDS = ("memory", "file", "s3")
@@ -71,11 +72,11 @@ def trainer_at(folder, url=FAULTY, **settings):
 def test_another_machine_resumes_a_run(url, tmp_path, undisturbed, settings):
     first = trainer_at(tmp_path / "a", url, max_steps=6, save_total_limit=2, **settings)
     first.train(resume_from_checkpoint="auto")
-    assert whole_checkpoints(url) == ["checkpoint-3", "checkpoint-6"]
+    assert complete_checkpoints(url) == ["checkpoint-3", "checkpoint-6"]
     second = trainer_at(tmp_path / "b", url, save_total_limit=2, **settings)
     second.train(resume_from_checkpoint="auto")
     assert_same_end(second, undisturbed)
-    assert whole_checkpoints(url) == ["checkpoint-6", "checkpoint-9"]
+    assert complete_checkpoints(url) == ["checkpoint-6", "checkpoint-9"]
     assert not any(
         "checkpoint-3" in name for name in fsspec.url_to_fs(url)[0].ls(fsspec.url_to_fs(url)[1], detail=False)
     )
@@ -92,7 +93,7 @@ def test_output_dir_may_be_a_url(tmp_path, monkeypatch, undisturbed):
     args = TrainingArguments("s3://bucket/run/", report_to="none")
     assert (args.storage_url, args.output_dir) == ("s3://bucket/run", str(tmp_path / "home/hftrainer/s3/bucket/run"))
     trainer = train_to_end(make_trainer(FAULTY, max_steps=6, **CONSTANT))
-    assert whole_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-6"]
+    assert complete_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-6"]
     assert trainer.args.output_dir == str(tmp_path / "home/hftrainer/faulty/bucket/run")
     elsewhere = train_to_end(make_trainer(tmp_path / "b", **CONSTANT), f"{FAULTY}/checkpoint-6")
     assert_same_end(elsewhere, undisturbed)
@@ -110,7 +111,7 @@ def test_each_request_is_repeated_when_it_fails_once(tmp_path, of_time, undistur
 
     FaultyStorage.fault = fail
     assert_same_end(train_to_end(trainer_at(tmp_path / "a")), undisturbed)
-    assert whole_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    assert complete_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "hftrainer_manifest.json"])
@@ -126,12 +127,12 @@ def test_network_lost_during_an_upload_leaves_the_earlier_checkpoint(tmp_path, c
     FaultyStorage.fault = fail
     assert_same_end(train_to_end(trainer_at(tmp_path / "a")), undisturbed)
     FaultyStorage.fault = None
-    assert whole_checkpoints(FAULTY) == ["checkpoint-3"]
+    assert complete_checkpoints(FAULTY) == ["checkpoint-3"]
     assert "checkpoint-6 is deleted, though it was not uploaded: keep_local=1" in caplog.text
     assert "Not uploaded to faulty://bucket/run: checkpoint-9" in caplog.text
     assert [name for name in names_in(tmp_path / "a") if name.startswith("checkpoint")] == ["checkpoint-9"]
     train_to_end(trainer_at(tmp_path / "a"), resume=True)
-    assert whole_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-9"]
+    assert complete_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-9"]
 
 
 def test_missed_uploads_are_made_with_the_next_checkpoint(tmp_path):
@@ -141,7 +142,7 @@ def test_missed_uploads_are_made_with_the_next_checkpoint(tmp_path):
 
     FaultyStorage.fault = fail
     train_to_end(trainer_at(tmp_path / "a", keep_local=3, save_total_limit=2))
-    assert whole_checkpoints(FAULTY) == ["checkpoint-6", "checkpoint-9"]
+    assert complete_checkpoints(FAULTY) == ["checkpoint-6", "checkpoint-9"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES], ids=os.strerror)
@@ -198,7 +199,7 @@ def test_damaged_checkpoint_at_the_url_is_skipped(tmp_path, caplog, harm, undist
         system.pipe_file(file, bytes(content if harm == "other bytes" else content[:100]))
     assert_same_end(train_to_end(trainer_at(tmp_path / "b"), "auto"), undisturbed)
     assert "Downloading faulty://bucket/run/checkpoint-6" in caplog.text or "checkpoint-9 is skipped" in caplog.text
-    assert whole_checkpoints(FAULTY)[-1] == "checkpoint-9"  # written again
+    assert complete_checkpoints(FAULTY)[-1] == "checkpoint-9"  # written again
 
 
 def test_keep_local_bounds_local_checkpoints(tmp_path):
@@ -213,14 +214,14 @@ def test_keep_local_bounds_local_checkpoints(tmp_path):
     FaultyStorage.fault = slow
     train_to_end(trainer_at(tmp_path / "a", save_steps=1, keep_local=2, **BACKGROUND))
     assert max(most) <= 4  # two, one that is uploaded, one that is written
-    assert whole_checkpoints(FAULTY) == [f"checkpoint-{step}" for step in range(1, 10)]
+    assert complete_checkpoints(FAULTY) == [f"checkpoint-{step}" for step in range(1, 10)]
 
 
 def test_best_checkpoint_is_kept_at_the_url_and_fetched(tmp_path):
     settings = {**BEST, "learning_rate": 0.5, "save_total_limit": 1}
     whole = train_to_end(trainer_at(tmp_path / "a", "memory://best", **settings))
     best = whole.state.best_model_checkpoint
-    assert whole_checkpoints("memory://best") == [os.path.basename(best)]
+    assert complete_checkpoints("memory://best") == [os.path.basename(best)]
     first = trainer_at(tmp_path / "b", callbacks=[At(7, lambda: 1 / 0)], save_on_interrupt=False, **settings)
     with pytest.raises(ZeroDivisionError):
         first.train()
@@ -250,13 +251,20 @@ def test_checkpoint_deleted_at_the_url_is_not_resumed(tmp_path, caplog):
     with pytest.raises(CheckpointNotFound, match=r"neither .* nor faulty://bucket/other"):
         train_to_end(trainer_at(tmp_path / "b", "faulty://bucket/other"), True)
     train_to_end(trainer_at(tmp_path / "a", "faulty://bucket/moved"), "auto")  # a bucket that was renamed
-    assert whole_checkpoints("faulty://bucket/moved") == ["checkpoint-9"]
+    assert complete_checkpoints("faulty://bucket/moved") == ["checkpoint-9"]
+
+
+def test_checkpoint_that_is_here_is_not_downloaded(tmp_path, caplog):
+    train_to_end(trainer_at(tmp_path / "a"))
+    with caplog.at_level(logging.INFO, logger="hftrainer"):
+        train_to_end(trainer_at(tmp_path / "a", max_steps=10), "auto")
+    assert "step 9 of 10" in caplog.text and "Downloading" not in caplog.text
 
 
 def test_checkpoints_of_a_run_without_a_url_are_kept_locally(tmp_path):
     train_to_end(make_trainer(tmp_path / "a", **CONSTANT))
     train_to_end(trainer_at(tmp_path / "a", max_steps=12), "auto")
-    assert whole_checkpoints(FAULTY) == ["checkpoint-9", "checkpoint-12"]
+    assert complete_checkpoints(FAULTY) == ["checkpoint-9", "checkpoint-12"]
     assert {"checkpoint-3", "checkpoint-6", "checkpoint-12"} <= {*names_in(tmp_path / "a")}
 
 
@@ -269,7 +277,7 @@ def test_bucket_lost_during_a_run_is_reported(tmp_path, caplog):
     train_to_end(trainer_at(tmp_path / "a", save_total_limit=1))
     FaultyStorage.fault = None
     assert "is written but not uploaded" in caplog.text and "Not uploaded to faulty://bucket/run" in caplog.text
-    assert whole_checkpoints(FAULTY)
+    assert complete_checkpoints(FAULTY)
 
 
 def test_checkpoint_deleted_during_its_upload_leaves_the_earlier_one(tmp_path, caplog):
@@ -280,7 +288,7 @@ def test_checkpoint_deleted_during_its_upload_leaves_the_earlier_one(tmp_path, c
     FaultyStorage.fault = delete
     train_to_end(trainer_at(tmp_path / "a", save_total_limit=1))
     assert "checkpoint-9 was deleted before it was uploaded" in caplog.text
-    assert whole_checkpoints(FAULTY) == ["checkpoint-6"]
+    assert complete_checkpoints(FAULTY) == ["checkpoint-6"]
 
 
 def test_network_lost_at_the_end_is_reported(tmp_path, caplog):
@@ -301,9 +309,9 @@ def test_best_checkpoint_of_another_url_is_not_deleted(tmp_path, monkeypatch):
     first = train_to_end(trainer_at(tmp_path / "old", "memory://old", keep_local=3, **settings))
     best = os.path.basename(first.state.best_model_checkpoint)
     last = next(name for name in ("checkpoint-9", "checkpoint-6") if name != best)
-    there = whole_checkpoints("memory://old")
+    there = complete_checkpoints("memory://old")
     train_to_end(trainer_at(tmp_path / "new", "memory://new", **settings, save_total_limit=1), tmp_path / "old" / last)
-    assert whole_checkpoints("memory://old") == there
+    assert complete_checkpoints("memory://old") == there
     system = fsspec.filesystem("memory")
     system.pipe_file(f"/old/{best}/model.safetensors", b"")
     train_to_end(trainer_at(tmp_path / "third", "memory://old", **settings, max_steps=12), "auto")
@@ -331,7 +339,7 @@ def test_retry_with_smaller_batches_removes_earlier_uploads(tmp_path):
 
     def run_out():
         trainer._hftrainer.storage_sync.mirror.wait()
-        there.append(whole_checkpoints(FAULTY))
+        there.append(complete_checkpoints(FAULTY))
         if len(there) == 2:
             raise torch.OutOfMemoryError("no memory")
 
@@ -339,7 +347,7 @@ def test_retry_with_smaller_batches_removes_earlier_uploads(tmp_path):
     trainer = trainer_at(tmp_path / "a", **settings)
     train_to_end(trainer)
     assert there == [[], ["checkpoint-3"], [], ["checkpoint-3"]]
-    assert "checkpoint-9" in whole_checkpoints(FAULTY)
+    assert "checkpoint-9" in complete_checkpoints(FAULTY)
 
 
 def test_checkpoint_named_by_url_wins_over_the_local_one(tmp_path):
@@ -355,18 +363,18 @@ def test_damaged_local_checkpoint_is_fetched_from_the_url(tmp_path, undisturbed)
     train_to_end(trainer_at(tmp_path / "a"))
     (tmp_path / "a" / "checkpoint-9" / "optimizer.pt").write_bytes(b"cut")
     assert_same_end(train_to_end(trainer_at(tmp_path / "a", max_steps=9), True), undisturbed)
-    assert whole_checkpoints(FAULTY)[-1] == "checkpoint-9"
+    assert complete_checkpoints(FAULTY)[-1] == "checkpoint-9"
 
 
 def test_run_that_does_not_resume_names_checkpoints_at_the_url(tmp_path, caplog):
     train_to_end(trainer_at(tmp_path / "a"))
     train_to_end(trainer_at(tmp_path / "b", save_total_limit=2))
     assert "faulty://bucket/run already has checkpoints, up to checkpoint-9" in caplog.text
-    assert whole_checkpoints(FAULTY) == ["checkpoint-6", "checkpoint-9"]
+    assert complete_checkpoints(FAULTY) == ["checkpoint-6", "checkpoint-9"]
 
 
 @pytest.mark.parametrize("kind", ["file", "s3"])
-def test_runs_killed_during_uploads_lose_no_whole_checkpoint(request, tmp_path, kind):
+def test_runs_killed_during_uploads_lose_no_complete_checkpoint(request, tmp_path, kind):
     """Each start is on a machine without local files."""
     environment = request.getfixturevalue("s3") if kind == "s3" else {}
     url = f"s3://bucket/{tmp_path.name}" if kind == "s3" else f"file://{tmp_path}/bucket"
@@ -375,7 +383,7 @@ def test_runs_killed_during_uploads_lose_no_whole_checkpoint(request, tmp_path, 
         job = Job(tmp_path / f"killed-{attempt}", environment, kill_upload=upload, storage_url=url)
         job.process.join()
         assert job.process.exitcode == -9, job.output.read_text()
-        there = whole_checkpoints(url)
+        there = complete_checkpoints(url)
         assert [int(name[11:]) for name in there] == sorted(int(name[11:]) for name in there)
         now = int(there[-1][11:]) if there else 0
         assert now >= last

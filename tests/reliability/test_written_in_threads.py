@@ -189,7 +189,7 @@ def publish_and_kill(folder, flushes):
 
 
 @pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
-def test_kill_at_any_flush_leaves_a_whole_checkpoint_or_none(tmp_path):
+def test_kill_at_any_flush_leaves_a_complete_checkpoint_or_none(tmp_path):
     """The next run removes what is left."""
     found, killed, flushes = [], True, 0
     while killed:

@@ -57,11 +57,12 @@ def rows_without(windows, size):
     return [row for index, row in enumerate(rows(STEPS * size)) if index // size not in windows]
 
 
-def fit(folder, data, resume=None, **settings):
+def fit(folder, data, resume=None, model=None, **settings):
     """Train a model with dropout on the samples in order; returns the Trainer."""
     settings = {**SEQUENTIAL, "per_device_train_batch_size": SIZE, **settings}
     torch.manual_seed(0)
-    return train_to_end(make_trainer(folder, trainer={"model": Sensitive(), "train_dataset": data}, **settings), resume)
+    given = {"model": model or Sensitive(), "train_dataset": data}
+    return train_to_end(make_trainer(folder, trainer=given, **settings), resume)
 
 
 def entries(folder):

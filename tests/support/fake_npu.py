@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -116,17 +117,22 @@ def plug_in(name: str, module: backend_registration._DummyBackendModule) -> list
 
 
 def main(folder: Path, fp16: bool = True) -> None:
-    """Train on both devices, resume on the plug-in, and train there with a scaled loss."""
+    """Train on both devices, also with an infinite loss; resume on the plug-in, and train there with a scaled loss."""
     from hftrainer import Trainer, TrainingArguments
     from tests.support.tiny import make_plain, plain_data
 
-    def run(name, checkpoint=None, **settings):
+    class InfiniteOnce(Trainer):
+        def compute_loss(self, model, inputs, **given):
+            loss = super().compute_loss(model, inputs, **given)
+            return loss + math.inf if self.state.global_step == 1 else loss  # the gradients stay finite
+
+    def run(name, checkpoint=None, trainer_class=Trainer, **settings):
         settings = {"max_steps": 6, "save_steps": 3, "logging_steps": 1, "torch_empty_cache_steps": 2, **settings}
         settings |= {"report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False}
         args = TrainingArguments(str(folder / name), skip_memory_metrics=False, **settings)
         model = make_plain()
         model.layers[3].p = 0.0  # the device draws no random numbers
-        trainer = Trainer(model, args, train_dataset=plain_data(), eval_dataset=plain_data(8))
+        trainer = trainer_class(model, args, train_dataset=plain_data(), eval_dataset=plain_data(8))
         metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
         losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
         losses.append(trainer.evaluate()["eval_loss"])
@@ -145,6 +151,10 @@ def main(folder: Path, fp16: bool = True) -> None:
     *_, on_cpu, cpu_weights = run("cpu", use_cpu=True)
     found["losses off by"] = float((losses - on_cpu).abs().max())
     found["weights off by"] = float((weights - cpu_weights).abs().max())
+    bad = {"trainer_class": InfiniteOnce, "logging_steps": 3}
+    *_, filtered, _ = run("filtered", **bad)
+    *_, filtered_on_cpu, _ = run("filtered on the CPU", use_cpu=True, **bad)
+    found["filtered losses off by"] = float((filtered - filtered_on_cpu).abs().max())
     CALLS.clear()
     found["resumed the same"] = torch.equal(run(NAME, str(folder / NAME / "checkpoint-3"))[3], weights)
     found["calls of resuming"] = sorted(set(CALLS))

@@ -74,7 +74,7 @@ class ModelStatesSuite:
         return make_plain()
 
     def weights(self, trainer):
-        """The whole weights; those of the first process count."""
+        """The full weights; those of the first process count."""
         found = trainer.accelerator.get_state_dict(trainer.model)
         return {name: value.clone() for name, value in found.items()} if trainer.args.process_index == 0 else {}
 
@@ -96,7 +96,7 @@ class ModelStatesSuite:
         ours, theirs = ([line for line in each.state.log_history if "loss" in line] for each in (resumed, undisturbed))
         assert ours == theirs and len(ours) == 4
 
-    def test_save_model_writes_whole_weights(self, folder):
+    def test_save_model_writes_full_weights(self, folder):
         trainer = self.make(folder / "run", save_strategy="no")
         trainer.train()
         trainer.save_model(str(folder / "saved"))
@@ -146,7 +146,7 @@ class ModelStatesSuite:
         assert trainer.state.global_step == 4
         assert (folder / "checkpoint-4").is_dir() and not (folder / "checkpoint-2").exists()
 
-    def test_weight_decay_is_that_of_a_whole_model(self, folder):
+    def test_weight_decay_is_that_of_an_unsharded_model(self, folder):
         trainer = self.make(folder)
         trainer.train()
         decayed = {name.replace("_fsdp_wrapped_module.", "") for name in self.decayed(trainer)}

@@ -62,7 +62,7 @@ class FaultyStorage(MemoryFileSystem):
 fsspec.register_implementation("faulty", FaultyStorage, clobber=True)
 
 
-def whole_checkpoints(url):
+def complete_checkpoints(url):
     """The checkpoints at a URL whose manifest is there; each must have all files that it lists, as it lists them."""
     system, root = fsspec.url_to_fs(url)
     system.invalidate_cache()

@@ -1,6 +1,7 @@
 """Import rules that import-linter cannot express; its contracts are in pyproject.toml, for `make lint`."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,11 @@ def test_optional_libraries_are_imported_in_functions_only():
 def test_adapters_import_deepspeed_in_functions_only():
     """import-linter checks the other imports of the adapters."""
     assert not imports_by_file("adapters", {"deepspeed"})
+
+
+def test_no_test_module_imports_another():
+    imports = re.compile(r"^ *(from|import) tests\b.*\btest_", re.MULTILINE)
+    assert not [str(path) for path in ROOT.glob("tests/**/*.py") if imports.search(path.read_text())]
 
 
 def test_adapters_folder_is_no_package():

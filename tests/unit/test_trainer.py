@@ -3,6 +3,7 @@
 import importlib
 import multiprocessing
 import os
+import time
 
 import numpy as np
 import pytest
@@ -190,3 +191,23 @@ def test_methods_may_be_called_before_init(tmp_path):
 
     trainer = Own(TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none"))
     assert trainer.train().global_step == 1
+
+
+def test_token_rate_of_a_resumed_run_is_that_of_its_own_tokens(make_trainer):
+    trainer = make_trainer(include_num_input_tokens_seen=True)
+    trainer.state.num_input_tokens_seen, trainer._initial_num_input_tokens_seen = 500, 200
+    trainer.log({"loss": 1.0}, start_time=time.time() - 100)
+    line = trainer.state.log_history[-1]  # whose rate has three decimals
+    assert line["train_tokens_per_second"] * line["train_runtime"] == pytest.approx(300, rel=1e-3)
+
+
+@pytest.mark.parametrize(("devices", "expected"), [([0], False), ([0, "cpu"], False), ([0, 1], True)])
+def test_model_on_several_devices_is_parallel(make_trainer, devices, expected):
+    model = make_plain()
+    model.hf_device_map = {f"layer{index}": device for index, device in enumerate(devices)}
+    assert make_trainer(model).is_model_parallel is expected
+
+
+@pytest.mark.parametrize("name", ["OPTIMIZER_NAME", "TRAINER_STATE_NAME", "TRAINING_ARGS_NAME"])
+def test_file_names_are_those_of_transformers(name):
+    assert getattr(hftrainer.trainer, name) == getattr(transformers.trainer, name)

@@ -1,17 +1,19 @@
 """The libraries of `make test-downstream`, and what it has found out about them, which COMPATIBILITY.md shows.
 
-With WRITE=1 it writes `results.json` and the page; without, a test fails when they are stale.
+A test fails when they are stale. `python -m tests.adapters.downstream.libraries` runs all cases and writes
+`results.json`; `make record-downstream` does so in each environment, and writes the page.
 """
 
 import importlib.util
 import json
 import os
+import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.adapters.downstream import support
+from tests.adapters.downstream import driver, support
 
 RESULTS = Path(__file__).with_name("results.json")
 
@@ -97,6 +99,15 @@ def chosen() -> list[str]:
     return os.environ.get("LIBRARIES", default).split()
 
 
+def module(library: str) -> str:
+    """The module with the cases of a library."""
+    return f"tests.adapters.downstream.{LIBRARIES[library].cases}"
+
+
+def cases(library: str) -> dict[str, Any]:
+    return importlib.import_module(module(library)).CASES
+
+
 def found(records: Path, library: str, cases: Any) -> dict[str, Any]:
     """What the lane says of a library in this environment: versions, and case → whether both records are the same."""
     return {
@@ -146,3 +157,10 @@ def rows() -> str:
         what, release = f"{library.name} {result['version']}", result["transformers"]
         lines.append(f"| {what} | {release} | {library.trainers}: {same} | {differs} |\n")
     return "".join(lines)
+
+
+if __name__ == "__main__":
+    driver.declare_operators()
+    for each in chosen():
+        with tempfile.TemporaryDirectory() as folder:
+            write(found(support.run_both(module(each), cases(each), Path(folder, "records")), each, cases(each)))

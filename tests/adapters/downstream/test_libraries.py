@@ -1,17 +1,13 @@
 """Trainers of other libraries: trained, evaluated, saved and resumed by both libraries, with the same results."""
 
 import functools
-import importlib
-import os
 
 import pytest
 
 from tests.adapters.downstream import libraries, support
 
 pytestmark = pytest.mark.slow
-#: Library → the module with its cases.
-MODULES = {library: f"tests.adapters.downstream.{libraries.LIBRARIES[library].cases}" for library in libraries.chosen()}
-CASES = {library: importlib.import_module(module).CASES for library, module in MODULES.items()}
+CASES = {library: libraries.cases(library) for library in libraries.chosen()}
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +18,7 @@ def records(request, tmp_path_factory):
     @functools.cache
     def run(library):
         names = [case["name"] for case in asked if case["library"] == library and "name" in case]
-        return support.run_both(MODULES[library], names, tmp_path_factory.mktemp("records"))
+        return support.run_both(libraries.module(library), names, tmp_path_factory.mktemp("records"))
 
     return run
 
@@ -34,11 +30,8 @@ def test_case_leaves_the_same_record_with_both_libraries(records, library, name)
 
 @pytest.mark.parametrize("library", CASES)
 def test_compatibility_page_has_the_results(records, library):
-    """COMPATIBILITY.md says what the lane has found; with WRITE=1 in the environment it is noted first."""
+    """COMPATIBILITY.md says what the lane has found."""
     missing = [name for name in CASES[library] if not (records(library) / "hftrainer" / name).exists()]
     if missing:
         pytest.skip(f"the page is about all cases, and {', '.join(missing)} were not run")
-    result = libraries.found(records(library), library, CASES[library])
-    if os.environ.get("WRITE"):
-        libraries.write(result)
-    assert libraries.is_recorded(result)
+    assert libraries.is_recorded(libraries.found(records(library), library, CASES[library]))

@@ -56,10 +56,7 @@ def test_unknown_argument_suggests_the_nearest_name(settings, message):
         ({"output_dir": "s3//bucket/run"}, ["use 's3://bucket/run', or './s3//bucket/run' for a folder"]),
         ({"storage_url": "s3//bucket/run"}, ["has no scheme (did you mean 's3://bucket/run'?)"]),
         ({"optim": "adam", "logging_steps": 0, "eval_strategy": "steps"}, ["optim: 'adam'", "logging_steps=0: "]),
-        (
-            {"adam_beta1": 2.0, "adam_beta2": -1},
-            ["adam_beta1=2.0: use a number of at least 0 and below 1", "beta2=-1"],
-        ),
+        ({"adam_beta1": 2.0, "adam_beta2": -1}, ["adam_beta1=2.0: use a number of at least 0 and below 1", "beta2=-1"]),
         ({"label_smoothing_factor": 1.5}, ["label_smoothing_factor=1.5: use a number"]),
         ({"seed": None}, ["seed=None: use a number of at least 0"]),
         ({"num_train_epochs": None}, ["num_train_epochs=None: use a number"]),

@@ -8,7 +8,7 @@ import torch
 from hftrainer import Trainer, TrainerState, TrainingArguments
 from hftrainer.checkpointing.file_checks import check_optimizer_state
 from hftrainer.checkpointing.resume import warn_about_changed_arguments
-from tests.support.parts import make_stepped
+from tests.support.shards import make_stepped
 from tests.support.tiny import make_plain, plain_data
 
 
@@ -41,3 +41,11 @@ def test_checkpoint_of_another_shape_offers_a_new_start(make_args):
     with pytest.raises(RuntimeError, match="size mismatch") as caught:
         Trainer(model, args, train_dataset=plain_data()).train(resume_from_checkpoint=True)
     assert "or start without resume_from_checkpoint" in caught.value.__notes__[0]
+
+
+def test_complete_run_does_not_warn_of_other_batches(make_args, caplog):
+    """It reads no data."""
+    for size in (4, 2):
+        args = make_args(save_strategy="steps", save_steps=1, max_steps=1, per_device_train_batch_size=size)
+        Trainer(make_plain(), args, train_dataset=plain_data()).train(resume_from_checkpoint=size == 2)
+    assert "per_device_train_batch_size=2, was 4" not in caplog.text

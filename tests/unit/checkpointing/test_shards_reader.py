@@ -13,7 +13,7 @@ from hftrainer.checkpointing.sharded import check_unread_states, load_model_shar
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, UnsupportedArgument
 from tests.support.checkpoints import MaliciousPickle
 from tests.support.parity import assert_same_weights
-from tests.support.parts import make_stepped, write_parts
+from tests.support.shards import make_stepped, write_shards
 from tests.support.tiny import Note, make_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -34,7 +34,7 @@ def change_metadata(folder, change):
 
 
 def test_written_shards_are_read_back(tmp_path):
-    model = write_parts(tmp_path)
+    model = write_shards(tmp_path)
     fresh = make_plain()
     load_model_shards(fresh, str(tmp_path))
     assert_same_weights(fresh.state_dict(), model.state_dict())
@@ -42,7 +42,7 @@ def test_written_shards_are_read_back(tmp_path):
 
 
 def test_metadata_runs_no_code(tmp_path):
-    write_parts(tmp_path)
+    write_shards(tmp_path)
     change_metadata(tmp_path, lambda metadata: metadata.planner_data.update(more=MaliciousPickle(tmp_path / "trace")))
     with pytest.raises(UnsafeCheckpoint, match=r"pytorch_model_fsdp_0/\.metadata holds a pickled posix\.mkdir"):
         load_model_shards(make_plain(), str(tmp_path))
@@ -53,14 +53,14 @@ def test_metadata_runs_no_code(tmp_path):
 def test_values_in_shards_run_no_code(tmp_path, variable, monkeypatch):
     if variable:
         monkeypatch.setenv(variable, "1")
-    write_parts(tmp_path, note=MaliciousPickle(tmp_path / "trace"))
+    write_shards(tmp_path, note=MaliciousPickle(tmp_path / "trace"))
     with pytest.raises(UnsafeCheckpoint, match=r"optimizer_0 holds a pickled posix\.mkdir"):
         load_optimizer(tmp_path, note=None)
     assert not (tmp_path / "trace").exists()
 
 
 def test_class_allowed_by_the_user_is_loaded(tmp_path):
-    write_parts(tmp_path, note=Note())
+    write_shards(tmp_path, note=Note())
     change_metadata(tmp_path, lambda metadata: metadata.planner_data.update(note=Note()))
     with torch.serialization.safe_globals([Note]):
         load_model_shards(make_plain(), str(tmp_path))
@@ -118,7 +118,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_metadata_that_does_not_fit_is_refused(tmp_path, name):
-    write_parts(tmp_path)
+    write_shards(tmp_path)
     change_metadata(tmp_path, WRONG[name][0])
     with pytest.raises(DamagedCheckpoint, match=rf"pytorch_model_fsdp_0.*{WRONG[name][1]}"):
         load_model_shards(make_plain(), str(tmp_path))
@@ -127,7 +127,7 @@ def test_metadata_that_does_not_fit_is_refused(tmp_path, name):
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("length", [None, 0, 100])
 def test_missing_or_truncated_file_is_refused(tmp_path, name, length):
-    write_parts(tmp_path)
+    write_shards(tmp_path)
     path = tmp_path / SHARD_FOLDERS["model"] / name
     path.unlink() if length is None else path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(DamagedCheckpoint, match="pytorch_model_fsdp_0"):
@@ -136,7 +136,7 @@ def test_missing_or_truncated_file_is_refused(tmp_path, name, length):
 
 def test_torch_reads_the_same_metadata(tmp_path):
     """No class that torch writes is missing among those that we allow."""
-    write_parts(tmp_path)
+    write_shards(tmp_path)
     assert FileSystemReader(tmp_path / SHARD_FOLDERS["model"]).read_metadata().state_dict_metadata.keys() == {
         f"model.{name}" for name in make_plain().state_dict()
     }

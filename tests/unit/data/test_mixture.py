@@ -7,46 +7,17 @@ import random
 
 import datasets
 import pytest
-from torch.utils.data import IterableDataset
 
 import hftrainer
 from hftrainer.data.mixture import MixtureBatchSampler, MixtureDataset, MixturePlan, make_shares
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from tests.support.mixture import SIZES, WEIGHTS, Stream, make_sources
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_plain, plain_data
-
-WEIGHTS = {"code": 0.7, "chat": 0.3}
-SIZES = {"code": 20, "chat": 7}
 
 
 def more_chat_later(step):
     return WEIGHTS if step < 5 else {"code": 0, "chat": 1}
-
-
-class Stream(IterableDataset):
-    """Samples without an order of their own; each pass adds 100 to the first feature."""
-
-    def __init__(self, rows):
-        self.rows, self.epoch = rows, 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        for row in self.rows:
-            yield {**row, "x": row["x"] + 100 * self.epoch}
-
-
-def make_sources(kind="map-style"):
-    """The first feature of a sample is its index, above 1000 in the second source."""
-    sources = {}
-    for first, (name, size) in zip((0, 1000), SIZES.items(), strict=True):
-        sources[name] = rows = plain_data(size)
-        for index, row in enumerate(rows):
-            row["x"][0] = first + index
-    if kind == "streams":
-        return {name: Stream(rows) for name, rows in sources.items()}
-    return {"code": Stream(sources["code"]), "chat": sources["chat"]} if kind == "both" else sources
 
 
 def train_mixture(folder, sources=None, resume=None, **settings):
@@ -113,9 +84,10 @@ def test_plan_continues_from_any_step():
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("map-style", 0), ("streams", 0), ("streams", 2), ("both", 0)])
-def test_each_batch_has_one_source_and_logs_are_by_source(tmp_path, kind, workers):
+@pytest.mark.parametrize(("kind", "workers"), [("map-style", 0), ("streams", 1), ("streams", 2), ("both", 0)])
+def test_each_batch_has_one_source_and_logs_are_by_source(tmp_path, caplog, kind, workers):
     trainer, read = train_mixture(tmp_path, make_sources(kind), dataloader_num_workers=workers)
+    assert ("is reduced to 1" in caplog.text) == (workers > 1)
     losses = collections.defaultdict(lambda: [0.0, 0])
     for number, line in enumerate(loss_lines(trainer)):
         assert line["loss"] == line["loss/code"] + line["loss/chat"]

@@ -189,11 +189,7 @@ WRONG = {
     "nodes alone": ("", {"num_nodes": 2}, r"\['num_nodes'\]=2 needs a launcher on each node: use torchrun"),
     "no devices": ("", {"devices": 0}, r"\['devices'\]=0: it must be a positive integer, -1 or 'auto'"),
     "devices without cores": ("", {"devices": 10**12}, r"\['devices'\]=10+ asks for as many .* use at most \d+\."),
-    "devices by name": (
-        "",
-        {"devices": [0, 2]},
-        "use a number, and select devices with CUDA_VISIBLE_DEVICES",
-    ),
+    "devices by name": ("", {"devices": [0, 2]}, "use a number, and select devices with CUDA_VISIBLE_DEVICES"),
     "no nodes": ("", {"num_nodes": 0}, r"\['num_nodes'\]=0: it must be a positive integer"),
     "launcher": (
         "",

@@ -52,16 +52,10 @@ CASES = {
     "xpu two_processes every_backend": [
         ({}, None),
         ({"fsdp": True}, "Sharding needs CUDA or the CPU, but this device is xpu: remove fsdp"),
-        (
-            {**CPU, "ddp_backend": "nccl"},
-            "'nccl' does not connect processes on cpu: use 'gloo', or remove",
-        ),
+        ({**CPU, "ddp_backend": "nccl"}, "'nccl' does not connect processes on cpu: use 'gloo', or remove"),
         ({**CPU, "ddp_backend": "mpi"}, None),
         ({"ddp_backend": "xccl"}, None),
-        (
-            {"ddp_backend": "gloo"},
-            "ddp_backend='gloo' does not connect processes on xpu: use 'xccl', or remove",
-        ),
+        ({"ddp_backend": "gloo"}, "ddp_backend='gloo' does not connect processes on xpu: use 'xccl', or remove"),
     ],
     "two_processes a_backend_called_smoke": [({**CPU, "ddp_backend": "smoke"}, None)],
     "on_xla": [

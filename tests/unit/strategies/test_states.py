@@ -1,4 +1,4 @@
-"""The suite for model states, with a model that is whole in each process."""
+"""The suite for model states, with a model that no strategy shards."""
 
 from hftrainer.strategies.strategy import ReplicasStrategy
 from tests.support.model_states import ModelStatesSuite

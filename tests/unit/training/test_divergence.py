@@ -1,9 +1,11 @@
 """After a step that diverges, the run returns to its last checkpoint, and ends as if its data lacked the samples."""
 
+import contextlib
 import random
 import shutil
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from hftrainer import Trainer, TrainerCallback
@@ -227,6 +229,23 @@ class Own(Trainer):
 def test_conflicting_override_or_callback_is_refused(tmp_path, settings, said):
     with pytest.raises(UnsupportedArgument, match=said):
         fit(tmp_path, rows(STEPS * SIZE), on_divergence="rollback", max_steps=2, **settings)
+
+
+class Level(torch.nn.Linear):
+    """A model whose loss is the level of its sample."""
+
+    def forward(self, level):
+        return {"loss": level.mean() + 0 * self.weight.sum()}
+
+
+@pytest.mark.parametrize(("last", "diverges"), [(1.005, False), (1.02, True)])
+def test_spike_exceeds_one_percent_of_the_mean_at_least(tmp_path, last, diverges):
+    """Of equal losses the standard deviation is 0: without the minimum, any noise would be a spike."""
+    data = [{"level": level} for level in [1.0] * 20 + [last]]
+    settings = {"max_steps": 21, "per_device_train_batch_size": 1, "save_strategy": "no", "divergence_threshold": 1}
+    spike = pytest.raises(TrainingDiverged, match="Step 21 diverged: the loss is a spike")
+    with spike if diverges else contextlib.nullcontext():
+        fit(tmp_path, data, model=Level(1, 1), on_divergence="stop", **settings)
 
 
 @pytest.mark.slow

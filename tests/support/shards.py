@@ -1,4 +1,4 @@
-"""A model and its optimizer in the parts of torch's distributed checkpoints."""
+"""A model and its optimizer in the shards of torch's distributed checkpoints."""
 
 import torch
 
@@ -14,9 +14,9 @@ def make_stepped():
     return model, optimizer
 
 
-def write_parts(folder, **more):
+def write_shards(folder, **more):
     model, optimizer = make_stepped()
     optimizer.param_groups[0].update(more)
-    parts = {"model": model_state(model, full=False), "optimizer": optimizer_state(model, optimizer, full=False)}
-    save_shards(parts, folder)
+    states = {"model": model_state(model, full=False), "optimizer": optimizer_state(model, optimizer, full=False)}
+    save_shards(states, folder)
     return model
