@@ -85,6 +85,8 @@ def find_folder(resume_from_checkpoint: str | bool | None, args: Any) -> str | N
                 "Train without this argument first, pass the path of a checkpoint, or pass 'auto' to start from "
                 "scratch if no checkpoint exists."
             )
+        if newest is None and damages:
+            logger.warning("No checkpoint in %s can be used: training starts from scratch.", output_dir)
         return newest
     if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
         raise CheckpointNotFound(

@@ -109,11 +109,12 @@ class Curve:
 
     @cached_property
     def mean(self) -> list[float] | None:
-        """The exponential mean of many values, over about a thirtieth of them; None for learning rates.
+        """The exponential mean of many values of training, over about a thirtieth of them; None for shares and rates.
 
         It begins at the first value. As losses fall steeply at first, it goes over about a third of those so far.
         """
-        if self.panel == "learning rate" or len(self.values) < MANY:
+        is_exact = self.panel in ("learning rate", SHARES) or self.name.startswith("eval_")
+        if is_exact or len(self.values) < MANY:
             return None
         least, count, mean, means = 2 / (len(self.values) / 30 + 1), 2, 0.0, []
         for value in self.values:

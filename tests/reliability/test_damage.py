@@ -115,7 +115,7 @@ def test_resume_fails_when_no_checkpoint_is_whole(finished_runs, tmp_path):
     assert get_last_checkpoint(str(folder.parent)) is None
 
 
-def test_resume_auto_skips_harmed_checkpoints(tmp_path):
+def test_resume_auto_skips_harmed_checkpoints(tmp_path, caplog):
     saved = []
     for steps in (3, 6, 9):
         saves = OnSave(lambda folder: saved.append(folder.name))
@@ -123,6 +123,7 @@ def test_resume_auto_skips_harmed_checkpoints(tmp_path):
         truncate(tmp_path / f"checkpoint-{steps}" / "optimizer.pt")
     # the second run has found checkpoint-3 damaged, and wrote it again; the third did so with checkpoint-6
     assert saved == [f"checkpoint-{step}" for step in (3, 3, 6, 6, 9)]
+    assert caplog.text.count("can be used: training starts from scratch") == 1
 
 
 def test_best_model_is_found_in_a_moved_folder(tmp_path, caplog):

@@ -560,7 +560,8 @@ def test_100_losses_or_more_get_a_running_mean():
     values[50] = math.nan
     steps = list(map(float, range(100)))
     assert Curve("loss", "loss", steps[1:], values[1:]).mean is None
-    assert Curve("learning rate", "learning_rate", steps, values).mean is None
+    for panel, name in (("learning rate", "learning_rate"), (SHARES, "data_wait"), ("loss", "eval_loss")):
+        assert Curve(panel, name, steps, values).mean is None
     mean = Curve("loss", "loss", steps, values).mean
     # The weights are 1, 3/4, 3/5, ..., and at least 2 / (100 / 30 + 1).
     assert mean[:4] == pytest.approx([0, 3 / 4, 3 / 10, 13 / 20])
