@@ -202,7 +202,7 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
     is_stacked = curves[0].panel == SHARES and all(curve.steps == curves[0].steps for curve in curves)
     if is_stacked:
         # A value is of the time since the one before.
-        points = [curve.points(curve.mean or curve.values) for curve in curves]
+        points = [curve.points(curve.values) for curve in curves]
         colours = [curve.colour for curve in curves]
         values = [[0, *values] for _, values in points]
         areas = axis.stackplot([0, *points[0][0]], values, colors=colours, step="pre")
@@ -336,7 +336,7 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
         trace = {"x": steps, "y": values, "name": curve.label, "legendgroup": group, "showlegend": False, "line": style}
         if curve.panel == SHARES:
             area = {"stackgroup": "time", "fillcolor": curve.colour, "legend": legend}
-            points = {"x": [0, *steps], "y": [0, *curve.points(curve.mean or curve.values)[1]], "name": curve.label}
+            points = {"x": [0, *steps], "y": [0, *values], "name": curve.label}
             yield trace | points | area | {"line": {"width": 0, "shape": "vh"}, "showlegend": True}
             continue
         if curve.mean:
