@@ -18,7 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from hftrainer.arguments.choices import read_address
 from hftrainer.callbacks.state import TrainerState
@@ -313,6 +315,21 @@ def _stack(rank: dict[str, Any]) -> str:
     return ""
 
 
+class _Server(ThreadingMixIn, WSGIServer):
+    """Listens on an address of IPv4 or IPv6, with a thread for each request."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: Any) -> None:
+        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        super().__init__(address, handler)
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log no requests."""
+
+
 @contextlib.contextmanager
 def _run_server(address: int | str, reporter: _Reporter) -> Iterator[None]:
     """Serve `/health` and `/metrics` during the block.
@@ -322,21 +339,14 @@ def _run_server(address: int | str, reporter: _Reporter) -> Iterator[None]:
         MissingPackage: if prometheus_client is not installed.
     """
     try:
-        from prometheus_client import CollectorRegistry, start_wsgi_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
     except ImportError as error:
         raise MissingPackage(
             "metrics_port needs prometheus_client: pip install 'hftrainer[metrics]'"
         ) from cause_if_installed(error)
-    host, port = read_address(address)
     registry = CollectorRegistry()
     registry.register(reporter)
-    try:
-        server, _ = start_wsgi_server(port, host, registry)
-    except OSError as error:
-        raise InvalidArgument(
-            f"metrics_port={address!r}: cannot listen on {host}:{port} ({error.strerror}). Use another port."
-        ) from error
-    metrics: Any = server.get_app()
+    metrics = make_wsgi_app(registry)
 
     def answer(request: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if request["PATH_INFO"] != "/health":
@@ -346,7 +356,15 @@ def _run_server(address: int | str, reporter: _Reporter) -> Iterator[None]:
         start_response(status, [("Content-Type", "application/json")])
         return [json.dumps(report).encode()]
 
-    server.set_app(answer)
+    host, port = read_address(address)
+    try:
+        # Not start_wsgi_server: it answers with the metrics, at any path, before it can be given another application.
+        server = make_server(host, port, answer, _Server, _QuietHandler)
+    except OSError as error:
+        raise InvalidArgument(
+            f"metrics_port={address!r}: cannot listen on {host}:{port} ({error.strerror}). Use another port."
+        ) from error
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     try:
         yield
     finally:

@@ -141,6 +141,16 @@ def test_metrics_port_may_be_a_port_or_an_address(given, address):
     assert TrainingArguments("x", metrics_port=given).metrics_port == (9400 if given == "9400" else given)
 
 
+def test_health_never_has_the_metrics_as_its_answer(tmp_path, port, monkeypatch):
+    """Asked as soon as the server listens, before it had been told what to answer at /health."""
+    asked = []
+    monkeypatch.setattr(health.WSGIServer, "serve_forever", lambda server: asked.append(server.get_app()))
+    monkeypatch.setattr(health.WSGIServer, "shutdown", lambda server: None)
+    make_trainer(tmp_path, metrics_port=port, max_steps=1).train()
+    (app,) = asked
+    assert json.loads(b"".join(app({"PATH_INFO": "/health"}, lambda *status: None)))["max_steps"] == 1
+
+
 def test_port_in_use_is_named(tmp_path, port):
     with socket.socket() as other:
         other.bind(("127.0.0.1", int(port)))
