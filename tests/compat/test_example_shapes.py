@@ -71,9 +71,9 @@ def results_of(files):
 def test_example_script_gives_the_same_results(folders, name):
     if MISSING[name]:
         pytest.skip(f"{name} needs {' and '.join(MISSING[name])}")
+    theirs, ours = (outcome(folder / name) for folder in folders)
     trained = [any((folder / name).rglob("hftrainer_manifest.json")) for folder in folders]
     assert trained == [False, True], "by transformers, then by hftrainer"
-    theirs, ours = (outcome(folder / name) for folder in folders)
     our_results, their_results = results_of(ours), results_of(theirs)
     assert ours.keys() == theirs.keys()
     for file, value in theirs.items():

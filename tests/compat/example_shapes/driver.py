@@ -84,7 +84,9 @@ def use_both_parsers():
 
     def same(found, expected):
         assert [type(each) for each in found] == [type(each) for each in expected]
-        assert [asdict(each) for each in found] == [asdict(each) for each in expected]
+        # Until v4.57 the default of logging_dir has the second in which the arguments were parsed.
+        texts = [re.sub(r"\d\d-\d\d-\d\d", "now", str([asdict(each) for each in both])) for both in (found, expected)]
+        assert texts[0] == texts[1]
         return found
 
     transformers.HfArgumentParser = BothParsers
