@@ -893,8 +893,8 @@ class Trainer(EarlierMethods):
             trial: the hyperparameter trial, if any.
             metrics: an evaluation's metrics, to find the best model; passed until v4.46.
         """
-        events = self._hftrainer.run.events
-        if metrics is not None and (events is None or metrics is not events.evaluation_metrics):
+        loop = self._hftrainer.run.loop
+        if metrics is not None and (loop is None or metrics is not loop.evaluation_metrics):
             self._determine_best_metric(metrics, trial)
         with self._hftrainer.saver.checkpoint(trial) as write_files:
             write_files()

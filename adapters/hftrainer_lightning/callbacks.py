@@ -40,7 +40,7 @@ from hftrainer_lightning.private_api.training import use_previous_epoch
 
 if TYPE_CHECKING:
     from hftrainer.strategies.strategy import Strategy
-    from hftrainer.training.events import TrainingEvents
+    from hftrainer.training.loop import TrainingLoop
     from hftrainer_lightning.module import TrainerModule
 
 logger = logging.getLogger(__name__)
@@ -282,7 +282,7 @@ def run_missed_epoch_end(trainer: pl.Trainer, module: TrainerModule) -> None:
                 callback.on_train_epoch_end(trainer, module)
 
 
-def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, events: TrainingEvents) -> None:
+def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, loop: TrainingLoop) -> None:
     """Recompute batch normalization's running statistics for weights that `StochasticWeightAveraging` averaged.
 
     Lightning computes them in an extra epoch, which would exceed the Trainer's number of steps.
@@ -290,7 +290,7 @@ def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, events: Traini
     averaging = find_callback(trainer.callbacks, StochasticWeightAveraging)  # type: ignore[attr-defined]
     has_averaged = averaging is not None and averaging.n_averaged is not None
     if has_averaged and any(isinstance(part, _BatchNorm) for part in module.modules()):
-        update_bn(events.trainer.get_train_dataloader(), _BatchForward(module.model, events.trainer))
+        update_bn(loop.trainer.get_train_dataloader(), _BatchForward(module.model, loop.trainer))
 
 
 class _BatchForward(torch.nn.Module):

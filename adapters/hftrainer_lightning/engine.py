@@ -42,7 +42,7 @@ from hftrainer_lightning.strategies import StrategySettings, make_accelerator
 
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
-    from hftrainer.training.events import TrainingEvents
+    from hftrainer.training.loop import TrainingLoop
     from hftrainer.training.planner import TrialSteps
 
 #: Lightning's loops over an evaluation or test set.
@@ -89,16 +89,16 @@ class LightningEngine:
         self._validation_group: evaluation_loops.ValidationGroup | None = None
         self._saved_values: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
 
-    def fit(self, events: TrainingEvents, model: torch.nn.Module, *, log_every_n_steps: int) -> None:
+    def fit(self, loop: TrainingLoop, model: torch.nn.Module, *, log_every_n_steps: int) -> None:
         """Run training in Lightning's loop.
 
         Args:
-            events: the events of the run, whose methods Lightning calls.
+            loop: the loop of the run, whose methods Lightning's hooks call.
             model: the model to train.
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
         """
-        optimizer, resumed_state = events.parts.require_optimizer(), load_lightning_callbacks(events.resume_folder)
-        max_epochs = events.schedule.num_train_epochs
+        optimizer, resumed_state = loop.parts.require_optimizer(), load_lightning_callbacks(loop.resume_folder)
+        max_epochs = loop.schedule.num_train_epochs
         with quiet_lightning():
             self.trainer = trainer = self._build_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
@@ -106,16 +106,16 @@ class LightningEngine:
                 logger=self._loggers_or_fallback(),
                 log_every_n_steps=log_every_n_steps,
                 strategy=self.strategy.lightning_strategy(
-                    StrategySettings(self.scaler, events.parts.model_setup.finds_unused_parameters())
+                    StrategySettings(self.scaler, loop.parts.model_setup.finds_unused_parameters())
                 ),
             )
         loggers = trainer.loggers
         self.module = module = TrainerModule(model)
-        module.attach(events, optimizer, events.trainer.lr_scheduler, resumed_state)
-        batches = events.batches
-        install_training_loops(trainer, batches, is_epoch_overridden=is_overridden(events.trainer, "_run_epoch"))
+        module.attach(loop, optimizer, loop.trainer.lr_scheduler, resumed_state)
+        batches = loop.batches
+        install_training_loops(trainer, batches, is_epoch_overridden=is_overridden(loop.trainer, "_run_epoch"))
         if batches.first_epoch or batches.first_position:
-            restore_progress(trainer, batches, events.trainer.state.global_step)
+            restore_progress(trainer, batches, loop.trainer.state.global_step)
         self.is_fitting = True
         reset_averages(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
@@ -124,7 +124,7 @@ class LightningEngine:
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
                 trainer.fit(module, train_dataloaders=batches, val_dataloaders=[])
         except Exception as error:
-            events.parts.saver.save_after_error(events, error)
+            loop.parts.saver.save_after_error(loop, error)
             raise
         finally:
             self.is_fitting = False

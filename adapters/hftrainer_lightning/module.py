@@ -17,10 +17,10 @@ from hftrainer_lightning.private_api.training import WithoutBatchTransfer
 
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
-    from hftrainer.training.events import TrainingEvents
+    from hftrainer.training.loop import TrainingLoop
 
 #: Attributes of the run, not of the model. Callbacks copy the module without them.
-_RUN_ATTRIBUTES = ("events", "resume_state", "_optimizer", "_scheduler", "_resumed_state")
+_RUN_ATTRIBUTES = ("loop", "resume_state", "_optimizer", "_scheduler", "_resumed_state")
 
 
 class TrainerModule(WithoutBatchTransfer):
@@ -30,8 +30,8 @@ class TrainerModule(WithoutBatchTransfer):
         model: the user's model.
     """
 
-    #: The events of the training run, while one is attached.
-    events: TrainingEvents
+    #: Our loop of the training run, while one is attached; Lightning's hooks call its methods.
+    loop: TrainingLoop
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -46,21 +46,21 @@ class TrainerModule(WithoutBatchTransfer):
 
     def attach(
         self,
-        events: TrainingEvents,
+        loop: TrainingLoop,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         resumed_state: Mapping[str, Any] | None,
     ) -> None:
         """Attach the training run for `fit`, and the state that its callbacks resume from."""
-        self.events = events
-        self.resume_state = functools.partial(events.parts.saver.resume_state, events)
+        self.loop = loop
+        self.resume_state = functools.partial(loop.parts.saver.resume_state, loop)
         self._resumed_state = resumed_state
         self._optimizer = optimizer
         self._scheduler = scheduler
 
     def detach(self) -> None:
         """Release the training run."""
-        vars(self).pop("events", None)
+        vars(self).pop("loop", None)
         self._optimizer = self._scheduler = self._resumed_state = None
         self.active_evaluation = None, None
 
@@ -94,7 +94,7 @@ class TrainerModule(WithoutBatchTransfer):
                 callback.stopping_reason_message = None
         if self._resumed_state is not None:
             callbacks.unfreeze_optimized_parameters(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]
-            self.events.load_optimizer()
+            self.loop.load_optimizer()
 
     def teardown(self, stage: str) -> None:
         """Detach the loggers: Lightning would close them now, before the run's last log line."""
@@ -124,13 +124,13 @@ class TrainerModule(WithoutBatchTransfer):
         configs = self.trainer.strategy.lr_scheduler_configs
         is_replaced = self._shows_scheduler and not (configs and configs[0].scheduler is self._scheduler)
         precision: Any = self.trainer.precision_plugin
-        self.events.after_optimizer_step(precision.has_skipped_step, is_schedule_replaced=is_replaced)
+        self.loop.after_optimizer_step(precision.has_skipped_step, is_schedule_replaced=is_replaced)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
         """Clip through the run, which also needs the norm for its log line."""
-        self.events.before_optimizer_step(self.model)
+        self.loop.before_optimizer_step(self.model)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Step a scheduler by which a callback replaced the run's. The run steps its own scheduler."""
@@ -155,7 +155,7 @@ class TrainerModule(WithoutBatchTransfer):
         if fused_backward is None:
             loss.backward(*args, **kwargs)
         else:
-            fused_backward(loss, self.events.trainer._get_learning_rate() if learning_rate is None else learning_rate)
+            fused_backward(loss, self.loop.trainer._get_learning_rate() if learning_rate is None else learning_rate)
             # Otherwise torch's schedulers would not notice this step().
             self._optimizer._opt_called = True  # type: ignore[union-attr]
 
@@ -170,46 +170,46 @@ class TrainerModule(WithoutBatchTransfer):
         """Begin the run. Lightning does not announce an epoch that resumes in the middle, so announce it."""
         if self._resumed_state is not None and not self._resumed_state.get("epoch_ended", True):
             callbacks.run_missed_epoch_end(self.trainer, self)
-        self.events.begin_training()
+        self.loop.begin_training()
         if self.trainer.fit_loop.restarted_mid_epoch:
             callbacks.run_missed_epoch_start(self.trainer, self)
-            self.events.begin_epoch(self.current_epoch)
+            self.loop.begin_epoch(self.current_epoch)
 
     def on_train_epoch_start(self) -> None:
         """Begin an epoch."""
-        self.events.begin_epoch(self.current_epoch)
+        self.loop.begin_epoch(self.current_epoch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin a micro-batch."""
-        self.events.begin_micro_batch()
+        self.loop.begin_micro_batch()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """Run the forward and backward passes of a micro-batch; returns the detached loss."""
-        loss = self.events.run_micro_batch(self.model, batch)
-        self.events.end_micro_batch(loss, batch)
+        loss = self.loop.run_micro_batch(self.model, batch)
+        self.loop.end_micro_batch(loss, batch)
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a micro-batch, and the optimizer step if it was its last."""
-        events = self.events
-        if events.batches.window.is_last:
-            events.end_step(self.model)
+        loop = self.loop
+        if loop.batches.window.is_last:
+            loop.end_step(self.model)
         else:
-            events.end_substep()
-        if events.should_stop:
+            loop.end_substep()
+        if loop.should_stop:
             self.trainer.should_stop = True
 
     def on_train_epoch_end(self) -> None:
         """End an epoch."""
         self.has_epoch_ended = True
-        self.events.end_epoch()
+        self.loop.end_epoch()
         self.has_epoch_ended = False
-        if self.events.should_stop:
+        if self.loop.should_stop:
             self.trainer.should_stop = True
 
     def on_train_end(self) -> None:
         """Recompute batch-norm statistics, if a callback has averaged the weights."""
-        callbacks.update_batch_norm(self.trainer, self, self.events)
+        callbacks.update_batch_norm(self.trainer, self, self.loop)
 
     # ---- Evaluation and prediction -----------------------------------------------------------------------------
 

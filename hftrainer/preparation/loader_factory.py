@@ -54,7 +54,7 @@ class LoaderFactory(Part):
         # Without this, each evaluation would start new persistent workers.
         if trainer.args.dataloader_persistent_workers and name is not None:
             trainer._eval_dataloaders[name] = loader
-            progress = None if self.run.events is None else self.run.resumed_progress
+            progress = None if self.run.loop is None else self.run.resumed_progress
             if progress is not None and name in progress.evaluation_workers and isinstance(loader, PreparedDataLoader):
                 loader.skip_worker_seed_draw()
         return loader

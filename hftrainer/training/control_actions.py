@@ -36,11 +36,11 @@ class ControlActions(Part):
     ) -> None:
         """Log, evaluate and save as the control flags request; arguments as in `_maybe_log_save_evaluate`."""
         trainer = self.trainer
-        events = self.run.events
-        if events is not None:
-            grad_norm = events.grad_norm if grad_norm is None else grad_norm
-            learning_rate = events.learning_rate if learning_rate is None else learning_rate
-            start_time = events.start_time if start_time is None else start_time
+        loop = self.run.loop
+        if loop is not None:
+            grad_norm = loop.grad_norm if grad_norm is None else grad_norm
+            learning_rate = loop.learning_rate if learning_rate is None else learning_rate
+            start_time = loop.start_time if start_time is None else start_time
         if trainer.control.should_log and trainer.state.global_step > self.run.last_logged:
             self._log_training_loss(tr_loss, grad_norm, learning_rate, start_time)
             self._sync_control_flags()
@@ -48,8 +48,8 @@ class ControlActions(Part):
         if trainer.control.should_evaluate:
             with self._phase("evaluation"):
                 metrics = trainer._evaluate(trial, ignore_keys)
-            if events is not None:
-                events.evaluation_metrics = metrics
+            if loop is not None:
+                loop.evaluation_metrics = metrics
             is_new_best = trainer._determine_best_metric(metrics=metrics, trial=trial)
             if trainer.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_new_best
@@ -66,12 +66,12 @@ class ControlActions(Part):
 
     def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Time the block, and report it to the observers of the run."""
-        return self.run.measure_time(name) if self.run.events is None else self.run.events.monitors.phase(name)
+        return self.run.measure_time(name) if self.run.loop is None else self.run.loop.monitors.phase(name)
 
     def _sync_control_flags(self) -> None:
         """Synchronize the control flags of all ranks."""
-        if self.run.events is not None:
-            self.run.events.control_sync.sync_control_flags()
+        if self.run.loop is not None:
+            self.run.loop.control_sync.sync_control_flags()
 
     def _log_training_loss(
         self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None, start_time: float | None
@@ -89,8 +89,8 @@ class ControlActions(Part):
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
         logs["learning_rate"] = learning_rate if learning_rate is not None else self.trainer._get_learning_rate()
         logs |= metrics
-        if run.events is not None:
-            logs |= run.events.monitors.log_values(steps)
+        if run.loop is not None:
+            logs |= run.loop.monitors.log_values(steps)
         run.loss_up_to_log += interval_loss
         run.last_logged = self.trainer.state.global_step
         self.trainer.store_flos()
@@ -99,9 +99,9 @@ class ControlActions(Part):
     def evaluate(self, trial: Any, ignore_keys: list[str] | None, *, steps_schedule: bool) -> dict[str, float]:
         """Evaluate during training, and step a metric-driven schedule with `steps_schedule`."""
         trainer = self.trainer
-        events = self.run.events
-        if events is not None:
-            events.has_unfinished_evaluation = True
+        loop = self.run.loop
+        if loop is not None:
+            loop.has_unfinished_evaluation = True
         try:
             with self.parts.engine.evaluation_group() as lightning_metrics:
                 if isinstance(trainer.eval_dataset, Mapping):
@@ -116,8 +116,8 @@ class ControlActions(Part):
                 "The evaluation did not fit into memory; auto_find_batch_size changes training batches only: reduce "
                 f"per_device_eval_batch_size={trainer.args.per_device_eval_batch_size}."
             ) from error
-        if events is not None:
-            events.has_unfinished_evaluation = False
+        if loop is not None:
+            loop.has_unfinished_evaluation = False
         if trainer.args.metric_for_best_model is not None or needs_metric(trainer.lr_scheduler):
             # Metrics may differ between ranks, if they are random or computed from a part of the data.
             rank_metrics = metrics

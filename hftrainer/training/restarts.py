@@ -160,8 +160,8 @@ class Restarts(Part):
 
     def _end_attempt(self, reason: str, optimizers: tuple[Any, Any]) -> None:
         """Release the objects of an attempt, and set the optimizer and scheduler from before it."""
-        if self.run.events is not None:
-            self.run.events.close(reason)
+        if self.run.loop is not None:
+            self.run.loop.close(reason)
         self.release_run()
         self.trainer.optimizer, self.trainer.lr_scheduler = optimizers
         gc.collect()

@@ -20,7 +20,7 @@ from hftrainer.training.sums import LoggedMetrics
 
 if TYPE_CHECKING:
     from hftrainer.training.divergence import SkippedSamples
-    from hftrainer.training.events import TrainingEvents
+    from hftrainer.training.loop import TrainingLoop
     from hftrainer.training.restarts import InitialStateSnapshot
 
 
@@ -33,7 +33,7 @@ class Run:
         accumulation_steps: micro-batches in the current optimizer step.
         has_created_scheduler: True if the Trainer created the scheduler.
         trial: the hyperparameter trial, if any.
-        events: what Lightning calls while the run lasts.
+        loop: what Lightning's hooks call while the run lasts.
         signal_listener: the signals that ask this run to stop.
         schedule: the lengths of the run.
         resumed_progress: our progress data in the checkpoint that the run resumes from, or None.
@@ -61,7 +61,7 @@ class Run:
     accumulation_steps: int = 1
     has_created_scheduler: bool = False
     trial: Any = None
-    events: TrainingEvents | None = None
+    loop: TrainingLoop | None = None
     signal_listener: SignalListener = field(default_factory=lambda: SignalListener(should_save=False))
     schedule: TrainingSchedule | None = None
     resumed_progress: RunProgress | None = None
@@ -87,7 +87,7 @@ class Run:
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy, without the objects that belong to this process."""
         signal_listener = SignalListener(should_save=False)
-        return {**vars(self), "signal_listener": signal_listener, "events": None, "skipped_samples": None}
+        return {**vars(self), "signal_listener": signal_listener, "loop": None, "skipped_samples": None}
 
     @contextlib.contextmanager
     def measure_time(self, phase: str) -> Iterator[None]:

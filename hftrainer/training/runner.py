@@ -33,7 +33,7 @@ from hftrainer.reporting import summary
 from hftrainer.trackers.base import begin_runs
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.divergence import Diverged
-from hftrainer.training.events import TrainingEvents
+from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.planner import Planner
 from hftrainer.training.restarts import Restarts
 from hftrainer.training.run_batches import RunBatches
@@ -217,12 +217,12 @@ class TrainingRunner(Part):
         parts.storage_sync.finish_after_error()
 
     def _release_run(self, error_name: str) -> None:
-        """Close the run's events and release the objects of the run. `error_name` is empty if no error ended it."""
+        """Close the run's loop and release the objects of the run. `error_name` is empty if no error ended it."""
         state = self.trainer.state
-        if self.run.events is not None:
+        if self.run.loop is not None:
             is_stopped = state.global_step < state.max_steps
-            self.run.events.close(error_name or ("stopped" if is_stopped else "complete"))
-        self.run.past = self.run.events = self.run.skipped_samples = self.run.initial_state = None
+            self.run.loop.close(error_name or ("stopped" if is_stopped else "complete"))
+        self.run.past = self.run.loop = self.run.skipped_samples = self.run.initial_state = None
         self.trainer.is_in_train = False
 
     def _describe_saves(self) -> str:
@@ -253,28 +253,28 @@ class TrainingRunner(Part):
         trainer.callback_handler.stopped_by = ""
         if folder is None:
             self.planner.run_batch_size_finder()
-        events, model = self._prepare_attempt(args, folder, trial, ignore_keys)
-        self._announce_run(trial, events)
+        loop, model = self._prepare_attempt(args, folder, trial, ignore_keys)
+        self._announce_run(trial, loop)
         self.run.set_start_values(trainer.state)
         if self.run.resumed_progress is not None:
-            events.loss_accumulator.restore(self.run.resumed_progress)
-        if events.is_finished:
-            self._resume_finished_run(events, folder)
+            loop.loss_accumulator.restore(self.run.resumed_progress)
+        if loop.is_finished:
+            self._resume_finished_run(loop, folder)
         else:
-            recorder = events.step_end_values.record_outputs(trainer.model)
-            with _add_step_note(events), recorder, devices.error_hints():
-                steps_between_logs = self.planner.steps_between_logs(events.schedule)
-                self.parts.engine.fit(events, model, log_every_n_steps=steps_between_logs)
+            recorder = loop.step_end_values.record_outputs(trainer.model)
+            with _add_step_note(loop), recorder, devices.error_hints():
+                steps_between_logs = self.planner.steps_between_logs(loop.schedule)
+                self.parts.engine.fit(loop, model, log_every_n_steps=steps_between_logs)
         self.run.heartbeat.enter_phase("ended")
-        return trainer._finalize_training(trial, events.schedule.num_train_samples, events.start_time)
+        return trainer._finalize_training(trial, loop.schedule.num_train_samples, loop.start_time)
 
     def _prepare_attempt(
         self, args: TrainingArguments, folder: str | None, trial: Any, ignore_keys: list[str] | None
-    ) -> tuple[TrainingEvents, Any]:
+    ) -> tuple[TrainingLoop, Any]:
         """Plan the run and prepare its data, state, model and optimizer.
 
         Returns:
-            The events of the run, and the model to train.
+            The loop of the run, and the model to train.
         """
         # An override of get_train_dataloader prepares its loader in this block.
         with self.parts.loaders.treat_as_training_data():
@@ -300,10 +300,10 @@ class TrainingRunner(Part):
         self.planner.log_start(schedule, None if folder is None else (first_epoch, position))
         control_sync = ControlSync(self.parts, functools.partial(self.parts.saver.save_if_needed, trial))
         batches = RunBatches(self.parts, control_sync, schedule, dataloader, folder, first_epoch, position)
-        self.run.events = events = TrainingEvents(self.parts, batches, trial, ignore_keys)
-        return events, model
+        self.run.loop = loop = TrainingLoop(self.parts, batches, trial, ignore_keys)
+        return loop, model
 
-    def _announce_run(self, trial: Any, events: TrainingEvents) -> None:
+    def _announce_run(self, trial: Any, loop: TrainingLoop) -> None:
         """Notify trackers and the checkpoint writer that a run begins.
 
         Trackers do not continue a finished run, which already has its last log line.
@@ -311,7 +311,7 @@ class TrainingRunner(Part):
         trainer, progress = self.trainer, self.run.resumed_progress
         if trainer.is_world_process_zero():
             tracker_runs: Mapping[str, Any] = {}
-            if progress is not None and (progress.owes_evaluation or not events.is_finished):
+            if progress is not None and (progress.owes_evaluation or not loop.is_finished):
                 tracker_runs = progress.tracker_runs
             place = self.parts.storage_sync.checkpoint_place(trial)
             begin_runs(trainer.callback_handler.callbacks, tracker_runs, trainer.args, trainer.state, place)
@@ -319,11 +319,11 @@ class TrainingRunner(Part):
             run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
             self.parts.checkpoint_writer.script_files.begin_run(run_dir)
 
-    def _resume_finished_run(self, events: TrainingEvents, folder: str | None) -> None:
+    def _resume_finished_run(self, loop: TrainingLoop, folder: str | None) -> None:
         """Load and upload the checkpoint of a finished run, without training."""
         trainer = self.trainer
-        events.load_optimizer()
-        events.begin_training()
+        loop.load_optimizer()
+        loop.begin_training()
         # The run may have ended before its last upload.
         if trainer.args.push_to_hub and folder is not None:
             trainer._push_from_checkpoint(folder)
@@ -333,7 +333,7 @@ class TrainingRunner(Part):
     def finish(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
         trainer, parts = self.trainer, self.parts
-        assert self.run.events is not None
+        assert self.run.loop is not None
         if not parts.policy.loads_best_after_logging:
             parts.saver.wait_for_save()
             parts.saver.load_best_at_end()
@@ -353,7 +353,7 @@ class TrainingRunner(Part):
             trainer._finish_current_push()
         parts.storage_sync.finish_uploads(run_dir, only_checkpoint)
         if trial is None and trainer.is_world_process_zero():
-            self._print_summary(metrics, self.run.events)
+            self._print_summary(metrics, self.run.loop)
         if getattr(trainer, "neftune_hook_handle", None) is not None:
             # Copies of transformers' `train` rely on this method to remove the hook and to reset `is_in_train`.
             trainer.neftune_hook_handle.remove()
@@ -366,7 +366,7 @@ class TrainingRunner(Part):
         keeps_others = self.trainer.args.save_total_limit != 1 or self.parts.checkpoint_writer.has_failed
         return None if keeps_others else self.trainer.state.best_model_checkpoint
 
-    def _print_summary(self, metrics: Mapping[str, float], events: TrainingEvents) -> None:
+    def _print_summary(self, metrics: Mapping[str, float], events: TrainingLoop) -> None:
         """Print a summary of the run."""
         run, state = self.run, self.trainer.state
         steps = state.global_step - run.initial_step
@@ -440,15 +440,15 @@ class TrainingRunner(Part):
 
 
 @contextlib.contextmanager
-def _add_step_note(events: TrainingEvents) -> Iterator[None]:
+def _add_step_note(loop: TrainingLoop) -> Iterator[None]:
     """Add the step to an error that has no notes."""
     try:
         yield
     except Exception as error:
         if not getattr(error, "__notes__", ()):
-            done = events.trainer.state.global_step
+            done = loop.trainer.state.global_step
             place = f"after training step {done}" if done else "before training step 1"
-            if not events.batches.is_between_steps:
+            if not loop.batches.is_between_steps:
                 place = f"in training step {done + 1}"
             add_note(error, f"This happened {place}.")
         raise

@@ -37,7 +37,7 @@ from hftrainer.trackers.base import ids_of_open_runs
 from hftrainer.training_args import without_tokens
 
 if TYPE_CHECKING:
-    from hftrainer.training.events import TrainingEvents
+    from hftrainer.training.loop import TrainingLoop
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ class CheckpointSaver(Part):
             self.trainer.accelerator.processes.barrier()
             return {}
         own_files: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
-        if self.run.events is not None:
-            own_files[names.progress_name(rank, size)] = vars(self.make_progress(self.run.events))
+        if self.run.loop is not None:
+            own_files[names.progress_name(rank, size)] = vars(self.make_progress(self.run.loop))
         files_by_rank = self.trainer.accelerator.processes.gather_objects([own_files])
         return {
             name: state
@@ -183,9 +183,9 @@ class CheckpointSaver(Part):
     def save_progress(self, output_dir: str) -> None:
         """Write the progress that `trainer_state.json` does not hold."""
         # A checkpoint within a step resumes from the step count alone.
-        if self.run.events is not None and self.run.events.batches.is_between_steps:
+        if self.run.loop is not None and self.run.loop.batches.is_between_steps:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
-            torch.save(vars(self.make_progress(self.run.events)), os.path.join(output_dir, name))
+            torch.save(vars(self.make_progress(self.run.loop)), os.path.join(output_dir, name))
 
     def load_weights(self, model: nn.Module, folder: str, *, is_best: bool = False) -> None:
         """Load a checkpoint's weights into the model, sharded or not; with `is_best`, at the end of a run."""
@@ -235,67 +235,67 @@ class CheckpointSaver(Part):
             "mixture": mixture_batches.collect_settings(self.parts),
         }
 
-    def make_progress(self, events: TrainingEvents) -> RunProgress:
+    def make_progress(self, loop: TrainingLoop) -> RunProgress:
         """The current progress for a checkpoint, in addition to the trainer's state."""
-        window = events.batches.window
+        window = loop.batches.window
         return RunProgress(
-            settings=self.position_settings(events.schedule),
-            epoch=events.batches.epoch if window.size else None,
-            position=window.index + 1 if window.size else events.batches.first_position,
-            epoch_ended=events.epoch_ended,
-            epoch_left=events.epoch_ended and self.trainer.control.should_epoch_stop,
-            owes_evaluation=events.has_unfinished_evaluation,
+            settings=self.position_settings(loop.schedule),
+            epoch=loop.batches.epoch if window.size else None,
+            position=window.index + 1 if window.size else loop.batches.first_position,
+            epoch_ended=loop.epoch_ended,
+            epoch_left=loop.epoch_ended and self.trainer.control.should_epoch_stop,
+            owes_evaluation=loop.has_unfinished_evaluation,
             loss=self.run.loss_since_log.cpu().clone(),
             last_logged=self.run.last_logged,
             metrics=self.run.logged_metrics.state_dict(),
-            sources={} if events.monitors.sources is None else events.monitors.sources.state_dict(),
-            grad_norm=events.grad_norm.cpu() if isinstance(events.grad_norm, torch.Tensor) else events.grad_norm,
-            learning_rate=events.learning_rate,
+            sources={} if loop.monitors.sources is None else loop.monitors.sources.state_dict(),
+            grad_norm=loop.grad_norm.cpu() if isinstance(loop.grad_norm, torch.Tensor) else loop.grad_norm,
+            learning_rate=loop.learning_rate,
             evaluation_workers=list(self.trainer._eval_dataloaders),
-            data=events.batches.reader.state_dict() if window.size else None,
-            since_evaluation=0.0 if events.monitors.requests is None else events.monitors.requests.since_evaluation,
-            recent_losses=list(events.divergence.recent_losses),
+            data=loop.batches.reader.state_dict() if window.size else None,
+            since_evaluation=0.0 if loop.monitors.requests is None else loop.monitors.requests.since_evaluation,
+            recent_losses=list(loop.divergence.recent_losses),
             tracker_runs=ids_of_open_runs(
-                self.trainer.callback_handler.callbacks, self.parts.storage_sync.checkpoint_place(events.trial)
+                self.trainer.callback_handler.callbacks, self.parts.storage_sync.checkpoint_place(loop.trial)
             ),
         )
 
-    def resume_state(self, events: TrainingEvents) -> torch.Tensor:
+    def resume_state(self, loop: TrainingLoop) -> torch.Tensor:
         """The Trainer's entry in a Lightning checkpoint, packed so that any program can load the file."""
         trainer = self.trainer
         trainer.store_flos()
         trainer.state.stateful_callbacks = export_states(self.parts.stateful_callbacks())
         state, scaler = dataclasses.asdict(trainer.state), trainer.accelerator.scaler
         # Lightning's callbacks may save before `end_step` counts the step.
-        if events.has_uncounted_step:
-            state |= {"global_step": state["global_step"] + 1, "epoch": events.epoch_after_step()}
+        if loop.has_uncounted_step:
+            state |= {"global_step": state["global_step"] + 1, "epoch": loop.epoch_after_step()}
         return as_bytes(
             {
                 "trainer_state": state,
                 "scheduler": trainer.lr_scheduler.state_dict(),
                 "scaler": None if scaler is None else scaler.state_dict(),
                 "rng": rng_state(),
-                "progress": vars(self.make_progress(events)),
+                "progress": vars(self.make_progress(loop)),
             }
         )
 
-    def save_after_error(self, events: TrainingEvents, error: Exception) -> None:
+    def save_after_error(self, loop: TrainingLoop, error: Exception) -> None:
         """Save a checkpoint before an error ends the run, unless an optimizer step is incomplete.
 
         Distributed runs save no checkpoint: other ranks may be at a different step, and exit with this rank.
         """
-        is_distributed = events.control_sync.is_distributed
+        is_distributed = loop.control_sync.is_distributed
         if is_distributed and is_communication_error(error) and not isinstance(error, RanksLost):
             logger.error(lost_ranks_message("gradients or weights of all ranks"))
         should_restart = self.trainer.args.auto_find_batch_size and is_out_of_memory(error)
-        if isinstance(error, CheckpointNotWritten) or should_restart or is_distributed or events.is_stepping:
+        if isinstance(error, CheckpointNotWritten) or should_restart or is_distributed or loop.is_stepping:
             return
         has_new_step = self.trainer.state.global_step > self.run.initial_step
-        if not has_new_step or events.trial is not None or not self.should_save_on_interrupt():
+        if not has_new_step or loop.trial is not None or not self.should_save_on_interrupt():
             return
         try:
-            self.save_if_needed(events.trial)
-            if not events.batches.is_between_steps:
+            self.save_if_needed(loop.trial)
+            if not loop.batches.is_between_steps:
                 logger.warning(
                     "The error occurred within a step: a run resumed from here draws different random numbers."
                 )

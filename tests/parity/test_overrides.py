@@ -516,7 +516,7 @@ def test_wrapping_overrides_are_accepted(tmp_path):
     text = """
 class Own(Trainer):
     def training_step(self, *args, **kwargs):
-        assert self._hftrainer.run.events is not None
+        assert self._hftrainer.run.loop is not None
         return super().training_step(*args, **kwargs)
 """
     exec(text, namespace := {"Trainer": hftrainer.Trainer, "__name__": "a_script"})

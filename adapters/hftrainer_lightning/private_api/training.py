@@ -22,7 +22,7 @@ from hftrainer_lightning.private_api.evaluation import make_evaluation_loop
 from hftrainer_lightning.private_api.trainer import needs_lightning_hooks
 
 if TYPE_CHECKING:
-    from hftrainer.training.events import TrainingEvents
+    from hftrainer.training.loop import TrainingLoop
     from hftrainer.training.run_batches import RunBatches
 
 
@@ -88,8 +88,8 @@ class _OverriddenEpochFitLoop(_FitLoop):
 
     def advance(self) -> None:
         """Call the override."""
-        self._has_run_epoch, events = False, self._events
-        events.trainer._run_epoch(**events.epoch_arguments())
+        self._has_run_epoch, training_loop = False, self._training_loop
+        training_loop.trainer._run_epoch(**training_loop.epoch_arguments())
         if not self._has_run_epoch:
             raise UnsupportedArgument(
                 "_run_epoch: Lightning's loop runs the epochs, so an override must call super()._run_epoch(...) "
@@ -99,7 +99,7 @@ class _OverriddenEpochFitLoop(_FitLoop):
 
     def run_epoch(self, arguments: dict[str, Any]) -> None:
         """Run the epoch and its end hooks, once. `arguments` are those that `Trainer._run_epoch` received."""
-        expected = self._events.epoch_arguments()
+        expected = self._training_loop.epoch_arguments()
         if changed := [
             name for name, value in arguments.items() if not (value is expected[name] or value == expected[name])
         ]:
@@ -116,10 +116,10 @@ class _OverriddenEpochFitLoop(_FitLoop):
         """Do nothing: the epoch has ended within `advance`."""
 
     @property
-    def _events(self) -> TrainingEvents:
+    def _training_loop(self) -> TrainingLoop:
         module: Any = self.trainer.lightning_module
-        events: TrainingEvents = module.events
-        return events
+        training_loop: TrainingLoop = module.loop
+        return training_loop
 
 
 class _WindowedOptimization(_AutomaticOptimization):

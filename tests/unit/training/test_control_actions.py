@@ -26,7 +26,7 @@ def run_requested(*flags, is_best=True, save_strategy="steps", last_logged=4):
         _save_checkpoint=record("save"),
     )
     run = Run(last_logged=last_logged)
-    run.events = SimpleNamespace(
+    run.loop = SimpleNamespace(
         **dict.fromkeys(("grad_norm", "learning_rate", "start_time")),
         control_sync=SimpleNamespace(sync_control_flags=record("sync")),
         monitors=SimpleNamespace(phase=lambda name: contextlib.nullcontext(calls.append(name))),

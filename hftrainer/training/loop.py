@@ -1,4 +1,4 @@
-"""`TrainingEvents`: the events of a training run, in order. Lightning's hooks call its methods.
+"""`TrainingLoop`: the events of a training run, in order. Lightning's hooks call its methods.
 
 The order of events, log lines and random draws is that of `transformers.Trainer` v5.24.
 """
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TrainingEvents(Part):
-    """Handles all events of one call of `train()`.
+class TrainingLoop(Part):
+    """The training loop of one call of `train()`: a method for each event.
 
     Args:
         parts: the parts of the Trainer.
