@@ -29,14 +29,8 @@ from hftrainer_lightning.launching import LaunchedEnvironment, start_other_proce
 from hftrainer_lightning.loggers import CallbackMetricsLogger, is_lightning_logger as is_lightning_logger
 from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.precision import precision_plugin
-from hftrainer_lightning.private_api import evaluation as evaluation_loops, finders
-from hftrainer_lightning.private_api.callbacks import release_callbacks, reset_averages
-from hftrainer_lightning.private_api.trainer import (
-    NoProfiler,
-    TrainerWithoutSignals,
-    copy_profiler,
-    quiet_lightning,
-)
+from hftrainer_lightning.private_api import callbacks as private_callbacks, evaluation as evaluation_loops
+from hftrainer_lightning.private_api.trainer import TrainerWithoutSignals, quiet_lightning
 from hftrainer_lightning.private_api.training import install_training_loops, restore_progress
 from hftrainer_lightning.strategies import StrategySettings, make_accelerator
 
@@ -117,7 +111,7 @@ class LightningEngine:
         if batches.first_epoch or batches.first_position:
             restore_progress(trainer, batches, loop.trainer.state.global_step)
         self.is_fitting = True
-        reset_averages(self.callbacks)
+        private_callbacks.reset_averages(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
         try:
             with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
@@ -130,7 +124,7 @@ class LightningEngine:
             self.is_fitting = False
             trainer.loggers = loggers
             module.detach()
-            release_callbacks(self.callbacks)
+            private_callbacks.release_callbacks(self.callbacks)
             # StochasticWeightAveraging changes initial_lr, with which the next run would start.
             for group, rate in zip(optimizer.param_groups, rates, strict=False):
                 group["initial_lr"] = rate
@@ -326,12 +320,16 @@ class LightningEngine:
     def run_batch_size_finder(self, trial_steps: TrialSteps, model: torch.nn.Module) -> int | None:
         """The batch size that a `BatchSizeFinder` callback finds; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder)
-        return None if finder is None else finders.search_batch_size(self._build_trainer, finder, trial_steps, model)
+        if finder is None:
+            return None
+        return private_callbacks.search_batch_size(self._build_trainer, finder, trial_steps, model)
 
     def run_learning_rate_finder(self, trial_steps: TrialSteps, model: torch.nn.Module) -> float | None:
         """The learning rate that a `LearningRateFinder` callback suggests; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.LearningRateFinder)
-        return None if finder is None else finders.search_learning_rate(self._build_trainer, finder, trial_steps, model)
+        if finder is None:
+            return None
+        return private_callbacks.search_learning_rate(self._build_trainer, finder, trial_steps, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""
@@ -358,7 +356,7 @@ class LightningEngine:
         plugins = plugin if isinstance(plugin, list) else [plugin]
         if find_plugin(plugins, "ClusterEnvironment") is None:
             plugins = [LaunchedEnvironment(self.plan.processes), *plugins]
-        options["profiler"] = copy_profiler(options.get("profiler", NoProfiler()))
+        options["profiler"] = private_callbacks.copy_profiler(options.get("profiler", private_callbacks.NoProfiler()))
         return TrainerWithoutSignals(
             **options,
             strategy=strategy or self.strategy.lightning_strategy(StrategySettings(self.scaler)),

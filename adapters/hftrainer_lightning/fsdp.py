@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from hftrainer.checkpointing import sharded
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning.precision import precision_plugin
-from hftrainer_lightning.private_api.trainer import PrecisionFromPlan, SharedMeshStrategy
+from hftrainer_lightning.private_api.strategies import PrecisionFromPlan, SharedMeshStrategy
 from hftrainer_lightning.strategies import ShardedModelStrategy, StrategySettings
 
 

@@ -16,7 +16,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from hftrainer.parallel.environment import PARENT_PID_VARIABLE, RankInfo
 from hftrainer.parallel.process_group import disconnect_at_exit
-from hftrainer_lightning.private_api.trainer import start_script_again
+from hftrainer_lightning.private_api.strategies import start_script_again
 
 logger = logging.getLogger(__name__)
 

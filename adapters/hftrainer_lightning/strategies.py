@@ -13,7 +13,7 @@ from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, device_module
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.plugins import load
 from hftrainer_lightning.precision import precision_plugin
-from hftrainer_lightning.private_api.trainer import StepDDPStrategy
+from hftrainer_lightning.private_api.strategies import StepDDPStrategy
 
 
 class StrategySettings(NamedTuple):

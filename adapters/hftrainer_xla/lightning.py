@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning.precision import ForwardAutocast, PlainPrecision
-from hftrainer_lightning.private_api.trainer import LaunchedXLAStrategy, PrecisionFromPlan
+from hftrainer_lightning.private_api.strategies import LaunchedXLAStrategy, PrecisionFromPlan
 from hftrainer_lightning.strategies import PreparedStrategy
 from hftrainer_xla import devices as xla
 

@@ -1,28 +1,15 @@
-"""Lightning's trainer with its signals, log lines, profilers and process launcher, and private names of strategies."""
+"""Lightning's trainer without its signals, and without its tips and advertisements."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch.overrides.distributed import prepare_for_backward
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
-from lightning.pytorch.strategies.launchers import subprocess_script
-from lightning.pytorch.strategies.xla import XLAStrategy
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-
-from hftrainer.parallel.process_group import device_mesh
 
 
 class _CarriedInterrupt(BaseException):
@@ -115,134 +102,3 @@ def quiet_lightning() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(is_warning)
-
-
-def start_script_again(environment: ClusterEnvironment, processes: int) -> Any:
-    """Start this command line again for each further process. Returns Lightning's launcher, which ends them.
-
-    Lightning would build the command from `sys.argv`, which lacks `python -m hftrainer run` and contains the script's
-    changes.
-    """
-    module: Any = subprocess_script
-    launcher = module._SubprocessScriptLauncher(environment, processes, num_nodes=1)
-    original_command = module._basic_subprocess_cmd
-    module._basic_subprocess_cmd = lambda: [sys.executable, *sys.orig_argv[1:]]
-    try:
-        launcher.launch(lambda: None)
-    finally:
-        module._basic_subprocess_cmd = original_command
-    return launcher
-
-
-class NoProfiler(PassThroughProfiler):
-    """Profiles nothing, at no cost. Lightning's class opens a generator around every hook."""
-
-    def profile(self, action_name: str) -> Any:
-        return _NULL_CONTEXT
-
-
-_NULL_CONTEXT = contextlib.nullcontext()
-
-
-def needs_lightning_hooks(trainer: pl.Trainer) -> bool:
-    """Whether a callback or a profiler needs the hooks of Lightning's loops. Neither changes while a trainer runs."""
-    return bool(trainer.callbacks) or not isinstance(trainer.profiler, NoProfiler)  # type: ignore[attr-defined]
-
-
-def call_hooks(trainer: pl.Trainer, name: str, *args: Any) -> None:
-    """Call a hook of the callbacks, and the module's for a profiler."""
-    if needs_lightning_hooks(trainer):
-        call._call_callback_hooks(trainer, name, *args)
-        call._call_lightning_module_hook(trainer, name, *args)
-
-
-def copy_profiler(profiler: Any) -> Any:
-    """A copy of `profiler` with the same records, for Lightning to attach to a module. A name stays unchanged.
-
-    The user's profiler belongs to the training arguments, which each checkpoint holds and which must not hold a module.
-    """
-    if not isinstance(profiler, Profiler):
-        return profiler
-    # copy.copy would drop settings of AdvancedProfiler.
-    copy = object.__new__(type(profiler))
-    vars(copy).update(vars(profiler))
-    return copy
-
-
-# ---- Strategies and precision plugins -------------------------------------------------------------------------------
-
-
-class PrecisionFromPlan(Strategy):
-    """Uses the plan's precision plugin in strategies that require a plugin of Lightning's.
-
-    Lightning's FSDP plugin autocasts on CUDA only and cannot clip by norm; its XLA plugin casts by environment
-    variables. Lightning's trainer reads the private attribute before the public one.
-    """
-
-    _precision_plugin: Precision | None = None
-
-    @property
-    def precision_plugin(self) -> Any:
-        return self._precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = precision_plugin
-
-
-class _BackwardWithinForward(_DDPForwardRedirection):
-    """Runs the training step, which includes backward, as the `forward` of DDP's wrapper."""
-
-    def on_after_inner_forward(self, wrapper_module: Any, original_module: Any) -> None:
-        """Let the wrapper prepare nothing now: `pre_backward` has."""
-        self._syncs_buffers = wrapper_module.require_forward_param_sync
-        wrapper_module.require_backward_grad_sync = False
-
-    def on_after_outer_forward(self, wrapper_module: Any, original_module: Any) -> None:
-        wrapper_module.require_backward_grad_sync = True
-        wrapper_module.require_forward_param_sync = self._syncs_buffers
-
-
-class StepDDPStrategy(DDPStrategy):
-    """DDP for a training step that includes backward. Lightning does the same, for its manual optimization alone."""
-
-    _is_static_graph_ready = False
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._forward_redirection = _BackwardWithinForward()
-
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Prepare the reducer."""
-        model: Any = self.model
-        prepare_for_backward(model, closure_loss)
-
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Start the first all-reduce of a static graph."""
-        model: Any = self.model
-        if model.static_graph and not self._is_static_graph_ready:
-            model.reducer._delay_all_reduce()
-            self._is_static_graph_ready = True
-
-
-class SharedMeshStrategy(ModelParallelStrategy):
-    """Reuses the device mesh of earlier runs. Lightning would create one, with new process groups, for each run."""
-
-    def setup_environment(self) -> None:
-        super(ModelParallelStrategy, self).setup_environment()
-        self._setup_distributed()
-        sizes = int(self._data_parallel_size), int(self._tensor_parallel_size)
-        self._device_mesh = device_mesh(self.root_device.type, sizes, ("data_parallel", "tensor_parallel"))
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
-
-
-class LaunchedXLAStrategy(XLAStrategy):
-    """Skips Lightning's launcher, since torch_xla has started the processes already."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._launched = True
-
-    def _configure_launcher(self) -> None:
-        pass

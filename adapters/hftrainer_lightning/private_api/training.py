@@ -18,8 +18,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from hftrainer.errors import UnsupportedArgument
+from hftrainer_lightning.private_api.callbacks import needs_lightning_hooks
 from hftrainer_lightning.private_api.evaluation import make_evaluation_loop
-from hftrainer_lightning.private_api.trainer import needs_lightning_hooks
 
 if TYPE_CHECKING:
     from hftrainer.training.loop import TrainingLoop
