@@ -147,15 +147,15 @@ class TrainerSetup(Part):
             handler.add_callback(callback)
             new_callback = handler.callbacks[-1]
             if isinstance(new_callback, ReportingCallback):
-                new_callback.attach(self.trainer.save_model, self.run_dir, self.parts.log_folder)
+                new_callback.attach(self.trainer.save_model, self.run_folder, self.parts.log_folder)
         if lightning_adapter().has_progress_bar(lightning_callbacks) and handler.remove_progress_bars():
             logger.warning(
                 "Lightning's progress bar replaces the Trainer's. The log lines are in "
                 "state.log_history; disable_tqdm=True also prints them."
             )
 
-    def run_dir(self) -> str:
-        """The folder of the current run's checkpoints, as an override returns it."""
+    def run_folder(self) -> str:
+        """The folder of the current run's checkpoints, from `Trainer._get_output_dir` or its override."""
         return self.trainer._get_output_dir(self.run.trial)
 
     def pop_callback(self, callback: Any) -> Any:

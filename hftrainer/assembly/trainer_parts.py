@@ -128,8 +128,11 @@ class TrainerParts:
         """The user's model, without wrappers and not compiled."""
         return self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
 
-    def run_folder(self, trial: Any) -> str:
-        """The folder of the run, or of the trial. It does not call an override, which may count its calls."""
+    def default_run_folder(self, trial: Any) -> str:
+        """The folder of the run, or of the trial, without the override that `TrainerSetup.run_folder` calls.
+
+        An override may count its calls.
+        """
         has_override = is_overridden(self.trainer, "_get_output_dir")
         return str(self.trainer.args.output_dir) if has_override else self.trainer._get_output_dir(trial)
 

@@ -142,13 +142,13 @@ def final_folder(folder: str) -> str:
     return str(path.with_name(match["name"])) if match else folder
 
 
-def clear_stale(output_dir: str) -> None:
-    """Complete the checkpoints of ended processes in `output_dir`, and remove their other folders."""
-    if not os.path.isdir(output_dir):
+def clear_stale(run_folder: str) -> None:
+    """Complete the checkpoints of ended processes in `run_folder`, and remove their other folders."""
+    if not os.path.isdir(run_folder):
         return
     folders = [
         (match["prefix"], path, match)
-        for path in Path(output_dir).iterdir()
+        for path in Path(run_folder).iterdir()
         if (match := _TEMPORARY_FOLDER.match(path.name))
     ]
     # A staging folder comes before the folder that it would have replaced.

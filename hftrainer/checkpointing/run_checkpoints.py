@@ -46,7 +46,7 @@ def find_intact(folder: str) -> tuple[str | None, list[str]]:
     return None, damages
 
 
-def sort_checkpoints(output_dir: str) -> list[str]:
+def sort_checkpoints(run_folder: str) -> list[str]:
     """The checkpoint folders that a Trainer has written, oldest first.
 
     They are sorted by modification time, so that an earlier run's higher step in the same folder does not count as
@@ -54,7 +54,7 @@ def sort_checkpoints(output_dir: str) -> list[str]:
     """
     folders = [
         (path.stat().st_mtime, step, str(path))
-        for path in Path(output_dir).iterdir()
+        for path in Path(run_folder).iterdir()
         if (step := _step_of(path)) is not None and (path / names.TRAINER_STATE_NAME).is_file()
     ]
     times = [time for time, _, _ in folders]
@@ -63,7 +63,7 @@ def sort_checkpoints(output_dir: str) -> list[str]:
 
 
 def rotate_checkpoints(
-    output_dir: str,
+    run_folder: str,
     save_total_limit: int | None,
     best: str | None,
     keep: Sequence[str] = (),
@@ -74,15 +74,15 @@ def rotate_checkpoints(
     The newest intact one and the best one are always kept.
 
     Args:
-        output_dir: the folder of the checkpoints.
+        run_folder: the folder of the run, with its checkpoints.
         save_total_limit: maximum number to keep; None for all.
         best: the best one, if any.
         keep: others to keep, such as the one just written.
-        checkpoints: existing checkpoints, oldest first; None for all in `output_dir`.
+        checkpoints: existing checkpoints, oldest first; None for all in `run_folder`.
     """
     if save_total_limit is None or save_total_limit <= 0:
         return
-    checkpoints = sort_checkpoints(output_dir) if checkpoints is None else checkpoints
+    checkpoints = sort_checkpoints(run_folder) if checkpoints is None else checkpoints
     protected = [path for path in (best, *keep) if path is not None]
     kept_paths = {path for path in checkpoints if any(_is_same(path, other) for other in protected)}
     kept_paths.update(checkpoints[-1:])
@@ -96,14 +96,14 @@ def rotate_checkpoints(
         CheckpointFolder(checkpoint).remove()
 
 
-def delete_all_but_best(best: str, output_dir: str) -> None:
+def delete_all_but_best(best: str, run_folder: str) -> None:
     """Delete every checkpoint except `best`, for `save_total_limit=1` at the end of a run.
 
     If `best` is damaged, nothing is deleted.
     """
     if inspect_checkpoint(best, only_weights=True).unusable_reason is not None:
         return
-    for checkpoint in sort_checkpoints(output_dir):
+    for checkpoint in sort_checkpoints(run_folder):
         if not _is_same(checkpoint, best):
             logger.info("Deleting checkpoint %s: save_total_limit=1 keeps the best, %s.", checkpoint, best)
             try:

@@ -43,10 +43,10 @@ _STORAGE_ERRORS = frozenset(
 _PATH_ERRORS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST})
 
 
-def is_storage_error(error: BaseException, output_dir: str) -> bool:
-    """Whether an error of writing to `output_dir` was caused by full, broken or missing storage."""
+def is_storage_error(error: BaseException, folder: str) -> bool:
+    """Whether an error of writing to `folder` was caused by full, broken or missing storage."""
     if isinstance(error, OSError):
-        is_inside = os.path.abspath(str(error.filename)).startswith(os.path.abspath(output_dir))
+        is_inside = os.path.abspath(str(error.filename)).startswith(os.path.abspath(folder))
         return error.errno in _STORAGE_ERRORS or (error.errno in _PATH_ERRORS and is_inside)
     if isinstance(error, SafetensorError):
         return True
@@ -136,15 +136,15 @@ class ScriptFiles:
         self._oldest: int | None = None
         self._known_stamps: dict[Path, _Stamp] = {}
 
-    def begin_run(self, run_dir: str | None) -> None:
+    def begin_run(self, run_folder: str | None) -> None:
         """Record the existing files in the folders that a run may write.
 
         Args:
-            run_dir: the folder of its checkpoints; None if a subclass chooses it only when saving. Then files older
+            run_folder: the folder of its checkpoints; None if a subclass chooses it only when saving. Then files older
                 than the run count as files of earlier runs.
         """
-        self._oldest = time.time_ns() - _CLOCK_LAG_NS if run_dir is None else 0
-        folders = [] if run_dir is None else Path(run_dir).glob(f"{names.PREFIX_CHECKPOINT_DIR}-*")
+        self._oldest = time.time_ns() - _CLOCK_LAG_NS if run_folder is None else 0
+        folders = [] if run_folder is None else Path(run_folder).glob(f"{names.PREFIX_CHECKPOINT_DIR}-*")
         self._known_stamps = {folder / name: stamp for folder in folders for name, stamp in _stamps(folder).items()}
 
     def copy_to(self, checkpoint: CheckpointFolder) -> None:

@@ -51,14 +51,14 @@ class Mirror:
 
     # ---- Uploads -----------------------------------------------------------------------------------------------
 
-    def begin(self, run_dir: str, *, resumes: bool) -> None:
+    def begin(self, run_folder: str, *, resumes: bool) -> None:
         """Check that the URL can be written, and list its checkpoints.
 
         Raises:
             StorageError: if the URL cannot be written or listed.
         """
         self.remote.check_access()
-        folder = self._remote_name(run_dir)
+        folder = self._remote_name(run_folder)
         checkpoints = self._remote_checkpoints[folder] = self.remote.checkpoints(folder)
         if checkpoints and not resumes:
             logger.warning(
@@ -130,10 +130,10 @@ class Mirror:
                 logger.error("%s is not uploaded: %s", self.local / name, error)
                 return
 
-    def delete_other_checkpoints(self, best: str, run_dir: str) -> None:
+    def delete_other_checkpoints(self, best: str, run_folder: str) -> None:
         """Delete a run's other checkpoints; at the URL only if `best` is complete there."""
-        delete_all_but_best(best, run_dir)
-        name, folder = self._remote_name(best), self._remote_name(run_dir)
+        delete_all_but_best(best, run_folder)
+        name, folder = self._remote_name(best), self._remote_name(run_folder)
         try:
             if self._folder(name) == folder and self.remote.manifest(name) is not None:
                 self._delete_remote([other for other in self.remote.checkpoints(folder) if other != name])
@@ -220,14 +220,14 @@ class Mirror:
 
     # ---- Fetching ----------------------------------------------------------------------------------------------
 
-    def fetch_newest(self, run_dir: str) -> str | None:
+    def fetch_newest(self, run_folder: str) -> str | None:
         """Fetch the newest intact checkpoint, local or at the URL. Returns its name, or None.
 
         Raises:
             StorageError: if the URL cannot be read.
         """
-        local = self._newest_local(run_dir)
-        for name in reversed(self.remote.checkpoints(self._remote_name(run_dir))):
+        local = self._newest_local(run_folder)
+        for name in reversed(self.remote.checkpoints(self._remote_name(run_folder))):
             if local is not None and (names.step_of(name) or 0) <= (names.step_of(local) or 0):
                 break
             try:
@@ -269,9 +269,9 @@ class Mirror:
         recorded_digest = self._read_uploads().get(self.remote.url, {}).get(name)
         return recorded_digest is not None and recorded_digest == digest(read_manifest(self.local / name))
 
-    def _newest_local(self, run_dir: str) -> str | None:
+    def _newest_local(self, run_folder: str) -> str | None:
         """The newest intact local checkpoint that was not deleted or replaced at the URL."""
-        for path in checkpoints_newest_first(run_dir) if os.path.isdir(run_dir) else ():
+        for path in checkpoints_newest_first(run_folder) if os.path.isdir(run_folder) else ():
             name = self._remote_name(path)
             if (reason := inspect_checkpoint(path).skip_reason) is not None:
                 logger.warning("%s is damaged and is skipped: %s.", path, reason)

@@ -57,7 +57,7 @@ class StorageSync(Part):
 
     def checkpoint_place(self, trial: Any) -> CheckpointPlace:
         """Where a run, or the run of a trial, keeps its checkpoints."""
-        folder = os.path.abspath(self.parts.run_folder(trial))
+        folder = os.path.abspath(self.parts.default_run_folder(trial))
         if self.mirror is None:
             return CheckpointPlace(folder, folder)
         return CheckpointPlace(folder, f"{self.mirror.remote.url}/{os.path.relpath(folder, self.mirror.local)}")
@@ -78,9 +78,9 @@ class StorageSync(Part):
             CheckpointNotFound: for a URL without a checkpoint.
         """
         is_url = isinstance(checkpoint, str) and "://" in checkpoint and not checkpoint.endswith(".ckpt")
-        mirror, run_dir = self.mirror, str(self.trainer.args.output_dir)
+        mirror, run_folder = self.mirror, str(self.trainer.args.output_dir)
         if mirror is not None:
-            self._run_on_main(lambda: mirror.begin(run_dir, resumes=bool(checkpoint)))
+            self._run_on_main(lambda: mirror.begin(run_folder, resumes=bool(checkpoint)))
         if is_url:
             return self._fetch_url(str(checkpoint))
         if mirror is None or not checkpoint:
@@ -88,16 +88,16 @@ class StorageSync(Part):
 
         def choose_checkpoint() -> str | None:
             if checkpoint is True or checkpoint == "auto":
-                return mirror.fetch_newest(run_dir)
+                return mirror.fetch_newest(run_folder)
             path = os.fspath(checkpoint)
-            return os.path.relpath(path, run_dir) if not os.path.isdir(path) and mirror.holds(path) else None
+            return os.path.relpath(path, run_folder) if not os.path.isdir(path) and mirror.holds(path) else None
 
         name = self._run_on_main(choose_checkpoint)
         if name is not None:
             return self._fetch_on_each_node(mirror, name)
         if checkpoint is True:
             raise CheckpointNotFound(
-                f"resume_from_checkpoint=True: neither {run_dir} nor {mirror.remote.url} has a complete "
+                f"resume_from_checkpoint=True: neither {run_folder} nor {mirror.remote.url} has a complete "
                 "checkpoint. Train without it first, or pass 'auto' to start from the beginning."
             )
         return None if checkpoint == "auto" else checkpoint
@@ -190,11 +190,11 @@ class StorageSync(Part):
         for folder in filter(os.path.isdir, checkpoints):
             shutil.rmtree(folder)
 
-    def finish_uploads(self, run_dir: str, best: str | None) -> None:
+    def finish_uploads(self, run_folder: str, best: str | None) -> None:
         """Wait for the uploads at the end of a run.
 
         Args:
-            run_dir: the run's folder.
+            run_folder: the run's folder.
             best: the only checkpoint to keep in this folder, if any.
         """
         if (mirror := self.mirror) is None:
@@ -204,7 +204,7 @@ class StorageSync(Part):
             if mirror.finish():
                 tell(f"Uploaded to {mirror.remote.url}.")
             if best is not None:
-                mirror.delete_other_checkpoints(best, run_dir)
+                mirror.delete_other_checkpoints(best, run_folder)
 
         self.trainer.accelerator.processes.run_on_main(finish)
 

@@ -101,7 +101,7 @@ class ReportingCallback(TrainerCallback):
         self._earlier_run: EarlierRun | None = None
         self._dropped_names: set[str] = set()
         self._save_model: Callable[[str], None] | None = None
-        self._run_dir: Callable[[], str] | None = None
+        self._run_folder: Callable[[], str] | None = None
         self._log_folder: LogFolder | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class ReportingCallback(TrainerCallback):
             run_folder: returns the folder of the run's checkpoints.
             log_folder: the folder for files, shared by all trackers of a Trainer.
         """
-        self._save_model, self._run_dir, self._log_folder = save_model, run_folder, log_folder
+        self._save_model, self._run_folder, self._log_folder = save_model, run_folder, log_folder
 
     def loggers(self, args: Any, state: TrainerState, model: Any) -> list[Any]:
         """Open the runs, and return the Lightning loggers; empty if this process does not write."""
@@ -272,7 +272,7 @@ class TrackerCallback(ReportingCallback):
 
     def _checkpoint_path(self, args: Any, state: TrainerState) -> str:
         """The path of this step's checkpoint."""
-        folder = str(args.output_dir) if self._run_dir is None else self._run_dir()
+        folder = str(args.output_dir) if self._run_folder is None else self._run_folder()
         return os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
 

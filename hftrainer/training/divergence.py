@@ -174,7 +174,7 @@ class SkippedSamples:
 
     def __init__(self, trainer: Trainer, trial: Any, checkpoint: str | None) -> None:
         self.trainer = trainer
-        self.path = os.path.join(trainer._hftrainer.run_folder(trial), SKIPPED_NAME)
+        self.path = os.path.join(trainer._hftrainer.default_run_folder(trial), SKIPPED_NAME)
         self.entries: list[dict[str, Any]] = trainer.accelerator.processes.broadcast_from_main(
             lambda: self._load_entries(checkpoint)
         )

@@ -42,7 +42,7 @@ class RunMonitors(Part):
         super().__init__(parts)
         self.batches = batches
         self.sources = make_source_log(parts, batches.reader.loader)
-        folder = parts.run_folder(trial)
+        folder = parts.default_run_folder(trial)
         self.observer = _make_observer(parts, batches, folder, is_finished=is_finished)
         self.requests = _make_requests(parts, folder)
 

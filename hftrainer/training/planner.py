@@ -57,7 +57,7 @@ class Planner(Part):
             return schedule
         return EarlierSchedule.from_schedule(schedule, epoch_based=args.max_steps < 0, has_length=is_sized)
 
-    def init_state(self, max_steps: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
+    def init_state(self, max_steps: int, epochs: int, resume_folder: str | None, trial: Any) -> tuple[int, int]:
         """Make a new state, or load the state in the checkpoint.
 
         Returns:
@@ -78,8 +78,8 @@ class Planner(Part):
         trainer.state.train_batch_size = self.run.train_batch_size
         trainer.state.compute_steps(trainer.args, max_steps)
         first_epoch = position = 0
-        if folder is not None:
-            trainer.state = resume.load_state(folder, trainer.args, max_steps)
+        if resume_folder is not None:
+            trainer.state = resume.load_state(resume_folder, trainer.args, max_steps)
             trainer._load_callback_state()
             position_of_progress = None if progress is None else progress.resume_position(schedule.steps_in_epoch)
             first_epoch, position = position_of_progress or position_at_step(
@@ -138,10 +138,10 @@ class Planner(Part):
         facts = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": epochs}
         if not args.ignore_data_skip:
             facts["Batches of the next epoch that are skipped"] = micro_batches
-        log_facts(logger, f"Training resumes from {self.run.resumed_from}.", facts)
+        log_facts(logger, f"Training resumes from {self.run.resume_folder}.", facts)
         if self.trainer.is_world_process_zero():
             num_train_epochs = args.num_train_epochs if args.max_steps <= 0 else 0
-            tell(summary.make_resume_message(str(self.run.resumed_from), self.trainer.state, num_train_epochs))
+            tell(summary.make_resume_message(str(self.run.resume_folder), self.trainer.state, num_train_epochs))
 
     def _tell_start(self, schedule: TrainingSchedule, parameters: int) -> None:
         args, tokens, size = self.trainer.args, self.trainer.args.tokens_per_batch, schedule.total_train_batch_size

@@ -96,13 +96,15 @@ def _to_cpu(leaf: Any) -> Any:
 class Restarts(Part):
     """Restarts the training of a run, and releases the objects of the previous attempt."""
 
-    def prepare_run(self, folder: str | None, trial: Any) -> None:
+    def prepare_run(self, resume_folder: str | None, trial: Any) -> None:
         """Copy the initial state if the run may restart, and read which samples it skips."""
         args = self.trainer.args
         self.run.has_rolled_back = False
-        self.run.skipped_samples = None if args.on_divergence is None else SkippedSamples(self.trainer, trial, folder)
-        needs_start = args.on_divergence == "rollback" and folder is None and not self.parts.strategy.shards_model
-        needs_start |= args.auto_find_batch_size
+        self.run.skipped_samples = None
+        if args.on_divergence is not None:
+            self.run.skipped_samples = SkippedSamples(self.trainer, trial, resume_folder)
+        has_no_checkpoint = resume_folder is None and not self.parts.strategy.shards_model
+        needs_start = args.auto_find_batch_size or (args.on_divergence == "rollback" and has_no_checkpoint)
         self.run.initial_state = InitialStateSnapshot(self.trainer) if needs_start else None
 
     def roll_back(self, diverged_step: DivergedStep, optimizers: tuple[Any, Any]) -> str | None:
@@ -117,37 +119,37 @@ class Restarts(Part):
         processes, mirror = self.trainer.accelerator.processes, self.parts.storage_sync.mirror
         if mirror is not None:
             processes.run_on_main(mirror.wait)
-        folder: str | None = processes.broadcast_from_main(self.parts.saver.last_checkpoint)
-        message = self.run.skipped_samples.add_diverged_step(diverged_step, folder)
+        resume_folder: str | None = processes.broadcast_from_main(self.parts.saver.last_checkpoint)
+        message = self.run.skipped_samples.add_diverged_step(diverged_step, resume_folder)
         if mirror is not None:
             processes.run_on_main(mirror.upload_files)
-        if folder is None and initial_state is None:
+        if resume_folder is None and initial_state is None:
             raise TrainingDiverged(
                 f"{message}, but no checkpoint exists yet, and the initial state of a sharded model is not copied: "
                 "save earlier, with a smaller save_steps."
             )
         if self.trainer.is_world_process_zero():
-            tell(f"{message}. Training continues from {folder or 'the start of the run'}.")
+            tell(f"{message}. Training continues from {resume_folder or 'the start of the run'}.")
         close_bars(self.trainer.callback_handler.callbacks)
         clear_gradients(self.trainer.model_wrapped)
         self._end_attempt("rolled back", optimizers)
         if (scaler := self.trainer.accelerator.scaler) is not None:
             # End the scaler's step, which the optimizer did not make.
             scaler.update(scaler.get_scale())
-        if folder is not None:
-            self.parts.saver.load_weights_and_batch_size(folder)
+        if resume_folder is not None:
+            self.parts.saver.load_weights_and_batch_size(resume_folder)
         elif initial_state is not None:
             initial_state.restore()
             handler, states = self.trainer.callback_handler, initial_state.callback_states
             self.trainer.control = resume.restore_callbacks(handler, self.trainer.control, states)
-        self.run.resumed_from = folder
-        return folder
+        self.run.resume_folder = resume_folder
+        return resume_folder
 
-    def halve_batches(self, folder: str | None) -> str | None:
+    def halve_batches(self, resume_folder: str | None) -> str | None:
         """Discard the optimizer, hooks and checkpoints of a failed attempt, and restore the initial state.
 
         Returns:
-            The checkpoint to resume from: `folder`, with which the failed attempt began.
+            The checkpoint to resume from: `resume_folder`, with which the failed attempt began.
         """
         initial_state = self.run.initial_state
         assert initial_state is not None
@@ -156,7 +158,7 @@ class Restarts(Part):
         self._end_attempt("out of memory", initial_state.optimizers)
         self.parts.storage_sync.discard_checkpoints(self.run.checkpoints_written)
         initial_state.restore()
-        return folder
+        return resume_folder
 
     def _end_attempt(self, reason: str, optimizers: tuple[Any, Any]) -> None:
         """Release the objects of an attempt, and set the optimizer and scheduler from before it."""

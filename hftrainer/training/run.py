@@ -37,7 +37,7 @@ class Run:
         signal_listener: the signals that ask this run to stop.
         schedule: the lengths of the run.
         resumed_progress: our progress data in the checkpoint that the run resumes from, or None.
-        resumed_from: the checkpoint that the run resumes from, if any.
+        resume_folder: the checkpoint that the run resumes from, if any.
         loss_since_log: the sum of the losses since the last log line, `()`, on the device; set when training begins.
         loss_up_to_log: the sum of the losses up to the last log line.
         last_logged: optimizer step of the last log line.
@@ -65,7 +65,7 @@ class Run:
     signal_listener: SignalListener = field(default_factory=lambda: SignalListener(should_save=False))
     schedule: TrainingSchedule | None = None
     resumed_progress: RunProgress | None = None
-    resumed_from: str | None = None
+    resume_folder: str | None = None
     loss_since_log: torch.Tensor = field(init=False)
     loss_up_to_log: float = 0.0
     last_logged: int = 0

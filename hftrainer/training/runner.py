@@ -78,7 +78,7 @@ class TrainingRunner(Part):
         model_setup = self.parts.model_setup
         resume.warn_about_unused_argument(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
         self.parts.checkpoint_writer.close_ignoring_errors()
-        folder = self._find_folder(resume_from_checkpoint)
+        resume_folder = self._find_folder(resume_from_checkpoint)
         if self.parts.policy.makes_model_before_trial:
             model_setup.remake_model(trial)
             model_setup.align_special_tokens()
@@ -92,12 +92,12 @@ class TrainingRunner(Part):
         self.parts.control_actions.check_best_metric()
         if errors := self.parts.engine.check_callbacks(self.trainer):
             raise UnsupportedArgument("\n".join(errors))
-        self.run.resumed_from = folder
-        if folder is not None:
-            self.parts.saver.load_weights_and_batch_size(folder)
+        self.run.resume_folder = resume_folder
+        if resume_folder is not None:
+            self.parts.saver.load_weights_and_batch_size(resume_folder)
             if self.trainer.args.elastic:
-                self._keep_global_batch(folder)
-        return folder
+                self._keep_global_batch(resume_folder)
+        return resume_folder
 
     def _find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Find the checkpoint that all ranks resume from, after completing or removing incomplete folders."""
@@ -112,9 +112,9 @@ class TrainingRunner(Part):
 
         # The first rank of a node downloads the checkpoint; the others read it from the cache.
         with processes.run_in_order(first=self.trainer.is_local_process_zero()):
-            folder = download_checkpoint(resume_from_checkpoint, args)
-        processes.broadcast_from_main(lambda: resume.find_folder(folder, args))
-        return folder
+            resume_folder = download_checkpoint(resume_from_checkpoint, args)
+        processes.broadcast_from_main(lambda: resume.find_folder(resume_folder, args))
+        return resume_folder
 
     def _keep_global_batch(self, folder: str) -> None:
         """Keep the checkpoint's number of samples per optimizer step by setting the accumulation steps."""
@@ -131,25 +131,25 @@ class TrainingRunner(Part):
 
     # ---- Attempts ----------------------------------------------------------------------------------------------
 
-    def train(self, folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
+    def train(self, resume_folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
         """Train until the end or a signal.
 
         With `auto_find_batch_size`, restart with half the batch size if memory runs out.
 
         Args:
-            folder: the checkpoint that the run resumes from, if any.
+            resume_folder: the checkpoint that the run resumes from, if any.
             trial: the hyperparameter trial, if any.
             ignore_keys: outputs of the model that evaluation leaves out.
         """
         with self._training_context():
-            self.restarts.prepare_run(folder, trial)
+            self.restarts.prepare_run(resume_folder, trial)
             optimizers = self.trainer.optimizer, self.trainer.lr_scheduler
             while True:
                 try:
                     return self.trainer._inner_training_loop(
                         batch_size=self.run.train_batch_size,
                         args=self.trainer.args,
-                        resume_from_checkpoint=folder,
+                        resume_from_checkpoint=resume_folder,
                         trial=trial,
                         ignore_keys_for_eval=ignore_keys,
                     )
@@ -162,9 +162,9 @@ class TrainingRunner(Part):
                         raise RuntimeError(
                             "auto_find_batch_size: a batch of one sample does not fit into memory."
                         ) from error
-                    restart = functools.partial(self.restarts.halve_batches, folder)
+                    restart = functools.partial(self.restarts.halve_batches, resume_folder)
                 # Outside the `except` block, since the error references the tensors of the failed attempt.
-                folder = restart()
+                resume_folder = restart()
 
     @contextlib.contextmanager
     def _training_context(self) -> Iterator[None]:
@@ -235,12 +235,12 @@ class TrainingRunner(Part):
             place = f"step {step:,} of {self.trainer.state.max_steps:,}"
             return f"Stopped at {place}; nothing was saved (save_strategy='no')." if is_empty else ""
         text = f"A second signal stopped the run at step {step}, before its save was complete. "
-        since = f" since {run.resumed_from}" if run.resumed_from else ""
+        since = f" since {run.resume_folder}" if run.resume_folder else ""
         hint = summary.make_resume_hint(run.checkpoints_written, is_complete=False)
         return (text if run.signal_listener.is_forced else "") + (hint or f"No checkpoint was saved{since}.")
 
     def run_attempt(
-        self, args: TrainingArguments, batch_size: int | None, folder: str | None, trial: Any, ignore_keys: Any
+        self, args: TrainingArguments, batch_size: int | None, resume_folder: str | None, trial: Any, ignore_keys: Any
     ) -> TrainOutput:
         """Implements `Trainer._inner_training_loop`: plan, prepare, run Lightning's loop, and finish."""
         trainer = self.trainer
@@ -251,15 +251,15 @@ class TrainingRunner(Part):
             trainer._update_auto_batch_size(batch_size)
         self.run.reset_attempt()
         trainer.callback_handler.stopped_by = ""
-        if folder is None:
+        if resume_folder is None:
             self.planner.run_batch_size_finder()
-        loop, model = self._prepare_attempt(args, folder, trial, ignore_keys)
+        loop, model = self._prepare_attempt(args, resume_folder, trial, ignore_keys)
         self._announce_run(trial, loop)
         self.run.set_start_values(trainer.state)
         if self.run.resumed_progress is not None:
             loop.loss_accumulator.restore(self.run.resumed_progress)
         if loop.is_finished:
-            self._resume_finished_run(loop, folder)
+            self._resume_finished_run(loop, resume_folder)
         else:
             recorder = loop.step_end_values.record_outputs(trainer.model)
             with _add_step_note(loop), recorder, devices.error_hints():
@@ -269,7 +269,7 @@ class TrainingRunner(Part):
         return trainer._finalize_training(trial, loop.schedule.num_train_samples, loop.start_time)
 
     def _prepare_attempt(
-        self, args: TrainingArguments, folder: str | None, trial: Any, ignore_keys: list[str] | None
+        self, args: TrainingArguments, resume_folder: str | None, trial: Any, ignore_keys: list[str] | None
     ) -> tuple[TrainingLoop, Any]:
         """Plan the run and prepare its data, state, model and optimizer.
 
@@ -288,18 +288,19 @@ class TrainingRunner(Part):
         skipped_samples = self.run.skipped_samples
         schedule = planned_schedule if skipped_samples is None else skipped_samples.extend_schedule(planned_schedule)
         self.run.schedule = schedule
-        self.run.resumed_progress = self.parts.saver.load_adapted_progress(folder, schedule)
+        self.run.resumed_progress = self.parts.saver.load_adapted_progress(resume_folder, schedule)
+        epochs = planned_schedule.num_train_epochs
         first_epoch, position = self.trainer._init_training_state(
-            schedule.max_steps, schedule.num_update_steps_per_epoch, planned_schedule.num_train_epochs, folder, trial
+            schedule.max_steps, schedule.num_update_steps_per_epoch, epochs, resume_folder, trial
         )
         self.parts.loaders.check_evaluation_data()
-        model, dataloader = self.trainer._prepare_for_training(schedule.max_steps, dataloader, folder)
-        if folder is None:
+        model, dataloader = self.trainer._prepare_for_training(schedule.max_steps, dataloader, resume_folder)
+        if resume_folder is None:
             self.planner.run_learning_rate_finder(schedule.max_steps)
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
-        self.planner.log_start(schedule, None if folder is None else (first_epoch, position))
+        self.planner.log_start(schedule, None if resume_folder is None else (first_epoch, position))
         control_sync = ControlSync(self.parts, functools.partial(self.parts.saver.save_if_needed, trial))
-        batches = RunBatches(self.parts, control_sync, schedule, dataloader, folder, first_epoch, position)
+        batches = RunBatches(self.parts, control_sync, schedule, dataloader, resume_folder, first_epoch, position)
         self.run.loop = loop = TrainingLoop(self.parts, batches, trial, ignore_keys)
         return loop, model
 
@@ -316,17 +317,17 @@ class TrainingRunner(Part):
             place = self.parts.storage_sync.checkpoint_place(trial)
             begin_runs(trainer.callback_handler.callbacks, tracker_runs, trainer.args, trainer.state, place)
         if trainer.args.should_save:
-            run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
-            self.parts.checkpoint_writer.script_files.begin_run(run_dir)
+            run_folder = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
+            self.parts.checkpoint_writer.script_files.begin_run(run_folder)
 
-    def _resume_finished_run(self, loop: TrainingLoop, folder: str | None) -> None:
+    def _resume_finished_run(self, loop: TrainingLoop, resume_folder: str | None) -> None:
         """Load and upload the checkpoint of a finished run, without training."""
         trainer = self.trainer
         loop.load_optimizer()
         loop.begin_training()
         # The run may have ended before its last upload.
-        if trainer.args.push_to_hub and folder is not None:
-            trainer._push_from_checkpoint(folder)
+        if trainer.args.push_to_hub and resume_folder is not None:
+            trainer._push_from_checkpoint(resume_folder)
 
     # ---- The end -----------------------------------------------------------------------------------------------
 
@@ -343,15 +344,15 @@ class TrainingRunner(Part):
         parts.checkpoint_writer.close()
         if parts.policy.loads_best_after_logging:
             parts.saver.load_best_at_end()
-        run_dir, only_checkpoint = trainer._get_output_dir(trial), self._only_checkpoint()
+        run_folder, only_checkpoint = trainer._get_output_dir(trial), self._only_checkpoint()
         if trainer.args.should_save and only_checkpoint is not None and parts.storage_sync.mirror is None:
-            delete_all_but_best(only_checkpoint, run_dir)
+            delete_all_but_best(only_checkpoint, run_folder)
         parts.call_callbacks("on_train_end")
         if trainer.args.push_to_hub:
             trainer.accelerator.processes.run_on_main(trainer._finish_current_push)
         else:
             trainer._finish_current_push()
-        parts.storage_sync.finish_uploads(run_dir, only_checkpoint)
+        parts.storage_sync.finish_uploads(run_folder, only_checkpoint)
         if trial is None and trainer.is_world_process_zero():
             self._print_summary(metrics, self.run.loop)
         if getattr(trainer, "neftune_hook_handle", None) is not None:

@@ -154,7 +154,7 @@ class CheckpointSaver(Part):
 
     def last_checkpoint(self) -> str | None:
         """The newest complete checkpoint of the run; None in a process that writes no checkpoints."""
-        return [self.run.resumed_from, *self.run.checkpoints_written][-1] if self.trainer.args.should_save else None
+        return [self.run.resume_folder, *self.run.checkpoints_written][-1] if self.trainer.args.should_save else None
 
     def should_save_on_interrupt(self) -> bool:
         """Whether a signal or an error saves a checkpoint before the run ends."""
@@ -175,17 +175,17 @@ class CheckpointSaver(Part):
         trainer.control.should_save = False
         self.parts.checkpoint_writer.call_when_complete(call_callbacks)
 
-    def save_state_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
+    def save_state_files(self, optimizer: MakeOptimizer | None, folder: str) -> None:
         """Write the optimizer's state, unless it is None, and the other state files of one process."""
         for name, state in self.parts.strategy.state_files(optimizer):
-            self.parts.checkpoint_writer.save(state, os.path.join(output_dir, name))
+            self.parts.checkpoint_writer.save(state, os.path.join(folder, name))
 
-    def save_progress(self, output_dir: str) -> None:
+    def save_progress(self, folder: str) -> None:
         """Write the progress that `trainer_state.json` does not hold."""
         # A checkpoint within a step resumes from the step count alone.
         if self.run.loop is not None and self.run.loop.batches.is_between_steps:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
-            torch.save(vars(self.make_progress(self.run.loop)), os.path.join(output_dir, name))
+            torch.save(vars(self.make_progress(self.run.loop)), os.path.join(folder, name))
 
     def load_weights(self, model: nn.Module, folder: str, *, is_best: bool = False) -> None:
         """Load a checkpoint's weights into the model, sharded or not; with `is_best`, at the end of a run."""
@@ -374,14 +374,14 @@ class CheckpointSaver(Part):
         self.wait_for_save()
         self.parts.storage_sync.wait_for_space()
         self.run.last_saved_step = state.global_step
-        run_dir = self.trainer._get_output_dir(trial)
+        run_folder = self.trainer._get_output_dir(trial)
         earlier_best = state.best_model_checkpoint
-        best_path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        best_path = os.path.join(run_folder, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
         is_best_on_disk = self.trainer.accelerator.processes.broadcast_from_main(lambda: os.path.isdir(best_path))
         if state.best_global_step == state.global_step or is_best_on_disk:
             state.best_model_checkpoint = best_path
-        path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        rotate = self._make_rotation(run_dir, path)
+        path = os.path.join(run_folder, f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        rotate = self._make_rotation(run_folder, path)
 
         def on_written() -> None:
             self.run.checkpoints_written.append(path)
@@ -443,21 +443,21 @@ class CheckpointSaver(Part):
             strategy.finish()
         writer.has_failed = any(processes.gather_objects([writer.has_failed]))
 
-    def _make_rotation(self, run_dir: str, path: str) -> Callable[[], None]:
+    def _make_rotation(self, run_folder: str, path: str) -> Callable[[], None]:
         """A function that deletes checkpoints beyond `save_total_limit`, for use once `path` is written."""
         # Keep the checkpoint from which a restart with smaller batches resumes.
-        needed_checkpoints = (
-            [self.run.resumed_from] if self.run.resumed_from and self.trainer.args.auto_find_batch_size else []
-        )
+        resume_folder = self.run.resume_folder
+        needed_checkpoints = [resume_folder] if resume_folder and self.trainer.args.auto_find_batch_size else []
         best_folder = self.trainer.state.best_model_checkpoint
         upload = self.parts.storage_sync.make_upload(path, [best_folder, *needed_checkpoints])
 
         def rotate_as_overridden() -> None:
-            self.trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
+            self.trainer._rotate_checkpoints(use_mtime=True, output_dir=run_folder)
             if upload is not None:
                 upload()
 
         if is_overridden(self.trainer, "_rotate_checkpoints", "_sorted_checkpoints"):
             return rotate_as_overridden
         limit = self.trainer.args.save_total_limit
-        return upload or functools.partial(rotate_checkpoints, run_dir, limit, best_folder, [path, *needed_checkpoints])
+        kept = [path, *needed_checkpoints]
+        return upload or functools.partial(rotate_checkpoints, run_folder, limit, best_folder, kept)
