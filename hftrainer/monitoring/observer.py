@@ -38,7 +38,7 @@ _REMEDIES = {
 
 
 class Observer(TrainerCallback):
-    """A callback that measures the intervals between log lines. `RunMonitors` reports micro-batches and phases to it.
+    """A callback that measures the intervals between log lines. `Monitors` reports micro-batches and phases to it.
 
     Args:
         observations: what to observe, from `OBSERVE_PARTS` of `arguments.choices`.

@@ -1,7 +1,7 @@
 """Detects that a run diverges, and keeps the list of the samples that it then skips.
 
 All ranks check each step before the weights change, and agree on the result. The runner goes back to the last
-checkpoint, and `RunBatches` drops the batches of that step when it reads them again.
+checkpoint, and `MicroBatches` drops the batches of that step when it reads them again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hftrainer.monitoring import journal
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
     from hftrainer.trainer import Trainer
-    from hftrainer.training.run_batches import RunBatches
+    from hftrainer.training.micro_batches import MicroBatches
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class DivergenceWatch(Part):
         batches: the micro-batches of the run.
     """
 
-    def __init__(self, parts: TrainerParts, batches: RunBatches) -> None:
+    def __init__(self, parts: TrainerParts, batches: MicroBatches) -> None:
         super().__init__(parts)
         self.batches = batches
         self.is_enabled = self.run.skipped_samples is not None

@@ -20,12 +20,12 @@ from hftrainer.errors import DamagedCheckpoint, InvalidArgument, InvalidSetup
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.schedules import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.training.divergence import DivergenceWatch
-from hftrainer.training.monitors import RunMonitors
+from hftrainer.training.monitors import Monitors
 from hftrainer.training.sums import LossAccumulator, StepEndValues
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
-    from hftrainer.training.run_batches import RunBatches
+    from hftrainer.training.micro_batches import MicroBatches
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +48,10 @@ class TrainingLoop(Part):
         syncs_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
     """
 
-    def __init__(self, parts: TrainerParts, batches: RunBatches, trial: Any, ignore_keys: list[str] | None) -> None:
+    def __init__(self, parts: TrainerParts, batches: MicroBatches, trial: Any, ignore_keys: list[str] | None) -> None:
         super().__init__(parts)
         self.batches, self.trial, self.ignore_keys = batches, trial, ignore_keys
-        self.schedule, self.resume_folder = batches.schedule, batches.resume_folder
+        self.schedule, self.resume_folder = batches.schedule, batches.start.resume_folder
         self.control_sync = batches.control_sync
         self.start_time = time.time()
         self.syncs_each_batch = parts.resolved.accelerator_config.sync_each_batch
@@ -59,7 +59,7 @@ class TrainingLoop(Part):
         self.loss_accumulator = LossAccumulator(self.trainer, self.run)
         self.divergence = DivergenceWatch(parts, self.batches)
         self.step_end_values = StepEndValues(self.trainer.callback_handler.callbacks)
-        self.monitors = RunMonitors(parts, self.batches, trial, is_finished=self.is_finished)
+        self.monitors = Monitors(parts, self.batches, trial, is_finished=self.is_finished)
 
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
@@ -86,7 +86,7 @@ class TrainingLoop(Part):
     def is_finished(self) -> bool:
         """Whether the checkpoint already contains the run's last step."""
         is_complete = self.resume_folder is not None and self.trainer.state.global_step >= self.schedule.max_steps
-        return is_complete or self.batches.first_epoch >= self.schedule.num_train_epochs
+        return is_complete or self.batches.start.epoch >= self.schedule.num_train_epochs
 
     def begin_training(self) -> None:
         """Call `on_train_begin`, evaluate with `eval_on_start`, and complete an interrupted evaluation or epoch."""
@@ -110,7 +110,7 @@ class TrainingLoop(Part):
         progress, batches = self.run.resumed_progress, self.batches
         if progress is None or progress.epoch_ended or progress.epoch is None:
             return
-        if progress.epoch >= batches.first_epoch and self.trainer.state.global_step < self.schedule.max_steps:
+        if progress.epoch >= batches.start.epoch and self.trainer.state.global_step < self.schedule.max_steps:
             return
         batches.epoch = progress.epoch
         self.grad_norm = progress.grad_norm
@@ -130,8 +130,8 @@ class TrainingLoop(Part):
             "ignore_keys_for_eval": self.ignore_keys,
             "start_time": self.start_time,
             "resume_from_checkpoint": self.resume_folder,
-            "epochs_trained": self.batches.first_epoch,
-            "steps_trained_in_current_epoch": self.batches.first_position,
+            "epochs_trained": self.batches.start.epoch,
+            "steps_trained_in_current_epoch": self.batches.start.position,
         }
 
     def begin_epoch(self, epoch: int) -> None:
@@ -147,7 +147,7 @@ class TrainingLoop(Part):
     def end_epoch(self) -> None:
         """Call `on_epoch_end`, then log, evaluate and save as requested."""
         batches = self.batches
-        if not batches.window.size and not (batches.resumes_epoch and batches.first_position):
+        if not batches.window.size and not (batches.resumes_epoch and batches.start.position):
             is_stream = isinstance(self.trainer.train_dataset, torch.utils.data.IterableDataset)
             # accelerate's loader fails there too.
             fails = is_stream and self.trainer.accelerator.dispatch_batches is not False

@@ -1,4 +1,4 @@
-"""`RunMonitors`: the observer and the requests of a run, built from its arguments."""
+"""`Monitors`: the observer and the requests of a run, built from its arguments."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hftrainer.trainer_pt_utils import find_batch_size
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
-    from hftrainer.training.run_batches import RunBatches
+    from hftrainer.training.micro_batches import MicroBatches
 
 
-class RunMonitors(Part):
+class Monitors(Part):
     """Reports the events of a run to its observers, and polls its requests.
 
     Args:
@@ -38,7 +38,7 @@ class RunMonitors(Part):
         requests: the requests to the run; None except on the main process.
     """
 
-    def __init__(self, parts: TrainerParts, batches: RunBatches, trial: Any, *, is_finished: bool) -> None:
+    def __init__(self, parts: TrainerParts, batches: MicroBatches, trial: Any, *, is_finished: bool) -> None:
         super().__init__(parts)
         self.batches = batches
         self.sources = make_source_log(parts, batches.reader.loader)
@@ -84,7 +84,7 @@ class RunMonitors(Part):
             self.trainer.remove_callback(self.observer)
 
 
-def _make_observer(parts: TrainerParts, batches: RunBatches, folder: str, *, is_finished: bool) -> Observer | None:
+def _make_observer(parts: TrainerParts, batches: MicroBatches, folder: str, *, is_finished: bool) -> Observer | None:
     """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
     trainer, args, plan = parts.trainer, parts.trainer.args, parts.engine.plan
     # All later runs in a folder write to its journal, so that it says which is the last.
@@ -105,7 +105,7 @@ def _make_observer(parts: TrainerParts, batches: RunBatches, folder: str, *, is_
         lambda count: int(parts.counting.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
         Journal(folder if has_journal else None),
-        {"world_size": args.world_size, "device": str(args.device), "resumed_from": batches.resume_folder},
+        {"world_size": args.world_size, "device": str(args.device), "resumed_from": batches.start.resume_folder},
     )
     trainer.add_callback(observer)
     return observer

@@ -23,6 +23,7 @@ from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
+    from hftrainer.training.micro_batches import StartPoint
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +102,12 @@ class Planner(Part):
             return schedule.num_update_steps_per_epoch
         return sys.maxsize if strategy == IntervalStrategy.NO else max(1, int(self.trainer.state.logging_steps))
 
-    def log_start(self, schedule: TrainingSchedule, position: tuple[int, int] | None) -> None:
+    def log_start(self, schedule: TrainingSchedule, start: StartPoint) -> None:
         """Log the sizes and the start of the run, and warn about batches that XLA compiles separately.
 
         Args:
             schedule: the lengths of the run.
-            position: finished epochs, and finished micro-batches of the next; None for a new run.
+            start: where the run starts.
         """
         args, tokens, steps = self.trainer.args, self.trainer.args.tokens_per_batch, schedule.max_steps
         size_label = "Batch size of a device" if tokens is None else "Most tokens in a batch of a device"
@@ -124,8 +125,8 @@ class Planner(Part):
         log_facts(logger, "Running training begins.", sizes)
         if args.num_train_epochs < 0 and args.max_steps <= 0:
             logger.warning("num_train_epochs=%s trains no step.", args.num_train_epochs)
-        if position is not None:
-            self._log_resume(position)
+        if start.resume_folder is not None:
+            self._log_resume(start)
         # In a search, each trial would repeat it.
         if self.trainer.is_world_process_zero() and self.trainer.state.global_step < steps and self.run.trial is None:
             self._tell_start(schedule, sizes["Trainable parameters"])
@@ -133,11 +134,11 @@ class Planner(Part):
         if args.device.type == "xla" and not args.dataloader_drop_last:
             self._warn_about_ragged_batches(schedule)
 
-    def _log_resume(self, position: tuple[int, int]) -> None:
-        args, (epochs, micro_batches) = self.trainer.args, position
-        facts = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": epochs}
+    def _log_resume(self, start: StartPoint) -> None:
+        args = self.trainer.args
+        facts = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": start.epoch}
         if not args.ignore_data_skip:
-            facts["Batches of the next epoch that are skipped"] = micro_batches
+            facts["Batches of the next epoch that are skipped"] = start.position
         log_facts(logger, f"Training resumes from {self.run.resume_folder}.", facts)
         if self.trainer.is_world_process_zero():
             num_train_epochs = args.num_train_epochs if args.max_steps <= 0 else 0

@@ -34,9 +34,9 @@ from hftrainer.trackers.base import begin_runs
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.divergence import Diverged
 from hftrainer.training.loop import TrainingLoop
+from hftrainer.training.micro_batches import MicroBatches, StartPoint
 from hftrainer.training.planner import Planner
 from hftrainer.training.restarts import Restarts
-from hftrainer.training.run_batches import RunBatches
 from hftrainer.training.stopping import ControlSync, SignalListener
 from hftrainer.training_args import TrainingArguments
 
@@ -290,7 +290,7 @@ class TrainingRunner(Part):
         self.run.schedule = schedule
         self.run.resumed_progress = self.parts.saver.load_adapted_progress(resume_folder, schedule)
         epochs = planned_schedule.num_train_epochs
-        first_epoch, position = self.trainer._init_training_state(
+        epoch, position = self.trainer._init_training_state(
             schedule.max_steps, schedule.num_update_steps_per_epoch, epochs, resume_folder, trial
         )
         self.parts.loaders.check_evaluation_data()
@@ -298,9 +298,10 @@ class TrainingRunner(Part):
         if resume_folder is None:
             self.planner.run_learning_rate_finder(schedule.max_steps)
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
-        self.planner.log_start(schedule, None if resume_folder is None else (first_epoch, position))
+        start = StartPoint(resume_folder, epoch, position)
+        self.planner.log_start(schedule, start)
         control_sync = ControlSync(self.parts, functools.partial(self.parts.saver.save_if_needed, trial))
-        batches = RunBatches(self.parts, control_sync, schedule, dataloader, resume_folder, first_epoch, position)
+        batches = MicroBatches(self.parts, control_sync, schedule, dataloader, start)
         self.run.loop = loop = TrainingLoop(self.parts, batches, trial, ignore_keys)
         return loop, model
 

@@ -241,7 +241,7 @@ class CheckpointSaver(Part):
         return RunProgress(
             settings=self.position_settings(loop.schedule),
             epoch=loop.batches.epoch if window.size else None,
-            position=window.index + 1 if window.size else loop.batches.first_position,
+            position=window.index + 1 if window.size else loop.batches.start.position,
             epoch_ended=loop.epoch_ended,
             epoch_left=loop.epoch_ended and self.trainer.control.should_epoch_stop,
             owes_evaluation=loop.has_unfinished_evaluation,

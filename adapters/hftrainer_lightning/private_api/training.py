@@ -23,7 +23,7 @@ from hftrainer_lightning.private_api.evaluation import make_evaluation_loop
 
 if TYPE_CHECKING:
     from hftrainer.training.loop import TrainingLoop
-    from hftrainer.training.run_batches import RunBatches
+    from hftrainer.training.micro_batches import MicroBatches
 
 
 class _WindowedEpochLoop(_TrainingEpochLoop):
@@ -34,7 +34,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     Lightning counts a step when it has ended.
     """
 
-    batches: RunBatches
+    batches: MicroBatches
 
     def _should_accumulate(self) -> bool:
         return not self.batches.window.is_last
@@ -129,7 +129,7 @@ class _WindowedOptimization(_AutomaticOptimization):
     see no gradients, and optimizers that ignore closures would not train.
     """
 
-    batches: RunBatches
+    batches: MicroBatches
 
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """Run a micro-batch. Returns its loss, for callbacks."""
@@ -172,7 +172,7 @@ class _StepLoggerConnector(_LoggerConnector):
         super().on_batch_start(batch, dataloader_idx)
 
 
-def install_training_loops(trainer: Any, batches: RunBatches, *, is_epoch_overridden: bool) -> None:
+def install_training_loops(trainer: Any, batches: MicroBatches, *, is_epoch_overridden: bool) -> None:
     """Put our loops in place of those that `lightning.Trainer` makes.
 
     Args:
@@ -194,21 +194,21 @@ def install_training_loops(trainer: Any, batches: RunBatches, *, is_epoch_overri
     trainer._logger_connector = _StepLoggerConnector(trainer)
 
 
-def restore_progress(trainer: pl.Trainer, run_batches: RunBatches, global_step: int) -> None:
+def restore_progress(trainer: pl.Trainer, micro_batches: MicroBatches, global_step: int) -> None:
     """Set the loops' counters as a Lightning checkpoint would, from the values in `trainer_state.json`.
 
     Args:
         trainer: a trainer that has not run.
-        run_batches: the micro-batches of the run, with the position from which it resumes.
+        micro_batches: the micro-batches of the run, with the position from which it resumes.
         global_step: completed optimizer steps.
     """
     state = trainer.fit_loop.state_dict()
-    epoch, batch = run_batches.first_epoch, run_batches.first_position
+    epoch, batch = micro_batches.start.epoch, micro_batches.start.position
     started_epochs = epoch + 1 if batch else epoch
     epochs = {"ready": started_epochs, "started": started_epochs, "processed": epoch, "completed": epoch}
     state["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}
     batches = dict.fromkeys(("ready", "started", "processed", "completed"), batch)
-    total = {name: epoch * len(run_batches) + count for name, count in batches.items()}
+    total = {name: epoch * len(micro_batches) + count for name, count in batches.items()}
     state["epoch_loop.batch_progress"] |= {"total": total, "current": batches, "is_last_batch": False}
     steps = {"ready": global_step, "completed": global_step}
     optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]

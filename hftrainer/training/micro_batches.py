@@ -1,10 +1,10 @@
-"""`RunBatches`: the micro-batches of a run, from the one that a resumed run reads first."""
+"""`MicroBatches`: the micro-batches of a run, from its `StartPoint` on."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hftrainer.base.part import Part
 from hftrainer.compat import overrides
@@ -16,7 +16,21 @@ if TYPE_CHECKING:
     from hftrainer.training.stopping import ControlSync
 
 
-class RunBatches(Part):
+class StartPoint(NamedTuple):
+    """Where a run starts.
+
+    Attributes:
+        resume_folder: the checkpoint that the run resumes from, if any.
+        epoch: finished epochs.
+        position: finished micro-batches of the next epoch.
+    """
+
+    resume_folder: str | None
+    epoch: int
+    position: int
+
+
+class MicroBatches(Part):
     """An iterable over an epoch's micro-batches. `window` describes the last one yielded.
 
     All micro-batches of a window are fetched before the first is used, as in `transformers.Trainer`: the number of
@@ -26,10 +40,8 @@ class RunBatches(Part):
         parts: the parts of the Trainer.
         control_sync: knows when all ranks have agreed to stop.
         schedule: the lengths of the run.
-        train_dataloader: the loader of the training data.
-        resume_folder: the checkpoint that the run resumes from, if any.
-        first_epoch: finished epochs.
-        first_position: finished micro-batches of the next epoch.
+        loader: the loader of the training data.
+        start: where the run starts.
 
     Attributes:
         epoch: the current epoch, counted from 0.
@@ -39,23 +51,17 @@ class RunBatches(Part):
     """
 
     def __init__(
-        self,
-        parts: TrainerParts,
-        control_sync: ControlSync,
-        schedule: TrainingSchedule,
-        train_dataloader: Any,
-        resume_folder: str | None,
-        first_epoch: int,
-        first_position: int,
+        self, parts: TrainerParts, control_sync: ControlSync, schedule: TrainingSchedule, loader: Any, start: StartPoint
     ) -> None:
         super().__init__(parts)
-        self.control_sync, self.schedule, self.resume_folder = control_sync, schedule, resume_folder
-        self.first_epoch, self.first_position = first_epoch, first_position
-        self.epoch, self.position = first_epoch, first_position
+        self.control_sync = control_sync
+        self.schedule = schedule
+        self.start = start
+        self.epoch, self.position = start.epoch, start.position
         self.window_start = 0
         self.window = AccumulationWindow()
         self.is_between_steps = True
-        self.reader = EpochReader(train_dataloader)
+        self.reader = EpochReader(loader)
         self._data_state = None if self.run.resumed_progress is None else self.run.resumed_progress.data
         self._has_restored_rng = False
 
@@ -149,18 +155,18 @@ class RunBatches(Part):
     @property
     def resumes_epoch(self) -> bool:
         """Whether the current epoch is the one in which the run resumes."""
-        return self.resume_folder is not None and self.epoch == self.first_epoch
+        return self.start.resume_folder is not None and self.epoch == self.start.epoch
 
     def _open_epoch(self) -> Iterator[Any]:
         """The batches of the epoch; in the one in which the run resumes, the remaining ones."""
         if not self.resumes_epoch:
             return self.reader.open_epoch(self.epoch)
-        point = ResumePoint(self.first_position, self._restore_rng_once, self._data_state)
+        point = ResumePoint(self.start.position, self._restore_rng_once, self._data_state)
         return self.reader.open_epoch(self.epoch, point)
 
     def _restore_rng_after_reading(self) -> None:
         """After the first window, restore the random states of a checkpoint without reading state."""
-        if self.resumes_epoch and self.first_position and self._data_state is None:
+        if self.resumes_epoch and self.start.position and self._data_state is None:
             self._restore_rng_states()
 
     def _restore_rng_once(self) -> None:
@@ -173,6 +179,6 @@ class RunBatches(Part):
         self._has_restored_rng = True
 
     def _restore_rng_states(self) -> None:
-        self.trainer._load_rng_state(self.resume_folder)
+        self.trainer._load_rng_state(self.start.resume_folder)
         if self._data_state is not None:
             self.reader.restore_generators(self._data_state)
