@@ -893,11 +893,9 @@ class Trainer(EarlierMethods):
             trial: the hyperparameter trial, if any.
             metrics: an evaluation's metrics, to find the best model; passed until v4.46.
         """
-        loop = self._hftrainer.run.loop
-        if metrics is not None and (loop is None or metrics is not loop.evaluation_metrics):
+        if metrics is not None and metrics is not self._hftrainer.run.evaluation_metrics:
             self._determine_best_metric(metrics, trial)
-        with self._hftrainer.saver.checkpoint(trial) as write_files:
-            write_files()
+        self._hftrainer.saver.write_checkpoint(trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the states of the optimizer and the scheduler."""

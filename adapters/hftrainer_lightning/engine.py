@@ -179,14 +179,20 @@ class LightningEngine:
         if lightning_callbacks.find_callback(self._training_callbacks, pl.callbacks.BasePredictionWriter) is not None:
             indices = evaluation.record_batches()
             batches.batch_sampler = None if indices is None else evaluation_loops.SeenBatches(indices)
-        if self.is_fitting:
-            assert self.trainer is not None and self.module is not None
-            # limit_val_batches does not limit predictions.
-            all_batches = stage == "predict"
-            evaluation_loops.validate_in_fit(
-                self.trainer, self.module, batches, evaluation, self._validation_group, all_batches
-            )
+        if not self.is_fitting:
+            self._evaluate_alone(evaluation, batches, model, stage)
             return
+        assert self.trainer is not None and self.module is not None
+        # limit_val_batches does not limit predictions.
+        all_batches = stage == "predict"
+        evaluation_loops.validate_in_fit(
+            self.trainer, self.module, batches, evaluation, self._validation_group, all_batches
+        )
+
+    def _evaluate_alone(
+        self, evaluation: EvaluationPass, batches: _EvaluationBatches, model: torch.nn.Module, stage: Stage
+    ) -> None:
+        """Run one of Lightning's evaluation loops outside of `fit`, maybe within another evaluation."""
         outer_state = self.trainer, self.module, self.is_evaluating
         with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
             # compute_metrics may start a nested evaluation, which needs a second trainer.

@@ -300,8 +300,9 @@ def _load_adapters(model: Any, adapters: dict[str | None, str]) -> None:
             "peft.get_peft_model before resuming."
         )
     active = model.active_adapters[0]
+    unnamed = active if len(adapters) == 1 else "default"
     for name, path in adapters.items():
-        adapter = name if name is not None else (active if len(adapters) == 1 else "default")
+        adapter = unnamed if name is None else name
         # For an unreadable file, this raises a clearer error than PEFT.
         read_weights(str(first_file(path, *_ADAPTERS)))
         # Known adapters keep trainability and precision. A new one is frozen.

@@ -43,13 +43,16 @@ class LoaderFactory(Part):
         trainer = self.trainer
         if eval_dataset is None and trainer.eval_dataset is None:
             raise InvalidArgument("Evaluation needs an eval_dataset: pass one to Trainer or to evaluate().")
-        name = "eval" if eval_dataset is None else eval_dataset if isinstance(eval_dataset, str) else None
+        # Only loaders with a name are kept.
+        name, dataset, description = None, eval_dataset, "evaluation"
+        if eval_dataset is None:
+            name, dataset = "eval", trainer.eval_dataset
+        elif isinstance(eval_dataset, str):
+            name, description = eval_dataset, f"{eval_dataset!r} evaluation"
         if name in trainer._eval_dataloaders:
             return trainer._eval_dataloaders[name]
-        dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(eval_dataset, str):
             dataset = _find_evaluation_dataset(trainer.eval_dataset, eval_dataset)
-        description = f"{eval_dataset!r} evaluation" if isinstance(eval_dataset, str) else "evaluation"
         loader = trainer._get_dataloader(dataset, description, trainer.args.eval_batch_size, trainer._get_eval_sampler)
         # Without this, each evaluation would start new persistent workers.
         if trainer.args.dataloader_persistent_workers and name is not None:
@@ -257,7 +260,9 @@ class LoaderFactory(Part):
         trainer = self.trainer
         if isinstance(loader, PreparedDataLoader):
             return loader
-        processes, is_training, config = trainer.accelerator.processes, self._prepares_training_data, self.read_config()
+        processes = trainer.accelerator.processes
+        is_training = self._prepares_training_data
+        config = self.read_config()
         is_dispatched = isinstance(loader.dataset, IterableDataset) or config.dispatch_batches
         if is_training and is_dispatched and processes.tp_size > 1:
             raise UnsupportedArgument(

@@ -48,8 +48,7 @@ class ControlActions(Part):
         if trainer.control.should_evaluate:
             with self._phase("evaluation"):
                 metrics = trainer._evaluate(trial, ignore_keys)
-            if loop is not None:
-                loop.evaluation_metrics = metrics
+            self.run.evaluation_metrics = metrics
             is_new_best = trainer._determine_best_metric(metrics=metrics, trial=trial)
             if trainer.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_new_best
@@ -66,6 +65,7 @@ class ControlActions(Part):
 
     def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Time the block, and report it to the observers of the run."""
+        # A script may call `_maybe_log_save_evaluate` without a run.
         return self.run.measure_time(name) if self.run.loop is None else self.run.loop.monitors.phase(name)
 
     def _sync_control_flags(self) -> None:
@@ -99,9 +99,7 @@ class ControlActions(Part):
     def evaluate(self, trial: Any, ignore_keys: list[str] | None, *, steps_schedule: bool) -> dict[str, float]:
         """Evaluate during training, and step a metric-driven schedule with `steps_schedule`."""
         trainer = self.trainer
-        loop = self.run.loop
-        if loop is not None:
-            loop.has_unfinished_evaluation = True
+        self.run.has_unfinished_evaluation = True
         try:
             with self.parts.engine.evaluation_group() as lightning_metrics:
                 if isinstance(trainer.eval_dataset, Mapping):
@@ -116,8 +114,7 @@ class ControlActions(Part):
                 "The evaluation did not fit into memory; auto_find_batch_size changes training batches only: reduce "
                 f"per_device_eval_batch_size={trainer.args.per_device_eval_batch_size}."
             ) from error
-        if loop is not None:
-            loop.has_unfinished_evaluation = False
+        self.run.has_unfinished_evaluation = False
         if trainer.args.metric_for_best_model is not None or needs_metric(trainer.lr_scheduler):
             # Metrics may differ between ranks, if they are random or computed from a part of the data.
             rank_metrics = metrics

@@ -43,8 +43,6 @@ class TrainingLoop(Part):
         epoch_ended: whether `on_epoch_end` has been called for the current epoch.
         is_stepping: True during an optimizer step, which may have changed the weights.
         has_uncounted_step: True after a step of the optimizer that `global_step` does not count yet.
-        evaluation_metrics: metrics of the last evaluation, which determined the best model.
-        has_unfinished_evaluation: True if an evaluation has begun but is not complete.
         syncs_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
     """
 
@@ -63,8 +61,7 @@ class TrainingLoop(Part):
 
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
-        self.evaluation_metrics: dict[str, float] | None = None
-        self.epoch_ended = self.is_stepping = self.has_uncounted_step = self.has_unfinished_evaluation = False
+        self.epoch_ended = self.is_stepping = self.has_uncounted_step = False
 
     # ---- Training and epochs -----------------------------------------------------------------------------------
 

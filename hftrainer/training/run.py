@@ -46,6 +46,8 @@ class Run:
         tokens: input tokens of this run, over all processes.
         has_checked_model: whether the model has been checked for `elastic` and `flatten_batches`.
         flos: floating-point operations since they were last added to the state.
+        evaluation_metrics: metrics of the last evaluation of this run, which determined the best model.
+        has_unfinished_evaluation: True if an evaluation of this run has begun but is not complete.
         logged_metrics: sums for the next log line, besides the loss.
         seconds: phase besides training, such as 'saving' → its duration.
         past: the model's memory of earlier batches, with `past_index`.
@@ -74,6 +76,8 @@ class Run:
     tokens: int = 0
     has_checked_model: bool = False
     flos: float = 0.0
+    evaluation_metrics: dict[str, float] | None = None
+    has_unfinished_evaluation: bool = False
     logged_metrics: LoggedMetrics = field(default_factory=LoggedMetrics)
     seconds: dict[str, float] = field(default_factory=dict)
     past: Any = None
@@ -102,7 +106,9 @@ class Run:
         """Reset the state of one attempt at training."""
         self.logged_metrics = LoggedMetrics()
         self.checkpoints_written = []
-        self.flos, self.has_checked_model = 0.0, False
+        self.flos = 0.0
+        self.evaluation_metrics = None
+        self.has_checked_model = self.has_unfinished_evaluation = False
 
     def set_start_values(self, state: TrainerState) -> None:
         """Set the counters to their values at the start of the run."""

@@ -223,6 +223,7 @@ class TrainingRunner(Part):
             is_stopped = state.global_step < state.max_steps
             self.run.loop.close(error_name or ("stopped" if is_stopped else "complete"))
         self.run.past = self.run.loop = self.run.skipped_samples = self.run.initial_state = None
+        self.run.evaluation_metrics = None
         self.trainer.is_in_train = False
 
     def _describe_saves(self) -> str:

@@ -244,7 +244,7 @@ class CheckpointSaver(Part):
             position=window.index + 1 if window.size else loop.batches.start.position,
             epoch_ended=loop.epoch_ended,
             epoch_left=loop.epoch_ended and self.trainer.control.should_epoch_stop,
-            owes_evaluation=loop.has_unfinished_evaluation,
+            owes_evaluation=self.run.has_unfinished_evaluation,
             loss=self.run.loss_since_log.cpu().clone(),
             last_logged=self.run.last_logged,
             metrics=self.run.logged_metrics.state_dict(),
@@ -362,9 +362,8 @@ class CheckpointSaver(Part):
             processing_class.save_pretrained(folder)
         torch.save(without_tokens(self.trainer.args), os.path.join(folder, names.TRAINING_ARGS_NAME))
 
-    @contextlib.contextmanager
-    def checkpoint(self, trial: Any) -> Iterator[Callable[[], None]]:
-        """Write the checkpoint of this step atomically. Yields the same as `_write_on_all_ranks`.
+    def write_checkpoint(self, trial: Any) -> None:
+        """Write the checkpoint of this step atomically.
 
         Args:
             trial: the hyperparameter trial, if any.
@@ -392,8 +391,7 @@ class CheckpointSaver(Part):
         def on_failure() -> None:
             self.trainer.state.best_model_checkpoint = earlier_best
 
-        with self._write_on_all_ranks(path, on_written, on_failure) as fill:
-            yield fill
+        self._write_on_all_ranks(path, on_written, on_failure)
         if self.parts.checkpoint_writer.has_failed:
             on_failure()
         if self.trainer.args.push_to_hub:
@@ -402,19 +400,13 @@ class CheckpointSaver(Part):
         if is_overridden(self.trainer, "_save_checkpoint"):
             self.wait_for_save()
 
-    @contextlib.contextmanager
-    def _write_on_all_ranks(
-        self, path: str, on_written: Callable[[], None], on_failure: Callable[[], None]
-    ) -> Iterator[Callable[[], None]]:
+    def _write_on_all_ranks(self, path: str, on_written: Callable[[], None], on_failure: Callable[[], None]) -> None:
         """Write a checkpoint on all ranks, and notify them whether it failed.
 
         Args:
             path: the folder of the checkpoint.
             on_written: called when it is complete; see `CheckpointWriter.checkpoint`.
             on_failure: called if the storage fails.
-
-        Yields:
-            A function that fills the folder; it does nothing if another process fills it.
         """
         trainer = self.trainer
         writer = self.parts.checkpoint_writer
@@ -429,16 +421,14 @@ class CheckpointSaver(Part):
         try:
             if trainer.args.should_save:
                 with writer.checkpoint(path, on_complete=on_written, on_failure=on_failure) as folder:
-                    yield (
-                        (lambda: None) if folder is None else functools.partial(self._write_files, folder, other_files)
-                    )
+                    if folder is not None:
+                        self._write_files(folder, other_files)
             else:
                 staging_path = next(filter(None, folders[processes.rank :: -1]))
                 # Overrides may gather weights on all ranks.
                 trainer.save_model(staging_path, **accepted_args(trainer.save_model, {"_internal_call": True}))
                 with writer.report_shard_errors(path):
                     strategy.write_shards(staging_path, writer.write_shard)
-                yield lambda: None
         finally:
             strategy.finish()
         writer.has_failed = any(processes.gather_objects([writer.has_failed]))
