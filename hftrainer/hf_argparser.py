@@ -106,7 +106,7 @@ class HfArgumentParser(argparse.ArgumentParser):
             files += named_files
         file_words = [word for path in files if path.exists() for word in path.read_text().split()]
         namespace, remaining = self.parse_known_args(args=file_words + words)
-        objects = [self._build_dataclass(dataclass_type, namespace) for dataclass_type in self.dataclass_types]
+        objects = [self._make_dataclass(dataclass_type, namespace) for dataclass_type in self.dataclass_types]
         if vars(namespace):
             objects.append(namespace)
         if return_remaining_strings:
@@ -146,7 +146,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         return self.parse_dict(read_mapping(yaml_file, "YAML"), allow_extra_keys)
 
     @staticmethod
-    def _build_dataclass(dataclass_type: Any, namespace: argparse.Namespace) -> Any:
+    def _make_dataclass(dataclass_type: Any, namespace: argparse.Namespace) -> Any:
         names = [field.name for field in dataclasses.fields(dataclass_type) if field.init]
         values = {name: getattr(namespace, name) for name in names}
         values |= {name: getattr(namespace, name) for name in _find_hidden_fields(dataclass_type) if name in namespace}

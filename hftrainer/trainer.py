@@ -235,7 +235,7 @@ class Trainer(EarlierMethods):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Build the engine from the arguments, and `self.accelerator` from the engine."""
-        self._hftrainer.setup.build_engine()
+        self._hftrainer.setup.make_engine()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model to a device, unless it already spans several devices."""

@@ -141,7 +141,7 @@ class DeepSpeedConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
         return config
 
 
-def build_config(args: BaseArguments) -> DeepSpeedConfig | None:
+def make_config(args: BaseArguments) -> DeepSpeedConfig | None:
     """Build the configuration from the arguments; None without DeepSpeed. `mismatches` lists contradictions.
 
     Raises:
@@ -244,7 +244,7 @@ def set_up_config(args: BaseArguments) -> DeepSpeedConfig | None:
     Models that are created before the Trainer need it. With ZeRO-3 the process group starts now, and
     `from_pretrained` partitions models while it loads them, as long as these arguments exist.
     """
-    config = build_config(args)
+    config = make_config(args)
     if config is None:
         return None
     set_hf_deepspeed_config(config)

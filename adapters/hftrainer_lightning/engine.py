@@ -94,7 +94,7 @@ class LightningEngine:
         optimizer, resumed_state = loop.parts.require_optimizer(), load_lightning_callbacks(loop.resume_folder)
         max_epochs = loop.schedule.num_train_epochs
         with quiet_lightning():
-            self.trainer = trainer = self._build_trainer(
+            self.trainer = trainer = self._make_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
                 accumulate_grad_batches=self.plan.accumulate_grad_batches,
                 logger=self._loggers_or_fallback(),
@@ -197,7 +197,7 @@ class LightningEngine:
         with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
             # compute_metrics may start a nested evaluation, which needs a second trainer.
             if self.trainer is None or self.is_evaluating:
-                self.trainer = self._build_trainer(max_epochs=1)
+                self.trainer = self._make_trainer(max_epochs=1)
             self.trainer.callbacks = [  # type: ignore[attr-defined]
                 callback
                 for callback in self._training_callbacks
@@ -328,14 +328,14 @@ class LightningEngine:
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder)
         if finder is None:
             return None
-        return private_callbacks.search_batch_size(self._build_trainer, finder, trial_steps, model)
+        return private_callbacks.search_batch_size(self._make_trainer, finder, trial_steps, model)
 
     def run_learning_rate_finder(self, trial_steps: TrialSteps, model: torch.nn.Module) -> float | None:
         """The learning rate that a `LearningRateFinder` callback suggests; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.LearningRateFinder)
         if finder is None:
             return None
-        return private_callbacks.search_learning_rate(self._build_trainer, finder, trial_steps, model)
+        return private_callbacks.search_learning_rate(self._make_trainer, finder, trial_steps, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""
@@ -350,7 +350,7 @@ class LightningEngine:
         """The loggers, or a fallback, since some Lightning callbacks refuse to run without a logger."""
         return self._get_loggers() or ([self._fallback_logger] if self.callbacks else [])
 
-    def _build_trainer(
+    def _make_trainer(
         self, max_epochs: int, callbacks: list[pl.Callback] | None = None, strategy: Any = None, **settings: Any
     ) -> pl.Trainer:
         options = {"logger": False, **self.plan.trainer_keywords(), **settings}

@@ -55,7 +55,7 @@ class Fsdp2Strategy(_FsdpStrategy, SharedMeshStrategy):
         self.precision_plugin = precision
 
 
-def build_strategy(plan: LightningPlan, settings: StrategySettings) -> Strategy:
+def make_lightning_strategy(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     """The Lightning strategy for a plan with FSDP or tensor parallelism."""
     is_fsdp1 = plan.sharding is not None and plan.sharding.version == 1
     return (Fsdp1Strategy if is_fsdp1 else Fsdp2Strategy)(plan, precision_plugin(plan, settings.scaler))

@@ -110,7 +110,7 @@ class KeepDeviceDDPStrategy(PlannedDeviceStrategy, StepDDPStrategy):
             return self.lightning_module.validation_step(*args, **kwargs)
 
 
-def build_replicas(plan: LightningPlan, settings: StrategySettings) -> Strategy:
+def make_replicas(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     """The strategy for one device, or for replicas."""
     precision = precision_plugin(plan, settings.scaler)
     if not plan.processes.is_distributed:

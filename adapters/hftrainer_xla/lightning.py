@@ -193,7 +193,7 @@ class XLAFSDPStrategy(XlaReplicas):
         """Do nothing: each rank has its own shard."""
 
 
-def build_strategy(plan: LightningPlan, *, shards_model: bool) -> Strategy:
+def make_lightning_strategy(plan: LightningPlan, *, shards_model: bool) -> Strategy:
     """Build the strategy.
 
     Gradients of replicas are averaged once per step, without DDP, those of shards in the backward pass.

@@ -39,9 +39,9 @@ class XlaStrategy(ReplicasStrategy):
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for one XLA device, or for several."""
-        from hftrainer_xla.lightning import build_strategy
+        from hftrainer_xla.lightning import make_lightning_strategy
 
-        return build_strategy(self.plan, shards_model=self.shards_model)
+        return make_lightning_strategy(self.plan, shards_model=self.shards_model)
 
     def move_model(self, model: nn.Module, device: torch.device) -> None:
         """Move a model. Its tied weights stay tied."""

@@ -112,7 +112,7 @@ class ResolvedArguments:
     @functools.cached_property
     def deepspeed(self) -> Any:
         """DeepSpeed's configuration, completed from the arguments, or None without DeepSpeed."""
-        return load("deepspeed", "settings").build_config(self.args) if asks_for_deepspeed(self.args) else None
+        return load("deepspeed", "settings").make_config(self.args) if asks_for_deepspeed(self.args) else None
 
     @functools.cached_property
     def precision(self) -> str:

@@ -165,7 +165,7 @@ class TrainerSetup(Part):
             self.parts.lightning_callbacks if _is_lightning_callback(callback) else trainer_callbacks, callback
         )
 
-    def build_engine(self) -> None:
+    def make_engine(self) -> None:
         """Build the engine from the arguments, and the Trainer's `accelerator` over it.
 
         Raises:

@@ -106,13 +106,13 @@ class Uploads:
     def postpone(self, commits: Sequence[PendingCommit]) -> None:
         """Leave commits for later. `finish` uploads the newest for each path."""
         reason = "another upload was running; hub_always_push=True queues uploads instead"
-        for commit in filter(self._create_snapshot, commits):
+        for commit in filter(self._make_snapshot, commits):
             self._record_missing_commit(commit, reason)
 
     def push(self, commits: Sequence[PendingCommit]) -> list[Future[Any]]:
         """Upload commits in the background, after those already queued."""
         jobs = []
-        for commit in filter(self._create_snapshot, commits):
+        for commit in filter(self._make_snapshot, commits):
             self._queued_commits[commit.number] = commit
             job = self._submit(functools.partial(self._upload, commit))
             job.add_done_callback(functools.partial(self._leave_queue, commit))
@@ -140,7 +140,7 @@ class Uploads:
         self._last_thread = thread
         return future
 
-    def _create_snapshot(self, commit: PendingCommit) -> bool:
+    def _make_snapshot(self, commit: PendingCommit) -> bool:
         """Create the snapshot of a commit. After an error, log a warning and return False."""
         try:
             commit.snapshot = self._snapshots.create(commit)
@@ -296,7 +296,7 @@ class Uploads:
     def _retry_missing_commits(self) -> None:
         """Upload the missing commits, oldest first, until an upload fails."""
         for commit in sorted(self._missing_commits.values(), key=lambda commit: commit.number):
-            if commit.snapshot is None and not (os.path.isdir(commit.checkpoint) and self._create_snapshot(commit)):
+            if commit.snapshot is None and not (os.path.isdir(commit.checkpoint) and self._make_snapshot(commit)):
                 continue
             try:
                 self._upload(commit)

@@ -230,7 +230,7 @@ def _galore(request: Request) -> OptimizerSpec:
     if "adafactor" in request.name:
         kwargs |= {"scale_parameter": False, "relative_step": False}
     optimizer_class = _load_class(request.name, "galore_torch", class_name)
-    return low_rank.build_arguments(request.name, request.args, request.model, optimizer_class, options, kwargs)
+    return low_rank.make_arguments(request.name, request.args, request.model, optimizer_class, options, kwargs)
 
 
 def _apollo(request: Request) -> OptimizerSpec:
@@ -244,7 +244,7 @@ def _apollo(request: Request) -> OptimizerSpec:
     )
     options |= {name: request.adam[name] for name in ("betas", "eps")}
     optimizer_class = _load_class(request.name, "apollo_torch", "APOLLOAdamW")
-    return low_rank.build_arguments(request.name, request.args, request.model, optimizer_class, options, request.lr)
+    return low_rank.make_arguments(request.name, request.args, request.model, optimizer_class, options, request.lr)
 
 
 def _lomo(request: Request) -> OptimizerSpec:

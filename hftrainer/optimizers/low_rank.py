@@ -19,7 +19,7 @@ from hftrainer.training_args import TrainingArguments
 logger = logging.getLogger(__name__)
 
 
-def build_arguments(
+def make_arguments(
     name: str,
     args: TrainingArguments,
     model: nn.Module | None,

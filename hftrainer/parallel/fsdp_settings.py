@@ -156,7 +156,7 @@ def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.e
         if version == "2":
             keys = {name: value for name, value in keys.items() if name not in _FSDP1_KEYS}
             keys.setdefault("state_dict_type", "SHARDED_STATE_DICT")
-        return _build_settings(keys)
+        return _make_settings(keys)
     keys = _rename_keys(read_config(fsdp_config, "fsdp_config"), "fsdp_config")
     for name, value in _parse_words(fsdp).items():
         if name == "reshard_after_forward" and _parse_strategy(name, keys.get(name, value)) != value:
@@ -164,7 +164,7 @@ def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.e
                 f"fsdp={fsdp!r} and fsdp_config[{name!r}]={keys[name]!r} are two strategies: use only one."
             )
         keys.setdefault(name, value)
-    return _build_settings(keys)
+    return _make_settings(keys)
 
 
 def _parse_words(fsdp: Any) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def _rename_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return keys
 
 
-def _build_settings(values: Mapping[str, Any]) -> FsdpSettings:
+def _make_settings(values: Mapping[str, Any]) -> FsdpSettings:
     keys = {name: _PARSERS[name](name, value) for name, value in values.items()}
     xla = _pop_xla(keys)
     strategy = keys.pop("reshard_after_forward", STRATEGIES[0])

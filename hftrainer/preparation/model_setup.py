@@ -221,7 +221,7 @@ class ModelSetup(Part):
                     f"param_groups: {source} creates its own parameter groups: use another optimizer, such as "
                     "optim='adamw_torch', or remove param_groups."
                 )
-            return self._create_grouped_optimizer(model, decayed_names, optimizer_cls, kwargs)
+            return self._make_grouped_optimizer(model, decayed_names, optimizer_cls, kwargs)
         if is_factory:
             return optimizer_cls()(model, **kwargs)
         groups: Any = parameter_groups(model, decayed_names, args.weight_decay)
@@ -231,7 +231,7 @@ class ModelSetup(Part):
         use_32bit_embedding_moments(model, optimizer_cls, kwargs)
         return optimizer
 
-    def _create_grouped_optimizer(
+    def _make_grouped_optimizer(
         self, model: nn.Module, decayed_names: list[str], optimizer_cls: Any, kwargs: dict[str, Any]
     ) -> torch.optim.Optimizer:
         """A new optimizer with the named groups of `param_groups`. Logs the contents of each group.

@@ -53,7 +53,7 @@ class FsdpStrategy(Strategy):
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for FSDP1 or FSDP2."""
-        return load("lightning", "fsdp").build_strategy(self.plan, settings)
+        return load("lightning", "fsdp").make_lightning_strategy(self.plan, settings)
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler. With FSDP1, it checks the gradient shards of all ranks for infinity."""

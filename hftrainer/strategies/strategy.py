@@ -304,7 +304,7 @@ class ReplicasStrategy(Strategy):
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for one device, or for DDP."""
-        return load("lightning", "strategies").build_replicas(self.plan, settings)
+        return load("lightning", "strategies").make_replicas(self.plan, settings)
 
     @property
     def saves_only_shards(self) -> bool:  # type: ignore[override]

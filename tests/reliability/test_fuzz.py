@@ -24,7 +24,7 @@ from hftrainer.checkpointing.sharded import load_model_shards, load_optimizer
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.hub.download import download_checkpoint
 from hftrainer.parallel.fsdp_settings import read_fsdp
-from hftrainer_deepspeed.settings import build_config
+from hftrainer_deepspeed.settings import make_config
 from tests.support import fuzz
 from tests.support.checkpoints import KeepsState, copy_without_manifest, make_trainer, train_to_end
 from tests.support.hub_runs import TOKEN, hub as hub
@@ -243,7 +243,7 @@ def parse_arguments(path):
 def complete_deepspeed(path):
     args = TrainingArguments("out", use_cpu=True, report_to="none")
     args.deepspeed = str(path)  # afterwards: nobody asks whether DeepSpeed is installed
-    build_config(args).complete_with_run_values(args, make_bert(), 10)
+    make_config(args).complete_with_run_values(args, make_bert(), 10)
 
 
 #: Kind of file → its contents, and what reads it.

@@ -166,17 +166,17 @@ TrainerFactory = Callable[..., pl.Trainer]
 
 
 def search_batch_size(
-    build_trainer: TrainerFactory, finder: BatchSizeFinder, trial_steps: TrialSteps, model: torch.nn.Module
+    make_trainer: TrainerFactory, finder: BatchSizeFinder, trial_steps: TrialSteps, model: torch.nn.Module
 ) -> int:
     """Size in samples of the largest batch that fits into memory, found by `finder`."""
     argument = finder._batch_arg_name
     finder_module = _FinderModule(model, trial_steps, argument, "learning_rate")
-    _run_search(build_trainer, finder, trial_steps, finder_module)
+    _run_search(make_trainer, finder, trial_steps, finder_module)
     return int(getattr(finder_module, argument))
 
 
 def search_learning_rate(
-    build_trainer: TrainerFactory, finder: LearningRateFinder, trial_steps: TrialSteps, model: torch.nn.Module
+    make_trainer: TrainerFactory, finder: LearningRateFinder, trial_steps: TrialSteps, model: torch.nn.Module
 ) -> float | None:
     """The learning rate that `finder` suggests; None if it finds none, or with `update_attr=False`.
 
@@ -184,7 +184,7 @@ def search_learning_rate(
     """
     # Without a name, the finder would choose one.
     _run_search(
-        build_trainer,
+        make_trainer,
         finder,
         trial_steps,
         _FinderModule(model, trial_steps, "batch_size", finder._attr_name or "learning_rate"),
@@ -194,7 +194,7 @@ def search_learning_rate(
 
 
 def _run_search(
-    build_trainer: TrainerFactory,
+    make_trainer: TrainerFactory,
     finder: BatchSizeFinder | LearningRateFinder,
     trial_steps: TrialSteps,
     finder_module: pl.LightningModule,
@@ -204,7 +204,7 @@ def _run_search(
     finder._early_exit = True
     with isolate_rng(), quiet_lightning(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The 'train_dataloader' does not have many workers")
-        trainer = build_trainer(max_epochs=-1, callbacks=[finder], gradient_clip_val=trial_steps.max_grad_norm or None)
+        trainer = make_trainer(max_epochs=-1, callbacks=[finder], gradient_clip_val=trial_steps.max_grad_norm or None)
         level = _lightning_logger.level
         # The Trainer logs the result.
         _lightning_logger.setLevel(logging.WARNING)

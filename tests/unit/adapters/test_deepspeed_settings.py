@@ -13,7 +13,7 @@ from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_z
 from hftrainer import HfArgumentParser, TrainingArguments
 from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer.parallel.fsdp_settings import read_fsdp
-from hftrainer_deepspeed.settings import DeepSpeedConfig, build_config, read_deepspeed
+from hftrainer_deepspeed.settings import DeepSpeedConfig, make_config, read_deepspeed
 
 ZERO = {
     **{"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": True},
@@ -182,7 +182,7 @@ def configure_only(config):
     """Read a configuration alone: arguments with ZeRO-3 would connect processes, which needs DeepSpeed."""
     args = make_args(ZERO_2)
     args.deepspeed = config
-    return build_config(args).config
+    return make_config(args).config
 
 
 def test_auto_warmup_rises_to_the_optimizers_rate():
@@ -324,7 +324,7 @@ def test_transformers_knows_the_configuration_while_the_arguments_live():
 
 
 def test_configuration_answers_stage_offload_and_dtype():
-    config = build_config(make_args({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}))
+    config = make_config(make_args({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}))
     assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (True, False, True)
     assert config.is_false("bf16.enabled") is False  # not there
     assert config.get_value("a.b", 3) == 3
