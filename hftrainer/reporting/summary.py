@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import math
 import numbers
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import count_of, format_bytes
@@ -18,6 +19,13 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.run_checkpoints import checkpoints_newest_first
 from hftrainer.monitoring.journal import goodput, select_last_run
 from hftrainer.parallel import devices
+
+
+class Line(NamedTuple):
+    """A line of the summary, and its level for `logging`."""
+
+    text: str
+    level: int = logging.INFO
 
 
 def make_resume_message(folder: str, state: TrainerState, epochs: float) -> str:
@@ -41,8 +49,9 @@ def make_summary(
     steps: int,
     share: float,
     stopper: str = "",
-) -> Iterator[str]:
-    """Sentences that summarize a finished run.
+    non_finite_since: int | None = None,
+) -> Iterator[Line]:
+    """Lines that summarize a finished run.
 
     Args:
         state: the state of the run.
@@ -52,6 +61,7 @@ def make_summary(
         steps: optimizer steps of this call of `train()`.
         share: the ratio of `steps` to the steps that the speeds in `metrics` count.
         stopper: the callback or request that stopped the run before its end; empty if unknown.
+        non_finite_since: the step since which no loss was finite; 0 if only some were not, None if all were finite.
     """
     runtime = float(metrics["train_runtime"])
     speeds = {"samples": "train_samples_per_second", "tokens": "train_tokens_per_second"}
@@ -59,16 +69,22 @@ def make_summary(
     parts = {"training": runtime - sum(seconds.values()), **seconds}
     times = [f"{_time(part_seconds)} {name}" for name, part_seconds in parts.items() if part_seconds >= 0.01 * runtime]
     split = f": {', '.join(times)}" if seconds else ""
-    yield f"Trained {count_of(steps, 'steps')} in {_time(runtime)}{split}."
-    yield f"{', '.join([*speed, f'peak memory {_memory()}'])}."
+    yield Line(f"Trained {count_of(steps, 'steps')} in {_time(runtime)}{split}.")
+    yield Line(f"{', '.join([*speed, f'peak memory {_memory()}'])}.")
     if state.global_step < state.max_steps:
         place = f"step {state.global_step:,} of {state.max_steps:,}"
-        yield f"Stopped at {place}, by {stopper or 'a signal or the script'}."
+        yield Line(f"Stopped at {place}, by {stopper or 'a signal or the script'}.")
     # An override of `evaluate` may return an array of one element.
     best: Any = state.best_metric
     if args.metric_for_best_model is not None and isinstance(best, numbers.Real) and math.isfinite(best):
         place = f" at step {state.best_global_step:,}" if state.best_global_step else ""
-        yield f"Best {evaluation_key(args.metric_for_best_model)}: {best:.6g}{place}{_place_of_best(state, args)}."
+        yield Line(
+            f"Best {evaluation_key(args.metric_for_best_model)}: {best:.6g}{place}{_place_of_best(state, args)}."
+        )
+    if non_finite_since is not None:
+        place = f"since step {non_finite_since:,} of {state.max_steps:,}"
+        lasting = f"is not finite {place}: the last checkpoint's weights may be unusable"
+        yield Line(f"The loss {lasting if non_finite_since else 'was not finite in some steps'}.", logging.WARNING)
 
 
 def _place_of_best(state: TrainerState, args: Any) -> str:

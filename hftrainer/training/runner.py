@@ -387,24 +387,22 @@ class TrainingRunner(Part):
         observer, requests = events.monitors.observer, events.monitors.requests
         reason = stopper or ("`ask stop`" if requests is not None and requests.has_stopped else "")
         split = seconds if observer is None else {}
-        warning = ""
-        lines = [*summary.make_summary(state, self.trainer.args, metrics, split, steps, share, reason)]
-        if (losses := events.loss_accumulator).has_warned:
-            place = f"since step {losses.non_finite_since:,} of {state.max_steps:,}"
-            lasting = f"is not finite {place}: the last checkpoint's weights may be unusable"
-            warning = f"The loss {lasting if losses.non_finite_since else 'was not finite in some steps'}."
-            lines.append(warning)
+        losses = events.loss_accumulator
+        since = losses.non_finite_since if losses.has_warned else None
+        lines = [*summary.make_summary(state, self.trainer.args, metrics, split, steps, share, reason, since)]
         if observer is not None:
-            lines += summary.time_table(float(metrics["train_runtime"]), seconds)
-            lines.append(summary.make_goodput_message(observer.read_events()))
+            lines += map(summary.Line, summary.time_table(float(metrics["train_runtime"]), seconds))
+            lines.append(summary.Line(summary.make_goodput_message(observer.read_events())))
         is_complete = state.global_step >= state.max_steps or bool(stopper)
-        lines.append(summary.make_resume_hint(run.checkpoints_written, is_complete=is_complete))
-        has_record = lines[-1] or (observer is not None and observer.journal.folder is not None)
+        hint = summary.make_resume_hint(run.checkpoints_written, is_complete=is_complete)
+        lines.append(summary.Line(hint))
+        has_record = hint or (observer is not None and observer.journal.folder is not None)
         if sys.stderr.isatty() and has_record and len(state.log_history) > 1:
             folder = shlex.quote(str(self.trainer.args.output_dir))
-            lines.append(f"{command_name()} plot {folder} draws its curves.")
-        for line in filter(None, lines):
-            tell(line, logging.WARNING if line == warning else logging.INFO)
+            lines.append(summary.Line(f"{command_name()} plot {folder} draws its curves."))
+        for line in lines:
+            if line.text:
+                tell(*line)
 
     def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
         run = self.run

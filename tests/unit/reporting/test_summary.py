@@ -1,5 +1,6 @@
 """A run logs where it resumes, how it went, and how to continue."""
 
+import logging
 import re
 import subprocess
 import sys
@@ -102,7 +103,9 @@ def test_summary_splits_the_time():
     metrics = {"train_runtime": 4000.0, "train_samples_per_second": 1234.56, "train_tokens_per_second": 98765.4}
     seconds = {"waiting for data": 30.0, "in evaluations": 600.0, "saving": 59.5}
     state = TrainerState(best_metric=0.5)  # of an earlier call, which compared by a metric
-    spent, speed = summary.make_summary(state, TrainingArguments(), metrics, seconds, 12_000, 0.5)
+    lines = summary.make_summary(state, TrainingArguments(), metrics, seconds, 12_000, 0.5, "", 7)
+    (spent, _), (speed, _), (loss, level) = lines
+    assert level == logging.WARNING and loss.startswith("The loss is not finite since step 7 of ")
     assert spent == "Trained 12,000 steps in 1:06:40: 0:55:10 training, 0:10:00 in evaluations, 59.5 s saving."
     lines = [*summary.time_table(4000.0, {**seconds, "in evaluations": 0.0})]
     assert len(lines) == 4 and lines[-1].endswith(" 59.50 s   1.5%")
