@@ -181,6 +181,15 @@ def format_bytes(size: float) -> str:
     return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
 
 
+def format_duration(seconds: float) -> str:
+    """A duration as text, such as '4.1 ms', '12.3 s', '16 min 40 s' or '1 h 7 min'."""
+    if seconds < 100:
+        return f"{1000 * seconds:.3g} ms" if 0 < seconds < 0.1 else f"{max(seconds, 0):.3g} s"
+    unit, size, part, part_size = ("h", 3_600, "min", 60) if seconds >= 3_600 else ("min", 60, "s", 1)
+    count, rest = divmod(round(seconds / part_size), size // part_size)
+    return f"{count:,} {unit}" + (f" {rest} {part}" if rest else "")
+
+
 def command_name() -> str:
     """Our command line as a user may type it: `hftrainer` if that is on the path, for this Python."""
     script = shutil.which("hftrainer") or ""

@@ -146,17 +146,10 @@ class CallbackHandler(TrainerCallback):
         # Callables of other types may not be hashable.
         is_plain = isinstance(function, types.FunctionType)
         needs_tokenizer = (_needs_tokenizer if is_plain else _needs_tokenizer.__wrapped__)(function)
-        arguments = {
-            "model": self.model,
-            "processing_class": self.processing_class,
+        arguments = {name: getattr(self, name) for name in _OBJECTS} | kwargs
+        if needs_tokenizer:
             # Other handlers must not get it: they may not accept a keyword that transformers does not pass.
-            **({"tokenizer": self.processing_class} if needs_tokenizer else {}),
-            "optimizer": self.optimizer,
-            "lr_scheduler": self.lr_scheduler,
-            "train_dataloader": self.train_dataloader,
-            "eval_dataloader": self.eval_dataloader,
-            **kwargs,
-        }
+            arguments.setdefault("tokenizer", self.processing_class)
         return accepted_args(handler, arguments) if is_plain else arguments
 
 
@@ -256,6 +249,8 @@ def _make_event_method(event: str):
 
 #: The callbacks that show a progress bar; only one is kept.
 PROGRESS_BAR_CALLBACKS = ("ProgressCallback", "NotebookProgressCallback")
+#: What each event receives as keyword arguments.
+_OBJECTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 #: Hook of Lightning, with 'begin' for 'start' → the event.
 _EVENT_BY_HOOK = {

@@ -13,7 +13,7 @@ from typing import Any
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import read_observe
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.base.messages import format_bytes, wrap_text
+from hftrainer.base.messages import format_bytes, format_duration, wrap_text
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.state import TrainerCallback, TrainerState, is_measurement
 from hftrainer.compat import transformers_names
@@ -65,6 +65,8 @@ class ProgressCallback(TrainerCallback):
         self.prediction_bar: Any = None
         self.max_str_len = max_str_len
         self.current_step = 0
+        #: The last losses, which the bar shows.
+        self._losses: dict[str, float] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Open the bar at the step from which training resumes."""
@@ -102,8 +104,9 @@ class ProgressCallback(TrainerCallback):
         if self.training_bar is not None and not _is_empty(logs):
             values = _format_logs(logs, args, above_bar=True)
             values = {name: self._shorten(value) for name, value in values.items()}
-            if "loss" in (logs or {}) and read_observe(getattr(args, "observe", False)):
-                self.training_bar.set_postfix_str(f"loss {_unfilter(logs, state)['loss']:.4g}")
+            shown = _unfilter(logs or {}, state)
+            self._losses |= {name: shown[name] for name in ("loss", "eval_loss") if name in shown}
+            self.training_bar.set_postfix_str(", ".join(f"{name} {loss:.4g}" for name, loss in self._losses.items()))
             self.training_bar.write(_format_line(values, logs or {}, args, state))
 
     def _shorten(self, value: Any) -> Any:
@@ -146,10 +149,12 @@ def _is_empty(logs: Mapping[str, Any] | None) -> bool:
 
 
 def _format_line(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:
-    """A log line as printed: `values` as text, or a human-readable line for an observed run."""
+    """A log line as printed: `values` as text, after the step in a terminal, or a readable line for an observed run."""
+    is_terminal = hasattr(sys.stdout, "isatty") and sys.stdout.isatty()
     if not read_observe(getattr(args, "observe", False)):
-        return wrap_text(str(values), sys.stdout)
-    width = shutil.get_terminal_size().columns if hasattr(sys.stdout, "isatty") and sys.stdout.isatty() else None
+        place = f"{_place(state)}  " if is_terminal and state.max_steps > 0 else ""
+        return wrap_text(f"{place}{values}", sys.stdout)
+    width = shutil.get_terminal_size().columns if is_terminal else None
     # Keep a name and its value together.
     line = re.sub(r"(?<=\S) (?=\S)", "\xa0", format_log_line(logs, state, width))
     return wrap_text(line, sys.stdout).replace("\xa0", " ")
@@ -161,6 +166,16 @@ def _fit(value: float, digits: int, width: int) -> str:
     return next((text for form in forms if len(text := f"{value:{form}}") <= width), f"{value:.0e}")
 
 
+def _duration(seconds: float) -> str:
+    return f"{_fit(1000 * seconds, 3, 6):>6} ms" if 0 < seconds < 0.1 else f"{_fit(seconds, 3, 7):>7} s"
+
+
+def _place(state: TrainerState) -> str:
+    """The step, in a constant width."""
+    total = f"{state.max_steps:,}"
+    return f"{state.global_step:>{len(total)},}/{total}"
+
+
 def _rate(unit: str) -> Callable[[float], str]:
     return lambda value: f"{f'{value / 1e6:.2f}M' if value >= 999_999.5 else _fit(value, 3, 7):>7} {unit}"
 
@@ -170,18 +185,18 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "grad_norm": lambda value: f"grad {_fit(value, 3, 6):<6}",
     "learning_rate": "lr {:.2e}".format,
     "epoch": "ep {:<6.2f}".format,
-    "runtime": lambda value: f"time {_fit(value, 3, 6):>6} s",
+    "runtime": lambda value: f"time{_duration(value)}",
     "tokens_per_second": _rate("tokens/s"),
     "samples_per_second": _rate("samples/s"),
     "data_wait": "data {:>4.0%}".format,
     "mfu": "{:>5.1%} MFU".format,
     "peak_memory_mb": lambda value: f"mem {format_bytes(value * 1e6):>7}",
-    "step_seconds": lambda value: f"{_fit(value, 3, 7):>7} s/step",
+    "step_seconds": lambda value: f"{_duration(value)}/step",
     "steps_per_second": _rate("steps/s"),
     # Last, since many lines are without them.
     "eval_share": "eval {:>3.0%}".format,
     "save_share": "save {:>3.0%}".format,
-    "model_preparation_time": "prepare {:.2g} s".format,
+    "model_preparation_time": lambda value: f"prepare {format_duration(value)}",
 }
 #: What a narrow terminal leaves out, in this order: first what follows from other parts, the data wait last.
 _LEFT_OUT = (
@@ -198,8 +213,7 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
         state: the state of the run.
         width: terminal columns; parts that do not fit are left out. None shows all.
     """
-    digits = len(f"{state.max_steps:,}")
-    parts = {"": f"{state.global_step:>{digits},}/{state.max_steps:,}", **format_values(_unfilter(logs, state))}
+    parts = {"": _place(state), **format_values(_unfilter(logs, state))}
     for name in _LEFT_OUT:
         if width is not None and len("  ".join(parts.values()).rstrip()) > width:
             parts.pop(name, None)

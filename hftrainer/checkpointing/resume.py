@@ -123,8 +123,8 @@ def _check_given_folder(folder: str) -> None:
 
 def _hint_for_missing(path: str) -> str:
     """What to pass instead of a path that is not a folder."""
-    if path.lower() in ("true", "1", "last"):
-        return " On a command line, auto means the newest checkpoint; in Python, True."
+    if path.lower() in ("1", "last"):
+        return " On a command line, true or auto means the newest checkpoint; in Python, True."
     parent = os.path.dirname(path)
     if os.path.isfile(os.path.join(parent, names.TRAINER_STATE_NAME)):
         return f" Did you mean {parent!r}?"

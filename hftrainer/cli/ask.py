@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+from hftrainer.base.messages import format_duration
 from hftrainer.cli.parser import Parser
 
 
@@ -60,11 +61,9 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
 
 def _describe_end(page: dict[str, Any]) -> str | None:
     """How and when the run ended, according to its journal or newest checkpoint; None if it may be live."""
-    from hftrainer.cli.watch import format_duration
-
     state = page["state"]
     if state in ("running", "silent", "unobserved"):
         return None
     how = {"killed": "was killed", "complete": "completed"}.get(state, f"ended ({page['reason']})")
-    age = f", {format_duration(time.time() - page['updated'])} ago" if page["updated"] else ""
+    age = f", {format_duration(round(time.time() - page['updated']))} ago" if page["updated"] else ""
     return f"the run {how} at step {page['step']:,}{age}"

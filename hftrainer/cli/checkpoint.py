@@ -14,6 +14,8 @@ from hftrainer.cli.parser import Parser
 #: Entries that the table shows under other names.
 _RENAMED = ("damage", "step", "max_steps", "epoch", "bytes")
 
+_ADVICE = "To resume, resume_from_checkpoint=True takes the newest complete checkpoint of the run."
+
 
 def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
@@ -22,11 +24,11 @@ def add_subcommand(commands: Any) -> None:
         help="show a checkpoint's step, size and what can resume it, or accept one that was changed intentionally",
         epilog="example: %(prog)s out/checkpoint-500",
         description="Show the step, the position in the data, the sizes and whether the checkpoint is complete; exits "
-        "with 1 if it is not, and with 2 if FOLDER is not a checkpoint. With --accept, read the files of a checkpoint "
+        "with 1 if it is not, and with 2 if CHECKPOINT is not one. With --accept, read the files of a checkpoint "
         "that was changed after it was written (for example, its weights were converted), and write a new manifest, "
         "so that it counts as complete; if a file cannot be read, exit with 1 and change nothing.",
     )
-    parser.add_argument("folder", metavar="FOLDER", help="a folder such as out/checkpoint-500")
+    parser.add_argument("folder", metavar="CHECKPOINT", help="a folder such as out/checkpoint-500")
     parser.set_defaults(missing="pass a checkpoint folder")
     parser.add_argument("--accept", action="store_true", help="write a new manifest for files that were changed")
 
@@ -51,7 +53,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
             return
         description = describe(options.folder)
     except (CheckpointNotFound, DamagedCheckpoint, UnsafeCheckpoint, OSError) as error:
-        parser.fail(error, status=1)
+        parser.fail(f"{error} {_ADVICE}", status=1)
     if options.json:
         print(json.dumps(description, indent=2))
     else:
@@ -62,13 +64,15 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
 def _table(description: dict[str, Any]) -> str:
     rows = {
         "complete": "yes" if description["damage"] is None else f"no: {description['damage']}",
-        "optimizer step": f"{description['step']} of {description['max_steps']}",
+        "what to do": description["damage"] and f"{_ADVICE} If you changed its files on purpose, pass --accept.",
+        "optimizer step": f"{description['step']:,} of {description['max_steps']:,}",
         "epoch": f"{description['epoch'] or 0:.4g}",
         "size": format_bytes(description["bytes"]),
         **{name.replace("_", " "): value for name, value in description.items() if name not in _RENAMED},
     }
     width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items() if value is not None)
+    texts = {name: f"{value:,}" if isinstance(value, int) else value for name, value in rows.items()}
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in texts.items() if value is not None)
 
 
 def _accept(folder: str, *, as_json: bool) -> None:

@@ -119,7 +119,7 @@ def add_subcommand(commands: Any) -> None:
         "position in the epoch, the token count, and, in checkpoints of one step, what sets the order of samples.",
     )
     parser.set_defaults(missing="pass two runs")
-    parser.add_argument("runs", metavar="RUN", nargs=2, help="output_dir of a run, or a checkpoint")
+    parser.add_argument("runs", metavar="OUTPUT_DIR", nargs=2, help="a run's output folder, or a checkpoint")
 
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from hftrainer.base.messages import format_bytes
+from hftrainer.base.messages import format_bytes, wrap_text
 from hftrainer.cli.parser import Parser, paint_headings
 from hftrainer.compat.version import __version__
 
@@ -26,9 +26,7 @@ EXTRAS = {
     "plot": "plot, PlotCallback, plots in model cards",
     "watch": "watch",
     "metrics": "metrics_port=..., for Prometheus",
-    "tensorboard": "report_to='tensorboard'",
-    "wandb": "report_to='wandb'",
-    "mlflow": "report_to='mlflow'",
+    **{name: f"report_to={name!r}" for name in ("tensorboard", "wandb", "mlflow")},
     "comet": "report_to='comet_ml'",
     "tpu": "TPUs, with torch_xla",
     "torch-tpu": "TPUs, with torch_tpu",
@@ -38,13 +36,7 @@ EXTRAS = {
 }
 #: fsspec package → the prefix of the URLs that it opens.
 FILE_SYSTEMS = {"s3fs": "s3://", "gcsfs": "gs://", "adlfs": "abfs://"}
-LAUNCHERS = {
-    "torchrun": "comes with torch",
-    "accelerate": "pip install 'hftrainer[transformers]'",
-    "deepspeed": "pip install 'hftrainer[deepspeed]'",
-    "srun": "comes with SLURM",
-    "mpirun": "comes with Open MPI, MPICH or Intel MPI",
-}
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun")
 #: Libraries whose versions matter, in addition to those of pyproject.toml.
 _LIBRARIES = ("datasets", "peft", "trl", "tokenizers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton", *FILE_SYSTEMS)
 #: Packages of trackers that `report_to` accepts, in addition to those of pyproject.toml.
@@ -78,7 +70,7 @@ def _text(report: dict[str, Any]) -> str:
         "Problems": report["problems"] or ["none found"],
         "Devices": [f"{_LABELS.get(name, name)}: {_LABELS.get(value, value)}" for name, value in devices if value != 0],
         "Versions": [f"{name} {version or 'not installed'}" for name, version in report["versions"].items()],
-        "Launchers": [f"{name}: {path or f'not found; {LAUNCHERS[name]}'}" for name, path in launchers],
+        "Launchers": [f"{name}: {path or 'not found'}" for name, path in launchers],
         "Free space": [
             f"{name}: {format_bytes(disk['free'])} of {format_bytes(disk['total'])} at {disk['path']}"
             for name, disk in disks
@@ -98,6 +90,7 @@ def add_subcommand(commands: Any) -> None:
     commands.add_parser(
         "doctor",
         help="show versions, devices, launchers, disk space, missing packages and how to install them",
+        epilog="example: %(prog)s --json",
         description="Show what this machine has for training. Secrets are listed by name only. Exits "
         "with 1 if a library that hftrainer needs is missing or too old.",
     )
@@ -106,7 +99,7 @@ def add_subcommand(commands: Any) -> None:
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     report = make_report()
-    print(json.dumps(report, indent=2) if options.json else paint_headings(_text(report)))
+    print(json.dumps(report, indent=2) if options.json else paint_headings(wrap_text(_text(report), sys.stdout)))
     parser.exit(0 if report["ready"] else 1)
 
 

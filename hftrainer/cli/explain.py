@@ -84,6 +84,7 @@ def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> Trai
     )
     arguments_parser.add_argument("--help-all", action="help", help="show this help message and exit")
     dashes = "" if is_name else "--"
+    parser.epilog = "example: %(prog)s --learning_rate 3e-5 --optim sgd"
     action = None if Parser.writes_json or len(words) != 1 else arguments_parser._option_string_actions.get(words[0])
     # A name alone asks for its help, and so does an option without its value.
     if action is not None and (is_name or (isinstance(action, argparse._StoreAction) and action.nargs != "?")):

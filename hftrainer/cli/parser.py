@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
 import sys
@@ -13,7 +14,7 @@ from hftrainer.errors import suggest
 
 #: What completes a value, if not a list of words alone; the metavars of values that are folders.
 _FILE, _FOLDER, _FILE_OR = "file", "folder", "file or "
-_FOLDERS = ("OUTPUT_DIR", "FOLDER", "RUN", "DIR")
+_FOLDERS = ("OUTPUT_DIR", "CHECKPOINT", "DIR")
 #: `state` is an option whose value is completed, or else the number of words before, after "option" for an option.
 #: bash splits words at "=", zsh does not; a name before it is that of an option, as in `explain optim=sgd`.
 _BASH = """\
@@ -65,7 +66,9 @@ class Parser(argparse.ArgumentParser):
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             allowed = re.findall(r"[\w-]+", choice[2])
             hint = suggest(choice[1], allowed)
-            names = f"one of {', '.join(allowed)}" if not hint or len(allowed) <= 12 else "allowed"
+            if len(allowed) > 12:
+                hint = hint or f"; the nearest are {', '.join(difflib.get_close_matches(choice[1], allowed, 3, 0))}"
+            names = "allowed" if len(allowed) > 12 else f"one of {', '.join(allowed)}"
             message = f"{message[: choice.start()]}{choice[1]!r} is not {names}{hint}"
         if (option := self._option_string_actions.get(message.split(": expected")[0])) and option.choices:
             *others, last = option.choices
@@ -85,6 +88,8 @@ class Parser(argparse.ArgumentParser):
 
     def fail(self, error: BaseException | str, status: int = 2, hints: str = "") -> NoReturn:
         """Exit with an error whose message says what to do."""
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            error = f"{error.filename}: {error.strerror.lower()}"
         if Parser.writes_json:
             print(json.dumps({"error": str(error)} | ({"hint": hints.strip()} if hints else {})))
             self.exit(status)

@@ -113,8 +113,8 @@ def _summarize_runs(folders: list[str], curves: list[Curve]) -> list[dict[str, A
 
 def _compare(runs: list[dict[str, Any]]) -> str:
     """A table with one row per run."""
+    from hftrainer.base.messages import format_duration
     from hftrainer.checkpointing.saved_arguments import describe
-    from hftrainer.cli.watch import format_duration
 
     formats: dict[str, Any] = {"run": str, "time": format_duration, "goodput": "{:.0%}".format, "differs in": describe}
     rows = [("", *list(runs[0])[1:])]

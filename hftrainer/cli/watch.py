@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.base.messages import format_number
+from hftrainer.base.messages import format_duration, format_number
 from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def add_subcommand(commands: Any) -> None:
         "observe=True is shown live, any other run as of its newest checkpoint.",
     )
     parser.set_defaults(missing="pass the output folders of runs")
-    parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="+", help="a run's output folder; several are compared")
+    parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="+", help="output folders of runs, shown side by side")
     parser.add_argument("--once", action="store_true", help="print the page once; the default for a pipe or a file")
     parser.add_argument("--every", metavar="SECONDS", type=float, default=2.0, help="time between updates; default: 2")
 
@@ -143,14 +143,14 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     from rich.panel import Panel
     from rich.text import Text
 
-    colour = "red" if _nan_step(page) is not None else COLOURS.get(page["state"], "red")
+    colour = "red" if _nan_place(page) else COLOURS.get(page["state"], "red")
     inner = width - 4
     parts: list[RenderableType] = [Text(page["problem"])] if "problem" in page else [*_parts(page, inner, colour)]
     lines = len(console.render_lines(Group(*parts), console.options.update(width=inner)))
     rows = ROWS if height is None else min(MAX_ROWS, height - lines - 4)
     # A point is no curve.
     if rows > 1 and any(len(curve["steps"]) > 1 for curve in page.get("curves", {}).values()):
-        parts.append(_make_charts(page["curves"], inner, rows))
+        parts.append(_make_charts(console, page["curves"], inner, rows))
     elif height is not None:
         height = min(height, lines + 2)
     title = Text.assemble((name, "bold"), "  ", (_state(page), colour))
@@ -159,25 +159,30 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
 
 def _state(page: dict[str, Any]) -> str:
     """The state of a run as text."""
-    silence = f"no sign of life for {format_duration(time.time() - page['updated'])}" if page.get("updated") else ""
+    silence = (
+        f"no sign of life for {format_duration(round(time.time() - page['updated']))}" if page.get("updated") else ""
+    )
     words = {
         "waiting": "waiting for a run",
-        "complete": "complete" if page.get("device") else "complete · no times without observe=True",
+        "complete": "complete" if page.get("device") else "complete, as of its newest checkpoint",
         "unobserved": "as of its newest checkpoint; live with observe=True",
         "running": "running on {host}",
         "silent": f"{silence}; process {{pid}} on {{host}}",
-        "killed": f"{silence}; process {{pid}} has ended",
+        "killed": "killed: process {pid} on {host} has ended",
         "failed": "ended with {reason}",
     }
-    problem = "" if (step := _nan_step(page)) is None else f", loss NaN by step {step:,.0f}"
-    return words.get(page["state"], page["state"]).format_map(page) + problem
+    problem = f"loss NaN since step {place}, " if (place := _nan_place(page)) else ""
+    return problem + words.get(page["state"], page["state"]).format_map(page)
 
 
-def _nan_step(page: dict[str, Any]) -> float | None:
-    """The step of the log line since which the loss is NaN; None if the last loss is a number."""
+def _nan_place(page: dict[str, Any]) -> str:
+    """The steps among which the loss became NaN, such as '61-80'; empty if the last loss is a number."""
     curve = page.get("curves", {}).get("loss", {"steps": (), "values": ()})
-    points = reversed([*zip(curve["steps"], curve["values"], strict=True)])
-    return min((step for step, _ in itertools.takewhile(lambda point: math.isnan(point[1]), points)), default=None)
+    count = sum(1 for _ in itertools.takewhile(math.isnan, reversed(curve["values"])))
+    if not count:
+        return ""
+    before, last = [0, *curve["steps"]][-count - 1 :][:2]
+    return f"{last:,.0f}" if before + 1 == last else f"{before + 1:,.0f}-{last:,.0f}"
 
 
 def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[RenderableType]:
@@ -203,10 +208,12 @@ def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[Renderable
         yield Text(_join(map(str.strip, parts.values()), width))
     if any(page["seconds"]["all"].values()):
         yield _seconds_by_activity(page["seconds"])
-    if saves := [f"{os.path.basename(each['folder'])} {_format_age(now, each)}" for each in page["checkpoints"][::-1]]:
+    if saves := [
+        f"{os.path.basename(each['folder'])} {_format_age(now, each['time'])}" for each in page["checkpoints"][::-1]
+    ]:
         yield Text(_join([f"saved: {saves[0]}", *saves[1:]], width))
     for warning in page["warnings"]:
-        text = f"{_format_age(now, warning)}, step {warning['step']:,}: {warning['text']}"
+        text = f"{_format_age(now, warning['time'])}, after step {warning['step']:,}: {warning['text']}"
         yield Text("".join(filter(str.isprintable, textwrap.shorten(text, 2 * width, placeholder=" ..."))), "yellow")
 
 
@@ -225,7 +232,7 @@ def _make_progress(page: dict[str, Any], colour: str) -> Table:
     grid = Table.grid(*columns, expand=True, padding=(0, 1))
     bar = ProgressBar(max(steps, step, 1), step, complete_style=colour, finished_style=colour)
     share = f"{step / steps:.0%}" if steps else ""
-    left = "" if seconds_left is None else f", {format_duration(seconds_left)} left"
+    left = "" if seconds_left is None else f", {format_duration(round(seconds_left))} left"
     grid.add_row(f"step {step:,}" + (f" of {steps:,}" if steps else ""), bar, share + left)
     return grid
 
@@ -233,12 +240,13 @@ def _make_progress(page: dict[str, Any], colour: str) -> Table:
 def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
     if page["device"]:
         yield f"{page['world_size']} x {page['device']}"
-    if page["phase"]:
-        yield f"{page['phase']['name']} for {format_duration(now - page['phase']['since'])}"
+    # A run trains unless it says otherwise, and its last phase began after the last evaluation or save.
+    if page["phase"] and page["phase"]["name"] != "training":
+        yield f"{page['phase']['name']} for {format_duration(round(now - page['phase']['since']))}"
     if page["started"]:
-        yield f"started {format_duration(now - page['started'])} ago"
+        yield f"started {_format_age(now, page['started'])}"
     if page["updated"]:
-        yield f"last event {format_duration(now - page['updated'])} ago"
+        yield f"last event {_format_age(now, page['updated'])}"
     if page["resumed_from"]:
         yield f"resumed from {os.path.basename(page['resumed_from'])}"
     if page["goodput"] is not None:
@@ -250,7 +258,8 @@ def _seconds_by_activity(seconds: dict[str, dict[str, float]]) -> Table:
     for label, spent_seconds in zip(("last intervals", "total"), seconds.values(), strict=True):
         total = sum(spent_seconds.values()) or 1.0
         rows.append((label, *(f"{each / total:.1%}" for each in spent_seconds.values()), format_number(total)))
-    return _make_table(["time", *seconds["all"], "seconds"], rows)
+    # Of a short run, the last intervals are all.
+    return _make_table(["time", *seconds["all"], "seconds"], rows if rows[0][1:] != rows[1][1:] else rows[1:])
 
 
 def _make_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -266,8 +275,8 @@ def _make_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-def _make_charts(curves: dict[str, Any], width: int, rows: int) -> Table:
-    """A chart of the losses, and a chart of metrics next to it."""
+def _make_charts(console: Console, curves: dict[str, Any], width: int, rows: int) -> Table:
+    """A chart of the losses and one of metrics; without colour, a chart for each of the first curves."""
     from rich.table import Table
 
     losses = {name: curve for name, curve in curves.items() if name.endswith("loss")}
@@ -275,6 +284,9 @@ def _make_charts(curves: dict[str, Any], width: int, rows: int) -> Table:
     shares = {name: curve for name, curve in others.items() if all(not abs(value) > 1 for value in curve["values"])}
     first = dict(list(others.items())[:1])
     charts = [chart for chart in (losses, shares or first) if any(map(_finite, chart.values()))]
+    if console.color_system is None or console.no_color:
+        single = [{name: curve} for chart in charts for name, curve in chart.items() if _finite(curve)]
+        charts = single[: max(1, width // 24)]
     grid = Table.grid(padding=(0, 2))
     width = width // max(1, len(charts)) - 2
     grid.add_row(*(_make_chart(dict(list(chart.items())[: len(CURVE_COLOURS)]), width, rows) for chart in charts))
@@ -291,7 +303,9 @@ def _make_chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int
 
     values = [value for curve in curves.values() for value in _finite(curve)]
     low, high = min(values), max(values)
-    labels = [format_number(high), *[""] * (rows - 2), format_number(low)]
+    labels = [format_number(high), *[""] * (rows - 1)]
+    # A flat curve has one value.
+    labels[-1] = format_number(low) if format_number(low) != labels[0] else ""
     margin = max(map(len, labels)) + 1
     steps = [step for curve in curves.values() for step in curve["steps"]]
     box = (min(steps), max(steps), low, high)
@@ -332,13 +346,5 @@ def _braille(curve: dict[str, list[float]], box: tuple[float, float, float, floa
     return np.einsum("hrwc,rc->hw", dots.reshape(rows, 4, width, 2), np.array(_DOTS))
 
 
-def format_duration(seconds: float) -> str:
-    """A duration as text, such as '34 min'."""
-    for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
-
-
-def _format_age(now: float, event: dict[str, Any]) -> str:
-    return f"{format_duration(now - event['time'])} ago"
+def _format_age(now: float, then: float) -> str:
+    return f"{format_duration(round(now - then))} ago"

@@ -8,4 +8,4 @@ try:
     __version__: str = importlib.import_module("hftrainer.compat._version").__version__
 except ModuleNotFoundError:
     # A checkout that was never built or installed has no version.
-    __version__ = "0+not.installed"
+    __version__ = "0+clone.not.installed"

@@ -38,6 +38,8 @@ JOURNAL_NAME = "journal.jsonl"
 ACTIVITIES = ("steps", "data", "evaluation", "saving")
 #: Reasons of an end after which no restart is needed.
 COMPLETE = ("complete", "stopped")
+#: Reasons of an end after which a pause is the user's choice, and no loss of time.
+CHOSEN = (*COMPLETE, "Ctrl-C")
 
 
 class Journal:
@@ -139,7 +141,9 @@ def remove_undone_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     remaining: list[dict[str, Any]] = []
     for event in select_last_run(events):
         if event["event"] == "begin":
-            remaining = [each for each in remaining if each["event"] == "begin" or each["step"] <= event["step"]]
+            remaining = [
+                each for each in remaining if each["event"] in ("begin", "end") or each["step"] <= event["step"]
+            ]
         remaining.append(event)
     return remaining
 
@@ -154,13 +158,17 @@ def _without_pauses(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def goodput(events: list[dict[str, Any]]) -> float | None:
-    """Fraction of the time since the start from scratch spent on steps that count; None before the first interval."""
+    """Fraction of the time since the start from scratch spent on steps that count; None before the first interval.
+
+    Pauses that the user chose are no part of this time.
+    """
     remaining = remove_undone_steps(events)
     intervals = [event for event in remaining if event["event"] == "interval"]
     if not intervals:
         return None
     useful = sum(event["seconds"]["steps"] + event["seconds"]["data"] for event in intervals)
-    elapsed: float = remaining[-1]["time"] - remaining[0]["time"]
+    pairs = [pair for pair in pairwise(remaining) if pair[1]["event"] != "begin" or pair[0].get("reason") not in CHOSEN]
+    elapsed: float = sum(now["time"] - before["time"] for before, now in pairs)
     # Times are rounded, and a run is measured from before its first event.
     return min(1.0, useful / elapsed) if elapsed > 0 else None
 

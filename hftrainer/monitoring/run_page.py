@@ -34,7 +34,7 @@ class JournalSummary:
         max_steps: optimizer steps of the complete run.
         curves: losses and metrics → optimizer steps and values.
         values: the last value of everything else that training logged.
-        spans: starts and intervals, for `goodput`.
+        spans: starts, intervals and ends, for `goodput`.
         intervals: the last intervals.
         seconds: activity → seconds since the first start.
         pace: optimizer steps and seconds since the last start.
@@ -70,10 +70,11 @@ class JournalSummary:
             "interval": self._add_interval,
             "checkpoint": self._add_checkpoint,
             "warning": self.warnings.append,
+            "end": self.spans.append,
         }
         if kind in ("phase", "end"):
             setattr(self, kind, event)
-        elif kind in handlers:
+        if kind in handlers:
             handlers[kind](event)
 
     def _add_checkpoint(self, event: Event) -> None:

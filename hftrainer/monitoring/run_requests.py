@@ -84,12 +84,12 @@ class Requests:
 
     def _execute(self, path: Path, control: Any, step: int) -> None:
         """Execute the request in a file, and write the answer."""
-        name, answer = path.name, f"at step {step}"
+        name, answer = path.name, f"at step {step:,}"
         if name == "evaluate" and not self._can_evaluate:
             answer = "refused: the run has no eval_dataset"
         elif name == "profile":
             folder = path.parent.parent / "profile"
-            answer = f"the next {_PROFILED_STEPS} steps, from step {step + 1}, are traced to {folder}"
+            answer = f"the next {_PROFILED_STEPS} steps, from step {step + 1:,}, are traced to {folder}"
             self._profile = self._profile or _Profile(folder, step)
         else:
             setattr(control, FLAGS[name], True)

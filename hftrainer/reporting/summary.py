@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import math
 import numbers
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from hftrainer.arguments.choices import as_text
-from hftrainer.base.messages import count_of, format_bytes
+from hftrainer.base.messages import count_of, format_bytes, format_duration, format_number
 from hftrainer.callbacks.flow_callbacks import evaluation_key
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.run_checkpoints import checkpoints_newest_first
 from hftrainer.monitoring.journal import goodput, select_last_run
 from hftrainer.parallel import devices
-
-
-class Line(NamedTuple):
-    """A line of the summary, and its level for `logging`."""
-
-    text: str
-    level: int = logging.INFO
 
 
 def make_resume_message(folder: str, state: TrainerState, epochs: float) -> str:
@@ -50,14 +41,14 @@ def make_summary(
     share: float,
     stopper: str = "",
     non_finite_since: int | None = None,
-) -> Iterator[Line]:
-    """Lines that summarize a finished run.
+) -> Iterator[tuple[str, int]]:
+    """Lines that summarize a finished run, with their levels for `logging`.
 
     Args:
         state: the state of the run.
         args: the arguments.
         metrics: its last log line.
-        seconds: activity other than training → its seconds; empty if a table shows them.
+        seconds: activity other than training → its seconds.
         steps: optimizer steps of this call of `train()`.
         share: the ratio of `steps` to the steps that the speeds in `metrics` count.
         stopper: the callback or request that stopped the run before its end; empty if unknown.
@@ -65,26 +56,26 @@ def make_summary(
     """
     runtime = float(metrics["train_runtime"])
     speeds = {"samples": "train_samples_per_second", "tokens": "train_tokens_per_second"}
-    speed = [f"{_number(float(metrics[key]) * share)} {name}/s" for name, key in speeds.items() if metrics.get(key)]
+    speed = [f"{format_number(metrics[key] * share)} {name}/s" for name, key in speeds.items() if metrics.get(key)]
     parts = {"training": runtime - sum(seconds.values()), **seconds}
-    times = [f"{_time(part_seconds)} {name}" for name, part_seconds in parts.items() if part_seconds >= 0.01 * runtime]
-    split = f": {', '.join(times)}" if seconds else ""
-    yield Line(f"Trained {count_of(steps, 'steps')} in {_time(runtime)}{split}.")
-    yield Line(f"{', '.join([*speed, f'peak memory {_memory()}'])}.")
+    times = [f"{format_duration(time)} {name}" for name, time in parts.items() if time >= 0.01 * runtime]
+    yield (f"Trained {count_of(steps, 'steps')} in {format_duration(runtime)}: {', '.join(times)}.", logging.INFO)
+    yield f"{', '.join([*speed, f'peak memory {_memory()}'])}.", logging.INFO
     if state.global_step < state.max_steps:
         place = f"step {state.global_step:,} of {state.max_steps:,}"
-        yield Line(f"Stopped at {place}, by {stopper or 'a signal or the script'}.")
+        yield f"Stopped at {place}, by {stopper or 'a signal or the script'}.", logging.INFO
     # An override of `evaluate` may return an array of one element.
     best: Any = state.best_metric
     if args.metric_for_best_model is not None and isinstance(best, numbers.Real) and math.isfinite(best):
         place = f" at step {state.best_global_step:,}" if state.best_global_step else ""
-        yield Line(
-            f"Best {evaluation_key(args.metric_for_best_model)}: {best:.6g}{place}{_place_of_best(state, args)}."
-        )
+        place += _place_of_best(state, args)
+        yield f"Best {evaluation_key(args.metric_for_best_model)}: {best:.6g}{place}.", logging.INFO
     if non_finite_since is not None:
         place = f"since step {non_finite_since:,} of {state.max_steps:,}"
         lasting = f"is not finite {place}: the last checkpoint's weights may be unusable"
-        yield Line(f"The loss {lasting if non_finite_since else 'was not finite in some steps'}.", logging.WARNING)
+        hidden = ". train_loss leaves it out" if args.logging_nan_inf_filter and not args.observe else ""
+        text = f"The loss {lasting if non_finite_since else 'was not finite in some steps'}{hidden}."
+        yield text, logging.WARNING
 
 
 def _place_of_best(state: TrainerState, args: Any) -> str:
@@ -98,30 +89,12 @@ def _place_of_best(state: TrainerState, args: Any) -> str:
     return f", of which there is no checkpoint (save_{by}={as_text(getattr(args, f'save_{by}'))}){loaded}"
 
 
-def time_table(runtime: float, seconds: Mapping[str, float]) -> Iterator[str]:
-    """Lines of a table with the time of a run by activity, without those that took none.
-
-    Args:
-        runtime: seconds of the run.
-        seconds: activity other than steps → its seconds.
-    """
-    parts = {"forward, backward, optimizer": runtime - sum(seconds.values()), **seconds}
-    yield "Time by activity:"
-    for name, part_seconds in parts.items():
-        if part_seconds:
-            time = f"{part_seconds:.2f} s" if part_seconds < 100 else _time(part_seconds)
-            yield f"  {name:30}{time:>12}{part_seconds / runtime:>7.1%}"
-
-
 def make_goodput_message(events: list[dict[str, Any]]) -> str:
     """The share of steps in the time since a resumed run's start from scratch; empty without a resume."""
-    share, events = goodput(events), select_last_run(events)
-    pauses = [now["time"] - before["time"] for before, now in pairwise(events) if now["event"] == "begin"]
-    if share is None or not pauses:
+    share, starts = goodput(events), sum(event["event"] == "begin" for event in select_last_run(events))
+    if share is None or starts < 2:
         return ""
-    time = _time(events[-1]["time"] - events[0]["time"])
-    starts = f"{len(pauses) + 1} starts, {_time(sum(pauses))} pause"
-    return f"Goodput: {share:.0%} of the {time} since the first start ({starts}) are steps that count."
+    return f"Goodput: {share:.0%} of the time since the first start are steps that count ({starts} starts)."
 
 
 def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:
@@ -136,17 +109,12 @@ def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:
         return f"Last checkpoint: {last}." if last else ""
     newest = next(checkpoints_newest_first(os.path.dirname(last)), last)
     if os.path.basename(newest) == os.path.basename(last):
-        return f"Last checkpoint: {last}; trainer.train(resume_from_checkpoint=True) resumes from it."
+        # A script that was started with this option passes it to `train()`.
+        named = "--resume_from_checkpoint" in " ".join(sys.argv).replace("-from-", "_from_")
+        by = "the command with --resume_from_checkpoint true" if named else "trainer.train(resume_from_checkpoint=True)"
+        return f"Last checkpoint: {last}; {by} resumes from it."
     advice = f"Resume with trainer.train(resume_from_checkpoint={last!r})"
     return f"Last checkpoint: {last}. {advice}: True would take {newest}, of an earlier run."
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _time(seconds: float) -> str:
-    return f"{_number(seconds)} s" if seconds < 100 else str(datetime.timedelta(seconds=round(seconds)))
 
 
 def _memory() -> str:

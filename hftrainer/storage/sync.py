@@ -77,6 +77,8 @@ class StorageSync(Part):
             StorageError: if the URL cannot be read or written.
             CheckpointNotFound: for a URL without a checkpoint.
         """
+        # A command line passes True as text.
+        checkpoint = True if str(checkpoint).lower() == "true" else checkpoint
         is_url = isinstance(checkpoint, str) and "://" in checkpoint and not checkpoint.endswith(".ckpt")
         mirror, run_folder = self.mirror, str(self.trainer.args.output_dir)
         if mirror is not None:

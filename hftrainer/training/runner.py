@@ -386,23 +386,21 @@ class TrainingRunner(Part):
         stopper = self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else "")
         observer, requests = events.monitors.observer, events.monitors.requests
         reason = stopper or ("`ask stop`" if requests is not None and requests.has_stopped else "")
-        split = seconds if observer is None else {}
         losses = events.loss_accumulator
         since = losses.non_finite_since if losses.has_warned else None
-        lines = [*summary.make_summary(state, self.trainer.args, metrics, split, steps, share, reason, since)]
+        lines = [*summary.make_summary(state, self.trainer.args, metrics, seconds, steps, share, reason, since)]
         if observer is not None:
-            lines += map(summary.Line, summary.time_table(float(metrics["train_runtime"]), seconds))
-            lines.append(summary.Line(summary.make_goodput_message(observer.read_events())))
+            lines.append((summary.make_goodput_message(observer.read_events()), logging.INFO))
         is_complete = state.global_step >= state.max_steps or bool(stopper)
         hint = summary.make_resume_hint(run.checkpoints_written, is_complete=is_complete)
-        lines.append(summary.Line(hint))
-        has_record = hint or (observer is not None and observer.journal.folder is not None)
-        if sys.stderr.isatty() and has_record and len(state.log_history) > 1:
+        lines.append((hint, logging.INFO))
+        if sys.stderr.isatty() and (hint or (observer and observer.journal.folder)) and len(state.log_history) > 1:
             folder = shlex.quote(str(self.trainer.args.output_dir))
-            lines.append(summary.Line(f"{command_name()} plot {folder} draws its curves."))
-        for line in lines:
-            if line.text:
-                tell(*line)
+            advice = "; observe=True adds speeds and waits for data to the log" if observer is None else ""
+            lines.append((f"{command_name()} plot {folder} draws its curves{advice}.", logging.INFO))
+        for text, level in lines:
+            if text:
+                tell(text, level)
 
     def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
         run = self.run

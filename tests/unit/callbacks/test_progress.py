@@ -64,7 +64,7 @@ FILTERED = {"loss": 0.0, "grad_norm": float("nan")}
         (
             {"loss": 0.12345, "learning_rate": 5e-5, "tokens_per_second": 12345.6, "step_seconds": 0.07}
             | {"peak_memory_mb": 1234.0, "epoch": 0.5},
-            "   20/1,000  loss 0.1235   lr 5.00e-05  ep 0.50     12,346 tokens/s  mem 1.23 GB     0.07 s/step",
+            "   20/1,000  loss 0.1235   lr 5.00e-05  ep 0.50     12,346 tokens/s  mem 1.23 GB      70 ms/step",
         ),
         (
             {"loss": 1.0, "data_wait": 0.25, "eval_share": 0.05, "save_share": 0.001, "mfu": 0.417, "total_flos": 1e9},
@@ -167,6 +167,9 @@ def test_bar_of_a_resumed_run_starts_at_its_step(monkeypatch, tmp_path, steps):
     state.global_step += 1
     callback.on_step_end(None, state, None)
     assert callback.training_bar.n == (4 if steps == 4 else 5)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    callback.on_log(TrainingArguments(str(tmp_path)), state, None, logs={"loss": 0.5})
+    assert f"5/{steps}  {{'loss': '0.5'}}" in sys.stdout.getvalue() and callback.training_bar.postfix == "loss 0.5"
     callback.close()
 
 

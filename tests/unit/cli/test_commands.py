@@ -51,7 +51,7 @@ def test_help_of_run_fits_a_terminal(option, capsys):
         ("plot out --output x.png", "--output is for --study; name the file with --out x.png"),
         ("plot out --tag", "unknown option --tag: use -h, --help, --x, --html,"),
         ("ask save", "then what to ask: save, evaluate, stop or profile\nusage: python -m hftrainer ask [-h]"),
-        ("diff a", "two runs\nusage: python -m hftrainer diff [-h] [--json] RUN RUN\nexample: python -m hftrainer"),
+        ("diff a", "two runs\nusage: python -m hftrainer diff [-h] [--json] OUTPUT_DIR OUTPUT_DIR\nexample: "),
         ("checkpoint", "pass a checkpoint folder\n"),
         ("watch", "pass the output folders of runs\n"),
         ("completion", "name a shell: bash, zsh or fish\n"),

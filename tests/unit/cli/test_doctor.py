@@ -57,7 +57,7 @@ def test_ready_machine_has_no_problems(installed_versions, capsys):
     assert found["versions"]["torch"] == "2.13.0" and found["versions"]["transformers"] is None
     assert trackers - found["versions"].keys() == {"comet-ml", "mlflow", "tensorboard", "wandb"}  # extras of ours
     assert found["devices"]["used"] == devices.detect_device_type()
-    assert found["launchers"].keys() == doctor.LAUNCHERS.keys()
+    assert found["launchers"].keys() == set(doctor.LAUNCHERS)
     assert found["disks"]["folder"]["path"] == os.getcwd()
     status, text = run_doctor(capsys)
     assert status == 0 and "  transformers not installed" in text and "Not installed, and needed" not in text

@@ -281,6 +281,9 @@ def test_goodput_leaves_out_steps_lost_by_restarts(tmp_path, monkeypatch):
     events = read_events(str(tmp_path))
     assert goodput(events) == 10 / 20
     assert [event["step"] for event in remove_undone_steps(events) if event["event"] == "interval"] == [6, 10]
+    write(0, "end", 10, reason="Ctrl-C")
+    write(900, "begin", 10, resumed_from="checkpoint-10")
+    assert goodput(read_events(str(tmp_path))) == 10 / 20
     for reason in ("complete", "KeyError"):
         write(0, "end", 10, reason=reason)
         write(50, "begin", 0, resumed_from=None)

@@ -70,15 +70,13 @@ def test_page_shows_progress_metrics_and_checkpoints(tmp_path, capsys, monkeypat
     first, *_ = lines = page.splitlines()
     assert tmp_path.name in first and f"running on {socket.gethostname()}" in first
     assert "step 30 of 100 ━" in page and "30%, 70 s left" in page  # a step takes a second
-    assert "2 x cuda · training for 0 s" in page
+    assert "2 x cuda · started" in page and "training for" not in page
     assert "eval_loss      2.25  2.25       30" in page and "eval_accuracy   0.5   0.5       30" in page
     assert "eval_wer        0.2   0.1       20" in page and "eval_gap          2     1       20" in page
-    assert "lr 3.00e-04 · 12,346 tokens/s" in page
-    assert "total           60.0%  20.0%       10.0%   10.0%       30" in page
+    assert "lr 3.00e-04 · 12,346 tokens/s" in page and "total  60.0%  20.0%       10.0%   10.0%       30" in page
     assert "checkpoint-30 0 s ago" in page and "checkpoint-20" not in page
-    assert "step 30: Step 30 took 9 s, [red][31m12 times the median." in page and "\x1b" not in page
-    assert any("loss  eval_loss" in line and "eval_accuracy" in line for line in lines)
-    assert "⠉" in page and "step 30 " in page
+    assert "after step 30: Step 30 took 9 s, [red][31m12 times the median." in page and "\x1b" not in page
+    assert any(re.search("loss  +eval_loss  +eval_", line) for line in lines) and "⠉" in page and "step 30 " in page
 
 
 @pytest.mark.parametrize(("width", "beside"), [(50, False), (80, False), (160, True), (320, True)])
@@ -93,10 +91,9 @@ def test_two_runs_fit_the_terminal(tmp_path, capsys, monkeypatch, width, beside)
     assert ("second" in lines[0]) is beside
 
 
-@pytest.mark.parametrize(
-    ("reason", "state"), [("complete", "complete"), ("stopped", "stopped"), ("KeyError", "failed")]
-)
-def test_ended_run_says_how_it_ended(tmp_path, capsys, monkeypatch, reason, state):
+@pytest.mark.parametrize("reason", ["complete", "stopped", "KeyError"])
+def test_ended_run_says_how_it_ended(tmp_path, capsys, monkeypatch, reason):
+    state = "failed" if reason == "KeyError" else reason
     journal = begin(tmp_path)
     train(journal, 10)
     journal.write("end", 10, reason=reason)
@@ -111,8 +108,7 @@ def test_killed_process_is_reported(tmp_path, capsys, monkeypatch):
     process.wait()
     train(begin(tmp_path, pid=process.pid), 10)
     make_older(tmp_path, 200)
-    page = show(capsys, monkeypatch, tmp_path, width=160)
-    assert f"no sign of life for 3 min; process {process.pid} has ended" in page
+    assert f"killed: process {process.pid} on " in show(capsys, monkeypatch, tmp_path, width=160)
     assert WatchedRun(str(tmp_path)).read()["seconds_left"] is None
 
 
@@ -232,7 +228,7 @@ def test_losses_that_are_not_finite_are_shown(tmp_path, capsys, monkeypatch):
     assert found["metrics"]["eval_loss"] == {"last": None, "best": None, "best_step": None}
     train(journal, 50, 60, loss=float("nan"))
     journal.write("end", 60, reason="complete")
-    assert "complete, loss NaN by step 50 " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
+    assert "  loss NaN since step 41-50, complete " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
 
 
 def test_run_without_log_lines_is_waited_for(tmp_path, capsys, monkeypatch):
@@ -248,14 +244,12 @@ def test_run_without_log_lines_is_waited_for(tmp_path, capsys, monkeypatch):
 
 
 def test_run_without_a_journal_is_shown_from_its_checkpoints(tmp_path, capsys, monkeypatch):
-    args = TrainingArguments(
-        str(tmp_path), max_steps=4, use_cpu=True, save_steps=2, logging_steps=1, disable_tqdm=True, report_to="none"
-    )
+    args = TrainingArguments(str(tmp_path), max_steps=4, use_cpu=True, save_steps=2, logging_steps=1, disable_tqdm=True)
     Trainer(make_plain(), args, train_dataset=plain_data()).train()
     capsys.readouterr()
     (tmp_path / JOURNAL_NAME).unlink(missing_ok=True)
     page = show(capsys, monkeypatch, tmp_path)
-    assert "complete · no times without observe=True" in page and "step 4 of 4" in page
+    assert "complete, as of its newest checkpoint" in page and "step 4 of 4" in page
     assert "checkpoint-4 0 s ago · checkpoint-2" in page and "loss" in page and "seconds" not in page
 
 
