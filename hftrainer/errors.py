@@ -75,6 +75,10 @@ class NotAFolder(InvalidArgument, FileExistsError):
     """An argument names a file where a folder is needed."""
 
 
+class FolderNotCreated(PermissionError, FileNotFoundError, InvalidArgument):
+    """A folder to write to cannot be created; the message has the reason."""
+
+
 class NotAnObject(InvalidArgument, NotImplementedError):
     """An argument is a class, but an instance of it is needed."""
 

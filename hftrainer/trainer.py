@@ -22,7 +22,7 @@ from hftrainer.arguments.unsupported import refuse_unknown
 from hftrainer.arguments.validation import add_missing_fields
 from hftrainer.assembly.object_checks import check_objects, merge_tokenizer_argument
 from hftrainer.assembly.trainer_parts import TrainerParts
-from hftrainer.base.tracebacks import HideEngineFrames, describe_type
+from hftrainer.base.tracebacks import HideEngineFrames
 from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
@@ -31,7 +31,7 @@ from hftrainer.data import collators, mixture
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.collators import number_of_tokens
 from hftrainer.data.randomness import load_rng_file, rng_state
-from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
+from hftrainer.errors import HubError, InvalidArgument, InvalidSetup, NotACallback
 from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.model.inspection import parameters
 from hftrainer.model_card.card import create_model_card
@@ -172,8 +172,8 @@ class Trainer(EarlierMethods):
         loggers: list[Any] | None = None,
         **unknown: NoReturn,
     ) -> None:
-        refuse_unknown("Trainer", Trainer.__init__, unknown)
         with HideEngineFrames():
+            refuse_unknown("Trainer", Trainer.__init__, unknown)
             functions = {"model_init": model_init, "compute_loss_func": compute_loss_func}
             functions["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
             check_objects(args, model, tokenizer if processing_class is None else processing_class, functions)
@@ -214,7 +214,8 @@ class Trainer(EarlierMethods):
             parts.model_setup.set_model(model if model is not None else self.call_model_init())
             parts.setup.init_attributes()
             if not isinstance(callbacks, (list, tuple, type(None))):
-                raise TypeError(f"callbacks is {describe_type(callbacks)}, not a list: write callbacks=[...].")
+                example = getattr(callbacks, "__name__", f"{type(callbacks).__name__}()")
+                raise NotACallback(f"callbacks takes a list: callbacks=[{example}].")
             trackers = selection.callback_classes(reports)
             parts.setup.init_callbacks([*trackers, *(callbacks or [])], further_loggers)
             parts.setup.end_init()
@@ -476,15 +477,16 @@ class Trainer(EarlierMethods):
         Raises:
             CheckpointNotFound: if the checkpoint to resume from does not exist.
         """
-        refuse_unknown("train()", Trainer.train, unknown)
         if model_path is not None:
             resume_from_checkpoint = resume.resume_path_from_model_path(model_path, resume_from_checkpoint)
-        self._hftrainer.runner.check_one_process(resume_from_checkpoint)
-        if str(resume_from_checkpoint).endswith(".ckpt"):
-            with tempfile.TemporaryDirectory(prefix=f"{os.path.basename(str(resume_from_checkpoint))}-") as target:
-                return self.train(resume.convert_ckpt(str(resume_from_checkpoint), target), trial, ignore_keys_for_eval)
-        self._memory_tracker.start()
         with HideEngineFrames():
+            refuse_unknown("train()", Trainer.train, unknown)
+            self._hftrainer.runner.check_one_process(resume_from_checkpoint)
+            if str(resume_from_checkpoint).endswith(".ckpt"):
+                with tempfile.TemporaryDirectory(prefix=f"{os.path.basename(str(resume_from_checkpoint))}-") as target:
+                    checkpoint = resume.convert_ckpt(str(resume_from_checkpoint), target)
+                    return self.train(checkpoint, trial, ignore_keys_for_eval)
+            self._memory_tracker.start()
             folder = self._hftrainer.runner.prepare(resume_from_checkpoint, trial)
             return self._hftrainer.runner.train(folder, trial, ignore_keys_for_eval)
 
@@ -751,9 +753,11 @@ class Trainer(EarlierMethods):
             The loss, the metrics of `compute_metrics`, the run time in seconds, and samples and batches per second.
         """
         evaluation = self._hftrainer.evaluation
-        datasets = self.eval_dataset if eval_dataset is None else eval_dataset
+        uses_names = eval_dataset is None
+        datasets = self.eval_dataset if uses_names else eval_dataset
         if isinstance(datasets, Mapping):
-            return evaluation.evaluate_sets(datasets, ignore_keys, metric_key_prefix, uses_names=eval_dataset is None)
+            with HideEngineFrames():
+                return evaluation.evaluate_sets(datasets, ignore_keys, metric_key_prefix, uses_names=uses_names)
         self._memory_tracker.start()
         with HideEngineFrames(), self._hftrainer.loaders.explain_removed_columns(datasets):
             dataloader = self.get_eval_dataloader(eval_dataset)
@@ -841,7 +845,7 @@ class Trainer(EarlierMethods):
             output_dir: the folder; default `args.output_dir`.
         """
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        with self._hftrainer.saver.weights_to_save(folder, internal=_internal_call) as arguments:
+        with HideEngineFrames(), self._hftrainer.saver.weights_to_save(folder, internal=_internal_call) as arguments:
             if arguments is not None:
                 self._save(folder, **arguments)
         self._hftrainer.storage_sync.upload_files()
@@ -1106,9 +1110,10 @@ class Trainer(EarlierMethods):
             SearchFailed: if no trial completes.
         """
         try:
-            return search_runner.search(
-                self._hftrainer, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
-            )
+            with HideEngineFrames():
+                return search_runner.search(
+                    self._hftrainer, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
+                )
         finally:
             self._finish_current_push()
 

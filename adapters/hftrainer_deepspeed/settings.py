@@ -18,7 +18,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, set_hf_deepspeed_config
 
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.arguments.resolved import requested_precision
+from hftrainer.arguments.resolved import ResolvedArguments, requested_precision
 from hftrainer.errors import InvalidConfig, suggest
 from hftrainer.parallel.config_files import describe_text, env_flag, parse_bool, read_config
 from hftrainer.parallel.processes import Processes
@@ -278,11 +278,17 @@ class DeepSpeedPlugin(accelerate.DeepSpeedPlugin):
 # ---- Checks ---------------------------------------------------------------------------------------------------------
 
 
-def check_deepspeed(args: BaseArguments, config: DeepSpeedConfig, lightning_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error for each setting that DeepSpeed does not support."""
+def check_deepspeed(resolved: ResolvedArguments) -> Iterator[str]:
+    """Yield an error if the package is missing, and for each setting that DeepSpeed does not support.
+
+    Raises:
+        InvalidConfig: if the configuration cannot be read.
+    """
+    args, lightning_config = resolved.args, resolved.config_or_empty
     if importlib.util.find_spec("deepspeed") is None:
         setting = f"deepspeed={args.deepspeed!r}" if args.deepspeed else "ACCELERATE_USE_DEEPSPEED=true"
         yield f"{setting} needs DeepSpeed, which is not installed: install it with pip install 'hftrainer[deepspeed]'."
+    config: DeepSpeedConfig = resolved.deepspeed
     yield from config.mismatches
     if args.elastic:
         yield (

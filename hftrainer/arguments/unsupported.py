@@ -17,7 +17,7 @@ from hftrainer.arguments.field import Argument, arguments_of
 from hftrainer.arguments.lightning_config import OVERRIDDEN_ARGUMENTS, check_keywords, explain_keyword
 from hftrainer.arguments.lightning_plan import ddp_keywords
 from hftrainer.arguments.old_fields import ARGUMENTS
-from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.resolved import ResolvedArguments, asks_for_deepspeed
 from hftrainer.errors import InvalidConfig, UnknownArgument, suggest
 from hftrainer.parallel.devices import visible_device_count
 from hftrainer.parallel.environment import can_rerun_script, check_rank_info
@@ -68,8 +68,8 @@ def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool =
     try:
         errors += check_keywords(resolved.lightning_config)
         errors += check_fsdp(resolved, has_custom_optimizer)
-        if resolved.deepspeed is not None:
-            errors += load("deepspeed", "settings").check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
+        if asks_for_deepspeed(args):
+            errors += load("deepspeed", "settings").check_deepspeed(resolved)
         errors += check_layout(resolved.layout, resolved.fsdp, resolved.rank_info.world_size)
         errors += [*check_device(resolved), *check_backend(resolved)]
     except InvalidConfig as error:

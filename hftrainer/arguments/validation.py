@@ -31,7 +31,7 @@ from hftrainer.arguments.choices import (
     token_counting_mode,
 )
 from hftrainer.arguments.old_fields import ARGUMENTS
-from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.resolved import ResolvedArguments, asks_for_deepspeed
 from hftrainer.arguments.storage_url import separate_storage
 from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer.parallel.config_files import describe_text, parse_bool
@@ -269,8 +269,8 @@ def _check_configs(resolved: ResolvedArguments) -> Iterator[str]:
     """Errors in `lightning_config`, `fsdp` and `deepspeed` that only the arguments cause."""
     try:
         _ = resolved.lightning_config, resolved.fsdp
-        if (config := resolved.deepspeed) is not None:
-            yield from load("deepspeed", "settings").check_deepspeed(resolved.args, config, resolved.config_or_empty)
+        if asks_for_deepspeed(resolved.args):
+            yield from load("deepspeed", "settings").check_deepspeed(resolved)
     except InvalidConfig as error:
         yield str(error)
 
@@ -281,10 +281,9 @@ def check_ranges(args: BaseArguments) -> Iterator[str]:
         if argument.minimum is None:
             continue
         value = getattr(args, name)
-        is_large = (
-            argument.upper_bound is not None and isinstance(value, (int, float)) and value >= argument.upper_bound
-        )
-        if isinstance(value, (int, float)) and not (value < argument.minimum or is_large):
+        is_number = isinstance(value, (int, float))
+        is_large = is_number and argument.upper_bound is not None and value >= argument.upper_bound
+        if is_number and not (value < argument.minimum or is_large):
             continue
         if (reason := describe_text(value)) is not None:
             yield f"{name}={value!r} {reason}."
@@ -339,9 +338,8 @@ def _check_choices(args: BaseArguments) -> Iterator[str]:
         if argument.choices is None or (value := getattr(args, name)) in list(argument.choices):
             continue
         # If the default is None, other objects are accepted, such as a multiprocessing context.
-        if argument.default is None and not isinstance(value, str):
-            continue
-        yield f"{name}: {describe_invalid(value, argument.choices, name)}"
+        if argument.default is not None or isinstance(value, str):
+            yield f"{name}: {describe_invalid(value, argument.choices, name)}"
     if unknown_options := [option for option in args.debug or () if option not in list(DebugOption)]:
         allowed = " and ".join(option.value for option in DebugOption)
         yield f"debug: unknown {sorted(map(str, unknown_options))}: use {allowed}."
@@ -377,17 +375,15 @@ def _check_best_model(args: BaseArguments) -> Iterator[str]:
         return
     if args.eval_strategy != args.save_strategy:
         evaluation, saving = as_text(args.eval_strategy), as_text(args.save_strategy)
-        same = (
-            f"eval_strategy={saving!r}" if evaluation == "no" else "both to the same value, or use save_strategy='best'"
-        )
+        both = "both to the same value, or use save_strategy='best'"
+        same = f"eval_strategy={saving!r}" if evaluation == "no" else both
         yield (
             f"load_best_model_at_end needs each checkpoint evaluated, but eval_strategy={evaluation!r} and "
             f"save_strategy={saving!r} differ: set {same}."
         )
     elif args.eval_strategy == IntervalStrategy.STEPS and args.eval_steps and not _is_multiple(args):
-        remedy = (
-            "a multiple" if (args.save_steps < 1) == (args.eval_steps < 1) else "two whole numbers or two fractions"
-        )
+        is_comparable = (args.save_steps < 1) == (args.eval_steps < 1)
+        remedy = "a multiple" if is_comparable else "two whole numbers or two fractions"
         yield (
             f"load_best_model_at_end needs each checkpoint evaluated, but save_steps={args.save_steps} is not a "
             f"multiple of eval_steps={args.eval_steps}: use {remedy}."
@@ -460,9 +456,8 @@ def _check_divergence(args: BaseArguments) -> Iterator[str]:
             f"on_divergence={args.on_divergence!r} checks a step before it changes weights, but "
             f"optim={as_text(args.optim)!r} changes them during the backward pass: choose another optim."
         )
-    if isinstance(threshold, bool) or (
-        threshold is not None and not (isinstance(threshold, (int, float)) and threshold > 0)
-    ):
+    is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
+    if threshold is not None and not (is_number and threshold > 0):
         yield f"divergence_threshold={threshold!r}: use a number of standard deviations above 0, such as 10, or None."
     if args.on_divergence == "rollback":
         if args.auto_find_batch_size:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -29,11 +28,12 @@ from hftrainer.callbacks.handler import (
 )
 from hftrainer.callbacks.progress_bar import choose_progress_callback
 from hftrainer.callbacks.state import TrainerControl, TrainerState
+from hftrainer.checkpointing.files import make_output_dir
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import libraries, transformers_names
 from hftrainer.compat.overrides import check_lightning_methods, is_overridden, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
-from hftrainer.errors import InvalidArgument, NotAFolder, UnsupportedArgument, WrongObject
+from hftrainer.errors import InvalidArgument, UnsupportedArgument, WrongObject
 from hftrainer.evaluation.collecting import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.apply_arguments import set_tf32
@@ -100,16 +100,7 @@ class TrainerSetup(Part):
             self.trainer.accelerator.processes.broadcast_from_main(self.trainer.init_hf_repo)
         self.parts.storage_sync.open_mirror()
         if args.should_save:
-            try:
-                os.makedirs(str(args.output_dir), exist_ok=True)
-            except (FileExistsError, NotADirectoryError):
-                raise NotAFolder(
-                    f"output_dir={args.output_dir!r}: this path, or one of its parents, is a file. Pass the path of "
-                    "a folder, which need not exist."
-                ) from None
-            except OSError as error:
-                text = f"output_dir={args.output_dir!r} cannot be created: {error.strerror}"
-                raise type(error)(error.errno, text) from None
+            make_output_dir(str(args.output_dir))
         self.parts.call_callbacks("on_init_end")
         config: Any = getattr(self.trainer.model, "config", None)
         if config is not None and (self.parts.policy.sets_use_cache or args.use_cache):
@@ -160,10 +151,8 @@ class TrainerSetup(Part):
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback of either kind, and return it."""
-        trainer_callbacks = self.trainer.callback_handler.callbacks
-        return remove_callback_like(
-            self.parts.lightning_callbacks if _is_lightning_callback(callback) else trainer_callbacks, callback
-        )
+        ours, theirs = self.trainer.callback_handler.callbacks, self.parts.lightning_callbacks
+        return remove_callback_like(theirs if _is_lightning_callback(callback) else ours, callback)
 
     def make_engine(self) -> None:
         """Build the engine from the arguments, and the Trainer's `accelerator` over it.

@@ -5,6 +5,7 @@ HFTRAINER_TRACEBACK=full keeps all frames.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -24,21 +25,19 @@ logger = logging.getLogger(__name__)
 _ENGINE = frozenset(
     """
     hftrainer hftrainer_deepspeed hftrainer_lightning hftrainer_ray hftrainer_tensorflow hftrainer_xla
-    accelerate contextlib deepspeed functools lightning torch
+    accelerate contextlib deepspeed enum functools lightning torch
     """.split()
 )
+_WITHOUT_NOTE = {"hftrainer", "contextlib", "enum", "functools"}
 VARIABLE = "HFTRAINER_TRACEBACK"
 
 
-class HideEngineFrames:
+class HideEngineFrames(contextlib.AbstractContextManager[None]):
     """Context manager that removes the engine's frames from tracebacks, except the first and the last.
 
     An error of `hftrainer.errors` has neither: its message says what to change, in the line of the script that is left.
     Before Python 3.11 tracebacks stay complete, since changes in `__exit__` are lost.
     """
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
         if error is None or sys.version_info < (3, 11) or os.environ.get(VARIABLE) == "full":
@@ -47,6 +46,7 @@ class HideEngineFrames:
         link: BaseException | None = error
         while link is not None and id(link) not in visited_ids:
             visited_ids.add(id(link))
+            _shorten_worker_text(link)
             frames = _frames(link.__traceback__)
             # The last frames handle the signal, or stop the run after it.
             while isinstance(link, KeyboardInterrupt) and frames and _package(frames[-1]) in _ENGINE - {"torch"}:
@@ -58,10 +58,19 @@ class HideEngineFrames:
                 [each for each in frames if each in kept or _package(each) not in _ENGINE]
             )
             # Errors of arguments pass through these too, where no engine runs.
-            is_shorter |= bool(_ENGINE & {*map(_package, frames[start:end])} - {"hftrainer", "contextlib", "functools"})
+            is_shorter |= bool({*map(_package, frames[start:end])} & _ENGINE - _WITHOUT_NOTE)
             link = link.__cause__ or link.__context__
         if is_shorter and isinstance(error, Exception):
             add_note(error, f"(The engine's frames are hidden: {VARIABLE}=full shows them.)")
+
+
+def _shorten_worker_text(error: BaseException) -> None:
+    """Remove the engine's frames from the traceback that torch puts into the message of a loader worker's error."""
+    if error.args and "in DataLoader worker process" in str(error.args[0]):
+        folders = [path for name in _ENGINE for path in getattr(sys.modules.get(name), "__path__", ())]
+        frame = rf'  File "(?:{"|".join(map(re.escape, folders))})/.*\n(?: {{4}}.*\n)*'
+        # torch passes a KeyError's text in a type of its own, which has its line breaks.
+        error.args = (type(error.args[0])(re.sub(frame, "", error.args[0])), *error.args[1:])
 
 
 def _frames(trace: TracebackType | None) -> list[TracebackType]:

@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.flow_callbacks import DefaultFlowCallback
 from hftrainer.callbacks.state import TrainerCallback, TrainerControl, TrainerState
 from hftrainer.compat.overrides import accepted_args, can_call, names_in_code
@@ -83,9 +82,7 @@ class CallbackHandler(TrainerCallback):
     def remove_progress_bars(self) -> bool:
         """Remove the callbacks that show a progress bar, and return whether any existed."""
         count = len(self.callbacks)
-        self.callbacks[:] = [
-            callback for callback in self.callbacks if not is_instance_by_name(callback, *PROGRESS_BAR_CALLBACKS)
-        ]
+        self.callbacks[:] = [each for each in self.callbacks if not is_instance_by_name(each, *PROGRESS_BAR_CALLBACKS)]
         return len(self.callbacks) < count
 
     def pop_callback(self, callback: Any) -> Any:
@@ -128,10 +125,10 @@ class CallbackHandler(TrainerCallback):
             was_stopped = control.should_training_stop
             try:
                 result = handler(args, state, control, **arguments)
-            except TypeError as error:
+            except TypeError:
                 if not can_call(handler, args, state, control, **arguments):
-                    name, call = f"{type(callback).__name__}.{event}", "(args, state, control, **kwargs)"
-                    add_note(error, f"{name} is called with {call}, but takes {inspect.signature(handler)}.")
+                    call = f"{type(callback).__name__}.{event} is called with (args, state, control, **kwargs)"
+                    raise NotACallback(f"{call}, but takes {inspect.signature(handler)}.") from None
                 raise
             if result is not None and not hasattr(result, "should_training_stop"):
                 name = f"{type(callback).__name__}.{event}"
@@ -209,10 +206,8 @@ def remove_callback_like(callbacks: list[Any], callback: Any) -> Any:
 
     A match is `callback` itself or an instance of it. A class of transformers also matches ours of the same name.
     """
-    for number, candidate in enumerate(callbacks):
-        if _is_like(candidate, callback):
-            return callbacks.pop(number)
-    return None
+    number = next((number for number, candidate in enumerate(callbacks) if _is_like(candidate, callback)), None)
+    return None if number is None else callbacks.pop(number)
 
 
 def make_callback(callback: Any) -> Any:

@@ -189,7 +189,11 @@ def _check_group(saved: dict[str, Any], group: dict[str, Any]) -> None:
     check_value_types(saved, {key: value for key, value in group.items() if key in saved and key != "params"})
     tensor_count, saved_count = len(group["params"]), len(saved["params"])
     if (missing := (_SETTINGS & group.keys()) - saved.keys()) or tensor_count != saved_count:
-        problem = f"lacks {min(missing)!r}" if missing else f"has {saved_count} tensors in a group, not {tensor_count}"
+        problem = (
+            f"lacks {min(missing)!r}"
+            if missing
+            else f"has {saved_count} parameters in a group, this run's {tensor_count}"
+        )
         advice = f"train the same parameters with the same optimizer. {FRESH_OPTIMIZER}"
         raise InvalidSetup(f"The checkpoint's optimizer {problem}: {advice}")
     if saved.get("fused") and saved.get("differentiable"):
@@ -204,11 +208,8 @@ def _check_state_keys(
     if any(names != state_keys[0] for names in state_keys):
         raise KeyError("the states of the parameters have different keys")
     required_keys = _ADAM_KEYS | ({"max_exp_avg_sq"} if group.get("amsgrad") else set())
-    if (
-        state_keys
-        and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
-        and (missing_keys := required_keys - state_keys[0])
-    ):
+    is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    if state_keys and is_adam and (missing_keys := required_keys - state_keys[0]):
         raise KeyError(f"the states lack {min(missing_keys)}")
 
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from hftrainer.checkpointing import names
-from hftrainer.errors import DamagedCheckpoint
+from hftrainer.errors import DamagedCheckpoint, FolderNotCreated, NotAFolder
 
 #: Bytes read or written at once. They stay in the processor's cache until their checksum is computed.
 _CHUNK = 1 << 20
@@ -35,6 +35,23 @@ _PINNED_BYTES = 1 << 20
 _STORAGE_TYPES = (torch.Tensor, torch.nn.Parameter)
 #: `save` flushes a file after each block of this many bytes. `write_manifest` flushes smaller files.
 FLUSH_BYTES = 1 << 26
+
+
+def make_output_dir(folder: str) -> None:
+    """Create a folder that the script passes as `output_dir`, with its parents, unless it exists.
+
+    Raises:
+        NotAFolder: if the path or one of its parents is a file.
+        FolderNotCreated: for any other reason.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise NotAFolder(
+            f"output_dir={folder!r}: this path, or one of its parents, is a file. Pass a folder, which need not exist."
+        ) from None
+    except OSError as error:
+        raise FolderNotCreated(error.errno, f"output_dir={folder!r} cannot be created: {error.strerror}") from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,8 +41,9 @@ def find_intact(folder: str) -> tuple[str | None, list[str]]:
         reason = inspect_checkpoint(path).skip_reason
         if reason is None:
             return path, damages
+        reason = reason.replace(os.path.join(path, ""), "")
         logger.warning("%s is damaged and is skipped: %s.", path, reason)
-        damages.append(f"{os.path.basename(path)} is damaged: {reason.replace(os.path.join(path, ''), '')}")
+        damages.append(f"{os.path.basename(path)} is damaged: {reason}")
     return None, damages
 
 

@@ -89,7 +89,7 @@ def _stack_values(key: str, values: list[Any]) -> torch.Tensor:
         remedy = "pass processing_class=tokenizer to pad them, or a data_collator that does"
         if (missing := sum(value is None for value in values)) > 0:
             remedy = f"they are None in {missing} of {len(values)} samples; replace or remove these"
-        raise InvalidSetup(f"The values of {key!r} do not fit into one tensor ({error}): {remedy}.") from error
+        raise InvalidSetup(f"The values of {key!r} do not fit into one tensor ({error}): {remedy}.") from None
 
 
 @dataclass

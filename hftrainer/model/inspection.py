@@ -257,10 +257,8 @@ def is_training(model: nn.Module) -> bool:
 
 def _overrides_parameters(kind: type[nn.Module]) -> bool:
     """Whether a model's class overrides the methods that list its parameters or modules."""
-    return any(
-        getattr(kind, name) is not getattr(nn.Module, name)
-        for name in ("parameters", "named_parameters", "named_modules")
-    )
+    methods = ("parameters", "named_parameters", "named_modules")
+    return any(getattr(kind, name) is not getattr(nn.Module, name) for name in methods)
 
 
 def parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -412,13 +412,12 @@ def _find_evaluation_dataset(datasets: Any, name: str) -> Any:
     names = list(datasets) if isinstance(datasets, Mapping) else []
     try:
         return datasets[name]
-    except (LookupError, TypeError) as error:
-        description = (
-            f"it has {', '.join(map(repr, names))}" if names else f"its eval_dataset is {describe_type(datasets)}"
-        )
+    except (LookupError, TypeError):
+        known = ", ".join(map(repr, names))
+        description = f"it has {known}" if names else f"its eval_dataset is {describe_type(datasets)}"
         text = f"eval_dataset={name!r}: Trainer has no evaluation dataset of that name, {description}"
         suggestion = suggest(name, names, ".")
-        raise UnknownDataset(f"{text}{suggestion} Pass a dataset, or pass Trainer a dict of datasets.") from error
+        raise UnknownDataset(f"{text}{suggestion} Pass a dataset, or pass Trainer a dict of datasets.") from None
 
 
 def check_dataset(dataset: Any, description: str) -> None:

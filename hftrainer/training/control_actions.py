@@ -155,8 +155,8 @@ class ControlActions(Part):
         )
         if args.eval_strategy != "no" and trainer.compute_metrics is None and not (is_built_in or adds_metrics):
             raise MetricNotFound(
-                f"metric_for_best_model={metric!r}: without compute_metrics, an evaluation returns the loss and its "
-                "speed. Pass compute_metrics, or remove metric_for_best_model."
+                f"metric_for_best_model={metric!r}: compute_metrics is not given, so evaluation returns only "
+                "eval_loss, eval_runtime, eval_samples_per_second, eval_steps_per_second. Pass it, or another metric."
             )
 
     def determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:

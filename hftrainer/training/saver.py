@@ -20,6 +20,7 @@ from hftrainer.base.safe_loading import as_bytes
 from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.state import TrainerState, drop_from_json, export_states
 from hftrainer.checkpointing import names, resume
+from hftrainer.checkpointing.files import make_output_dir
 from hftrainer.checkpointing.folder import final_folder, staging_folder
 from hftrainer.checkpointing.run_checkpoints import rotate_checkpoints
 from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress, load_progress
@@ -315,6 +316,8 @@ class CheckpointSaver(Part):
             return
         weights = strategy.weights_to_save(model)
         if self.trainer.args.should_save:
+            if not internal:
+                make_output_dir(folder)
             # Callbacks such as ModelPruning may rename the model's weights.
             apply_weights = self.parts.engine.apply_callback_weights
             saved_weights = apply_weights(model) if weights is None else contextlib.nullcontext((weights, None))

@@ -206,7 +206,7 @@ def test_resume_with_fewer_parameters_is_refused(make_trainer, tmp_path):
     make_trainer(**SAVED).train()
     then = make_trainer()
     next(then.model.parameters()).requires_grad_(False)
-    with pytest.raises(InvalidSetup, match="has 2 tensors in a group, not 1: train the same parameters"):
+    with pytest.raises(InvalidSetup, match="has 2 parameters in a group, this run's 1: train the same parameters"):
         then.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
 
 

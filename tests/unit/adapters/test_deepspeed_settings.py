@@ -285,8 +285,11 @@ def test_launcher_settings_beside_a_file_are_refused(tmp_path):
 def test_missing_deepspeed_is_named(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "deepspeed" else find(name, *of))
-    with pytest.raises(InvalidArgument, match=r"needs DeepSpeed, which is not installed.*hftrainer\[deepspeed\]"):
-        make_args(True)
+    words = (
+        r"needs DeepSpeed, which is not installed.*hftrainer\[deepspeed\]'.\ndeepspeed: zero_optimization is missing"
+    )
+    with pytest.raises(InvalidArgument, match=words):
+        make_args({"bf16": {}})
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(InvalidArgument, match="ACCELERATE_USE_DEEPSPEED=true needs DeepSpeed"):
         make_args(None)

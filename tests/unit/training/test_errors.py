@@ -54,7 +54,7 @@ METRICS = {
         ({"callbacks": [EarlyStoppingCallback()], "kind": ValueError}, "metric_for_best_model"),
         ({"settings": {"optim": "sgd", "optim_args": {"momentum": 0.9}}}, "is not name=value"),
         (METRICS, "does not return 'eval_acuracy', only eval_accuracy, eval_loss"),
-        ({**METRICS, "compute_metrics": None}, "metric_for_best_model='acuracy': without compute_metrics"),
+        ({**METRICS, "compute_metrics": None}, "metric_for_best_model='acuracy': compute_metrics is not given"),
         (
             {"settings": {"torch_compile_backend": "inductr"}},
             "'inductr' is not a backend of torch; did you mean 'inductor'",
