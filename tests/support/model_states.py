@@ -23,7 +23,7 @@ from tests.support.processes import ROOT
 from tests.support.tiny import make_plain, plain_data
 
 #: The file of a plain module's weights.
-WHOLE = "pytorch_model.bin"
+FULL = "pytorch_model.bin"
 #: Where the processes of one run meet: each has a tmp_path of its own.
 SHARED = "SHARED_FOLDER"
 
@@ -102,8 +102,8 @@ class ModelStatesSuite:
         trainer.save_model(str(folder / "saved"))
         expected = self.weights(trainer)
         if trainer.args.process_index == 0:
-            (path,) = [path for path in (folder / "saved").iterdir() if path.name in ("model.safetensors", WHOLE)]
-            found = torch.load(path, weights_only=True) if path.name == WHOLE else load_file(path)
+            (path,) = [path for path in (folder / "saved").iterdir() if path.name in ("model.safetensors", FULL)]
+            found = torch.load(path, weights_only=True) if path.name == FULL else load_file(path)
             self.assert_same(found, expected)
 
     def test_save_only_model_writes_no_optimizer(self, folder):

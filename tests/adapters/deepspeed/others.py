@@ -23,7 +23,7 @@ from tests.support.ranks import error_of
 from tests.support.tiny import language_data, make_llama, make_plain, make_t5, plain_data, t5_data
 
 RANK = int(os.environ.get("RANK", "0"))
-IN_PARTS = {**STAGES[3], "zero_optimization": {"stage": 3}}
+SHARDED = {**STAGES[3], "zero_optimization": {"stage": 3}}
 
 
 def arguments(folder, kind=TrainingArguments, **settings):
@@ -45,11 +45,11 @@ def load_pretrained(folder):
     if RANK == 0:
         make_llama().save_pretrained(folder / "model")
     found = {}
-    for name in ("whole", "partitioned"):
-        whole = make_llama() if name == "whole" else None
+    for name in ("full", "partitioned"):
+        full = make_llama() if name == "full" else None
         args = arguments(folder / name, deepspeed=STAGES[3])
         torch.distributed.barrier()
-        model = LlamaForCausalLM.from_pretrained(folder / "model") if whole is None else whole
+        model = LlamaForCausalLM.from_pretrained(folder / "model") if full is None else full
         found[f"{name}, partitioned at first"] = all(hasattr(each, "ds_id") for each in model.parameters())
         found[f"{name}, numbers at first"] = sum(each.numel() for each in model.parameters())
         trainer = Trainer(model, args, train_dataset=language_data())
@@ -59,13 +59,13 @@ def load_pretrained(folder):
         torch.distributed.barrier()
         found[f"{name}, files"] = sorted(os.listdir(folder / name / "final"))
     del args, trainer
-    found["whole again"] = not any(hasattr(each, "ds_id") for each in make_llama().parameters())
+    found["full again"] = not any(hasattr(each, "ds_id") for each in make_llama().parameters())
     return found
 
 
-def save_in_parts(folder):
-    """Weights that are not to be gathered stay in parts, and DeepSpeed's script makes one file of them."""
-    args = arguments(folder, deepspeed=IN_PARTS, save_strategy="steps", save_steps=2)
+def save_shards(folder):
+    """Weights that are not to be gathered stay in shards, and DeepSpeed's script makes one file of them."""
+    args = arguments(folder, deepspeed=SHARDED, save_strategy="steps", save_steps=2)
     trainer = Trainer(make_llama(), args, train_dataset=language_data())
     trainer.train()
     trainer.save_model(str(folder / "final"))
@@ -113,11 +113,11 @@ def generate(folder):
     predictions = trainer.predict(data).predictions
     trainer.save_model()
     torch.distributed.barrier()
-    trainer.args.hf_deepspeed_config = None  # models are made whole again
-    whole = T5ForConditionalGeneration.from_pretrained(folder).eval()
+    trainer.args.hf_deepspeed_config = None  # models are built unsharded again
+    full = T5ForConditionalGeneration.from_pretrained(folder).eval()
     return {
         "partitioned": predictions.tolist(),
-        "whole": [whole.generate(each["input_ids"][None], max_length=8)[0].tolist() for each in data],
+        "full": [full.generate(each["input_ids"][None], max_length=8)[0].tolist() for each in data],
     }
 
 
@@ -140,7 +140,7 @@ def generate_unequal_lengths(folder):
 
 
 def fill_one_disk(folder):
-    """The second process alone cannot write one checkpoint: nothing hangs, and the next is whole."""
+    """The second process alone cannot write one checkpoint: nothing hangs, and the next is complete."""
 
     class Full(hftrainer.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -221,7 +221,7 @@ def use_given_objects(folder):
     found["types"] = [trainer.evaluate()["eval_loss"]]
     trainer.train()
     found["types"].append(trainer.evaluate()["eval_loss"])
-    for name, config in (("gathered", STAGES[3]), ("in parts", IN_PARTS)):
+    for name, config in (("gathered", STAGES[3]), ("sharded", SHARDED)):
         if RANK == 0:
             make_llama().save_pretrained(folder / "model")
         args = arguments(folder / name, deepspeed=config)
@@ -229,7 +229,7 @@ def use_given_objects(folder):
         trainer = Trainer(LlamaForCausalLM.from_pretrained(folder / "model"), args, train_dataset=language_data())
         trainer.save_model()
         torch.distributed.barrier()
-        args.hf_deepspeed_config = None  # models are made whole again
+        args.hf_deepspeed_config = None  # models are built unsharded again
         found[name] = sum(each.numel() for each in LlamaForCausalLM.from_pretrained(folder / name).parameters())
     return {**found, **check_callbacks(folder), "another stage": another_stage(folder)}
 
@@ -272,7 +272,7 @@ def resume_alone(folder):
     written = folder / "hftrainer" / "stage 2" / "checkpoint-4"
     found = {}
     universal = {**STAGES[2], "checkpoint": {"load_universal": True}}
-    for name, config, steps in (("parts", STAGES[2], 10), ("loaded", universal, 4), ("universal", universal, 10)):
+    for name, config, steps in (("shards", STAGES[2], 10), ("loaded", universal, 4), ("universal", universal, 10)):
         settings = {"deepspeed": config, "logging_steps": 1, "per_device_train_batch_size": 8, "max_steps": steps}
         trainer, _ = build("hftrainer", "plain", folder / "one" / name, **settings)
         try:
@@ -281,7 +281,7 @@ def resume_alone(folder):
             found[f"{name}, weights"] = {key: value.clone() for key, value in trainer.model.state_dict().items()}
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
-        if name == "parts":
+        if name == "shards":
             tag = written / "global_step4"
             command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
             command += ["--num_merge_workers", "1", "--input_folder", str(tag), "--output_folder", f"{tag}_universal"]
@@ -320,7 +320,7 @@ def search_configurations(folder):
 
 
 CASES = (
-    *(load_pretrained, save_in_parts, evaluate_and_train, generate, generate_unequal_lengths, fill_one_disk),
+    *(load_pretrained, save_shards, evaluate_and_train, generate, generate_unequal_lengths, fill_one_disk),
     *(use_deepspeed_names, propagate_arguments, use_given_objects),
 )
 

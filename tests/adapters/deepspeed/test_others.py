@@ -35,11 +35,11 @@ def test_from_pretrained_partitions_and_trains_the_same(found, rank):
     loaded = found["load_pretrained"][rank]
     assert loaded["partitioned, partitioned at first"]
     assert loaded["partitioned, numbers at first"] == 0
-    assert not loaded["whole, partitioned at first"]
-    assert loaded["partitioned"] == loaded["whole"]
-    assert loaded["partitioned, files"] == loaded["whole, files"]
-    assert "model.safetensors" in loaded["whole, files"]
-    assert loaded["whole again"]
+    assert not loaded["full, partitioned at first"]
+    assert loaded["partitioned"] == loaded["full"]
+    assert loaded["partitioned, files"] == loaded["full, files"]
+    assert "model.safetensors" in loaded["full, files"]
+    assert loaded["full again"]
 
 
 @pytest.mark.parametrize("attempt", range(3))
@@ -54,8 +54,8 @@ def test_search_over_configurations_trains_as_each_alone(tmp_path, attempt):
         assert searched["trials"][0] != searched["trials"][1]
 
 
-def test_weights_that_are_not_gathered_stay_in_parts(found):
-    saved = found["save_in_parts"][0]
+def test_weights_that_are_not_gathered_stay_in_shards(found):
+    saved = found["save_shards"][0]
     for name in ("final", "checkpoint-2"):
         assert {"config.json", "latest", "zero_to_fp32.py", "training_args.bin"} <= set(saved[name])
         assert not any(file.endswith((".safetensors", ".bin")) and "args" not in file for file in saved[name])
@@ -74,8 +74,8 @@ def test_evaluation_before_and_after_training_is_that_of_ddp(found, rank):
 @pytest.mark.parametrize("rank", RANKS)
 def test_partitioned_models_generate(found, rank):
     generated = found["generate"][rank]
-    assert [line[:8] for line in generated["partitioned"]] == generated["whole"]
-    assert len({tuple(line) for line in generated["whole"]}) > 1
+    assert [line[:8] for line in generated["partitioned"]] == generated["full"]
+    assert len({tuple(line) for line in generated["full"]}) > 1
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -115,7 +115,7 @@ def test_given_schedules_callbacks_and_types_work(found, rank):
     assert given["schedule, stage 2"] == given["schedule, stage 0"] == [0.1, 0.05, 0.025]
     assert given["monitor"]
     assert len(set(given["types"])) == 2  # before training and after it, in one type throughout
-    assert given["gathered"] == given["in parts"] == 6800  # parameters
+    assert given["gathered"] == given["sharded"] == 6800  # parameters
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_fewer_processes_resume_only_from_a_universal_checkpoint(tmp_path):
         assert run.returncode == 0, run.stderr[-3000:]
     (both,) = (pickle.loads(path.read_bytes())["stage 2"]["logs"] for path in tmp_path.glob("hftrainer-0.pkl"))
     one = pickle.loads((tmp_path / "resume_alone-0.pkl").read_bytes())
-    assert "holds shards of 2 processes, but this run has 1" in one["parts"]
-    assert "ds_to_universal" in one["parts"]
+    assert "holds shards of 2 processes, but this run has 1" in one["shards"]
+    assert "ds_to_universal" in one["shards"]
     written = load_file(tmp_path / "hftrainer" / "stage 2" / "checkpoint-4" / "model.safetensors")
     assert_same(one["loaded, weights"], written)
     assert [line["step"] for line in one["universal"]] == [line["step"] for line in both]

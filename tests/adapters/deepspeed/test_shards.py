@@ -1,4 +1,4 @@
-"""ZeRO-3 without gathered weights, which is DeepSpeed's default, in one process: checkpoints of parts are whole.
+"""ZeRO-3 without gathered weights, which is DeepSpeed's default, in one process: its checkpoints hold shards.
 
 The model is made after the arguments, so that it is partitioned before there is a Trainer.
 """
@@ -17,7 +17,7 @@ from tests.adapters.deepspeed.sets import AUTO, forget
 from tests.support.tiny import language_data, make_llama
 
 pytestmark = pytest.mark.usefixtures("one_process")
-#: No parameter is small enough to stay whole in each process.
+#: No parameter is small enough to stay unsharded.
 CONFIG = {**AUTO, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 
 
@@ -69,14 +69,14 @@ def test_partitioned_checkpoint_resumes_exactly(checkpoint, written, pretrained,
     assert "damaged" not in caplog.text  # "auto" would begin again, and end the same
 
 
-@pytest.mark.parametrize("part", ["model_states", "optim_states"])
-def test_missing_part_is_named_and_the_checkpoint_skipped(checkpoint, pretrained, part, caplog):
+@pytest.mark.parametrize("kind", ["model_states", "optim_states"])
+def test_missing_shard_is_named_and_the_checkpoint_skipped(checkpoint, pretrained, kind, caplog):
     """One of two processes: the files of rank 1 say that there was a rank 0."""
     caplog.set_level(logging.WARNING)
     states = checkpoint / "global_step2"
     for path in list(states.iterdir()):
         shutil.copy(path, path.with_name(path.name.replace("rank_0_", "rank_1_")))
-    missing = states / f"zero_pp_rank_0_mp_rank_00_{part}.pt"
+    missing = states / f"zero_pp_rank_0_mp_rank_00_{kind}.pt"
     missing.unlink()
     begun_again = train("hftrainer", checkpoint.parent, pretrained, 1, "auto")
     assert f"{checkpoint} is damaged and is skipped: {missing.relative_to(checkpoint)} is missing" in caplog.text

@@ -75,12 +75,12 @@ def test_tag_that_leads_out_of_the_folder_is_refused(checkpoint, tag):
 @fuzz.with_examples
 def test_random_contents_are_used_or_refused(checkpoint, written, tmp_path, name, way, data):
     """No step is taken: DeepSpeed checks little, and a later step may fail."""
-    path, whole = checkpoint / "global_step2" / name, written / "checkpoint-2" / "global_step2" / name
+    path, intact = checkpoint / "global_step2" / name, written / "checkpoint-2" / "global_step2" / name
     if way == "values":
-        held = torch.load(whole, weights_only=False)
+        held = torch.load(intact, weights_only=False)
         torch.save(data.draw(fuzz.pickled(held, tmp_path / "trace")), path)
     else:
-        path.write_bytes(data.draw(fuzz.scrambled(whole.read_bytes())))
+        path.write_bytes(data.draw(fuzz.scrambled(intact.read_bytes())))
     with fuzz.accepted_or_refused():
         resume(checkpoint, steps=2)
     assert not (tmp_path / "trace").exists()

@@ -41,10 +41,10 @@ def test_spmd_trains_as_the_cpu(spmd_runs, cpu_run, kind):
     torch.testing.assert_close(found["predictions"], predictions, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("part", ["layout", "layout_resumed", "layout_moments"])
-def test_spmd_gives_each_device_a_part_of_weights_and_moments(spmd_runs, part):
+@pytest.mark.parametrize("kind", ["layout", "layout_resumed", "layout_moments"])
+def test_spmd_gives_each_device_a_shard_of_weights_and_moments(spmd_runs, kind):
     """Along the longest dimension, on two devices."""
-    layout = spmd_runs[1]["plain"][part]
+    layout = spmd_runs[1]["plain"][kind]
     assert layout["model.layers.0.self_attn.q_proj.weight"] == "{devices=[2,1]0,1}"
     assert layout["model.layers.0.mlp.down_proj.weight"] == "{devices=[1,2]0,1}"
     assert layout["model.norm.weight"] == "{devices=[2]0,1}"
@@ -86,21 +86,21 @@ def test_xla_fsdp_trains_as_the_cpu(tmp_path, cpu_run, of_xla):
     assert type(run.model).__name__ == "XlaFullyShardedDataParallel"
     assert (run.is_fsdp_xla_enabled, run.is_fsdp_xla_v1_enabled, run.is_fsdp_enabled) == (True, True, False)
     assert [len(group["params"]) for group in run.optimizer.param_groups] == [16, 5]
-    whole = run.accelerator.get_state_dict(run.model)
+    full = run.accelerator.get_state_dict(run.model)
     for name, value in weights(cpu_run).items():
-        torch.testing.assert_close(whole[name], value, rtol=0, atol=5 * TOLERANCE, msg=name)
+        torch.testing.assert_close(full[name], value, rtol=0, atol=5 * TOLERANCE, msg=name)
     for line, expected in zip(numbers(run)[:-1], numbers(cpu_run)[:-1], strict=True):
         assert line == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
 
-def test_xla_fsdp_saves_parts_and_whole_weights_and_resumes(tmp_path):
-    """A file of each process, as transformers names them, and the whole weights for everybody else."""
+def test_xla_fsdp_saves_shards_and_full_weights_and_resumes(tmp_path):
+    """A file of each process, as transformers names them, and the full weights for everybody else."""
     saved = {"save_strategy": "steps", "save_steps": 6, "load_best_model_at_end": True}
     run = make_wrapped(tmp_path, **saved)
     run.train()
     folder = tmp_path / "checkpoint-6"
-    parts = {name for name in os.listdir(folder) if name.startswith("rank")}
-    assert parts == {"rank0-of-1-optimizer.pt", "rank0-of-1-pytorch_model.bin"}
+    shards = {name for name in os.listdir(folder) if name.startswith("rank")}
+    assert shards == {"rank0-of-1-optimizer.pt", "rank0-of-1-pytorch_model.bin"}
     assert not (folder / "optimizer.pt").exists()
     resumed = make_wrapped(tmp_path, **saved)
     resumed.train(resume_from_checkpoint=str(folder))
@@ -108,8 +108,8 @@ def test_xla_fsdp_saves_parts_and_whole_weights_and_resumes(tmp_path):
     from transformers import LlamaForCausalLM
 
     again = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-12")
-    whole = run.accelerator.get_state_dict(run.model)
-    assert all(torch.equal(value, whole[name]) for name, value in again.state_dict().items())
+    full = run.accelerator.get_state_dict(run.model)
+    assert all(torch.equal(value, full[name]) for name, value in again.state_dict().items())
 
 
 def test_xla_fsdp_in_bfloat16_is_close_to_float32(tmp_path):
