@@ -6,16 +6,13 @@ import resource
 import shutil
 import signal
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from hftrainer import Trainer, TrainerCallback
-from hftrainer.checkpointing import folder as folder_module
-from hftrainer.checkpointing.folder import CheckpointFolder, clear_stale, staging_folder
-from hftrainer.checkpointing.run_checkpoints import rotate_checkpoints
+from hftrainer.checkpointing.folder import CheckpointFolder
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.support.checkpoints import BEST, At, OnSave, make_trainer, train_to_end, truncate
+from tests.support.checkpoints import BEST, At, OnSave, make_trainer, train_to_end
 from tests.support.faults import Disk
 from tests.support.jobs import names_in
 
@@ -30,39 +27,6 @@ def test_run_that_does_not_resume_names_existing_checkpoints(tmp_path, caplog):
     make_trainer(tmp_path).train()
     assert f"{tmp_path} already has checkpoints, up to checkpoint-9" in caplog.text
     assert "Later, True takes the highest step of both runs." in caplog.text
-
-
-def test_rotation_keeps_the_checkpoint_just_written(tmp_path):
-    make_trainer(tmp_path).train()
-    later = (tmp_path / "checkpoint-9").stat().st_mtime + 60
-    os.utime(tmp_path / "checkpoint-3", (later, later))  # somebody wrote into the older one
-    rotate_checkpoints(str(tmp_path), 1, None, [str(tmp_path / "checkpoint-9")])
-    assert "checkpoint-9" in names_in(tmp_path)
-
-
-def test_rotation_keeps_the_last_intact_checkpoint(tmp_path):
-    """The two newer ones are damaged."""
-    make_trainer(tmp_path).train()
-    for step in (6, 9):
-        truncate(tmp_path / f"checkpoint-{step}" / "optimizer.pt")
-
-    class Looks(Trainer):
-        def _save_checkpoint(self, model, trial):
-            super()._save_checkpoint(model, trial)
-            assert get_last_checkpoint(str(tmp_path)) is not None
-
-    rotate_checkpoints(str(tmp_path), 1, None)
-    assert names_in(tmp_path) == ["checkpoint-3", "checkpoint-9"]
-    train_to_end(make_trainer(tmp_path, trainer_class=Looks, save_total_limit=1), True)
-    assert names_in(tmp_path) == ["checkpoint-9"]
-
-
-def test_rotation_deletes_only_checkpoints_of_the_run(tmp_path):
-    for name in ("checkpoint-1", "tmp-checkpoint", "checkpoint-best"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "checkpoint-1" / "notes.txt").write_text("mine")
-    make_trainer(tmp_path, save_total_limit=1).train()
-    assert names_in(tmp_path) == ["checkpoint-1", "checkpoint-9", "checkpoint-best", "tmp-checkpoint"]
 
 
 def test_best_model_without_its_optimizer_is_loaded(tmp_path):
@@ -103,84 +67,6 @@ def test_parent_of_the_folder_in_save_is_the_output_folder(tmp_path):
     assert seen == [["3", "3"], ["6", "6"], ["9", "9"]]
     assert len(list(tmp_path.glob("checkpoint-*/args.json"))) == 3
     assert names_in(tmp_path) == ["args.json", "checkpoint-3", "checkpoint-6", "checkpoint-9"]
-
-
-def test_staging_folder_of_a_living_process_is_kept(tmp_path, monkeypatch):
-    with monkeypatch.context() as other:
-        other.setattr(os, "getpid", os.getppid)
-        theirs = staging_folder(tmp_path / "checkpoint-3")
-    theirs.mkdir()
-    (theirs / "config.json").write_text("{}")
-    make_trainer(tmp_path, max_steps=3).train()
-    assert (theirs / "config.json").is_file()
-    assert names_in(tmp_path) == [theirs.name, "checkpoint-3"]
-
-
-def test_staging_folder_of_another_machine_is_removed_after_a_day(tmp_path):
-    """Whether its process still runs cannot be known."""
-    folder = tmp_path / "_tmp_node~7.lan.12.3456_checkpoint-3"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    clear_stale(str(tmp_path))
-    assert folder.is_dir()
-    for path in (folder / "config.json", folder):
-        os.utime(path, (0, 0))
-    clear_stale(str(tmp_path))
-    assert names_in(tmp_path) == []
-
-
-@pytest.fixture
-def no_renaming(monkeypatch):
-    """As on some network file systems."""
-    monkeypatch.setattr(Path, "rename", mock.Mock(side_effect=OSError(18, "Invalid cross-device link")))
-
-
-@pytest.mark.parametrize("renames", [True, False])
-@pytest.mark.parametrize("moment", range(4))
-def test_interrupted_replacement_leaves_one_complete_checkpoint(tmp_path, monkeypatch, request, renames, moment):
-    """As by a second Ctrl-C between two renamings."""
-    make_trainer(tmp_path, max_steps=3).train()
-    if not renames:
-        request.getfixturevalue("no_renaming")
-    place = (Path, "rename") if renames else (shutil, "copyfile")
-    left, original = [moment], getattr(*place)
-
-    def act(*args):
-        left[0] -= 1
-        if left[0] == -1:
-            raise KeyboardInterrupt
-        return original(*args)
-
-    monkeypatch.setattr(*place, act)
-    with contextlib.suppress(KeyboardInterrupt):
-        make_trainer(tmp_path, max_steps=3).train()
-    monkeypatch.undo()
-    monkeypatch.setattr(folder_module, "has_writer_ended", lambda *_: True)
-    clear_stale(str(tmp_path))
-    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
-    assert names_in(tmp_path) == ["checkpoint-3"]
-
-
-def test_half_copied_checkpoint_is_replaced_by_the_staged_one(tmp_path, monkeypatch):
-    """As left by a process that died where folders cannot be renamed."""
-    make_trainer(tmp_path, max_steps=3).train()
-    monkeypatch.setattr(folder_module, "has_writer_ended", lambda *_: True)
-    shutil.copytree(tmp_path / "checkpoint-3", staging_folder(tmp_path / "checkpoint-3"))
-    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
-    clear_stale(str(tmp_path))
-    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
-
-
-def test_files_are_copied_where_folders_cannot_be_renamed(tmp_path, monkeypatch, no_renaming, caplog):
-    """`trainer_state.json` comes last."""
-    copy = mock.Mock(side_effect=shutil.copyfile)
-    monkeypatch.setattr(shutil, "copyfile", copy)
-    make_trainer(tmp_path, save_total_limit=1).train()
-    assert names_in(tmp_path) == ["checkpoint-9"]
-    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-9")
-    order = [os.path.basename(call.args[1]) for call in copy.mock_calls]
-    assert order[-2:] == ["hftrainer_manifest.json", "trainer_state.json"]
-    assert "copying its files one by one" in caplog.text
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file or directory", "/vocab"), ConnectionError("hub")])

@@ -1,0 +1,25 @@
+"""The lengths of a run whose batches differ in size, and the steps between log lines."""
+
+import sys
+
+import pytest
+
+from tests.support.checkpoints import make_trainer
+from tests.support.token_batches import llama, samples, trainer
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps"), [({"logging_strategy": "epoch"}, 5), ({"logging_strategy": "no"}, sys.maxsize), ({}, 3)]
+)
+def test_lightning_logs_at_the_steps_of_the_arguments(tmp_path, strategy, steps):
+    run = make_trainer(tmp_path, gradient_accumulation_steps=2, **strategy)
+    run.state.compute_steps(run.args, 9)
+    planner = run._hftrainer.runner.planner
+    assert planner.steps_between_logs(planner.plan_run(run.args, run.get_train_dataloader())) == steps
+
+
+def test_samples_of_a_step_are_the_mean_over_token_batches(tmp_path):
+    run = trainer(tmp_path, llama(), samples(40), tokens_per_batch=64, gradient_accumulation_steps=3)
+    loader = run.get_train_dataloader()
+    schedule = run._hftrainer.runner.planner.plan_run(run.args, loader)
+    assert schedule.total_train_batch_size == round(3 * 40 / len(loader)) > 3
