@@ -10,7 +10,7 @@ from collections.abc import Callable
 def ask(port: str, path: str = "health") -> tuple[int, str]:
     """The status and the text of the answer."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=20) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

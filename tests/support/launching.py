@@ -1,7 +1,9 @@
 """Starting scripts with launchers: torchrun, accelerate, ours. Each process imports everything itself, as a user's."""
 
+import contextlib
 import json
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -63,9 +65,12 @@ def read(folder):
 
 
 def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    """A port that no connection gets from the system before a process listens there."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)  # tests seed the other generator
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return str(port)
 
 
 def accelerate(*options):

@@ -1,15 +1,13 @@
 """Stands for SLURM's `srun` of SLURM_NTASKS tasks on one node: its variables, and signals that reach each task."""
 
 import os
+import random
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    master = str(free.getsockname()[1])
+master = str(random.SystemRandom().randrange(10_000, 32_000))  # below the ports that connections get
 count = os.environ["SLURM_NTASKS"]
 shared = {
     **{"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": count, "SLURM_STEP_TASKS_PER_NODE": count},

@@ -1,4 +1,4 @@
-"""Rank 0 reports a hung rank within 30 seconds, and shows where it hangs."""
+"""Rank 0 reports a hung rank, and shows where it hangs; tests/unit/monitoring has the seconds after which it does."""
 
 import socket
 import time
@@ -23,18 +23,14 @@ def start(folder, kind):
 
 
 def wait_for_hang(folder, kind, group):
-    """When it began to hang."""
-    file, deadline = folder / f"{kind}.hangs", time.monotonic() + 120
-    while not file.exists():
-        assert time.monotonic() < deadline and group.jobs[0].process.is_alive(), group.printed()
+    while not (folder / f"{kind}.hangs").exists():
+        assert group.jobs[0].process.is_alive(), group.printed()
         time.sleep(0.05)
-    return file.stat().st_mtime
 
 
 def check_hang(folder, kind, group, number):
-    began = wait_for_hang(folder, kind, group)
-    said = wait_until(number, lambda said: said["status"] == "stalled", began + 30 - time.time())
-    print(f"{kind}: {time.time() - began:.1f} s", said)
+    wait_for_hang(folder, kind, group)
+    said = wait_until(number, lambda said: said["status"] == "stalled")
     (late,) = said["late_ranks"]
     assert (late["rank"], late["host"], late["pid"]) == (1, socket.gethostname(), group.jobs[1].process.pid)
     assert HANGS[kind] in late["stack"]
