@@ -1,5 +1,6 @@
 """ms-swift's pipelines, whose Trainers are trained with evaluations and saves, saved, and resumed."""
 
+import inspect
 import json
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from swift.pipelines.train.pretrain import SwiftPretrain
 from swift.pipelines.train.rlhf import SwiftRLHF
 from swift.pipelines.train.sft import SwiftSft
 
+from hftrainer.arguments.own_fields import OwnArguments
 from tests.adapters.downstream import lives
 from tests.adapters.downstream.tiny_language import assistant, save_model, user
 
@@ -22,12 +24,7 @@ SETTINGS = {
     **{"dataset_num_proc": 1, "dataloader_num_workers": 0},
 }
 #: Of args.json: the arguments' own text, whose order is another, and what only ours has.
-OWN_ARGUMENTS = (
-    *("training_args", "debug", "elastic", "eval_memmap_dir", "eval_minutes", "lightning_config", "metrics_port"),
-    *("observe", "save_minutes", "save_on_interrupt", "storage_url", "keep_local", "param_groups"),
-    *("mixture_weights", "mixture_temperature", "mixture_column"),
-    *("tokens_per_batch", "flatten_batches", "on_divergence", "divergence_threshold", "max_rollbacks"),
-)
+OWN_ARGUMENTS = {"training_args", "debug", *inspect.get_annotations(OwnArguments)}
 
 
 def answered(index: int) -> dict[str, Any]:
