@@ -17,13 +17,11 @@ from hftrainer.arguments.choices import (
     SaveStrategy as SaveStrategy,
     SchedulerType as SchedulerType,
 )
+from hftrainer.base.signatures import number_of_arguments as number_of_arguments
 from hftrainer.callbacks.state import is_measurement
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
 from hftrainer.checkpointing.run_checkpoints import get_last_checkpoint as get_last_checkpoint
-from hftrainer.compat.overrides import (
-    has_length as has_length,
-    number_of_arguments as number_of_arguments,
-)
+from hftrainer.compat.libraries import has_length as has_length
 from hftrainer.data.randomness import (
     enable_full_determinism as enable_full_determinism,
     seed_worker as seed_worker,

@@ -32,9 +32,10 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
 from hftrainer.base.safe_loading import name_file_in_errors
+from hftrainer.base.signatures import can_call
 from hftrainer.base.tracebacks import add_note
 from hftrainer.checkpointing.names import MODEL_PREFIX
-from hftrainer.compat.overrides import can_call, has_length
+from hftrainer.compat.libraries import has_length
 from hftrainer_lightning.private_api import callbacks as private_callbacks
 from hftrainer_lightning.private_api.training import use_previous_epoch
 

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.field import changed_arguments
 from hftrainer.base.tracebacks import describe_type
-from hftrainer.compat.overrides import has_length
+from hftrainer.compat.libraries import has_length
 from hftrainer.data.mixture import MixtureDataset, MixtureStream
 from hftrainer.errors import InvalidArgument, InvalidSetup, WrongObject
 from hftrainer.parallel.processes import Processes

@@ -15,9 +15,10 @@ from typing import Any
 from torch import nn
 
 from hftrainer.arguments.base import BaseArguments
+from hftrainer.base.signatures import accepted_args, can_call
 from hftrainer.callbacks.flow_callbacks import DefaultFlowCallback
 from hftrainer.callbacks.state import TrainerCallback, TrainerControl, TrainerState
-from hftrainer.compat.overrides import accepted_args, can_call, names_in_code
+from hftrainer.compat.overrides import names_in_code
 from hftrainer.errors import NotACallback
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from hftrainer.base.messages import format_bytes, format_duration, wrap_text
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.state import TrainerCallback, TrainerState, is_measurement
 from hftrainer.compat import transformers_names
-from hftrainer.compat.overrides import has_length
+from hftrainer.compat.libraries import has_length
 
 
 def is_in_notebook() -> bool:

@@ -220,3 +220,11 @@ def set_verbosity(level: int) -> bool:
 
     logging.set_verbosity(level)
     return True
+
+
+def has_length(dataset: Any) -> bool:
+    """Whether `len(dataset)` returns a number."""
+    try:
+        return len(dataset) is not None
+    except (TypeError, AttributeError):
+        return False

@@ -1,83 +1,20 @@
-"""Detects overrides of our methods, and calls them with the arguments that they accept.
-
-Also inspects functions in general.
-"""
+"""Detects overrides of our methods, and calls them with the arguments of their release."""
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
+from hftrainer.base.signatures import accepted_args, accepts, can_call, count_positional_arguments, has_parameter
 from hftrainer.errors import InvalidSetup, UnsupportedArgument, WrongObject
 
 logger = logging.getLogger(__name__)
 
 TrainerType = TypeVar("TrainerType", bound=type)
-
-
-def _chain(function: Any) -> Iterator[Any]:
-    """A function, and the functions that it wraps with `functools.wraps`."""
-    while function is not None:
-        yield function
-        function = getattr(function, "__wrapped__", None)
-
-
-@functools.lru_cache(maxsize=256)
-def _accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Parameter names that `function` and all functions it wraps accept; None for any name."""
-    accepted: frozenset[str] | None = None
-    for each in _chain(function):
-        parameters = inspect.signature(each, follow_wrapped=False).parameters.values()
-        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-            names = frozenset(parameter.name for parameter in parameters)
-            accepted = names if accepted is None else accepted & names
-    return accepted
-
-
-def accepts(method: Callable[..., Any], keyword: str) -> bool:
-    """Whether `method` accepts a keyword argument of this name."""
-    names = _accepted_names(getattr(method, "__func__", method))
-    return names is None or keyword in names
-
-
-def has_parameter(method: Callable[..., Any], keyword: str) -> bool:
-    """Whether `method` has a parameter of this name, rather than only `**kwargs`."""
-    functions = _chain(getattr(method, "__func__", method))
-    return any(keyword in inspect.signature(each, follow_wrapped=False).parameters for each in functions)
-
-
-def call_with_accepted(method: Callable[..., Any], *args: Any, **optional: Any) -> Any:
-    """Call `method` with `args`, and with the items of `optional` that it accepts."""
-    return method(*args, **accepted_args(method, optional))
-
-
-def accepted_args(method: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The items of `values` that `method` accepts as keyword arguments."""
-    names = _accepted_names(getattr(method, "__func__", method))
-    return values if names is None else {name: value for name, value in values.items() if name in names}
-
-
-def count_positional_arguments(method: Callable[..., Any]) -> int | None:
-    """Number of positional arguments without `self`; None if `*args` accepts any number."""
-    return _count_positional_arguments(getattr(method, "__func__", method), inspect.ismethod(method))
-
-
-# Every optimizer step calls this.
-@functools.lru_cache(maxsize=64)
-def _count_positional_arguments(function: Callable[..., Any], is_bound: bool) -> int | None:
-    counts: list[int] = []
-    for each in _chain(function):
-        parameters = inspect.signature(each, follow_wrapped=False).parameters.values()
-        if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
-            has_self = is_bound if each is function else next(iter(parameters)).name == "self"
-            kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            counts.append(sum(parameter.kind in kinds for parameter in parameters) - has_self)
-    return min(counts, default=None)
 
 
 _RECORDS: dict[type, dict[str, Any]] = {}
@@ -309,49 +246,3 @@ class overridable_property:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else self.getter(instance)
-
-
-def has_length(dataset: Any) -> bool:
-    """Whether `len(dataset)` returns a number."""
-    try:
-        return len(dataset) is not None
-    except (TypeError, AttributeError):
-        return False
-
-
-def number_of_arguments(function: Callable[..., Any]) -> int:
-    """Number of positional parameters of `function`.
-
-    `*args` counts as one. Parameters that `partial` has bound do not count.
-    """
-    kind = inspect.Parameter
-    positional_kinds = (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD, kind.VAR_POSITIONAL)
-    return sum(parameter.kind in positional_kinds for parameter in inspect.signature(function).parameters.values())
-
-
-def can_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Whether `function` can be called with these arguments; True if its parameters are unknown."""
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        return isinstance(error, ValueError)
-    return True
-
-
-def ignores_other_keywords(function: Callable[..., Any]) -> bool:
-    """Whether a function has `**kwargs` that it never reads."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if not hasattr(function, "__code__"):
-        # A bound method has `__func__`, any other object `__call__`.
-        function = getattr(function, "__func__", type(function).__call__)
-    code = getattr(function, "__code__", None)
-    if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
-        return False
-    positional = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-    name = code.co_varnames[positional]
-    return not any(
-        step.argval == name or (isinstance(step.argval, tuple) and name in step.argval)
-        for step in dis.get_instructions(code)
-        if step.opname not in ("MAKE_CELL", "COPY_FREE_VARS")
-    )

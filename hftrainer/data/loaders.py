@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
 from hftrainer.base.safe_loading import name_file_in_errors
+from hftrainer.base.signatures import can_call
 from hftrainer.base.tracebacks import add_note, sample_being_read
-from hftrainer.compat.overrides import can_call, has_length
+from hftrainer.compat.libraries import has_length
 from hftrainer.data import samplers
 from hftrainer.data.loader_plan import group_batches, plan_loader, samples_per_batch, split_groups
 from hftrainer.data.mixture import MixtureBatchSampler

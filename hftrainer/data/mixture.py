@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset, IterableDataset, Sampler
 
-from hftrainer.compat.overrides import has_length
+from hftrainer.compat.libraries import has_length
 from hftrainer.data.samplers import EpochSampler, set_epoch
 from hftrainer.errors import InvalidArgument, suggest
 

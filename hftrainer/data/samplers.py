@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
-from hftrainer.compat.overrides import has_length
+from hftrainer.compat.libraries import has_length
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
+from hftrainer.base.signatures import can_call
 from hftrainer.base.tracebacks import note_batch
-from hftrainer.compat.overrides import can_call, has_length
+from hftrainer.compat.libraries import has_length
 from hftrainer.data.loaders import BatchPosition, PreparedDataLoader
 from hftrainer.data.samplers import has_exact_length
 from hftrainer.errors import InvalidArgument

@@ -18,9 +18,11 @@ from torch.utils.data import DataLoader
 from hftrainer.arguments import legacy
 from hftrainer.base.messages import log_facts, log_once
 from hftrainer.base.part import Part
+from hftrainer.base.signatures import accepted_args, call_with_accepted
 from hftrainer.base.tracebacks import add_note, describe_type
 from hftrainer.compat import libraries
-from hftrainer.compat.overrides import accepted_args, call_with_accepted, has_length, is_overridden
+from hftrainer.compat.libraries import has_length
+from hftrainer.compat.overrides import is_overridden
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collecting import make_metrics_gather, select_predictions
 from hftrainer.evaluation.evaluation_pass import EvaluationPass

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.base.messages import count_of
 from hftrainer.compat import libraries
-from hftrainer.compat.overrides import has_length
+from hftrainer.compat.libraries import has_length
 from hftrainer.compat.version import __version__
 from hftrainer.errors import InvalidArgument, suggest
 from hftrainer.model_card import card_contents

@@ -12,9 +12,11 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.base.part import Part
+from hftrainer.base.signatures import number_of_arguments
 from hftrainer.base.tracebacks import describe_type
 from hftrainer.compat import libraries
-from hftrainer.compat.overrides import has_length, is_overridden, number_of_arguments
+from hftrainer.compat.libraries import has_length
+from hftrainer.compat.overrides import is_overridden
 from hftrainer.data import collators
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.mixture import MixtureBatchSampler, MixtureDataset, MixtureStream, as_mixture, group_by_column

@@ -15,11 +15,12 @@ from torch import nn
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import tell
 from hftrainer.base.part import Part
+from hftrainer.base.signatures import call_with_accepted, number_of_arguments
 from hftrainer.base.tracebacks import describe_type
 from hftrainer.checkpointing.optimizer_groups import NAMES_WITHOUT_GROUPS
 from hftrainer.compat import libraries
 from hftrainer.compat.libraries import bare_name
-from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled_methods
+from hftrainer.compat.overrides import is_overridden, refuse_uncalled_methods
 from hftrainer.data.randomness import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.model import inspection

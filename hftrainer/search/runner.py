@@ -7,8 +7,9 @@ from typing import Any
 
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.assembly.trainer_parts import TrainerParts
+from hftrainer.base.signatures import can_call
 from hftrainer.callbacks.state import hyperparameters
-from hftrainer.compat.overrides import can_call, refuse_uncalled_methods
+from hftrainer.compat.overrides import refuse_uncalled_methods
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
 from hftrainer.plugins import load
 from hftrainer.search.backend import SearchBackend

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hftrainer.arguments.validation import ALIASES, normalize
-from hftrainer.compat.overrides import number_of_arguments
+from hftrainer.base.signatures import number_of_arguments
 from hftrainer.errors import InvalidArgument, UnknownArgument
 from hftrainer.parallel.config_files import parse_bool
 from hftrainer.training_args import TrainingArguments

@@ -12,9 +12,10 @@ import torch
 
 from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.base.part import Part
+from hftrainer.base.signatures import call_with_accepted, has_parameter
 from hftrainer.callbacks.flow_callbacks import EarlyStoppingCallback, evaluation_key
 from hftrainer.checkpointing import names
-from hftrainer.compat.overrides import call_with_accepted, has_parameter, is_overridden
+from hftrainer.compat.overrides import is_overridden
 from hftrainer.errors import InvalidArgument, MetricNotFound
 from hftrainer.optimizers.schedules import needs_metric
 from hftrainer.parallel.devices import is_out_of_memory

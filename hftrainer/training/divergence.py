@@ -23,7 +23,7 @@ import torch
 
 from hftrainer.base.part import Part
 from hftrainer.checkpointing.run_progress import STEP_SETTINGS, count_samples
-from hftrainer.compat.overrides import has_length
+from hftrainer.compat.libraries import has_length
 from hftrainer.data.accumulation import Span, TrainingSchedule
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import seed_of_order

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.base.part import Part
+from hftrainer.base.signatures import accepted_args
 from hftrainer.checkpointing.resume import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
 from hftrainer.data.accumulation import AccumulationWindow
@@ -183,7 +184,7 @@ class TrainingLoop(Part):
         window = self.batches.window
         is_local = not (window.is_last or self.syncs_each_batch)
         step = self.trainer.training_step
-        arguments = overrides.accepted_args(step, {"num_items_in_batch": window.num_items})
+        arguments = accepted_args(step, {"num_items_in_batch": window.num_items})
         with self.trainer.accelerator.no_sync(model=model) if is_local else contextlib.nullcontext():
             loss = step(model, inputs, **arguments)
         if loss is None:

@@ -13,8 +13,9 @@ from torch import nn
 
 from hftrainer.base.messages import log_once
 from hftrainer.base.part import Part
+from hftrainer.base.signatures import accepted_args, accepts, call_with_accepted, ignores_other_keywords
 from hftrainer.base.tracebacks import describe_type, note_batch
-from hftrainer.compat.overrides import accepted_args, accepts, call_with_accepted, ignores_other_keywords, is_overridden
+from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.loaders import to_device
 from hftrainer.errors import InvalidArgument
 from hftrainer.model.inspection import LOSS_REMEDY, extract_loss, is_training, smoothing_shifts_labels

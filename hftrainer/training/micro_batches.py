@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hftrainer.base.part import Part
-from hftrainer.compat import overrides
+from hftrainer.base.signatures import call_with_accepted
 from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
 from hftrainer.data.epoch_reader import EpochReader, ResumePoint
 
@@ -138,7 +138,7 @@ class MicroBatches(Part):
         """What `Trainer.get_batch_samples` returns."""
         was_between_steps, self.is_between_steps = self.is_between_steps, False
         read, device = self.trainer.get_batch_samples, self.run.loss_since_log.device
-        samples, num_items = overrides.call_with_accepted(read, iterator, num_batches, device=device)
+        samples, num_items = call_with_accepted(read, iterator, num_batches, device=device)
         self.run.accumulation_steps = len(samples)
         if not samples:
             # A stream without a length has ended.

@@ -11,9 +11,11 @@ import torch
 from hftrainer.arguments.choices import IntervalStrategy
 from hftrainer.base.messages import count_of, log_facts, tell
 from hftrainer.base.part import Part
+from hftrainer.base.signatures import count_positional_arguments
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
-from hftrainer.compat.overrides import count_positional_arguments, has_length, make_scheduler
+from hftrainer.compat.libraries import has_length
+from hftrainer.compat.overrides import make_scheduler
 from hftrainer.data.accumulation import TrainingSchedule, plan_schedule, position_at_step, read_schedule
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases.earlier import EarlierSchedule

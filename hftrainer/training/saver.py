@@ -17,6 +17,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.base.part import Part
 from hftrainer.base.safe_loading import as_bytes
+from hftrainer.base.signatures import accepted_args
 from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.state import TrainerState, drop_from_json, export_states
 from hftrainer.checkpointing import names, resume
@@ -26,7 +27,7 @@ from hftrainer.checkpointing.run_checkpoints import rotate_checkpoints
 from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress, load_progress
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
 from hftrainer.compat import libraries
-from hftrainer.compat.overrides import accepted_args, is_overridden
+from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.errors import CheckpointNotWritten, RanksLost

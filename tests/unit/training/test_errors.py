@@ -179,7 +179,7 @@ def test_resume_without_a_valid_checkpoint_is_refused(make_args, tmp_path):
         (True, r"No valid checkpoint found in output directory \(\S+/out\)\. Train without this"),
         ("", "the folder does not exist"),
         ("True", "No valid checkpoint found"),
-            ("last", "the folder does not exist.*On a command line, true or auto"),
+        ("last", "the folder does not exist.*On a command line, true or auto"),
         (str(tmp_path / "absent"), "the folder does not exist"),
         (str(tmp_path / "empty"), "it lacks trainer_state.json"),
         (str(tmp_path / "half"), "it lacks trainer_state.json"),
