@@ -47,7 +47,7 @@ def test_command_writes_pictures_and_pages_of_a_study(url, tmp_path, capsys):
     ("words", "said"),
     [
         (("folder", "--study", "x"), "folder and --study cannot go together"),
-        (("--study", "x", "--out", "a.png"), "--out is for runs"),
+        (("--study", "x", "--x", "epoch"), "--x is for runs"),
         (("--study", "sqlite:///nowhere/a.db"), "sqlite:///nowhere/a.db: the file does not exist"),
     ],
 )
