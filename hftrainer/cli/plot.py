@@ -49,7 +49,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.reporting.curves import read_curves
     from hftrainer.reporting.metrics import sort_pattern
     from hftrainer.reporting.plot import plot
-    from hftrainer.search.study_plots import plot_study
+    from hftrainer.search.study_plots import best_trials, plot_study
 
     if options.folders and options.study is not None:
         parser.error(f"{options.folders[0]} and --study cannot go together: remove one of them")
@@ -62,7 +62,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     try:
         if options.study is not None:
             paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
-            rows, by_step = [], []
+            rows, by_step = best_trials(options.study, options.study_name), []
         else:
             by_step = read_curves(options.folders)
             read = by_step if options.x in (None, "step") else None
@@ -73,7 +73,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     if options.json:
         keyed = [{title.replace(" ", "_"): value for title, value in row.items()} for row in rows]
         strict = json.loads(json.dumps(keyed), parse_constant=lambda _: None)
-        print(json.dumps({"files": paths} | ({"runs": strict} if rows else {}), indent=2))
+        name = "runs" if options.study is None else "best_trials"
+        print(json.dumps({"files": paths} | ({name: strict} if rows else {}), indent=2))
         return
     for path in paths:
         print(f"{path} ({format_bytes(os.path.getsize(path))})" if path.endswith(".html") else path)
@@ -117,7 +118,7 @@ def _compare(runs: list[dict[str, Any]]) -> str:
 
     formats: dict[str, Any] = {"time": format_duration, "goodput": "{:.0%}".format, "differs in": describe}
     formats["state"] = lambda state: "" if state in ("complete", "unobserved") else state
-    rows = [("", *list(runs[0])[1:])]
+    rows = [tuple(runs[0])] if "trial" in runs[0] else [("", *list(runs[0])[1:])]
     for run in runs:
         texts = {name: str if isinstance(each, str) else format_number for name, each in run.items()} | formats
         rows.append(tuple("" if each is None else texts[name](each) for name, each in run.items()))

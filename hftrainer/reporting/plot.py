@@ -76,13 +76,13 @@ def _vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     low = min(highs) / 100 if panel == "learning rate" else min(lows)
     limits = {"loss": 100 * low, "gradient norm": 100 * low, "learning rate": 50 * min(highs)}
     if low > 0 and top >= limits.get(panel, math.inf):
-        first, last = _range([math.log10(low), math.log10(high)])
+        first, last = axis_range([math.log10(low), math.log10(high)])
         return "log", (10**first, 10**last)
     # A mark of what leaves the panel needs space.
-    return "linear", _range([bottom, top + is_squeezed * (top - bottom) / 10])
+    return "linear", axis_range([bottom, top + is_squeezed * (top - bottom) / 10])
 
 
-def _range(values: list[float]) -> tuple[float, float]:
+def axis_range(values: list[float]) -> tuple[float, float]:
     """The range of a linear axis: its values, and a margin of 5 %."""
     low, high = min(values), max(values)
     margin = (high - low) / 20 or abs(high) / 20 or 1
@@ -92,7 +92,7 @@ def _range(values: list[float]) -> tuple[float, float]:
 def _horizontal_range(curves: list[Curve]) -> tuple[float, float]:
     """The range of all horizontal axes, from 0, with space for a marker at 0."""
     steps = [step for curve in curves for step in curve.steps]
-    return min(0, min(steps) - max(steps) / 100), _range([0, *steps])[1]
+    return min(0, min(steps) - max(steps) / 100), axis_range([0, *steps])[1]
 
 
 def _label(curves: list[Curve], scale: str) -> str:
