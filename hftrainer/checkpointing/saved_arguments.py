@@ -97,7 +97,13 @@ def differing_arguments(runs: list[dict[str, Any]], labels: list[str]) -> list[d
     words = [set(re.split(r"[^a-zA-Z0-9.]+|(?<=[a-z])(?=\d)", label)) for label in labels]
     known = [(run, parts) for run, parts in zip(runs, words, strict=True) if run]
     names = [name for name in names if not all(str(run.get(name)) in parts for run, parts in known)]
-    return [{name: run[name] for name in names if name in run} for run in runs]
+    differing = [{name: run[name] for name in names if name in run} for run in runs]
+    for each, run in zip(differing, runs, strict=True):
+        # The epochs count instead.
+        if each.get("max_steps") == -1:
+            each["num_train_epochs"] = run.get("num_train_epochs")
+            del each["max_steps"]
+    return differing
 
 
 def describe(arguments: dict[str, Any]) -> str:

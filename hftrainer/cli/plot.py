@@ -24,7 +24,7 @@ def add_subcommand(commands: Any) -> None:
         "plot",
         help="draw the losses, metrics and learning rates of runs, or the trials of a search",
         epilog="example: %(prog)s out",
-        usage="%(prog)s [--html] [--cdn] [--json]\n           [--x {step,epoch,time}] [--out FILE] OUTPUT_DIR ...\n"
+        usage="%(prog)s [--html] [--cdn] [--json]\n           [--x {step,epoch,time}] [--output FILE] OUTPUT_DIR ...\n"
         "       %(prog)s [--html] [--cdn] [--json] --study STORAGE\n"
         "           [--study-name NAME] [--output DIR]",
         description="Write a plot into the first run's folder and show it: in a notebook below the cell, in a terminal "
@@ -36,10 +36,10 @@ def add_subcommand(commands: Any) -> None:
     parser.add_argument("--html", action="store_true", help="write an interactive page too, of 5 MB")
     small = "write a small page instead, which loads plotly from the network when opened"
     parser.add_argument("--cdn", dest="html", action="store_const", const="cdn", help=small)
-    parser.add_argument("--out", metavar="FILE", help="a .png, .svg or .pdf; default: training.png or comparison.png")
     parser.add_argument("--study", metavar="STORAGE", help="a search: sqlite:///search.db, or another URL or file")
     parser.add_argument("--study-name", metavar="NAME", help="the study's name, if the storage holds several")
-    parser.add_argument("--output", metavar="DIR", help="the folder for a study's plots; default: the current one")
+    output = "the .png, .svg or .pdf, by default training.png or comparison.png; of a study the folder, by default ."
+    parser.add_argument("--output", "--out", metavar="PATH", help=output)
 
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
@@ -49,38 +49,37 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.reporting.curves import read_curves
     from hftrainer.reporting.metrics import sort_pattern
     from hftrainer.reporting.plot import plot
-    from hftrainer.search.study_plots import plot_study
+    from hftrainer.search.study_plots import best_trials, plot_study
 
     if options.folders and options.study is not None:
         parser.error(f"{options.folders[0]} and --study cannot go together: remove one of them")
     if not options.folders and options.study is None:
         parser.error("pass the output folders of runs, or --study for a search")
-    unsuitable = ("--out", "--x") if options.study is not None else ("--study-name", "--output")
-    for option in unsuitable:
-        if getattr(options, option.strip("-").replace("-", "_")) is not None:
-            hint = f"; name the file with --out {options.output}" if option == "--output" else ""
-            parser.error(f"{option} is for {'runs' if options.study is not None else '--study'}{hint}")
+    if wrong := options.x if options.study is not None else options.study_name:
+        parser.error(f"{'--x is for runs' if options.x == wrong else '--study-name is for --study'}")
     # A folder that was given twice is one run.
     options.folders = sort_pattern(list({os.path.realpath(folder): folder for folder in options.folders}.values()))
     try:
         if options.study is not None:
             paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
+            rows, by_step = best_trials(options.study, options.study_name), []
         else:
             by_step = read_curves(options.folders)
             read = by_step if options.x in (None, "step") else None
-            paths = plot(options.folders, html=options.html, out=options.out, x=options.x or "step", read=read)
+            rows = _summarize_runs(options.folders, by_step) if len(options.folders) > 1 else []
+            paths = plot(options.folders, html=options.html, out=options.output, x=options.x or "step", read=read)
     except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
-    runs = _summarize_runs(options.folders, by_step) if len(options.folders) > 1 else []
     if options.json:
-        keyed = [{title.replace(" ", "_"): value for title, value in run.items()} for run in runs]
+        keyed = [{title.replace(" ", "_"): value for title, value in row.items()} for row in rows]
         strict = json.loads(json.dumps(keyed), parse_constant=lambda _: None)
-        print(json.dumps({"files": paths} | ({"runs": strict} if runs else {}), indent=2))
+        name = "runs" if options.study is None else "best_trials"
+        print(json.dumps({"files": paths} | ({name: strict} if rows else {}), indent=2))
         return
     for path in paths:
         print(f"{path} ({format_bytes(os.path.getsize(path))})" if path.endswith(".html") else path)
-    if runs:
-        print(f"\n{_compare(runs)}")
+    if rows:
+        print(f"\n{_compare(rows)}")
     _show(paths, by_step if len(options.folders) == 1 else [])
 
 
@@ -96,12 +95,13 @@ def _summarize_runs(folders: list[str], curves: list[Curve]) -> list[dict[str, A
     metrics = list(dict.fromkeys([*(name for _, name in marked), *evaluated]))[:2] or ["loss"]
     best, rates = [f"best {name}" for name in metrics], ("samples_per_second", "tokens_per_second")
     means = (f"mean {rate.replace('_', ' ')}" for rate in rates)
-    titles = ("run", "differs in", "steps", "last loss", *best, *means, "time", "goodput")
+    titles = ("run", "differs in", "steps", "state", "last loss", *best, *means, "time", "goodput")
     runs = []
     for run, page in zip(run_names(folders), pages, strict=True):
+        last = page["metrics"].get("loss", {}).get("last")
         values = (
             *(run, next(curve.settings for curve in named.values() if curve.run == run)),
-            *(page["step"], page["metrics"].get("loss", {}).get("last")),
+            *(page["step"], page["state"] if last is None or not math.isnan(last) else "diverged", last),
             *(marked.get((run, name), page["metrics"].get(name, {}).get("best")) for name in metrics),
             *(curve.mean_rate if (curve := named.get((run, rate))) else None for rate in rates),
             page["updated"] - page["started"] if page["started"] else page["values"].get("train_runtime"),
@@ -116,13 +116,16 @@ def _compare(runs: list[dict[str, Any]]) -> str:
     from hftrainer.base.messages import format_duration
     from hftrainer.checkpointing.saved_arguments import describe
 
-    formats: dict[str, Any] = {"run": str, "time": format_duration, "goodput": "{:.0%}".format, "differs in": describe}
-    rows = [("", *list(runs[0])[1:])]
+    formats: dict[str, Any] = {"time": format_duration, "goodput": "{:.0%}".format, "differs in": describe}
+    formats["state"] = lambda state: "" if state in ("complete", "unobserved") else state
+    rows = [tuple(runs[0])] if "trial" in runs[0] else [("", *list(runs[0])[1:])]
     for run in runs:
-        cells = {name: "" if each is None else formats.get(name, format_number)(each) for name, each in run.items()}
-        rows.append(tuple(cells.values()))
+        texts = {name: str if isinstance(each, str) else format_number for name, each in run.items()} | formats
+        rows.append(tuple("" if each is None else texts[name](each) for name, each in run.items()))
     table = align(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
-    return f"{table}\n\ngoodput: kept steps / all time" if any(row[-1] for row in rows[1:]) else table
+    return (
+        f"{table}\n\ngoodput: kept steps / all time" if any(run.get("goodput") is not None for run in runs) else table
+    )
 
 
 def _show(paths: list[str], curves: list[Curve]) -> None:
@@ -157,7 +160,7 @@ def describe_curves(curves: list[Curve]) -> str:
         values = (curve.values[0], curve.values[-1], min(finite), max(finite))
         steps = f"{format_number(curve.steps[0])} to {format_number(curve.steps[-1])}"
         rows.append((curve.label, steps, *map(curve.format, values), str(len(curve.gaps) or "")))
-    return align(rows)
+    return align(rows, shutil.get_terminal_size().columns)
 
 
 def align(rows: list[tuple[str, ...]], width: int | None = None) -> str:

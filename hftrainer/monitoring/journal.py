@@ -20,6 +20,7 @@ import heapq
 import json
 import logging
 import os
+import re
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +41,8 @@ ACTIVITIES = ("steps", "data", "evaluation", "saving")
 COMPLETE = ("complete", "stopped")
 #: Reasons of an end after which a pause is the user's choice, and no loss of time.
 CHOSEN = (*COMPLETE, "Ctrl-C")
+#: The warning of `LossAccumulator` that knows the step.
+_NON_FINITE_LOSS = re.compile(r"The loss is \S+ at optimizer step (\d+)")
 
 
 class Journal:
@@ -222,23 +225,28 @@ def _merge(saved: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[
     return [*heapq.merge(saved, missing, key=step_of)]
 
 
+def _kept_events(folder: str) -> list[dict[str, Any]]:
+    """The events of the last run that no resume undid, with their time in seconds without pauses before restarts."""
+    return remove_undone_steps(_without_pauses(select_last_run(read_events(folder))))
+
+
 def read_run(folder: str, x: str = "step") -> TrainerState:
     """Like `read_state`, with the log lines that only the journal has, and `x` as their steps.
 
-    Time is in seconds, without pauses before restarts; a line with `resumed` stands for a restart.
+    Time is in seconds, without pauses before restarts.
 
     Raises:
         InvalidArgument: if there is no run, or no journal for `x="time"`.
     """
     check_folder(folder)
-    events = remove_undone_steps(_without_pauses(select_last_run(read_events(folder))))
+    events = _kept_events(folder)
+    logs = [event for event in events if event["event"] == "log"]
     try:
         state = read_state(folder)
     except InvalidArgument:
         if not events:
             raise
         state = TrainerState()
-    logs = [event for event in events if event["event"] == "log"]
     state.log_history = _merge(state.log_history, [{**each["logs"], "step": each["step"]} for each in logs])
     if x == "epoch":
         state.log_history = [{**line, "step": line["epoch"]} for line in state.log_history if "epoch" in line]
@@ -247,7 +255,25 @@ def read_run(folder: str, x: str = "step") -> TrainerState:
             raise InvalidArgument(
                 f"{folder} has no times (it ran without observe=True): leave out --x time or that run."
             )
-        # The first start is at 0.
-        kept = [each for each in events if each["event"] == "log" or (each["event"] == "begin" and each["time"])]
-        state.log_history = [{**event.get("logs", {"resumed": True}), "step": event["time"]} for event in kept]
+        state.log_history = [{**event["logs"], "step": event["time"]} for event in logs]
     return state
+
+
+def read_incidents(folder: str, x: str = "step") -> tuple[list[tuple[float, float]], float | None]:
+    """The places of restarts and of the first loss that was not finite, on the axis `x` of `read_run`.
+
+    Returns:
+        For each restart, since where work was lost, and where it was; and the step of the loss, None if unknown.
+    """
+    events = _kept_events(folder)
+    logs = [event for event in events if event["event"] == "log" and event["step"] and event["logs"].get("epoch")]
+    epochs = logs[-1]["logs"]["epoch"] / logs[-1]["step"] if logs else 0.0
+    places = [event["time"] if x == "time" else event["step"] * (epochs if x == "epoch" else 1) for event in events]
+    begins = [n for n, event in enumerate(events) if event["event"] == "begin" and event.get("resumed_from")]
+    # A journal may begin with a restart, whose time is 0.
+    restarts = [(places[n - (x == "time")], places[n]) for n in begins if n or x != "time"]
+    for event, place in zip(events, places, strict=True):
+        # On an accelerator losses are read at log lines alone, and the warning names no exact step.
+        if event["event"] == "warning" and (found := _NON_FINITE_LOSS.match(event["text"])):
+            return restarts, place if x == "time" else int(found[1]) * (epochs if x == "epoch" else 1)
+    return restarts, None

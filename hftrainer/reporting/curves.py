@@ -9,14 +9,17 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
+
+import numpy as np
 
 from hftrainer.base.messages import format_number
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import differing_arguments, read_arguments_of_run
 from hftrainer.errors import InvalidArgument
-from hftrainer.monitoring.journal import read_run, run_names
+from hftrainer.monitoring.journal import read_incidents, read_run, run_names
+from hftrainer.monitoring.run_page import WatchedRun
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, choose_best, is_finite, logged_curves, sort_names
 
 #: Entries of log lines → their names in legends and tables, if not the same.
@@ -36,8 +39,6 @@ DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 MANY, MAX_PARTS = 100, 1000
 #: Metrics whose greater value is better without doubt.
 GREATER_IS_BETTER = re.compile("eval_(.*_)?(accuracy|f1|precision|recall|auc|roc_auc|bleu|rouge[12L]?|(mean_)?iou)$")
-#: Number of runs from which only the means are drawn.
-MANY_RUNS = 4
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,9 @@ class Curve:
         dash: the index of its line style.
         mark: the shape of its markers, which distinguishes runs in black and white.
         owner: in a panel that one of several runs has alone, the entry of the legend, which names the run.
-        is_faint: whether the values are drawn faintly under their mean, or else the mean alone.
-        restarts: where a resumed run started again, on an axis of time.
+        restarts: where a resumed run started again, after the place since which its work was lost.
+        non_finite: of a loss, where it was first not finite, which may be before a log line; None if unknown.
+        state: what became of the run, if not its end; and an evaluation that was not saved.
     """
 
     panel: str
@@ -73,8 +75,9 @@ class Curve:
     dash: int = 0
     mark: str = "o"
     owner: str = ""
-    is_faint: bool = True
-    restarts: Sequence[float] = ()
+    restarts: Sequence[tuple[float, float]] = ()
+    non_finite: float | None = None
+    state: str = ""
 
     @property
     def marked(self) -> list[int]:
@@ -82,7 +85,7 @@ class Curve:
 
         In a plot of several runs about ten points, in a plot of one run all of up to 29 points.
         """
-        count = len(self.drawn_indices) + len(self.restarts)
+        count = len(self.points(self.values)[0])
         every = max(1, count // 10)
         # Shift the markers, so that those of coinciding runs do not overlap.
         start = list(MARKS).index(self.mark) * every // len(MARKS)
@@ -101,28 +104,49 @@ class Curve:
     def points(self, values: list[float]) -> tuple[list[float], list[float]]:
         """The steps and values of the points that are drawn, with a break at restarts: NaN, or 0 as a share."""
         steps, shown = ([each[index] for index in self.drawn_indices] for each in (self.steps, values))
-        for restart in self.restarts:
+        for _, restart in self.restarts if self.x in TIME_UNITS else ():
             place = bisect.bisect_right(steps, restart)
             steps.insert(place, restart)
             shown.insert(place, 0.0 if self.panel == SHARES else math.nan)
         return steps, shown
 
     @cached_property
+    def usual(self) -> list[float]:
+        """The values, of losses and norms with the running median in place of one or two that are far from the others.
+
+        Far is four times the range of the middle values of eleven.
+        """
+        if self.panel not in ("loss", "gradient norm") or len(self.finite) < MANY:
+            return self.values
+        windows = np.lib.stride_tricks.sliding_window_view(np.pad(self.finite, 5, mode="reflect"), 11)
+        low, median, high = np.percentile(windows, (20, 50, 80), axis=1)
+        usual = iter(np.where(abs(self.finite - median) > 4 * (high - low), median, self.finite).tolist())
+        return [next(usual) if is_finite(value) else math.nan for value in self.values]
+
+    @cached_property
     def mean(self) -> list[float] | None:
-        """The exponential mean of many values of training, over about a thirtieth of them; None for shares and rates.
+        """The exponential mean of many values of training, over a thirtieth of them; None for shares and rates."""
+        is_exact = self.panel in ("learning rate", SHARES) or self.name.startswith("eval_")
+        return None if is_exact or len(self.values) < MANY else self.smooth(30)
+
+    def smooth(self, parts: int) -> list[float]:
+        """The exponential mean of the usual values over about one of so many parts of them.
 
         It begins at the first value. As losses fall steeply at first, it goes over about a third of those so far.
         """
-        is_exact = self.panel in ("learning rate", SHARES) or self.name.startswith("eval_")
-        if is_exact or len(self.values) < MANY:
-            return None
-        least, count, mean, means = 2 / (len(self.values) / 30 + 1), 2, 0.0, []
-        for value in self.values:
+        least, count, mean, means = 2 / (len(self.values) / parts + 1), 2, 0.0, []
+        for value in self.usual:
             if is_finite(value):
                 count += 1
                 mean += max(least, 3 / count) * (value - mean)
             means.append(mean if is_finite(value) else math.nan)
         return means
+
+    def peaks(self, top: float) -> list[int]:
+        """The index of the highest of each group of neighbours above `top`."""
+        above = enumerate(index for index, value in enumerate(self.values) if value > top)
+        groups = groupby(above, key=lambda pair: pair[1] - pair[0])
+        return [max((index for _, index in group), key=self.values.__getitem__) for _, group in groups]
 
     @property
     def label(self) -> str:
@@ -154,12 +178,10 @@ class Curve:
         """The mean of a number per second over all steps."""
         return statistics.harmonic_mean(self.values, [step - last for last, step in pairwise([0, *self.steps])])
 
-    @property
+    @cached_property
     def finite(self) -> list[float]:
-        """The finite values that are drawn."""
-        best = [] if self.best is None else [self.values[self.best]]
-        values = [*self.mean, *best] if self.mean and not self.is_faint else self.values
-        return [value for value in values if is_finite(value)]
+        """The finite values."""
+        return list(filter(is_finite, self.values))
 
 
 def read_curves(folders: list[str], x: str = "step") -> list[Curve]:
@@ -171,24 +193,42 @@ def read_curves(folders: list[str], x: str = "step") -> list[Curve]:
         InvalidArgument: if there is no run, or its log has nothing to draw.
     """
     runs = run_names(folders) if len(folders) > 1 else [""]
-    states = [read_run(folder, x) for folder in folders]
+    states, size, unit = [read_run(folder, x) for folder in folders], 1, x
     for folder, state in zip(folders, states, strict=True):
         if not any(logged_curves(state).values()):
             raise InvalidArgument(f"{folder}: the log has nothing to draw: set logging_steps.")
     if x == "time":
         last = max(line["step"] for state in states for line in state.log_history)
-        x, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))
-        for state in states:
-            state.log_history = [{**line, "step": line["step"] / size} for line in state.log_history]
+        unit, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))
     arguments = [read_arguments_of_run(folder, skip_unreadable=True) for folder in folders]
     for known, state in zip(arguments, states, strict=True):
         # Runs with other data differ in it. With an incomplete last accumulation it is not known exactly.
         steps = state.global_step / (state.epoch or math.inf)
         known.update({"steps per epoch": round(steps)} if known and steps and math.isclose(steps, round(steps)) else {})
     plain_curves: list[Curve] = []
-    for state, run, known, settings in zip(states, runs, arguments, differing_arguments(arguments, runs), strict=True):
-        plain_curves += (replace(curve, run=run, settings=settings, x=x) for curve in _plain_curves(state, known))
+    differing = differing_arguments(arguments, runs)
+    for folder, state, run, known, settings in zip(folders, states, runs, arguments, differing, strict=True):
+        restarts, non_finite = read_incidents(folder, x)
+        facts: dict[str, Any] = {"run": run, "settings": settings, "x": unit}
+        facts |= {"restarts": [(lost / size, restart / size) for lost, restart in restarts]}
+        facts |= {"state": _describe_state(folder, state, known)}
+        for curve in _plain_curves(state, known):
+            place = None if non_finite is None or curve.name != "loss" else non_finite / size
+            plain_curves.append(replace(curve, steps=[step / size for step in curve.steps], non_finite=place, **facts))
     return _with_styles(plain_curves)
+
+
+def _describe_state(folder: str, state: TrainerState, arguments: dict[str, Any]) -> str:
+    """What became of a run, if it is not complete; else whether an evaluation is missing."""
+    page = WatchedRun(folder).read()
+    if page["state"] not in ("complete", "unobserved"):
+        return f"{page['state']} at step {page['step']:,}"
+    # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.
+    epochs = [line.get("epoch") for line in state.log_history if any(name.startswith("eval_") for name in line)]
+    is_last = arguments.get("eval_strategy") == "epoch" and 0 < state.global_step == state.max_steps
+    if is_last and not page["started"] and state.epoch not in epochs:
+        return f"the evaluation after epoch {state.epoch:g} was not saved (observe=True keeps it)"
+    return ""
 
 
 def curves_of_run(state: TrainerState) -> list[Curve]:
@@ -197,10 +237,9 @@ def curves_of_run(state: TrainerState) -> list[Curve]:
 
 
 def _plain_curves(state: TrainerState, arguments: dict[str, Any]) -> Iterator[Curve]:
-    restarts = [line["step"] for line in state.log_history if line.get("resumed") is True]
     for panel, panel_curves in logged_curves(state).items():
         for name, (steps, values) in panel_curves.items():
-            yield Curve(panel, name, steps, values, _best_index(state, arguments, name, values), restarts=restarts)
+            yield Curve(panel, name, steps, values, _best_index(state, arguments, name, values))
 
 
 def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
@@ -227,12 +266,12 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     curves.sort(key=lambda curve: (curve.panel in last, list(panels).index(curve.panel)))
     for curve in curves:
         names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
-        run, dash, is_faint = runs.index(curve.run), names.index(curve.name), len(runs) < MANY_RUNS
+        run, dash = runs.index(curve.run), names.index(curve.name)
         is_alone = len(panels[curve.panel]) == 1 < len(runs)
         owner = (curve.run if len(names) == 1 else f"{curve.run}: {curve.name}") if is_alone else ""
         colour, mark = COLOURS[(run if curve.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
         colour = "#d9d9d9" if curve.panel == SHARES and curve.name == "step_share" else colour
-        styled = replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, is_faint=is_faint, owner=owner)
+        styled = replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, owner=owner)
         styled_curves.append(styled)
     return styled_curves
 

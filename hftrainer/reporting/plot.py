@@ -23,7 +23,7 @@ from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.saved_arguments import describe
 from hftrainer.errors import InvalidArgument, MissingPackage, cause_if_installed
-from hftrainer.reporting.curves import DASHES, MANY, MARKS, TIME_UNITS, X_AXES, Curve, curves_of_run, read_curves
+from hftrainer.reporting.curves import DASHES, MARKS, TIME_UNITS, X_AXES, Curve, curves_of_run, read_curves
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, is_finite
 
 logger = logging.getLogger(__name__)
@@ -32,20 +32,19 @@ logger = logging.getLogger(__name__)
 STYLE = """<meta name="viewport" content="width=device-width"><style>html { scrollbar-gutter: stable; }
 html body { background: white; font: 14px sans-serif; height: auto; } h1 { font-size: 16px; margin: 0; }
 @media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }</style>"""
-#: Give a window as many columns as are readable in its width; and let a box switch the scale of the losses.
-SCRIPT = """const layouts = %s, scales = %s, box = document.querySelector("input"); let layout = layouts[0][1];
-onresize = () => { const fitting = layouts.find(([width]) => innerWidth >= width)[1];
-                   if (fitting !== layout) Plotly.relayout("{plot_id}", layout = fitting); };
-onresize();
-if (box) box.onchange = () => Plotly.relayout("{plot_id}", scales[box.checked ? "log" : "linear"]);"""
-BOX = """ <small><label><input type="checkbox"%s>losses on a log scale</label></small>"""
+#: Controls of a page, which `page.js` handles.
+BOX = """&emsp;<small><label><input type="checkbox"%s>losses on a log scale</label></small>"""
+SELECT = "&emsp;<small>smoothing <select><option>off<option selected>light<option>strong</select></small>"
+#: Smoothing of a page → the number of parts of a curve, over one of which its mean goes.
+SMOOTHING = {"light": 30, "strong": 8}
 #: Columns of a page → the least width of its window, in pixels.
 COLUMN_WIDTHS = {3: 1500, 2: 900, 1: 0}
 #: Say why a page is blank.
 OFFLINE = """<script>window.Plotly || document.querySelector("h1").after("The plot needs https://cdn.plot.ly, which "
 + "did not load. Make a page that works offline: hftrainer plot OUTPUT_DIR --html ")</script></body>"""
 #: Number of losses from which a few high ones may leave a panel, and of marks that say so.
-MIN_POINTS, MAX_PEAKS = 10, 4
+MIN_POINTS, MAX_PEAKS, MAX_TRIANGLES = 10, 4, 30
+MEMORY = "peak memory (MB)"
 #: Number of metrics in a picture; a page has all.
 MAX_METRICS = 12
 
@@ -62,8 +61,9 @@ def _vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     curves, name, panel = [curve for curve in curves if curve.finite], curves[0].name, curves[0].panel
     if name in PANELS[SHARES] or not curves:
         return "linear", (0, 1.05 if name in PANELS[SHARES] and panel != SHARES else 1)
-    values, highs = [value for curve in curves for value in curve.finite], [max(curve.finite) for curve in curves]
-    usual = max(float(np.percentile(curve.finite, 95, method="lower")) for curve in curves)
+    parts = [list(filter(is_finite, curve.usual)) for curve in curves]
+    values, highs = [value for part in parts for value in part], list(map(max, parts))
+    usual = max(float(np.percentile(part, 95, method="lower")) for part in parts)
     if PANEL_OF.get(name) in SPEEDS:
         return "linear", (0, 1.05 * (min(max(highs), 2 * usual) or max(highs)) or 1)
     bottom, high, is_steep = min(values), max(highs), panel in ("loss", "gradient norm")
@@ -72,17 +72,17 @@ def _vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     is_squeezed = is_steep and len(values) >= MIN_POINTS and high - bottom > 3 * (usual - bottom) > 0
     top = max(value for value in values if value - bottom <= 3 * (usual - bottom)) if is_squeezed else high
     # A warm-up from 0 and a decay to 0 go below the panel.
-    lows = [min(filter(is_finite, c.mean)) / 3 if c.mean and c.is_faint else min(c.finite) for c in curves]
+    lows = [min(filter(is_finite, c.mean)) / 3 if c.mean else min(c.finite) for c in curves]
     low = min(highs) / 100 if panel == "learning rate" else min(lows)
     limits = {"loss": 100 * low, "gradient norm": 100 * low, "learning rate": 50 * min(highs)}
     if low > 0 and top >= limits.get(panel, math.inf):
-        first, last = _range([math.log10(low), math.log10(high)])
+        first, last = axis_range([math.log10(low), math.log10(high)])
         return "log", (10**first, 10**last)
     # A mark of what leaves the panel needs space.
-    return "linear", _range([bottom, top + is_squeezed * (top - bottom) / 10])
+    return "linear", axis_range([bottom, top + is_squeezed * (top - bottom) / 10])
 
 
-def _range(values: list[float]) -> tuple[float, float]:
+def axis_range(values: list[float]) -> tuple[float, float]:
     """The range of a linear axis: its values, and a margin of 5 %."""
     low, high = min(values), max(values)
     margin = (high - low) / 20 or abs(high) / 20 or 1
@@ -92,7 +92,7 @@ def _range(values: list[float]) -> tuple[float, float]:
 def _horizontal_range(curves: list[Curve]) -> tuple[float, float]:
     """The range of all horizontal axes, from 0, with space for a marker at 0."""
     steps = [step for curve in curves for step in curve.steps]
-    return min(0, min(steps) - max(steps) / 100), _range([0, *steps])[1]
+    return min(0, min(steps) - max(steps) / 100), axis_range([0, *steps])[1]
 
 
 def _label(curves: list[Curve], scale: str) -> str:
@@ -102,17 +102,16 @@ def _label(curves: list[Curve], scale: str) -> str:
     return label + " (log scale)" * (scale == "log")
 
 
-def _clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, float, str, str]]:
-    """The curves that leave a panel most, with the step of their highest value, and its mark with the anchor."""
-    peaks = []
-    for curve in curves:
-        values = curve.mean if curve.mean and not curve.is_faint else curve.values
-        value, step = max(zip(values, curve.steps, strict=True), key=lambda point: (is_finite(point[0]), point[0]))
-        peaks.append((value, step, curve))
-    for value, step, curve in sorted(peaks, key=lambda peak: -peak[0])[:MAX_PEAKS]:
-        text = format_number(value)
-        if value > top:
-            yield (curve, step, *((f"{text} ▲", "right") if step > 0.8 * curve.steps[-1] else (f"▲ {text}", "left")))
+def _clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, float, str, str, int]]:
+    """What leaves a panel most: curve, step, mark with its anchor, and row. A curve has a text at its highest value."""
+    peaks = [(curve, places) for curve in curves if (places := curve.peaks(top))]
+    peaks.sort(key=lambda peak: -max(peak[0].finite))
+    for row, (curve, places) in enumerate(peaks[:MAX_PEAKS]):
+        text = f"{len(places):,} spikes, max " * (len(places) > 1) + format_number(max(curve.finite))
+        for place in sorted(places, key=curve.values.__getitem__, reverse=True)[:MAX_TRIANGLES]:
+            step, is_late = curve.steps[place], curve.steps[place] > 0.6 * curve.steps[-1]
+            yield (curve, step, *((f"{text} ▲", "right") if is_late and text else (f"▲ {text}", "left")), row)
+            text = ""
 
 
 def _title(name: str, curves: list[Curve]) -> list[str]:
@@ -121,35 +120,50 @@ def _title(name: str, curves: list[Curve]) -> list[str]:
     names = f"{', '.join(runs[:-1])} and {runs[-1]}" if len(runs) < 4 else f"{len(runs)} training runs"
     title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run {name}"]
     if any(curve.mean for curve in curves):
-        faint = "faint: logged values; strong: their" if curves[0].is_faint else f"curves of {MANY} values or more: the"
-        title.append(f"{faint} exponential mean")
-    if any(curve.restarts for curve in curves):
+        title.append("faint: logged values; strong: their exponential mean")
+    if any(curve.restarts and curve.x in TIME_UNITS for curve in curves):
         title.append("the time leaves out the pauses before a run resumed")
+    title += [curves[0].state] * bool(not curves[0].run and curves[0].state)
+    flat = {curve.panel: max(curve.finite) for curve in curves if curve.panel not in _group_by_panel(curves)}
+    title += [f"{panel}: {format_number(value)}" for panel, value in flat.items()]
     observed = {curve.run for curve in curves if PANEL_OF.get(curve.name) in SPEEDS}
     if observed and (others := ", ".join(run for run in runs if run not in observed)):
         title.append(f"{others} ran without observe=True: no speed, time or memory")
     return title
 
 
+def _opacity(curves: list[Curve]) -> float:
+    """The opacity of curves under their mean; less of many runs."""
+    return 0.3 if len({curve.run for curve in curves}) < 4 else 0.12
+
+
 def _group_by_panel(curves: list[Curve]) -> dict[str, list[Curve]]:
-    return {panel: list(panel_curves) for panel, panel_curves in groupby(curves, key=lambda curve: curve.panel)}
+    """The panels. A constant memory has none: the title names it."""
+    panels = {panel: list(panel_curves) for panel, panel_curves in groupby(curves, key=lambda curve: curve.panel)}
+    memory = [value for curve in panels.get(MEMORY, ()) for value in curve.finite]
+    is_flat = memory and len(panels) > 1 and max(memory) < 1.05 * min(memory)
+    return {panel: panel_curves for panel, panel_curves in panels.items() if panel != MEMORY or not is_flat}
 
 
-def _vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, str, str, str]]:
-    """The restarts of runs, and the first non-finite value of a panel: step, text, colour and dash.
+def _vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str, str]]:
+    """The restarts of runs, and each run's first non-finite value of a panel: start, step, text, colour and dash.
 
-    The text is empty if another panel has it. A log line has the values since the one before, so that the first step
-    with a non-finite value may be earlier than the line.
+    What is between start and step was lost. The text is empty if another line has it. A log line has the values since
+    the one before, so that the first step with a non-finite value may be earlier than the line.
     """
     for curve in {curve.run: curve for curve in curves if curve.panel != SHARES}.values():
-        for restart in curve.restarts:
-            text = f"{curve.run} resumed".strip() if curve.panel == "loss" else ""
-            yield restart, text, curve.colour if curve.run else "#808080", "--"
-    gaps = [(curve.steps[index], curve.label) for curve in curves for index in curve.gaps]
-    if gaps:
-        (step, label), unit = min(gaps), curves[0].x
-        place = f"{step:.4g} {unit}" if unit in TIME_UNITS else f"{unit} {format_number(step)}"
-        yield step, f"{label} is not finite by {place}", "red", ":"
+        for number, (lost, restart) in enumerate(curve.restarts):
+            text = f"{curve.run}: resumed" if curve.run else "resumed"
+            text += " (shaded: steps done again)" * any(lost < restart for lost, restart in curve.restarts)
+            colour = curve.colour if curve.run else "#808080"
+            yield lost, restart, text if curve.panel == "loss" and not number else "", colour, "--"
+    found = [(curve.steps[curve.gaps[0]], "by", curve) for curve in curves if curve.gaps]
+    found += [(curve.non_finite, "at", curve) for curve in curves if curve.non_finite is not None]
+    firsts = {each[2].run: each for each in sorted(found, key=lambda each: -each[0])}
+    for step, word, curve in firsts.values():
+        place = f"{step:.4g} {curve.x}" if curve.x in TIME_UNITS else f"{curve.x} {format_number(step)}"
+        text = f"{curve.label} is not finite {word} {place}"
+        yield step, step, text, curve.colour if curve.run and len(firsts) > 1 else "red", ":"
 
 
 def draw_picture(curves: list[Curve], path: str, title: str) -> None:
@@ -193,12 +207,13 @@ def _describe_run(run: str, curves: list[Curve]) -> str:
     """The name of a run, the arguments in which it differs, and its best value."""
     run_curves = [curve for curve in curves if curve.run == run]
     best = (f"★ best {c.name}\xa0{c.format(c.values[c.best])}" for c in run_curves if c.best is not None)
-    return " · ".join(filter(None, (run, describe(run_curves[0].settings), next(best, ""))))
+    return " · ".join(filter(None, (run, describe(run_curves[0].settings), next(best, ""), run_curves[0].state)))
 
 
 def _draw_panel(axis: Any, curves: list[Curve]) -> int:
     """Draw the curves of a panel, and return the number of rows of the legend above it."""
     handles: dict[str, Any] = {}
+    faint = _opacity(curves)
     is_stacked = curves[0].panel == SHARES and all(curve.steps == curves[0].steps for curve in curves)
     if is_stacked:
         # A value is of the time since the one before.
@@ -212,20 +227,25 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
         # A share is of the time since the value before.
         style["drawstyle"] = "steps-pre" if curve.name in PANELS[SHARES] else "default"
         marks = {"marker": curve.mark, "markersize": 5 if curve.run else 3, "markevery": curve.marked}
-        if curve.mean and curve.is_faint:
-            axis.plot(*curve.points(curve.values), color=curve.colour, linewidth=0.8, alpha=0.3)
+        if curve.mean:
+            axis.plot(*curve.points(curve.values), color=curve.colour, linewidth=0.8, alpha=faint)
         axis.plot(*curve.points(curve.mean or curve.values), **marks, **style)
         style |= {"color": curve.legend_colour, "marker": curve.mark if curve.owner else ""}
         handles.setdefault(curve.legend_entry, axis.plot([], [], **style)[0])
         if curve.best is not None:
             star = {"color": curve.colour, "markeredgecolor": "black", "markersize": 10, "zorder": 3}
             axis.plot(curve.steps[curve.best], curve.values[curve.best], "*", **star)
-    for step, text, colour, dash in _vertical_lines(curves):
+    for start, step, text, colour, dash in _vertical_lines(curves):
         line = axis.axvline(step, color=colour, linestyle=dash, linewidth=1.5 if dash == ":" else 0.8)
+        axis.axvspan(start, step, color=colour, alpha=0.12, linewidth=0)
         handles |= {text: line} if text else {}
+    for curve in curves:
+        # At the lower edge, in the unit of the panel's height.
+        missing, place = [curve.steps[index] for index in curve.gaps], axis.get_xaxis_transform()
+        axis.plot(missing, [0.02] * len(missing), "x", color=curve.colour, markersize=5, transform=place)
     scale, limits = _vertical_axis(curves)
     axis.set(xlabel=X_AXES[curves[0].x], ylabel=_label(curves, scale), yscale=scale, ylim=limits)
-    for row, (curve, step, text, anchor) in enumerate(_clipped_peaks(curves, limits[1])):
+    for curve, step, text, anchor, row in _clipped_peaks(curves, limits[1]):
         axis.text(step, limits[1], "\n" * row + text, color=curve.colour, fontsize=9, va="top", ha=anchor)
     axis.xaxis.set_major_formatter("{x:,.7g}")
     if scale == "log" and limits[1] < 1000 * limits[0]:
@@ -260,7 +280,7 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
         figure.add_scatter(x=[None], y=[None], xaxis="x2", yaxis="y2", name=name, legendgroup=curve.run, **style)
     title_of_x = {"text": X_AXES[curves[0].x], "standoff": 2}
     x_axis = {"title": title_of_x, "range": _horizontal_range(curves), "matches": "x2", "tickformat": ","}
-    panels, scales, box = _group_by_panel(curves).values(), {}, ""
+    panels, box = _group_by_panel(curves).values(), ""
     for number, panel_curves in enumerate(panels, 2):
         x, y, legend = f"x{number}", f"y{number}", f"legend{number}"
         figure.add_traces([trace | {"xaxis": x, "yaxis": y} for trace in _traces(panel_curves, legend)])
@@ -268,11 +288,11 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
         y_axis: dict[str, Any] = {"title_text": _label(panel_curves, scale), "type": scale, "range": limits}
         y_axis |= {"tickformat": "~e" if max(map(abs, limits)) < 0.001 else ",", "hoverformat": ",.4~g"}
         y_axis |= {"tickformat": ".0%", "hoverformat": ".1%"} if panel_curves[0].name in PANELS[SHARES] else {}
-        for row, (curve, step, text, anchor) in enumerate(_clipped_peaks(panel_curves, limits[1])):
+        for curve, step, text, anchor, row in _clipped_peaks(panel_curves, limits[1]):
             place = {"xref": x, "x": step, "yref": f"{y} domain", "y": 1, "xanchor": anchor, "yanchor": "top"}
             figure.add_annotation(text=text, yshift=-14 * row, font_color=curve.colour, showarrow=False, **place)
         if panel_curves[0].panel == "loss":
-            scales, box = _scales(f"yaxis{number}", panel_curves, limits), BOX % (" checked" * (scale == "log"))
+            box = BOX % (" checked" * (scale == "log"))
         if scale == "log":
             # plotly takes powers of ten. For two ticks per decade it chooses 1, 2 and 5.
             low, high = map(math.log10, limits)
@@ -288,21 +308,14 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
         **{"margin": {"b": 0, "l": 70, "r": 40}, "template": "plotly_white", "modebar": {"orientation": "v"}},
         **{"hovermode": "x unified", "hoverlabel": {"namelength": -1}},
     )
-    script = SCRIPT % (json.dumps(layouts), json.dumps(scales))
+    box += SELECT * any(curve.mean for curve in curves)
+    script = f"const layouts = {json.dumps(layouts)};\n{Path(__file__).with_name('page.js').read_text('utf-8')}"
     page = figure.to_html(include_plotlyjs=plotlyjs, config={"responsive": True}, post_script=script)
     page = page.replace("<head>", f"<head><title>{title}</title>{STYLE}", 1)
     page = page.replace(
         "<body>", f"<body><h1>{title}</h1><small style='color: gray'>{' · '.join(notes)}</small>{box}", 1
     )
     Path(path).write_text(page.replace("</body>", OFFLINE) if plotlyjs == "cdn" else page, encoding="utf-8")
-
-
-def _scales(axis: str, curves: list[Curve], limits: tuple[float, float]) -> dict[str, dict[str, Any]]:
-    """The scales between which a page switches, and plotly's layout of a vertical axis with each."""
-    values = [value for curve in curves for value in curve.finite if 0 < value <= limits[1]] or [1]
-    ranges = {"log": [*map(math.log10, (min(values), 2 * max(values)))], "linear": [limits[0], 1.1 * max(values)]}
-    names = [f"{axis}.{name}" for name in ("type", "range", "title.text")]
-    return {name: dict(zip(names, (name, each, _label(curves, name)), strict=True)) for name, each in ranges.items()}
 
 
 def _place_panels(count: int, columns: int, runs: list[str]) -> dict[str, Any]:
@@ -339,13 +352,18 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
             points = {"x": [0, *steps], "y": [0, *values], "name": curve.label}
             yield trace | points | area | {"line": {"width": 0, "shape": "vh"}, "showlegend": True}
             continue
-        if curve.mean:
-            yield from [trace | {"mode": "lines", "opacity": 0.3, "line": style | {"width": 1}}] * curve.is_faint
-            trace |= {"y": curve.points(curve.mean)[1], "name": f"{curve.label}, mean"}
         marked, size = set(curve.marked), 9 if curve.run else 4
         sizes = [size * (point in marked) for point in range(len(steps))]
         marks = {"size": sizes, "symbol": MARKS[curve.mark], "opacity": 1, "line_width": 0}
-        yield trace | {"mode": "lines+markers", "marker": marks}
+        trace |= {"mode": "lines+markers", "marker": marks}
+        if not curve.mean:
+            yield trace
+        else:
+            faint = {"mode": "lines", "opacity": _opacity(curves), "line": style | {"width": 1}}
+            yield from (trace | faint | {"meta": "light strong"}, trace | {"meta": "off", "visible": False})
+            for level, parts in SMOOTHING.items():
+                mean = {"y": curve.points(curve.smooth(parts))[1], "name": f"{curve.label}, mean"}
+                yield trace | mean | {"meta": level, "visible": level == "light"}
         if curve.best is not None:
             point = {"x": [curve.steps[curve.best]], "y": [curve.values[curve.best]], "name": f"best {curve.label}"}
             star = {"symbol": "star", "size": 12, "color": curve.colour, "line": {"width": 1, "color": "black"}}
@@ -356,10 +374,25 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
         entry = {"x": [None], "y": [None], "name": curve.legend_entry, "mode": "lines", "line": style}
         entry |= {"mode": "lines+markers", "marker": {"symbol": MARKS[curve.mark], "size": 9}} if curve.owner else {}
         yield entry | {"legend": legend, "legendgroup": f"legend {curve.name}" if curve.run else curve.name}
-    for step, text, colour, dash in _vertical_lines(curves):
-        line = {"x": [step] * 2, "y": _vertical_axis(curves)[1], "name": text, "showlegend": bool(text)}
-        line |= {"line": {"color": colour, "dash": DASHES[dash], "width": 2 if dash == ":" else 1}}
-        yield line | {"mode": "lines", "legend": legend, "hoverinfo": "skip"}
+    low, high = _vertical_axis(curves)[1]
+    for start, step, text, colour, dash in _vertical_lines(curves):
+        # A line, or the outline of what was lost.
+        outline: dict[str, Any] = {"x": [step, step], "y": [low, high], "name": text, "showlegend": bool(text)}
+        if start < step:
+            outline |= {"x": [step, step, start, start], "y": [low, high, high, low], "fill": "toself"}
+        outline |= {"line": {"color": colour, "dash": DASHES[dash], "width": 2 if dash == ":" else 1}}
+        yield outline | {
+            "mode": "lines",
+            "legend": legend,
+            "hoverinfo": "skip",
+            "fillcolor": "rgba(128, 128, 128, 0.15)",
+        }
+    for curve in (curve for curve in curves if curve.gaps):
+        yield {
+            **{"x": [curve.steps[index] for index in curve.gaps], "y": [low] * len(curve.gaps), "mode": "markers"},
+            **{"marker": {"symbol": "x", "size": 7, "color": curve.colour}, "cliponaxis": False, "showlegend": False},
+            **{"legendgroup": curve.run or curve.name, "name": f"{curve.label}: not finite"},
+        }
 
 
 def import_plotting(module: str) -> Any:
@@ -372,12 +405,7 @@ def import_plotting(module: str) -> Any:
 
 
 def plot(
-    folders: list[str],
-    *,
-    html: bool | str = False,
-    out: str | None = None,
-    x: str = "step",
-    read: list[Curve] | None = None,
+    folders: list[str], *, html: bool | str = False, out: str | None = None, x: str = "step", read: Any = None
 ) -> list[str]:
     """Draw runs, and return the paths of the new files.
 

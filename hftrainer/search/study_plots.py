@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument
 from hftrainer.reporting.curves import COLOURS
-from hftrainer.reporting.plot import import_plotting
+from hftrainer.reporting.plot import axis_range, import_plotting
 from hftrainer.search.studies import open_journal
 
 if TYPE_CHECKING:
     from optuna import Study
+    from optuna.trial import FrozenTrial
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,9 @@ PLOTS = {
     "importance": ("plot_param_importances", 2, "Importance of hyperparameters for {}, in total 1"),
     "parallel_coordinates": ("plot_parallel_coordinate", 2, "Hyperparameters and {}: a line per trial"),
 }
+#: Number of completed trials below which importances are uncertain.
+MANY_TRIALS = 20
+LEFT_OUT = "pruned, failed or far worse: the last value in range"
 
 
 def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", html: bool | str = False) -> list[str]:
@@ -48,41 +54,86 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
     if not count:
         raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial yet to plot.")
     os.makedirs(out, exist_ok=True)
-    # Suffix of the file names → arguments of Optuna's functions.
-    metrics = study.metric_names or []
-    objectives: dict[str, dict[str, Any]] = {"": {"target_name": metrics[0]} if metrics else {}}
-    if len(study.directions) > 1:
-        objectives = {f"_{number}": _objective(number, metrics) for number in range(len(study.directions))}
+    objectives: list[dict[str, Any]] = [{"target_name": name} for name in _names(study)]
+    for number, objective in enumerate(objectives if len(objectives) > 1 else ()):
+        objective["target"] = partial(_value, number)
     prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
     paths = []
     for name, (function, min_trials, title) in PLOTS.items():
         if count < min_trials:
             logger.warning("Skipping %s: it needs %d completed trials, but the study has %d.", name, min_trials, count)
             continue
-        for suffix, objective in objectives.items():
-            path = Path(out) / f"{prefix}{name}{suffix}.png"
-            heading = title.format(objective.get("target_name", "Objective"))
-            _draw_png(function, study, objective, path, heading)
+        for number, objective in enumerate(objectives):
+            path = Path(out) / f"{prefix}{name}{f'_{number}' * (len(objectives) > 1)}.png"
+            shown, left_out, limits = _without_far_trials(study, number)
+            heading = title.format(objective["target_name"])
+            if name == "importance":
+                shown, heading = study, heading + f" (a rough guess: only {count} trials)" * (count < MANY_TRIALS)
+            _draw_png(function, shown, objective, path, heading, left_out, limits)
             paths.append(str(path))
             if html:
                 paths.append(str(page := path.with_suffix(".html")))
-                figure = getattr(import_plotting("optuna.visualization"), function)(study, **objective)
+                figure = getattr(import_plotting("optuna.visualization"), function)(shown, **objective)
                 # The colours of the worst trials are nearly white.
                 style = {"plot_bgcolor": "#d8d8d8"} if name == "parallel_coordinates" else {"colorway": COLOURS}
                 figure.update_layout(title=heading, template="plotly_white", font_size=13, **style)
                 figure.update_traces(opacity=1, selector={"type": "scatter"})
                 figure.update_traces(line_shape="hv", selector={"name": "Best Value"})
+                if name == "history" and left_out:
+                    marks = {"x": list(left_out), "y": [*left_out.values()], "mode": "markers", "marker_symbol": "x"}
+                    figure.add_scatter(**marks, name=LEFT_OUT).update_yaxes(range=limits)
                 figure.write_html(page, include_plotlyjs=html)
     return paths
 
 
-def _objective(number: int, metrics: list[str]) -> dict[str, Any]:
-    """The arguments of Optuna's functions that choose one of several objectives."""
-    name = metrics[number] if metrics else f"Objective {number}"
-    return {"target": lambda trial: trial.values[number], "target_name": name}
+def best_trials(storage: str, study_name: str | None = None) -> list[dict[str, Any]]:
+    """Number, objectives and hyperparameters of the five best trials; of several objectives, of the Pareto front."""
+    study = _load_study(storage, study_name)
+    trials = study.best_trials
+    if len(study.directions) == 1:
+        complete = [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
+        trials = sorted(complete, key=partial(_value, 0), reverse=study.direction.name == "MAXIMIZE")[:5]
+    return [
+        {"trial": each.number} | dict(zip(_names(study), each.values, strict=True)) | each.params for each in trials
+    ]
 
 
-def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path, title: str) -> None:
+def _names(study: Study) -> list[str]:
+    """The names of the objectives."""
+    count = len(study.directions)
+    return study.metric_names or (["objective"] if count == 1 else [f"objective {n}" for n in range(count)])
+
+
+def _value(number: int, trial: FrozenTrial) -> float:
+    return trial.values[number]
+
+
+def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, float], tuple[float, float]]:
+    """A copy without results so far beyond the third quarter that they would squeeze the others.
+
+    Returns:
+        The copy; the last values of these trials and of unfinished ones by number, within those that are drawn; and
+        the range of the axis.
+    """
+    optuna = import_plotting("optuna")
+    copy, trials = optuna.create_study(directions=study.directions), study.get_trials(deepcopy=True)
+    complete = [trial.values[number] for trial in trials if trial.state.name == "COMPLETE"]
+    is_maximized = study.directions[number].name == "MAXIMIZE"
+    ranked = sorted(complete, reverse=is_maximized)
+    limit = 4 * abs(ranked[len(ranked) * 3 // 4] - ranked[0]) or math.inf
+    near, left_out = [value for value in ranked if abs(value - ranked[0]) <= limit], {}
+    for trial in trials:
+        if trial.state.name != "COMPLETE" or trial.values[number] not in near:
+            last = trial.intermediate_values.get(trial.last_step or 0, near[-1])
+            left_out[trial.number] = min(max(near), max(min(near), last))
+            trial.state, trial.values = optuna.trial.TrialState.PRUNED, None
+        copy.add_trial(trial)
+    return copy, left_out, axis_range(near)
+
+
+def _draw_png(
+    function: str, study: Study, objective: dict[str, Any], path: Path, title: str, left_out: Any, limits: Any
+) -> None:
     """Draw one of Optuna's plots in the style of the plots of runs."""
     plt, visualization = import_plotting("matplotlib.pyplot"), import_plotting("optuna.visualization.matplotlib")
     # Optuna sets a global style, and warns that its matplotlib plots are experimental.
@@ -104,7 +155,10 @@ def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path
         for marks in (*axes.collections[:1], *axes.patches, *axes.lines):
             marks.set(color=COLOURS[marks in axes.lines], alpha=1)
         plt.setp(axes.lines, drawstyle="steps-post")
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=2, frameon=False)
+        if function == "plot_optimization_history" and left_out:
+            axes.scatter(list(left_out), list(left_out.values()), marker="x", color="0.5", label=LEFT_OUT)
+            axes.set_ylim(limits)
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=4, frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 

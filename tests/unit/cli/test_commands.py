@@ -48,7 +48,7 @@ def test_help_of_run_fits_a_terminal(option, capsys):
         ("ask out sav", "request: 'sav' is not one of save, evaluate, stop, profile; did you mean 'save'?"),
         ("plot out --x", "--x needs a value: step, epoch or time"),
         ("plot --x tim out", "--x: 'tim' is not one of step, epoch, time; did you mean 'time'?"),
-        ("plot out --output x.png", "--output is for --study; name the file with --out x.png"),
+        ("plot out --study-name x", "--study-name is for --study"),
         ("plot out --tag", "unknown option --tag: use -h, --help, --x, --html,"),
         ("ask save", "then what to ask: save, evaluate, stop or profile\nusage: python -m hftrainer ask [-h]"),
         ("diff a", "two runs\nusage: python -m hftrainer diff [-h] [--json] OUTPUT_DIR OUTPUT_DIR\nexample: "),
@@ -131,7 +131,7 @@ def test_bash_completes_commands_options_and_values(capsys):
     assert complete("explain", "optim=adamw_b") == ["optim=adamw_bnb_8bit"]  # zsh does not split words
     assert complete("explain", "learning_") == ["-o", "filenames", "learning_rate"]
     folders = ["-o", "dirnames", "+o", "default"]
-    for words in (["watch", "a", "b", ""], ["ask", "--json", ""], ["plot", "--output", ""]):
+    for words in (["watch", "a", "b", ""], ["ask", "--json", ""]):
         assert complete(*words) == folders
     assert complete("ask", "--timeout", "5", "out", "s") == ["save", "stop"]
     assert complete("ask", "out", "save", "") == complete("run", "") == complete("run", "a.py", "--n") == []  # files

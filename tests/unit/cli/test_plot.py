@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hftrainer import PlotCallback, Trainer, TrainingArguments
+from hftrainer import PlotCallback, Trainer, TrainerCallback, TrainingArguments
 from hftrainer.__main__ import main
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import differing_arguments
@@ -103,14 +103,14 @@ def test_marks_separate_coinciding_curves_of_runs():
 
 
 def test_command_prints_a_table_of_several_runs(runs, tmp_path, capsys):
-    main(["plot", *runs, "--out", str(tmp_path / "a.png")])
+    main(["plot", *runs, "--output", str(tmp_path / "a.png")])
     path, empty, header, *rows = capsys.readouterr().out.splitlines()
     assert path == str(tmp_path / "a.png") and not empty
     titles = ["differs in", "steps", "last loss", "best eval_loss", "best eval_accuracy"]
     assert re.split("  +", header.strip()) == titles
     values = zip(runs, ("0.01", "0.1"), strict=True)
     assert [row.split()[:4] for row in rows] == [[Path(run).name, "learning_rate", rate, "20"] for run, rate in values]
-    main(["plot", runs[0], "--out", str(tmp_path / "a.png")])
+    main(["plot", runs[0], "--output", str(tmp_path / "a.png")])
     assert capsys.readouterr().out == f"{tmp_path / 'a.png'}\n"
 
 
@@ -154,8 +154,9 @@ def test_observed_run_has_panels_for_speeds_and_shares(tmp_path):
     # The parts sum to 1.
     assert next(line.values for line in drawn if line.name == "step_share") == pytest.approx([0.65, 0.65])
     (picture,) = plot([str(tmp_path)], out=str(tmp_path / "a.svg"))
-    labels = {"Tokens per second", "Share of time", "Model FLOPS utilization", "Peak memory (MB)", "waiting for data"}
-    assert labels <= {*texts_in_svg(picture)}
+    # A constant memory has no panel.
+    labels = {"Tokens per second", "Share of time", "Model FLOPS utilization", "waiting for data"}
+    assert labels | {"peak memory (MB): 812"} <= {*texts_in_svg(picture)}
 
 
 def test_speeds_are_left_out_of_compared_values(tmp_path):
@@ -186,14 +187,23 @@ def test_evaluations_after_the_last_save_come_from_the_journal(tmp_path, loss, e
 
 def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys):
     runs = [write_observed_run(tmp_path / "a"), write_observed_run(tmp_path / "b")]
-    main(["plot", *runs, "--out", str(tmp_path / "a.png")])
+    main(["plot", *runs, "--output", str(tmp_path / "a.png")])
     _, _, header, *rows, _, explanation = capsys.readouterr().out.splitlines()
-    titles = ["steps", "last loss", "best loss", "mean samples per second", "mean tokens per second", "time", "goodput"]
+    titles = [
+        "steps",
+        "state",
+        "last loss",
+        "best loss",
+        "mean samples per second",
+        "mean tokens per second",
+        "time",
+        "goodput",
+    ]
     assert re.split("  +", header.strip()) == titles
     assert explanation == "goodput: kept steps / all time"
     # 10 steps at 17.5 samples per second and 10 at 35.
-    assert [row.split()[:6] for row in rows] == [[name, "20", "2", "1", "23.33", "9,000"] for name in "ab"]
-    main(["plot", *runs, "--out", str(tmp_path / "a.png"), "--json"])
+    assert [row.split()[:7] for row in rows] == [[name, "20", "running", "2", "1", "23.33", "9,000"] for name in "ab"]
+    main(["plot", *runs, "--output", str(tmp_path / "a.png"), "--json"])
     shown = json.loads(capsys.readouterr().out)["runs"]
     keys = {title.replace(" ", "_") for title in titles}
     assert [run["run"] for run in shown] == ["a", "b"] and keys <= shown[0].keys()
@@ -232,6 +242,44 @@ def test_first_loss_that_is_not_finite_is_marked(tmp_path):
     assert "loss is not finite by step 5" in (tmp_path / "a.html").read_text()
 
 
+def test_journal_knows_the_step_of_the_first_loss_that_is_not_finite(tmp_path):
+    """Of a log line it is known that it was by then."""
+    settings = {"max_steps": 8, "logging_steps": 4, "observe": True, "save_strategy": "no", "use_cpu": True}
+    model = make_plain()
+
+    def break_model(args, state, control, **kwargs):
+        if state.global_step == 2:
+            next(model.parameters()).data.fill_(math.nan)
+
+    callback = TrainerCallback()
+    callback.on_step_end = break_model
+    args = TrainingArguments(str(tmp_path), disable_tqdm=True, report_to="none", **settings)
+    Trainer(model, args, train_dataset=plain_data(), callbacks=[callback]).train()
+    plot([str(tmp_path)], out=str(tmp_path / "a.svg"))
+    texts = {*texts_in_svg(tmp_path / "a.svg")}
+    assert {"loss is not finite at step 3", "gradient norm is not finite by step 4"} <= texts
+
+
+def test_mean_leaves_out_an_isolated_spike_which_has_one_mark(tmp_path):
+    losses = [1 + step % 5 / 10 for step in range(100)]
+    usual = Curve("loss", "loss", list(map(float, range(100))), losses).mean
+    losses[20] = losses[60] = losses[61] = 90.0
+    folder = write_log(tmp_path / "run", [{"step": step, "loss": loss} for step, loss in enumerate(losses)])
+    (curve,) = read_curves([folder])
+    assert max(curve.mean) < 1.5 and curve.mean[-1] == pytest.approx(usual[-1], abs=0.05)
+    plot([folder], out=str(tmp_path / "a.svg"))
+    assert [text for text in texts_in_svg(tmp_path / "a.svg") if "▲" in text] == ["▲ 2 spikes, max 90", "▲"]
+
+
+def test_evaluation_that_the_last_checkpoint_lacks_is_named(tmp_path):
+    """As of transformers: the checkpoint of the last step is written before the evaluation of the epoch."""
+    settings = {"num_train_epochs": 1, "eval_strategy": "epoch", "logging_steps": 1, "use_cpu": True}
+    args = TrainingArguments(str(tmp_path), disable_tqdm=True, report_to="none", **settings)
+    Trainer(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data()).train()
+    plot([str(tmp_path)], out=str(tmp_path / "a.svg"))
+    assert "the evaluation after epoch 1 was not saved (observe=True keeps it)" in texts_in_svg(tmp_path / "a.svg")
+
+
 def test_each_metric_has_a_panel(tmp_path):
     metrics = {"eval_f1": 0.5, "eval_tokens": 54_321}
     one = write_log(tmp_path / "one", [{"step": 1, "loss": 1.0, "grad_norm": 1.0, **metrics}])
@@ -247,7 +295,7 @@ def test_evaluation_sets_share_a_panel_in_their_order(tmp_path, capsys):
     log = [{"step": 1, f"eval_{data}_f1": 0.5, f"eval_{data}_loss": 1.0} for data in ("val", "train")]
     runs = [write_log(tmp_path / run, log) for run in "ab"]
     assert [line.panel for line in read_curves(runs[:1])] == ["loss", "loss", "f1", "f1"]
-    main(["plot", *runs, "--out", str(tmp_path / "a.svg")])
+    main(["plot", *runs, "--output", str(tmp_path / "a.svg")])
     assert "best eval_val_loss  best eval_train_loss" in capsys.readouterr().out
     assert {"Comparison of a and b", "F1", "a · ★ best eval_val_loss 1"} <= {
         text.replace("\xa0", " ") for text in texts_in_svg(tmp_path / "a.svg")
@@ -297,14 +345,14 @@ def test_learning_rates_that_differ_50_fold_get_a_log_scale(tmp_path, other, sca
     ("seconds", "unit", "last"), [(100, "seconds", 100), (120, "minutes", 2), (9000, "hours", 2.5)]
 )
 def test_time_axis_unit_follows_the_span(tmp_path, seconds, unit, last):
-    begin = {"time": 1000.0, "event": "begin", "step": 0}
+    begin = {"time": 1000.0, "event": "begin", "step": 0, "max_steps": 1, "host": "there", "pid": 1}
     log = {"time": 1000.0 + seconds, "event": "log", "step": 1, "logs": {"loss": 1.0}}
     (tmp_path / "journal.jsonl").write_text(f"{json.dumps(begin)}\n{json.dumps(log)}\n")
     assert [(line.x, line.steps) for line in read_curves([str(tmp_path)], "time")] == [(unit, [last])]
 
 
 def test_cdn_page_loads_plotly_from_the_network(runs, tmp_path, capsys):
-    main(["plot", runs[0], "--cdn", "--out", str(tmp_path / "a.png")])
+    main(["plot", runs[0], "--cdn", "--output", str(tmp_path / "a.png")])
     assert re.fullmatch(r"\S+a\.png\n\S+a\.html \(\d+\.?\d* kB\)\n", capsys.readouterr().out)
     page, told = (tmp_path / "a.html").read_text().split("<script>window.Plotly || ")
     assert '<script charset="utf-8" src="https://cdn.plot.ly' in page and "The plot needs https://cdn.plot.ly" in told
@@ -343,7 +391,7 @@ def test_callback_needs_matplotlib(monkeypatch):
 
 
 def test_json_lists_the_written_files(runs, tmp_path, capsys):
-    main(["plot", runs[0], "--html", "--json", "--out", str(tmp_path / "a.png")])
+    main(["plot", runs[0], "--html", "--json", "--output", str(tmp_path / "a.png")])
     assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / "a.png"), str(tmp_path / "a.html")]}
 
 
@@ -360,7 +408,7 @@ def opened_urls(monkeypatch):
 def show_plot(tmp_path, monkeypatch, capsys):
     def plot_and_read(*words, terminal=True):
         monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
-        main(["plot", *words, "--out", str(tmp_path / "a.png")])
+        main(["plot", *words, "--output", str(tmp_path / "a.png")])
         return capsys.readouterr().out
 
     return plot_and_read
@@ -499,24 +547,21 @@ def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
     write_log(tmp_path, losses)
     plot([str(tmp_path)], html=True)
     picture, page = figures
-    # The first of three rows has two panels, which fill it.
-    assert len(picture.axes) == 8 and picture.axes[1].get_position().x1 == pytest.approx(0.98)
+    # The first of three rows has one panel, which fills it.
+    assert len(picture.axes) == 7 and picture.axes[0].get_position().x1 == pytest.approx(0.98)
     # The first axes of a page, which are not numbered, are not used.
     for axis, x, y in zip(picture.axes, [*page.select_xaxes()][1:], [*page.select_yaxes()][1:], strict=True):
         limits = [10**limit for limit in y.range] if y.type == "log" else y.range
         assert (axis.get_ylabel(), axis.get_yscale()) == (y.title.text, y.type)
         assert (*axis.get_xlim(), *axis.get_ylim()) == pytest.approx((*x.range, *limits))
     at_zero = {"Tokens per second", "Samples per second", "Seconds per step", "Share of time"}
-    at_zero |= {"Model FLOPS utilization", "Peak memory (MB)"}
+    at_zero |= {"Model FLOPS utilization"}
     assert {axis.get_ylabel() for axis in picture.axes if axis.get_ylim()[0] == 0} == at_zero
     assert [(axis.get_ylabel(), axis.get_yscale()) for axis in picture.axes[:2]] == [
         ("Loss (log scale)", "log"),
         ("eval_f1", "linear"),
     ]
-    text = (tmp_path / "training.html").read_text()
-    assert '<input type="checkbox" checked>losses on a log scale' in text
-    scales = json.JSONDecoder().raw_decode(text.split("scales = ")[1])[0]
-    assert {name: scales[name]["yaxis2.type"] for name in scales} == {"log": "log", "linear": "linear"}
+    assert '<input type="checkbox" checked>losses on a log scale' in (tmp_path / "training.html").read_text()
     share = next(axis for axis in picture.axes if axis.get_ylabel() == "Share of time")
     assert picture.axes[0].get_xlim()[0] == 0 and share.yaxis.get_major_formatter()(0.5) == "50%"
 
@@ -525,14 +570,18 @@ def test_time_axis_breaks_at_restarts_without_their_pauses(tmp_path):
     """The time of steps that a resume undid counts: they took it."""
     journal = [(1000, "begin", 0), (1010, "log", 1), (1020, "log", 2), (9000, "begin", 1), (9030, "log", 2)]
     for time_of_event, event, step in journal:
-        facts = {"logs": {"loss": 1.0}} if event == "log" else {"resumed_from": "checkpoint-1" if step else None}
+        facts = {"max_steps": 9, "host": "", "pid": 1, "resumed_from": "checkpoint-1" if step else None}
+        facts = {"logs": {"loss": 1.0, "epoch": step / 2}} if event == "log" else facts
         append_line(str(tmp_path / "journal.jsonl"), {"time": time_of_event, "event": event, "step": step, **facts})
+    # On other axes nothing is lost.
+    assert [read_curves([str(tmp_path)], x)[0].restarts for x in ("step", "epoch")] == [[(1, 1)], [(0.5, 0.5)]]
     (curve,) = read_curves([str(tmp_path)], "time")
-    assert (curve.steps, curve.restarts) == ([10, 50], [20])
+    assert (curve.steps, curve.restarts) == ([10, 50], [(10, 20)])
     assert curve.points(curve.values) == ([10, 20, 50], [1.0, pytest.approx(math.nan, nan_ok=True), 1.0])
     plot([str(tmp_path)], x="time", html=True, out=str(tmp_path / "a.svg"))
-    assert {"resumed", "the time leaves out the pauses before a run resumed"} <= {*texts_in_svg(tmp_path / "a.svg")}
-    assert '"name":"resumed"' in (tmp_path / "a.html").read_text()
+    resumed = "resumed (shaded: steps done again)"
+    assert {resumed, "the time leaves out the pauses before a run resumed"} <= {*texts_in_svg(tmp_path / "a.svg")}
+    assert f'"name":"{resumed}"' in (tmp_path / "a.html").read_text()
 
 
 def test_short_steps_are_in_milliseconds(tmp_path):
@@ -548,7 +597,7 @@ def test_horizontal_axis_may_be_epochs_or_time(runs, tmp_path, capsys):
     seconds = [event["time"] - events[0]["time"] for event in events if event["event"] == "log"]
     for x, label, steps in (("epoch", "Epoch", [0.1, 0.2]), ("time", "Time (seconds)", seconds)):
         assert read_curves([str(tmp_path)], x)[0].steps == steps
-        main(["plot", str(tmp_path), "--x", x, "--out", str(tmp_path / "a.svg")])
+        main(["plot", str(tmp_path), "--x", x, "--output", str(tmp_path / "a.svg")])
         assert label in texts_in_svg(tmp_path / "a.svg")
     with pytest.raises(SystemExit):
         main(["plot", runs[0], "--x", "time"])
@@ -599,22 +648,21 @@ def test_last_of_several_runs_in_a_folder_is_read(tmp_path, loss):
 def test_runs_and_metrics_are_sorted_by_number(tmp_path, capsys):
     log = [{"step": step, "loss": 1.0, **dict.fromkeys(("eval_k10", "eval_k2"), 0.1)} for step in (1, 2)]
     runs = [write_log(tmp_path / f"run-{number}", log) for number in (10, 2)]
-    main(["plot", *runs, "--json", "--out", str(tmp_path / "a.png")])
+    main(["plot", *runs, "--json", "--output", str(tmp_path / "a.png")])
     assert [run["run"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["run-2", "run-10"]
     for order in (["b", "a-10", "a-2"], ["lr-0.003", "lr-0.01"]):
         assert sort_pattern(order) == order
     assert [line.name for line in read_curves(runs[:1])] == ["loss", "eval_k2", "eval_k10"]
 
 
-def test_four_runs_are_drawn_by_their_means(tmp_path):
-    """The picture says so, and which of them have no speeds."""
+def test_runs_without_speeds_are_named_and_the_mean_of_a_page_can_be_chosen(tmp_path):
     log = [{"step": step, "loss": 0.01 ** (step / 99)} for step in range(100)]
     runs = [write_log(tmp_path / run, log) for run in "bcd"] + [write_observed_run(tmp_path / "a")]
     plot(runs, html=True)
     page = (tmp_path / "b" / "comparison.html").read_text()
-    assert "curves of 100 values or more: the exponential mean" in page
-    assert "b, c, d ran without observe=True: no speed, time or memory" in page
-    assert '"opacity":0.3' not in page and (line := read_curves(runs)[0]).finite[1] != line.values[1]
+    assert "b, c, d ran without observe=True: no speed, time or memory" in page and '"opacity":0.12' in page
+    assert "<option>off<option selected>light<option>strong" in page
+    assert [page.count(f'"meta":"{choice}"') for choice in ("off", "light", "strong", "light strong")] == [3] * 4
     plot(runs[:3], html=True)
     page = (tmp_path / "b" / "comparison.html").read_text()
     assert '"opacity":0.3' in page and "no speed, time" not in page
@@ -628,7 +676,9 @@ def test_four_runs_are_drawn_by_their_means(tmp_path):
     ],
 )
 def test_argument_in_the_names_of_runs_is_not_repeated(names, settings):
-    """It is not repeated, unless it is only a part of a number, or not in the names of all."""
+    """It is not repeated, unless it is only a part of a number, or not in the names of all. Nor are unset steps."""
+    lengths = differing_arguments([{"max_steps": -1, "num_train_epochs": 3}, {"max_steps": 50}], ["a", "b"])
+    assert lengths == [{"num_train_epochs": 3}, {"max_steps": 50}]
     assert differing_arguments([{"learning_rate": rate} for rate in (0.01, 0.001)], names) == settings
 
 

@@ -36,18 +36,24 @@ NAMES = ("history", "importance", "parallel_coordinates")
 def test_command_writes_pictures_and_pages_of_a_study(url, tmp_path, capsys):
     main(["plot", "--study", url, "--output", str(tmp_path / "new"), "--html"])
     expected = [str(tmp_path / "new" / f"{name}.{kind}") for name in NAMES for kind in ("png", "html")]
-    assert [line.partition(" (")[0] for line in capsys.readouterr().out.splitlines()] == expected
+    *printed, empty, header, best, _, _, _, last = capsys.readouterr().out.splitlines()
+    assert [line.partition(" (")[0] for line in printed] == expected and not empty
+    assert (
+        header.split() == ["trial", "objective", "learning_rate", "kind"] and best.split()[3] == "b" != last.split()[3]
+    )
     for path in expected:
         assert os.path.getsize(path) > 10_000
     page = (tmp_path / "new" / "importance.html").read_text()
-    assert "learning_rate" in page and "<script src=" not in page  # nothing to fetch
+    assert (
+        "learning_rate" in page and "a rough guess: only 6 trials" in page and "<script src=" not in page
+    )  # nothing to fetch
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("folder", "--study", "x"), "folder and --study cannot go together"),
-        (("--study", "x", "--out", "a.png"), "--out is for runs"),
+        (("--study", "x", "--x", "epoch"), "--x is for runs"),
         (("--study", "sqlite:///nowhere/a.db"), "sqlite:///nowhere/a.db: the file does not exist"),
     ],
 )
@@ -74,6 +80,22 @@ def test_axis_has_the_name_of_the_metric(url, tmp_path):
         study.set_metric_names(["eval_loss"])
     plot_study(url, out=str(tmp_path), html=True)
     assert all("eval_loss" in (tmp_path / f"{name}.html").read_text().split("newPlot")[-1] for name in NAMES)
+
+
+def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path):
+    study = optuna.create_study(storage=(url := f"sqlite:///{tmp_path}/search.db"))
+
+    def objective(trial):
+        trial.report(trial.suggest_float("x", 0, 1) + (trial.number == 7), 1)
+        if trial.number == 7:
+            raise optuna.TrialPruned
+        return 1e6 if trial.number == 5 else trial.number % 3
+
+    study.optimize(objective, n_trials=9)
+    plot_study(url, out=str(tmp_path), html=True)
+    page = (tmp_path / "history.html").read_text().split("newPlot")[-1]
+    assert '"name":"pruned, failed or far worse: the last value in range","x":[5,7]' in page
+    assert '"range":[-0.1,2.1]' in page and "1000000" not in page
 
 
 def test_journal_storage_with_one_trial_draws_the_history(tmp_path, caplog):
