@@ -10,7 +10,7 @@ Every line has `time` (seconds since 1970), `event` and `step` (optimizer steps 
   start and end of phases, and at the end.
 - `phase`: the activity that starts: 'training', 'evaluation' or 'saving'.
 - `checkpoint`: a checkpoint is complete, in `folder`.
-- `warning`: `text`.
+- `warning`: `text`, and `non_finite_step` where the loss of that step is not finite.
 - `end`: `reason`, such as 'complete', 'stopped' or the name of an error.
 """
 
@@ -20,7 +20,6 @@ import heapq
 import json
 import logging
 import os
-import re
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -41,8 +40,6 @@ ACTIVITIES = ("steps", "data", "evaluation", "saving")
 COMPLETE = ("complete", "stopped")
 #: Reasons of an end after which a pause is the user's choice, and no loss of time.
 CHOSEN = (*COMPLETE, "Ctrl-C")
-#: The warning of `LossAccumulator` that knows the step.
-_NON_FINITE_LOSS = re.compile(r"The loss is \S+ at optimizer step (\d+)")
 
 
 class Journal:
@@ -273,7 +270,7 @@ def read_incidents(folder: str, x: str = "step") -> tuple[list[tuple[float, floa
     # A journal may begin with a restart, whose time is 0.
     restarts = [(places[n - (x == "time")], places[n]) for n in begins if n or x != "time"]
     for event, place in zip(events, places, strict=True):
-        # On an accelerator losses are read at log lines alone, and the warning names no exact step.
-        if event["event"] == "warning" and (found := _NON_FINITE_LOSS.match(event["text"])):
-            return restarts, place if x == "time" else int(found[1]) * (epochs if x == "epoch" else 1)
+        # On an accelerator losses are read at log lines alone, and no step is named.
+        if step := event.get("non_finite_step"):
+            return restarts, place if x == "time" else step * (epochs if x == "epoch" else 1)
     return restarts, None

@@ -235,7 +235,8 @@ class _JournalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the message."""
-        self._observer.journal.write("warning", self._observer._step, text=record.getMessage())
+        values = {name: value for name, value in vars(record).items() if name == "non_finite_step"}
+        self._observer.journal.write("warning", self._observer._step, text=record.getMessage(), **values)
 
 
 def _step_seconds(counters: Mapping[str, float]) -> float:

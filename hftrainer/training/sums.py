@@ -146,7 +146,9 @@ class LossAccumulator:
         if not self.has_warned and self.trainer.args.on_divergence is None:
             effect = "; logging_nan_inf_filter leaves it out of the logged mean"
             problem = f"{problem} at optimizer step {step}{effect if self.trainer.args.logging_nan_inf_filter else ''}"
-            logger.warning("The loss %s. %s", problem, _advice_on_nan(inputs))
+            # Without inputs, the step is that of the log line.
+            values = None if inputs is None else {"non_finite_step": step}
+            logger.warning("The loss %s. %s", problem, _advice_on_nan(inputs), extra=values)
             self.has_warned = True
 
     def restore(self, progress: RunProgress) -> None:
