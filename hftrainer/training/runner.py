@@ -396,7 +396,7 @@ class TrainingRunner(Part):
         lines.append((hint, logging.INFO))
         if sys.stderr.isatty() and (hint or (observer and observer.journal.folder)) and len(state.log_history) > 1:
             folder = shlex.quote(str(self.trainer.args.output_dir))
-            advice = "; observe=True adds speeds and waits for data to the log" if observer is None else ""
+            advice = "; observe=True logs speeds too" if observer is None else ""
             lines.append((f"{command_name()} plot {folder} draws its curves{advice}.", logging.INFO))
         for text, level in lines:
             if text:
