@@ -70,9 +70,13 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         if args.metric_for_best_model is None:
             raise MissingMonitoredMetric("EarlyStoppingCallback requires metric_for_best_model to be defined: set it.")
         if args.eval_strategy == IntervalStrategy.NO:
-            raise MissingMonitoredMetric("EarlyStoppingCallback requires IntervalStrategy of steps or epoch: set it.")
+            raise MissingMonitoredMetric(
+                "EarlyStoppingCallback requires IntervalStrategy of steps or epoch: set eval_strategy."
+            )
         if not args.load_best_model_at_end:
-            logger.warning("EarlyStoppingCallback without load_best_model_at_end: the last model stays, not the best.")
+            logger.warning(
+                "EarlyStoppingCallback without load_best_model_at_end: the final model is the last one, not the best."
+            )
 
     def check_metric_value(self, args, state, control, metric_value):
         """Count an evaluation without improvement, or reset the count. Override it for another rule."""
@@ -104,9 +108,13 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Patience, threshold and the current count."""
-        names = ("early_stopping_patience", "early_stopping_threshold")
-        attributes = {"early_stopping_patience_counter": self.early_stopping_patience_counter}
-        return {"args": {name: getattr(self, name) for name in names}, "attributes": attributes}
+        return {
+            "args": {
+                "early_stopping_patience": self.early_stopping_patience,
+                "early_stopping_threshold": self.early_stopping_threshold,
+            },
+            "attributes": {"early_stopping_patience_counter": self.early_stopping_patience_counter},
+        }
 
 
 def evaluation_key(metric: str) -> str:

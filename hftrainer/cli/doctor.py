@@ -26,7 +26,9 @@ EXTRAS = {
     "plot": "plot, PlotCallback, plots in model cards",
     "watch": "watch",
     "metrics": "metrics_port=..., for Prometheus",
-    **{name: f"report_to={name!r}" for name in ("tensorboard", "wandb", "mlflow")},
+    "tensorboard": "report_to='tensorboard'",
+    "wandb": "report_to='wandb'",
+    "mlflow": "report_to='mlflow'",
     "comet": "report_to='comet_ml'",
     "tpu": "TPUs, with torch_xla",
     "torch-tpu": "TPUs, with torch_tpu",
@@ -36,7 +38,13 @@ EXTRAS = {
 }
 #: fsspec package → the prefix of the URLs that it opens.
 FILE_SYSTEMS = {"s3fs": "s3://", "gcsfs": "gs://", "adlfs": "abfs://"}
-LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun")
+LAUNCHERS = {
+    "torchrun": "comes with torch",
+    "accelerate": "pip install 'hftrainer[transformers]'",
+    "deepspeed": "pip install 'hftrainer[deepspeed]'",
+    "srun": "comes with SLURM",
+    "mpirun": "comes with Open MPI, MPICH or Intel MPI",
+}
 #: Libraries whose versions matter, in addition to those of pyproject.toml.
 _LIBRARIES = ("datasets", "peft", "trl", "tokenizers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton", *FILE_SYSTEMS)
 #: Packages of trackers that `report_to` accepts, in addition to those of pyproject.toml.
@@ -70,7 +78,7 @@ def _text(report: dict[str, Any]) -> str:
         "Problems": report["problems"] or ["none found"],
         "Devices": [f"{_LABELS.get(name, name)}: {_LABELS.get(value, value)}" for name, value in devices if value != 0],
         "Versions": [f"{name} {version or 'not installed'}" for name, version in report["versions"].items()],
-        "Launchers": [f"{name}: {path or 'not found'}" for name, path in launchers],
+        "Launchers": [f"{name}: {path or f'not found; {LAUNCHERS[name]}'}" for name, path in launchers],
         "Free space": [
             f"{name}: {format_bytes(disk['free'])} of {format_bytes(disk['total'])} at {disk['path']}"
             for name, disk in disks

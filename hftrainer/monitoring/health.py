@@ -33,9 +33,16 @@ _GetFolder = Callable[[], str | None]
 HEALTH_FOLDER = "_health"
 PHASES = ("starting", "training", "evaluation", "saving", "ended")
 #: Event that every rank has → whether the next sign of progress may take minutes.
-_SIGNS = dict.fromkeys(("on_epoch_begin", "on_predict", "on_evaluate"), True)  # a loader may start worker processes
-_STEP_SIGNS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end", "on_prediction_step")
-_SIGNS |= dict.fromkeys(_STEP_SIGNS, False)
+_SIGNS = {
+    "on_epoch_begin": True,  # the loader may start worker processes
+    "on_step_begin": False,
+    "on_substep_end": False,
+    "on_pre_optimizer_step": False,
+    "on_step_end": False,
+    "on_prediction_step": False,
+    "on_predict": True,
+    "on_evaluate": True,
+}
 #: Seconds between two records of a rank.
 _INTERVAL = 2.0
 #: Seconds without a sign of progress after which a rank is late, if they exceed `_LIMIT_PER_PAUSE` times its longest
