@@ -78,6 +78,7 @@ $(VENV)/.libraries: tests/adapters/downstream/requirements.txt $(VENV)/.dev
 .venv-%/.libraries: tests/adapters/downstream/libraries-%.txt .venv-%/.ready
 	@echo "Installing the packages of $< ..."
 	@$(call pip,.venv-$*) --use-pep517 --no-deps -r $<
+	@test $* != 5.2 || $(call pip,.venv-$*) --no-deps --target .venv-$*/torchvision torchvision==0.28.0  # as in $(VENV)
 	@rm -rf .venv-$*/lib/python*/site-packages/torchaudio/lib
 	@touch $@
 
