@@ -124,7 +124,9 @@ def _compare(runs: list[dict[str, Any]]) -> str:
         rows.append(tuple("" if each is None else texts[name](each) for name, each in run.items()))
     table = align(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
     return (
-        f"{table}\n\ngoodput: kept steps / all time" if any(run.get("goodput") is not None for run in runs) else table
+        f"{table}\n\ngoodput: kept steps / time without chosen pauses"
+        if any(run.get("goodput") is not None for run in runs)
+        else table
     )
 
 

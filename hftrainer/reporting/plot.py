@@ -103,14 +103,14 @@ def _label(curves: list[Curve], scale: str) -> str:
 
 
 def _clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, float, str, str, int]]:
-    """What leaves a panel most: curve, step, mark with its anchor, and row. A curve has a text at its highest value."""
+    """What leaves a panel most: curve, step, text with its anchor, and row below the marks. The highest has a text."""
     peaks = [(curve, places) for curve in curves if (places := curve.peaks(top))]
     peaks.sort(key=lambda peak: -max(peak[0].finite))
     for row, (curve, places) in enumerate(peaks[:MAX_PEAKS]):
         text = f"{len(places):,} spikes, max " * (len(places) > 1) + format_number(max(curve.finite))
         for place in sorted(places, key=curve.values.__getitem__, reverse=True)[:MAX_TRIANGLES]:
             step, is_late = curve.steps[place], curve.steps[place] > 0.6 * curve.steps[-1]
-            yield (curve, step, *((f"{text} ▲", "right") if is_late and text else (f"▲ {text}", "left")), row)
+            yield curve, step, text, "right" if is_late else "left", row + 1
             text = ""
 
 
@@ -124,8 +124,9 @@ def _title(name: str, curves: list[Curve]) -> list[str]:
     if any(curve.restarts and curve.x in TIME_UNITS for curve in curves):
         title.append("the time leaves out the pauses before a run resumed")
     title += [curves[0].state] * bool(not curves[0].run and curves[0].state)
-    flat = {curve.panel: max(curve.finite) for curve in curves if curve.panel not in _group_by_panel(curves)}
-    title += [f"{panel}: {format_number(value)}" for panel, value in flat.items()]
+    memory = [value for curve in curves if curve.panel == MEMORY for value in curve.finite]
+    if memory and MEMORY not in _group_by_panel(curves):
+        title.append(f"{MEMORY}: {format_number(max(memory))}")
     observed = {curve.run for curve in curves if PANEL_OF.get(curve.name) in SPEEDS}
     if observed and (others := ", ".join(run for run in runs if run not in observed)):
         title.append(f"{others} ran without observe=True: no speed, time or memory")
@@ -239,14 +240,15 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
         line = axis.axvline(step, color=colour, linestyle=dash, linewidth=1.5 if dash == ":" else 0.8)
         axis.axvspan(start, step, color=colour, alpha=0.12, linewidth=0)
         handles |= {text: line} if text else {}
-    for curve in curves:
-        # At the lower edge, in the unit of the panel's height.
+    for row, curve in enumerate(curve for curve in curves if curve.gaps):
+        # Above the lower edge, in the unit of the panel's height.
         missing, place = [curve.steps[index] for index in curve.gaps], axis.get_xaxis_transform()
-        axis.plot(missing, [0.02] * len(missing), "x", color=curve.colour, markersize=5, transform=place)
+        axis.plot(missing, [0.02 + 0.03 * row] * len(missing), "x", color=curve.colour, markersize=5, transform=place)
     scale, limits = _vertical_axis(curves)
     axis.set(xlabel=X_AXES[curves[0].x], ylabel=_label(curves, scale), yscale=scale, ylim=limits)
     for curve, step, text, anchor, row in _clipped_peaks(curves, limits[1]):
-        axis.text(step, limits[1], "\n" * row + text, color=curve.colour, fontsize=9, va="top", ha=anchor)
+        axis.plot(step, 0.98, "^", color=curve.colour, markersize=5, transform=axis.get_xaxis_transform())
+        axis.text(step, limits[1], "\n" * row * bool(text) + text, color=curve.colour, fontsize=9, va="top", ha=anchor)
     axis.xaxis.set_major_formatter("{x:,.7g}")
     if scale == "log" and limits[1] < 1000 * limits[0]:
         axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
@@ -289,8 +291,9 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
         y_axis |= {"tickformat": "~e" if max(map(abs, limits)) < 0.001 else ",", "hoverformat": ",.4~g"}
         y_axis |= {"tickformat": ".0%", "hoverformat": ".1%"} if panel_curves[0].name in PANELS[SHARES] else {}
         for curve, step, text, anchor, row in _clipped_peaks(panel_curves, limits[1]):
-            place = {"xref": x, "x": step, "yref": f"{y} domain", "y": 1, "xanchor": anchor, "yanchor": "top"}
-            figure.add_annotation(text=text, yshift=-14 * row, font_color=curve.colour, showarrow=False, **place)
+            place = {"xref": x, "x": step, "yref": f"{y} domain", "y": 1, "yanchor": "top", "showarrow": False}
+            figure.add_annotation(text="▲", font_color=curve.colour, **place)
+            figure.add_annotation(text=text, yshift=-14 * row, font_color=curve.colour, xanchor=anchor, **place)
         if panel_curves[0].panel == "loss":
             box = BOX % (" checked" * (scale == "log"))
         if scale == "log":

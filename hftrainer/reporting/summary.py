@@ -73,7 +73,7 @@ def make_summary(
     if non_finite_since is not None:
         place = f"since step {non_finite_since:,} of {state.max_steps:,}"
         lasting = f"is not finite {place}: the last checkpoint's weights may be unusable"
-        hidden = ". train_loss leaves it out" if args.logging_nan_inf_filter and not args.observe else ""
+        hidden = ". train_loss is too low" if args.logging_nan_inf_filter and not args.observe else ""
         text = f"The loss {lasting if non_finite_since else 'was not finite in some steps'}{hidden}."
         yield text, logging.WARNING
 
@@ -94,7 +94,7 @@ def make_goodput_message(events: list[dict[str, Any]]) -> str:
     share, starts = goodput(events), sum(event["event"] == "begin" for event in select_last_run(events))
     if share is None or starts < 2:
         return ""
-    return f"Goodput: {share:.0%} of the time since the first start are steps that count ({starts} starts)."
+    return f"Goodput: {share:.0%} of the time without pauses are steps that count ({starts} starts)."
 
 
 def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:

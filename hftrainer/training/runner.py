@@ -209,6 +209,8 @@ class TrainingRunner(Part):
         if text := self._describe_saves():
             if isinstance(error, KeyboardInterrupt):
                 add_note(error, wrap_text(f"[hftrainer] {text}", sys.stderr))
+            elif isinstance(error, Exception) and self.run.checkpoints_written and parts.search is None:
+                add_note(error, text)
             elif self.run.signal_listener.signal_number is not None:
                 tell(text)
         # After an Exception, a search continues with the next trial.
@@ -369,7 +371,7 @@ class TrainingRunner(Part):
         keeps_others = self.trainer.args.save_total_limit != 1 or self.parts.checkpoint_writer.has_failed
         return None if keeps_others else self.trainer.state.best_model_checkpoint
 
-    def _print_summary(self, metrics: Mapping[str, float], events: TrainingLoop) -> None:
+    def _print_summary(self, metrics: Mapping[str, float], loop: TrainingLoop) -> None:
         """Print a summary of the run."""
         run, state = self.run, self.trainer.state
         steps = state.global_step - run.initial_step
@@ -377,16 +379,16 @@ class TrainingRunner(Part):
             return
         share = 1 if self.parts.policy.averages_train_loss_over_call else steps / state.global_step
         seconds = {
-            "waiting for data": sum(events.batches.reader.wait_seconds_by_cause().values()),
+            "waiting for data": sum(loop.batches.reader.wait_seconds_by_cause().values()),
             "in evaluations": run.seconds.get("evaluation", 0.0),
             "saving": run.seconds.get("saving", 0.0),
         }
         # Lightning's EarlyStopping notes why it stops.
         stopped = [each for each in self.parts.engine.callbacks if vars(each).get("stopping_reason_message")]
         stopper = self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else "")
-        observer, requests = events.monitors.observer, events.monitors.requests
+        observer, requests = loop.monitors.observer, loop.monitors.requests
         reason = stopper or ("`ask stop`" if requests is not None and requests.has_stopped else "")
-        losses = events.loss_accumulator
+        losses = loop.loss_accumulator
         since = losses.non_finite_since if losses.has_warned else None
         lines = [*summary.make_summary(state, self.trainer.args, metrics, seconds, steps, share, reason, since)]
         if observer is not None:

@@ -299,7 +299,7 @@ class CheckpointSaver(Part):
             self.save_if_needed(loop.trial)
             if not loop.batches.is_between_steps:
                 logger.warning(
-                    "The error occurred within a step: a run resumed from here draws different random numbers."
+                    "The error occurred within a step: a run resumed from there draws different random numbers."
                 )
         except Exception:
             logger.exception("Could not save a checkpoint after the error that ends the run.")

@@ -93,9 +93,11 @@ def test_error_shows_frames_of_the_script_and_where_it_happened(tmp_path, given,
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without this test's own
     assert [frame.name for frame in frames] == shown
     assert not any("lightning" in frame.filename for frame in frames)
-    first, *_, last = error.__notes__
-    assert last == "(The engine's frames are hidden: HFTRAINER_TRACEBACK=full shows them.)"
+    first, *notes = error.__notes__
     assert f"This happened {note}" in first
+    assert "(The engine's frames are hidden: HFTRAINER_TRACEBACK=full shows them.)" in notes
+    saved = [text for text in notes if text.startswith("Last checkpoint: ")]
+    assert [bool(text) for text in saved] == [True for _ in tmp_path.glob("checkpoint-*")]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

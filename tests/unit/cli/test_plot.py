@@ -200,7 +200,7 @@ def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys):
         "goodput",
     ]
     assert re.split("  +", header.strip()) == titles
-    assert explanation == "goodput: kept steps / all time"
+    assert explanation == "goodput: kept steps / time without chosen pauses"
     # 10 steps at 17.5 samples per second and 10 at 35.
     assert [row.split()[:7] for row in rows] == [[name, "20", "running", "2", "1", "23.33", "9,000"] for name in "ab"]
     main(["plot", *runs, "--output", str(tmp_path / "a.png"), "--json"])
@@ -268,7 +268,7 @@ def test_mean_leaves_out_an_isolated_spike_which_has_one_mark(tmp_path):
     (curve,) = read_curves([folder])
     assert max(curve.mean) < 1.5 and curve.mean[-1] == pytest.approx(usual[-1], abs=0.05)
     plot([folder], out=str(tmp_path / "a.svg"))
-    assert [text for text in texts_in_svg(tmp_path / "a.svg") if "▲" in text] == ["▲ 2 spikes, max 90", "▲"]
+    assert "2 spikes, max 90" in texts_in_svg(tmp_path / "a.svg")
 
 
 def test_evaluation_that_the_last_checkpoint_lacks_is_named(tmp_path):
@@ -453,7 +453,7 @@ def test_losses_and_norms_that_span_decades_get_a_log_scale(tmp_path, norms, sca
     assert re.findall(r'"yaxis\d?":\{[^}]*"title":\{"text":"([\w ()]+)"[^}]*\},"type":"(\w+)"', page) == [
         (label + " (log scale)" * (scale == "log"), scale) for label in ("Loss", "Gradient norm")
     ]
-    marks = page.count('"text":"\\u25b2 500"')
+    marks = page.count('"text":"500"')
     assert marks == 2 * norms.count(500.0) and f"<title>Training run {tmp_path.name}</title>" in page
 
 
@@ -465,7 +465,7 @@ def test_run_that_diverged_does_not_squeeze_the_others(tmp_path):
     assert _vertical_axis(read_curves(runs)) == ("linear", pytest.approx((0.425, 2.075)))
     assert _vertical_axis(read_curves(runs[2:]))[0] == "log"
     plot(runs, out=str(tmp_path / "a.svg"))
-    assert "7e+35 ▲" in texts_in_svg(tmp_path / "a.svg")
+    assert "7e+35" in texts_in_svg(tmp_path / "a.svg")
 
 
 def test_curves_are_described_in_a_text_table():
@@ -689,10 +689,10 @@ def test_slow_first_interval_does_not_squeeze_the_others(tmp_path):
     logs = {run: [{"step": step, "step_seconds": time} for step, time in enumerate(times[run], 1)] for run in slow}
     runs = [write_log(tmp_path / run, log) for run, log in logs.items()]
     plot(runs, html=True, out=str(tmp_path / "a.svg"))
-    assert {"▲ 12", "▲ 1,612", "Seconds per step"} <= {*texts_in_svg(tmp_path / "a.svg")}
+    assert {"12", "1,612", "Seconds per step"} <= {*texts_in_svg(tmp_path / "a.svg")}
     page = (tmp_path / "a.html").read_text()
     assert '"Seconds per step"},"type":"linear","range":[0,0.21' in page
-    marks = re.findall(r'"color":"(.{7})"},"showarrow":false,"text":"\\u25b2 (.*?)"', page)
+    marks = re.findall(r'"color":"(.{7})"},"showarrow":false,"text":"([\d,]+)"', page)
     assert marks == [(line.colour, mark) for line, mark in zip(read_curves(runs)[1::-1], ("1,612", "12"), strict=True)]
 
 

@@ -153,7 +153,7 @@ def test_resume_of_a_complete_run_keeps_its_journal(tmp_path, run_messages, capl
 def test_goodput_is_told_after_a_resume(tmp_path, run_messages):
     train(tmp_path, observe=True, **SAVED)
     train(tmp_path, True, observe=True, **{**SAVED, "max_steps": 6})
-    assert re.search(r"Goodput: \d+% of the time since .* \(2 starts\)\.", " ".join(run_messages()))
+    assert re.search(r"Goodput: \d+% of the time without pauses are .* \(2 starts\)\.", " ".join(run_messages()))
 
 
 def test_higher_checkpoint_of_an_earlier_run_is_not_promised(tmp_path, monkeypatch):
@@ -174,7 +174,7 @@ def test_terminal_is_told_of_the_plot_command(tmp_path, run_messages, monkeypatc
     """Only if there is a log that plot can read."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     train(tmp_path / "an out", **settings)
-    told = f"{command_name()} plot '{tmp_path}/an out' draws its curves; observe=True adds "
+    told = f"{command_name()} plot '{tmp_path}/an out' draws its curves; observe=True logs speeds too."
     assert run_messages()[-1].startswith(told) is is_told
 
 
