@@ -29,7 +29,7 @@ from hftrainer_lightning.launching import LaunchedEnvironment, start_other_proce
 from hftrainer_lightning.loggers import CallbackMetricsLogger, is_lightning_logger as is_lightning_logger
 from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.precision import precision_plugin
-from hftrainer_lightning.private_api import callbacks as private_callbacks, evaluation as evaluation_loops
+from hftrainer_lightning.private_api import callbacks as private_callbacks, evaluation as evaluation_loops, finders
 from hftrainer_lightning.private_api.trainer import TrainerWithoutSignals, quiet_lightning
 from hftrainer_lightning.private_api.training import install_training_loops, restore_progress
 from hftrainer_lightning.strategies import StrategySettings, make_accelerator
@@ -328,14 +328,14 @@ class LightningEngine:
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder)
         if finder is None:
             return None
-        return private_callbacks.search_batch_size(self._make_trainer, finder, trial_steps, model)
+        return finders.search_batch_size(self._make_trainer, finder, trial_steps, model)
 
     def run_learning_rate_finder(self, trial_steps: TrialSteps, model: torch.nn.Module) -> float | None:
         """The learning rate that a `LearningRateFinder` callback suggests; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.LearningRateFinder)
         if finder is None:
             return None
-        return private_callbacks.search_learning_rate(self._make_trainer, finder, trial_steps, model)
+        return finders.search_learning_rate(self._make_trainer, finder, trial_steps, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""

@@ -188,7 +188,7 @@ def check_consistency(args: Any, processes: Processes) -> None:
         # The addresses of objects differ between processes.
         texts[name] = re.sub(r" at 0x[0-9a-f]+", "", text)
     texts_by_rank: list[dict[str, str]] = processes.gather_objects([texts])
-    problems = ["The arguments differ between ranks; they must be the same on all:"]
+    problems = []
     for name in texts:
         ranks: dict[str, list[str]] = {}
         for rank, texts_of_rank in enumerate(texts_by_rank):
@@ -196,5 +196,6 @@ def check_consistency(args: Any, processes: Processes) -> None:
         if len(ranks) > 1:
             values_and_ranks = "; ".join(f"{value} in rank {', '.join(same)}" for value, same in ranks.items())
             problems.append(f"{name} is {values_and_ranks}.")
-    if len(problems) > 1:
-        raise InvalidArgument("\n".join(problems))
+    if problems:
+        heading = "The arguments differ between ranks; they must be the same on all:"
+        raise InvalidArgument("\n".join([heading, *problems]))

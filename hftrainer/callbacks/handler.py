@@ -144,10 +144,17 @@ class CallbackHandler(TrainerCallback):
         # Callables of other types may not be hashable.
         is_plain = isinstance(function, types.FunctionType)
         needs_tokenizer = (_needs_tokenizer if is_plain else _needs_tokenizer.__wrapped__)(function)
-        arguments = {name: getattr(self, name) for name in _OBJECTS} | kwargs
-        if needs_tokenizer:
+        arguments = {
+            "model": self.model,
+            "processing_class": self.processing_class,
             # Other handlers must not get it: they may not accept a keyword that transformers does not pass.
-            arguments.setdefault("tokenizer", self.processing_class)
+            **({"tokenizer": self.processing_class} if needs_tokenizer else {}),
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "train_dataloader": self.train_dataloader,
+            "eval_dataloader": self.eval_dataloader,
+            **kwargs,
+        }
         return accepted_args(handler, arguments) if is_plain else arguments
 
 
@@ -207,8 +214,10 @@ def remove_callback_like(callbacks: list[Any], callback: Any) -> Any:
 
     A match is `callback` itself or an instance of it. A class of transformers also matches ours of the same name.
     """
-    number = next((number for number, candidate in enumerate(callbacks) if _is_like(candidate, callback)), None)
-    return None if number is None else callbacks.pop(number)
+    for number, candidate in enumerate(callbacks):
+        if _is_like(candidate, callback):
+            return callbacks.pop(number)
+    return None
 
 
 def make_callback(callback: Any) -> Any:
@@ -245,8 +254,6 @@ def _make_event_method(event: str):
 
 #: The callbacks that show a progress bar; only one is kept.
 PROGRESS_BAR_CALLBACKS = ("ProgressCallback", "NotebookProgressCallback")
-#: What each event receives as keyword arguments.
-_OBJECTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 #: Hook of Lightning, with 'begin' for 'start' → the event.
 _EVENT_BY_HOOK = {

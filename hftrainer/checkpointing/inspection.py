@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,6 +72,12 @@ class Inspection:
         kinds = {"is missing": self.removed, _RESIZED: self.resized}
         change = next((f"{self.folder / files[0]} {reason}" for reason, files in kinds.items() if files), None)
         return change or self.unusable_reason
+
+    @property
+    def skip_reason_within(self) -> str | None:
+        """`skip_reason` for a message that names the checkpoint: its files by their paths within it."""
+        reason = self.skip_reason
+        return None if reason is None else reason.replace(os.path.join(self.folder, ""), "")
 
     @property
     def unusable_reason(self) -> str | None:

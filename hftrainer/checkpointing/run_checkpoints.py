@@ -38,10 +38,9 @@ def find_intact(folder: str) -> tuple[str | None, list[str]]:
     """The result of `get_last_checkpoint`, and the name and damage of each folder that it skipped."""
     damages: list[str] = []
     for path in checkpoints_newest_first(folder) if os.path.isdir(folder) else ():
-        reason = inspect_checkpoint(path).skip_reason
+        reason = inspect_checkpoint(path).skip_reason_within
         if reason is None:
             return path, damages
-        reason = reason.replace(os.path.join(path, ""), "")
         logger.warning("%s is damaged and is skipped: %s.", path, reason)
         damages.append(f"{os.path.basename(path)} is damaged: {reason}")
     return None, damages

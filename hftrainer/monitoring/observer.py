@@ -235,7 +235,8 @@ class _JournalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the message."""
-        values = {name: value for name, value in vars(record).items() if name == "non_finite_step"}
+        step = getattr(record, "non_finite_step", None)
+        values = {} if step is None else {"non_finite_step": step}
         self._observer.journal.write("warning", self._observer._step, text=record.getMessage(), **values)
 
 
