@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.field import EARLIER_SUBJECT, LAST_SUBJECTS, arguments_of
+from hftrainer.arguments.argument import EARLIER_SUBJECT, LAST_SUBJECTS, arguments_of
 from hftrainer.arguments.old_fields import OldArguments
 from hftrainer.errors import InvalidArgument, suggest
 from hftrainer.parallel.config_files import parse_bool, read_mapping

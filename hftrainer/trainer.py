@@ -26,7 +26,7 @@ from hftrainer.base.tracebacks import HideEngineFrames
 from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
-from hftrainer.compat.overrides import make_scheduler, overridable_property, record_methods
+from hftrainer.compat.overrides import overridable_property, record_methods
 from hftrainer.data import collators, mixture
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.collators import number_of_tokens
@@ -36,7 +36,7 @@ from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.model.inspection import parameters
 from hftrainer.model_card.card import create_model_card
 from hftrainer.optimizers import factory
-from hftrainer.preparation.model_setup import check_optimizer_pair
+from hftrainer.optimizers.setup import check_optimizer_pair, make_scheduler
 from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
@@ -212,7 +212,7 @@ class Trainer(EarlierMethods):
             # Building the engine imports libraries that draw random numbers.
             parts.model_setup.seed_generators()
             parts.model_setup.set_model(model if model is not None else self.call_model_init())
-            parts.setup.init_attributes()
+            parts.setup.begin_init()
             if not isinstance(callbacks, (list, tuple, type(None))):
                 example = getattr(callbacks, "__name__", f"{type(callbacks).__name__}()")
                 raise NotACallback(f"callbacks takes a list: callbacks=[{example}].")
@@ -407,7 +407,7 @@ class Trainer(EarlierMethods):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer, unless it exists. Weight decay excludes biases and normalization layers."""
         if self.optimizer is None:
-            self.optimizer = self._hftrainer.model_setup.create_optimizer(self.model if model is None else model)
+            self.optimizer = self._hftrainer.optimizer_setup.create_optimizer(self.model if model is None else model)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -419,7 +419,7 @@ class Trainer(EarlierMethods):
         """
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = self._hftrainer.model_setup.create_scheduler(num_training_steps, optimizer)
+            self.lr_scheduler = self._hftrainer.optimizer_setup.create_scheduler(num_training_steps, optimizer)
         return self.lr_scheduler
 
     @staticmethod
@@ -429,7 +429,7 @@ class Trainer(EarlierMethods):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""
-        return self._hftrainer.model_setup.decay_parameter_names(model)
+        return self._hftrainer.optimizer_setup.decay_parameter_names(model)
 
     def get_num_trainable_parameters(self) -> int:
         """Number of elements in the trainable parameters."""
@@ -441,11 +441,11 @@ class Trainer(EarlierMethods):
 
     def get_optimizer_group(self, param: Any = None) -> Any:
         """The parameter group that contains `param`; without `param`, the parameters of each group."""
-        return self._hftrainer.model_setup.find_group(param)
+        return self._hftrainer.optimizer_setup.find_group(param)
 
     def _get_learning_rate(self) -> float:
         """The learning rate to log, of the first parameter group."""
-        return self._hftrainer.model_setup.learning_rate()
+        return self._hftrainer.optimizer_setup.learning_rate()
 
     # ---- Training ----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.arguments.field import arg
+from hftrainer.arguments.argument import arg
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.training_args import TrainingArguments
 

@@ -16,10 +16,11 @@ import torch
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerator_config import CONSTRUCTION_KEY
+from hftrainer.arguments.argument import OURS
 from hftrainer.arguments.choices import LOG_LEVELS, ParallelMode
-from hftrainer.arguments.field import OURS
-from hftrainer.arguments.old_fields import ARGUMENTS, OldArguments
+from hftrainer.arguments.old_fields import OldArguments
 from hftrainer.arguments.resolved import ResolvedArguments, requested_precision
+from hftrainer.arguments.table import ARGUMENTS
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.parallel import devices
 from hftrainer.parallel.config_files import env_flag

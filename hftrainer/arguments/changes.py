@@ -16,9 +16,7 @@ logger = logging.getLogger(__name__)
 _NEED_NEW_TRAINER = ("lightning_config", "deepspeed")
 
 
-def apply_changed_arguments(
-    engine: Any, args: BaseArguments, policy: ReleasePolicy, *, has_custom_loader: bool
-) -> None:
+def apply_to_engine(engine: Any, args: BaseArguments, policy: ReleasePolicy, *, has_custom_loader: bool) -> None:
     """Apply changed arguments to the next run, where transformers would apply them.
 
     Most arguments are read when they are needed. Those that the engine stores are passed to it. Those that are read

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.arguments.choices import as_text
-from hftrainer.arguments.field import (
+from hftrainer.arguments.argument import (
     Rename,
     arg,
-    arguments_of,
     old_name,
     split_words,
     to_item,
@@ -17,6 +15,7 @@ from hftrainer.arguments.field import (
     to_name,
     to_value,
 )
+from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.own_fields import OwnArguments
 from hftrainer.errors import InvalidArgument
 
@@ -191,7 +190,3 @@ class OldArguments(OwnArguments):
         "refused: naive model parallelism was removed after v4.1; load the model with device_map, or use fsdp",
         until="4.1",
     )
-
-
-#: Name → its `Argument`, for all fields of `TrainingArguments`.
-ARGUMENTS = arguments_of(OldArguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hftrainer.arguments.field import OURS, arg
+from hftrainer.arguments.argument import OURS, arg
 from hftrainer.arguments.fields import CurrentArguments
 
 

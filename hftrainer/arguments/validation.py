@@ -30,9 +30,9 @@ from hftrainer.arguments.choices import (
     read_observe,
     token_counting_mode,
 )
-from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, asks_for_deepspeed
 from hftrainer.arguments.storage_url import separate_storage
+from hftrainer.arguments.table import ARGUMENTS
 from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer.parallel.config_files import describe_text, parse_bool
 from hftrainer.plugins import load

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from hftrainer.arguments.argument import changed_arguments
 from hftrainer.arguments.choices import as_text
-from hftrainer.arguments.field import changed_arguments
 from hftrainer.base.tracebacks import describe_type
 from hftrainer.compat.libraries import has_length
+from hftrainer.data.loader_factory import check_dataset
 from hftrainer.data.mixture import MixtureDataset, MixtureStream
 from hftrainer.errors import InvalidArgument, InvalidSetup, WrongObject
 from hftrainer.parallel.processes import Processes
-from hftrainer.preparation.loader_factory import check_dataset
 from hftrainer.training_args import TrainingArguments
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 

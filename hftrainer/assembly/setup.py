@@ -8,11 +8,11 @@ from typing import Any
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import copy_accelerator_settings
-from hftrainer.arguments.changes import apply_changed_arguments
+from hftrainer.arguments.changes import apply_to_engine
 from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.lightning_plan import make_plan
-from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
+from hftrainer.arguments.table import ARGUMENTS
 from hftrainer.arguments.unsupported import check_supported, find_unused_settings
 from hftrainer.arguments.validation import check_accelerator_config, check_types, check_values, set_accumulation_steps
 from hftrainer.assembly.object_checks import check_consistency, check_data, check_memmap, check_optimizer
@@ -65,7 +65,7 @@ class TrainerSetup(Part):
         if isinstance(trainer.args, TrainingArguments):
             trainer.args.hf_deepspeed_config = set_up_deepspeed(trainer.args)
         set_tf32(trainer.args)
-        self.read_arguments()
+        self.copy_argument_values()
         trainer.create_accelerator_and_postprocess()
         # Until v5.2, a trial makes its model afterwards.
         if trainer.model is not None:
@@ -84,14 +84,14 @@ class TrainerSetup(Part):
             return DataCollatorWithPadding(self.trainer.processing_class)
         return default_data_collator
 
-    def init_attributes(self) -> None:
+    def begin_init(self) -> None:
         """Initialize the documented attributes that a run, a search or an upload sets later."""
         trainer = self.trainer
         check_lightning_methods(type(trainer), {*EVENTS, *lightning_adapter().HOOKS})
         trainer.is_in_train = False
         trainer.hp_name = trainer.hp_search_backend = trainer.objective = trainer._mixed_mesh_grads = None
         trainer.hub_model_id = trainer.push_in_progress = None
-        self.read_arguments()
+        self.copy_argument_values()
 
     def end_init(self) -> None:
         """Open the repository, create the output folder, and call `on_init_end`."""
@@ -205,15 +205,15 @@ class TrainerSetup(Part):
                 # The main process logs the messages that all processes would log.
                 our_logger.setLevel(logging.ERROR)
 
-    def read_arguments(self) -> None:
+    def copy_argument_values(self) -> None:
         """Take the values that the parts read from the arguments; again for each trial."""
         self.run.accumulation_steps = self.trainer.args.gradient_accumulation_steps
         self.run.train_batch_size = self.trainer.args.train_batch_size
         self.trainer.neftune_noise_alpha = self.trainer.args.neftune_noise_alpha
         self.trainer._eval_dataloaders = {}
-        self._read_changeable_arguments()
+        self._copy_changeable_values()
 
-    def _read_changeable_arguments(self) -> None:
+    def _copy_changeable_values(self) -> None:
         """Set what depends on arguments that may change between two runs."""
         args = self.trainer.args
         self.parts.past_index = legacy.old_argument(args, "past_index")
@@ -222,9 +222,9 @@ class TrainerSetup(Part):
     def update_engine(self, args: TrainingArguments) -> None:
         """Apply the values of `args`, which may be a different object from the Trainer's arguments."""
         parts, is_custom = self.parts, is_overridden(self.trainer, "get_train_dataloader")
-        apply_changed_arguments(parts.engine, args, parts.policy, has_custom_loader=is_custom)
+        apply_to_engine(parts.engine, args, parts.policy, has_custom_loader=is_custom)
 
-    def read_changed_arguments(self) -> None:
+    def apply_changed_arguments(self) -> None:
         """Take over the arguments that the script changed after it created the Trainer."""
         trainer = self.trainer
         refuse_rewritten(trainer)
@@ -233,7 +233,7 @@ class TrainerSetup(Part):
         self.update_engine(trainer.args)
         # Another Trainer may have replaced accelerate's state.
         copy_accelerator_settings(self.parts.resolved, trainer.accelerator)
-        self._read_changeable_arguments()
+        self._copy_changeable_values()
         # The script may have set push_to_hub after it created the Trainer.
         if trainer.args.push_to_hub:
             trainer.accelerator.processes.broadcast_from_main(

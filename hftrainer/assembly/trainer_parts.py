@@ -17,10 +17,12 @@ from hftrainer.assembly import setup
 from hftrainer.callbacks.state import has_saved_state
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
+from hftrainer.data.loader_factory import LoaderFactory
 from hftrainer.evaluation.evaluation_runner import EvaluationRunner
 from hftrainer.hub.pushes import HubPushes
+from hftrainer.model.setup import ModelSetup
+from hftrainer.optimizers.setup import OptimizerSetup
 from hftrainer.plugins import load
-from hftrainer.preparation import loader_factory, model_setup
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.storage.sync import StorageSync
@@ -65,7 +67,8 @@ class TrainerParts:
         needs_rebuild: whether the next run must rebuild the engine.
         lightning_callbacks: Lightning's callbacks, in the script's order.
         setup: builds everything that depends on the arguments.
-        model_setup: sets up the model, its optimizer and its schedule.
+        model_setup: sets up the model.
+        optimizer_setup: creates the optimizer and its schedule.
         loaders: makes data loaders.
         losses: prepares micro-batches and computes their losses.
         counting: counts items, tokens and floating-point operations over all ranks.
@@ -96,8 +99,9 @@ class TrainerParts:
 
     def __post_init__(self) -> None:
         self.setup = setup.TrainerSetup(self)
-        self.model_setup = model_setup.ModelSetup(self)
-        self.loaders = loader_factory.LoaderFactory(self)
+        self.model_setup = ModelSetup(self)
+        self.optimizer_setup = OptimizerSetup(self)
+        self.loaders = LoaderFactory(self)
         self.losses = loss.LossComputer(self)
         self.counting = counting.Counting(self)
         self.saver = saver.CheckpointSaver(self)

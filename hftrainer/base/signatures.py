@@ -51,7 +51,7 @@ def accepted_args(method: Callable[..., Any], values: dict[str, Any]) -> dict[st
     return values if names is None else {name: value for name, value in values.items() if name in names}
 
 
-def count_positional_arguments(method: Callable[..., Any]) -> int | None:
+def max_positional_arguments(method: Callable[..., Any]) -> int | None:
     """Number of positional arguments without `self`; None if `*args` accepts any number."""
     return _count_positional_arguments(getattr(method, "__func__", method), inspect.ismethod(method))
 

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from hftrainer.compat.libraries import bare_name
+from hftrainer.optimizers.param_groups import NAMES_WITHOUT_GROUPS
 
 logger = logging.getLogger(__name__)
 
-#: Attribute of optimizers built with `param_groups`: the parameter names in the order without that argument.
-NAMES_WITHOUT_GROUPS = "_hftrainer_names_without_groups"
 _NAME_KEYS = frozenset({"name", "param_names"})
 
 

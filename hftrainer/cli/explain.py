@@ -67,7 +67,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
 
 def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> TrainingArguments:
     from hftrainer.arguments.explain import TITLES, WIDTH
-    from hftrainer.arguments.old_fields import ARGUMENTS
+    from hftrainer.arguments.table import ARGUMENTS
     from hftrainer.hf_argparser import HfArgumentParser
     from hftrainer.training_args import TrainingArguments
 

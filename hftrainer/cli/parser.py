@@ -131,7 +131,7 @@ def _completions(name: str, parser: argparse.ArgumentParser) -> dict[str, str]:
     options, names = {option: _FILE if value else "" for option, value in described}, {}
     if name == "explain":
         from hftrainer.arguments.choices import as_text
-        from hftrainer.arguments.old_fields import ARGUMENTS
+        from hftrainer.arguments.table import ARGUMENTS
 
         choices = {f"--{name}": map(as_text, argument.choices or ()) for name, argument in ARGUMENTS.items()}
         options |= {option: " ".join(words) or _FILE for option, words in choices.items()}

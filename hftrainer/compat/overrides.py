@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import types
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from hftrainer.base.signatures import accepted_args, accepts, can_call, count_positional_arguments, has_parameter
-from hftrainer.errors import InvalidSetup, UnsupportedArgument, WrongObject
+from hftrainer.base.signatures import accepted_args, can_call, has_parameter, max_positional_arguments
+from hftrainer.errors import UnsupportedArgument, WrongObject
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +35,6 @@ def record_methods(recorded_class: TrainerType) -> TrainerType:
 def _find_record(trainer_class: Any) -> dict[str, Any]:
     """The recorded methods of the first of our classes in the MRO of `trainer_class`."""
     return next((_RECORDS[base] for base in trainer_class.__mro__ if base in _RECORDS), {})
-
-
-def make_scheduler(trainer: Any, num_training_steps: int) -> None:
-    """Call `create_scheduler`, with the optimizer if the method accepts it. transformers v4 passes it, v5 does not."""
-    if trainer.optimizer is None:
-        raise InvalidSetup(f"{type(trainer).__name__}.create_optimizer must set self.optimizer, and return it.")
-    step = vars(trainer.optimizer).get("step")
-    # torch's schedulers wrap `optimizer.step` as a method: make one from a script's plain function.
-    if step is not None and not inspect.ismethod(step) and not hasattr(step, "_wrapped_by_lr_sched"):
-        trainer.optimizer.step = types.MethodType(lambda _, *args, **kwargs: step(*args, **kwargs), trainer.optimizer)
-    options = {"optimizer": trainer.optimizer} if accepts(trainer.create_scheduler, "optimizer") else {}
-    trainer.create_scheduler(num_training_steps=num_training_steps, **options)
 
 
 def is_overridden(instance: Any, *names: str) -> bool:
@@ -90,7 +77,7 @@ _LOG_SAVE_EVALUATE = {
 
 def log_save_evaluate_arguments(method: Callable[..., Any], values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Positional and keyword arguments for `_maybe_log_save_evaluate`, as its release passes them."""
-    count = count_positional_arguments(method)
+    count = max_positional_arguments(method)
     value_count = 7 if count is None else count
     names = _LOG_SAVE_EVALUATE[min(max(value_count, 4), 8)].split() if value_count else []
     other_values = {name: value for name, value in values.items() if name not in names}

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrainer.arguments.argument import changed_arguments
 from hftrainer.arguments.choices import OptimizerNames
-from hftrainer.arguments.field import changed_arguments
 from hftrainer.compat import libraries, transformers_names
 from hftrainer.errors import InvalidArgument, MissingPackage, cause_if_installed
 from hftrainer.optimizers import low_rank

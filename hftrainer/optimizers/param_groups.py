@@ -16,6 +16,8 @@ from hftrainer.compat import libraries
 from hftrainer.compat.libraries import bare_name
 from hftrainer.errors import suggest
 
+#: Attribute of optimizers built with `param_groups`: the parameter names in the order without that argument.
+NAMES_WITHOUT_GROUPS = "_hftrainer_names_without_groups"
 _FLAT = "FSDP1 has flattened the parameters: set fsdp_config['use_orig_params']=True, or use FSDP2."
 
 

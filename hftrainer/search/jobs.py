@@ -193,7 +193,7 @@ class PickledTrainer:
         # install() was not called in this process.
         follow(parts.policy.release)
         parts.setup.set_log_level()
-        parts.setup.read_arguments()
+        parts.setup.copy_argument_values()
         parts.rebuild()
         for callback in list(trainer.callback_handler.callbacks):
             if is_instance_by_name(callback, "NotebookProgressCallback"):

@@ -14,8 +14,8 @@ from torch import nn
 
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.weights import load_weights
-from hftrainer.compat.overrides import make_scheduler
 from hftrainer.errors import InvalidArgument
+from hftrainer.optimizers.setup import make_scheduler
 from hftrainer.parallel.plan import TRUE_TYPES, LightningPlan
 from hftrainer.parallel.process_state import DistributedType
 from hftrainer.plugins import load

@@ -11,13 +11,13 @@ import torch
 from hftrainer.arguments.choices import IntervalStrategy
 from hftrainer.base.messages import count_of, log_facts, tell
 from hftrainer.base.part import Part
-from hftrainer.base.signatures import count_positional_arguments
+from hftrainer.base.signatures import max_positional_arguments
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
 from hftrainer.compat.libraries import has_length
-from hftrainer.compat.overrides import make_scheduler
 from hftrainer.data.accumulation import TrainingSchedule, plan_schedule, position_at_step, read_schedule
 from hftrainer.errors import UnsupportedArgument
+from hftrainer.optimizers.setup import make_scheduler
 from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.reporting import summary
 from hftrainer.training.sums import LoggedMetrics
@@ -36,7 +36,7 @@ class Planner(Part):
     def plan_run(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
         """Compute the lengths of the run with `set_initial_training_values`, whose signature depends on the release."""
         size = self.trainer.get_total_train_batch_size(args)
-        argument_count = count_positional_arguments(self.trainer.set_initial_training_values)
+        argument_count = max_positional_arguments(self.trainer.set_initial_training_values)
         needs_size = not self.parts.policy.returns_steps_in_epoch if argument_count is None else argument_count > 2
         initial_values = self.trainer.set_initial_training_values(args, dataloader, *([size] if needs_size else []))
         return read_schedule(initial_values, args, total_train_batch_size=size)

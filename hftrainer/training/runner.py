@@ -88,7 +88,7 @@ class TrainingRunner(Part):
             if self.trainer.model_init is None:
                 model_setup.align_special_tokens()
             model_setup.remake_model(trial)
-        self.parts.setup.read_changed_arguments()
+        self.parts.setup.apply_changed_arguments()
         self.parts.control_actions.check_best_metric()
         if errors := self.parts.engine.check_callbacks(self.trainer):
             raise UnsupportedArgument("\n".join(errors))
@@ -127,7 +127,7 @@ class TrainingRunner(Part):
         if steps != self.trainer.args.gradient_accumulation_steps and self.trainer.is_world_process_zero():
             tell(f"gradient_accumulation_steps={steps} keeps the {global_batch_size} samples of a step (elastic=True).")
         self.trainer.args.gradient_accumulation_steps = steps
-        self.parts.setup.read_changed_arguments()
+        self.parts.setup.apply_changed_arguments()
 
     # ---- Attempts ----------------------------------------------------------------------------------------------
 

@@ -28,12 +28,12 @@ from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress,
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_overridden
+from hftrainer.data import mixture_batches
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.errors import CheckpointNotWritten, RanksLost
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
-from hftrainer.preparation import mixture_batches
 from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.trackers.base import ids_of_open_runs
 from hftrainer.training_args import without_tokens

@@ -12,7 +12,7 @@ import torch
 
 import hftrainer
 from hftrainer import Trainer, TrainingArguments
-from hftrainer.arguments.field import arguments_of
+from hftrainer.arguments.argument import arguments_of
 from hftrainer.arguments.legacy import FIELDS, KEPT
 from hftrainer.arguments.lightning_plan import make_plan
 from hftrainer.arguments.resolved import ResolvedArguments

@@ -17,7 +17,7 @@ from hftrainer.base.tracebacks import describe_type
 from hftrainer.compat import libraries
 from hftrainer.compat.libraries import has_length
 from hftrainer.compat.overrides import is_overridden
-from hftrainer.data import collators
+from hftrainer.data import collators, mixture_batches
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.mixture import MixtureBatchSampler, MixtureDataset, MixtureStream, as_mixture, group_by_column
 from hftrainer.data.randomness import seed_worker
@@ -25,7 +25,6 @@ from hftrainer.data.samplers import UNSHARDED, LengthGroupedSampler, ShardSpec, 
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, UnknownDataset, UnsupportedArgument, WrongObject, suggest
 from hftrainer.parallel.devices import UNPINNED
-from hftrainer.preparation import mixture_batches
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)

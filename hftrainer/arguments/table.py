@@ -1,0 +1,9 @@
+"""The table of all training arguments, of the newest release, of earlier ones and our own."""
+
+from __future__ import annotations
+
+from hftrainer.arguments.argument import arguments_of
+from hftrainer.arguments.old_fields import OldArguments
+
+#: Name → its `Argument`.
+ARGUMENTS = arguments_of(OldArguments)
