@@ -23,9 +23,12 @@ from hftrainer.arguments.validation import add_missing_fields
 from hftrainer.assembly.object_checks import check_objects, merge_tokenizer_argument
 from hftrainer.assembly.trainer_parts import TrainerParts
 from hftrainer.base.tracebacks import HideEngineFrames
+from hftrainer.callbacks.handler import CallbackHandler, restore_callbacks, warn_about_unrestored_callbacks
 from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
+from hftrainer.checkpointing.lightning_ckpt import convert_ckpt
+from hftrainer.checkpointing.optimizer_state import load_scheduler_or_scaler
 from hftrainer.compat.overrides import overridable_property, record_methods
 from hftrainer.data import collators, mixture
 from hftrainer.data.accumulation import TrainingSchedule
@@ -50,7 +53,6 @@ from hftrainer.training.run import RunAttribute
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
-    from hftrainer.callbacks.handler import CallbackHandler
     from hftrainer.callbacks.state import TrainerControl
     from hftrainer.trainer_pt_utils import LabelSmoother
 
@@ -484,7 +486,7 @@ class Trainer(EarlierMethods):
             self._hftrainer.runner.check_one_process(resume_from_checkpoint)
             if str(resume_from_checkpoint).endswith(".ckpt"):
                 with tempfile.TemporaryDirectory(prefix=f"{os.path.basename(str(resume_from_checkpoint))}-") as target:
-                    checkpoint = resume.convert_ckpt(str(resume_from_checkpoint), target)
+                    checkpoint = convert_ckpt(str(resume_from_checkpoint), target)
                     return self.train(checkpoint, trial, ignore_keys_for_eval)
             self._memory_tracker.start()
             folder = self._hftrainer.runner.prepare(resume_from_checkpoint, trial)
@@ -916,7 +918,7 @@ class Trainer(EarlierMethods):
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Load the loss scaler's state, if the checkpoint has it."""
         if checkpoint is not None and self.accelerator.scaler is not None:
-            resume.load_scheduler_or_scaler(self.accelerator.scaler, checkpoint, "scaler")
+            load_scheduler_or_scaler(self.accelerator.scaler, checkpoint, "scaler")
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write this process's random states."""
@@ -961,9 +963,9 @@ class Trainer(EarlierMethods):
     def _load_callback_state(self) -> None:
         """Restore the callbacks' states, with `restore_callback_states_from_checkpoint` or after a rollback."""
         if self.args.restore_callback_states_from_checkpoint or self._hftrainer.run.has_rolled_back:
-            self.control = resume.restore_callbacks(self.callback_handler, self.control, self.state.stateful_callbacks)
+            self.control = restore_callbacks(self.callback_handler, self.control, self.state.stateful_callbacks)
         else:
-            resume.warn_about_unrestored_callbacks(self.callback_handler.callbacks, self.state.stateful_callbacks)
+            warn_about_unrestored_callbacks(self.callback_handler.callbacks, self.state.stateful_callbacks)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Record the metric if it is the best so far; returns whether it is.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrainer.checkpointing import resume
+from hftrainer.checkpointing.optimizer_state import load_scheduler_or_scaler
 from hftrainer.checkpointing.sharded import load_sharded_weights, prepare_for_saving
 from hftrainer.compat import libraries
 from hftrainer.errors import InvalidConfig, UnsupportedArgument
@@ -219,7 +219,7 @@ class DeepSpeedStrategy(Strategy):
     ) -> None:
         """Load the scheduler's state. The engine has loaded the optimizer's state with the weights."""
         if not self.owns_scheduler:
-            resume.load_scheduler_or_scaler(scheduler, folder, "scheduler")
+            load_scheduler_or_scaler(scheduler, folder, "scheduler")
 
 
 def make_strategy(plan: LightningPlan) -> Strategy:

@@ -17,7 +17,7 @@ from torch import nn
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.base.signatures import accepted_args, can_call
 from hftrainer.callbacks.flow_callbacks import DefaultFlowCallback
-from hftrainer.callbacks.state import TrainerCallback, TrainerControl, TrainerState
+from hftrainer.callbacks.state import TrainerCallback, TrainerControl, TrainerState, export_states, has_saved_state
 from hftrainer.compat.overrides import names_in_code
 from hftrainer.errors import NotACallback
 
@@ -281,3 +281,37 @@ _EMPTY_HANDLERS = {event: getattr(TrainerCallback, event) for event in EVENTS}
 for _event in EVENTS:
     if _event not in vars(CallbackHandler):
         setattr(CallbackHandler, _event, _make_event_method(_event))
+
+
+def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states: dict[str, Any]) -> TrainerControl:
+    """Restore the exported states of callbacks by class name. Returns the restored control."""
+    remaining = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}
+    for target in [*handler.callbacks, control]:
+        if saved := remaining.get(type(target).__name__):
+            logger.info("Restoring the state of %s from the checkpoint.", type(target).__name__)
+            state = saved.pop(0)
+            for name, value in {**state.get("args", {}), **state.get("attributes", {})}.items():
+                setattr(target, name, value)
+    if missing_names := [name for name, saved in remaining.items() if saved]:
+        logger.warning("The checkpoint has states of callbacks that this run lacks: %s.", ", ".join(missing_names))
+    return control
+
+
+def warn_about_unrestored_callbacks(callbacks: list[Any], states: dict[str, Any]) -> None:
+    """Log a warning about callbacks whose saved state is not restored, such as early stopping."""
+    for name, current_state in export_states([each for each in callbacks if has_saved_state(each)]).items():
+        saved_state = states.get(name)
+        if not (isinstance(current_state, dict) and isinstance(saved_state, dict)):
+            continue
+        saved_attributes = saved_state.get("attributes", {})
+        differences = {
+            key: value
+            for key, value in current_state["attributes"].items()
+            if key in saved_attributes and saved_attributes[key] != value
+        }
+        if differences:
+            description = "; ".join(
+                f"{key}={value!r}, {saved_attributes[key]!r} in the checkpoint" for key, value in differences.items()
+            )
+            advice = "set restore_callback_states_from_checkpoint=True to restore it"
+            logger.warning("%s starts from scratch (%s): %s.", name, description, advice)

@@ -1,36 +1,28 @@
-"""Finds a checkpoint or `.ckpt` file, and loads the state, optimizer and callbacks."""
+"""Finds the checkpoint that a run resumes from, and loads its state."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import reprlib
 import shlex
 import warnings
-from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import command_name, log_once
-from hftrainer.base.safe_loading import load_torch_file, name_file_in_errors, projectors
-from hftrainer.callbacks.handler import CallbackHandler
-from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, has_saved_state
-from hftrainer.checkpointing import names, optimizer_groups
-from hftrainer.checkpointing.file_checks import FRESH_OPTIMIZER, check_optimizer_state, check_value_types
+from hftrainer.base.safe_loading import load_torch_file, name_file_in_errors
+from hftrainer.callbacks.state import TrainerState
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.file_checks import check_value_types
 from hftrainer.checkpointing.inspection import Inspection, inspect_checkpoint
-from hftrainer.checkpointing.names import FULL_STATE_FILES, has_state_files
 from hftrainer.checkpointing.run_checkpoints import (
     checkpoints_newest_first,
     find_intact,
     get_last_checkpoint,
     sort_checkpoints,
 )
-from hftrainer.checkpointing.saved_arguments import read_arguments
-from hftrainer.data.randomness import numpy_state_types
-from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup, UnsupportedArgument
+from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -195,171 +187,6 @@ def warn_about_changed_arguments(args: TrainingArguments, state: TrainerState) -
         logger.warning("Resuming with arguments that differ from the checkpoint's: %s.", "; ".join(changes))
 
 
-def load_optimizer_and_scheduler(
-    folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, is_sharded: bool = False
-) -> None:
-    """Load both states in place; log a warning if either is missing, as with `save_only_model`.
-
-    Args:
-        folder: the checkpoint.
-        model: the model that the optimizer trains.
-        optimizer: the optimizer.
-        scheduler: its schedule.
-        is_sharded: whether the model is sharded over processes; if so, all processes must call this function.
-    """
-    optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
-    scheduler_file = os.path.join(folder, names.SCHEDULER_NAME)
-    shard_folder = _find_optimizer_shards(folder)
-    has_full_state = has_state_files(FULL_STATE_FILES, "optimizer", folder)
-    if not ((os.path.isfile(optimizer_file) or shard_folder or has_full_state) and os.path.isfile(scheduler_file)):
-        logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
-        return
-    initial_groups = [dict(group) for group in optimizer.param_groups]
-    is_by_name = is_sharded or has_full_state
-    is_regrouped = _load_optimizer(folder, model, optimizer, sharded=is_by_name, shard_folder=shard_folder)
-    if is_regrouped or optimizer_groups.has_named_groups(optimizer):
-        has_changed = optimizer_groups.apply_settings(initial_groups, optimizer, is_regrouped=is_regrouped)
-        load_scheduler_or_scaler(
-            scheduler, folder, "scheduler", lambda state: optimizer_groups.adapt_schedule_state(state, scheduler)
-        )
-        optimizer_groups.follow_schedule(scheduler, optimizer, has_changed=has_changed)
-    else:
-        if is_by_name or shard_folder:
-            _check_group_count(scheduler_file, len(initial_groups))
-        load_scheduler_or_scaler(scheduler, folder, "scheduler")
-
-
-def _load_optimizer(
-    folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool, shard_folder: str | None
-) -> bool:
-    """Load the optimizer's state, and return whether its parameters were put into other groups.
-
-    Args:
-        folder: the checkpoint.
-        model: the model that the optimizer trains.
-        optimizer: the optimizer.
-        sharded: whether the model is sharded, or the state is keyed by name.
-        shard_folder: the folder of shards that holds the state, if any.
-    """
-    optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
-    if sharded or shard_folder:
-        # Imported late, since the module imports torch's FSDP.
-        from hftrainer.checkpointing import sharded as sharded_states
-
-        if not sharded and shard_folder and os.path.basename(shard_folder) == names.DCP_FOLDER:
-            state = sharded_states.read_dcp_optimizer(shard_folder, model, optimizer)
-            _load_whole_optimizer(state, shard_folder, model, optimizer)
-            return False
-
-        def read() -> dict[str, Any]:
-            saved_state = load_torch_file(optimizer_file, allowed=projectors())
-            return optimizer_groups.match_by_name(saved_state, model, optimizer)
-
-        sharded_states.load_optimizer(model, optimizer, folder, read)
-        return False
-    saved_state = load_torch_file(optimizer_file, allowed=projectors())
-    with name_file_in_errors(optimizer_file):
-        state = optimizer_groups.match_by_name(saved_state, model, optimizer)
-    _load_whole_optimizer(state, optimizer_file, model, optimizer)
-    return state is not saved_state
-
-
-def _load_whole_optimizer(
-    state: dict[str, Any], path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    """Check and load the state of all parameters, which was read from `path`."""
-    with name_file_in_errors(path):
-        check_optimizer_state(state, optimizer)
-        if next(model.parameters()).device.type == "xla":
-            # torch's fused optimizers do not run on XLA devices.
-            for group in state["param_groups"]:
-                if group.get("fused"):
-                    group["fused"] = None
-        optimizer.load_state_dict(state)
-
-
-def explain_incompatible_state(folder: str, args: TrainingArguments, error: Exception) -> None:
-    """Raise InvalidSetup if a state did not load since it was written with another `optim` or `lr_scheduler_type`."""
-    path = os.path.join(folder, names.TRAINING_ARGS_NAME)
-    name = "lr_scheduler_type" if names.SCHEDULER_NAME in str(error) else "optim"
-    current, saved = as_text(getattr(args, name)), read_arguments(path).get(name) if os.path.isfile(path) else None
-    if saved not in (None, current):
-        problem = f"{folder} was written with {name}={saved!r}, whose state {name}={current!r} cannot use"
-        raise InvalidSetup(f"{problem}: resume with {name}={saved!r}. {FRESH_OPTIMIZER}") from error
-
-
-def _check_group_count(scheduler_file: str, count: int) -> None:
-    """Refuse a schedule with more than `count` groups.
-
-    A state by parameter name does not say which group each parameter was in.
-
-    Raises:
-        UnsupportedArgument: if the schedule has more groups.
-    """
-    with name_file_in_errors(scheduler_file):
-        saved_count = len(load_torch_file(scheduler_file).get("_last_lr") or ())
-    if saved_count > count:
-        raise UnsupportedArgument(
-            f"{os.path.dirname(scheduler_file)} was written with {saved_count} parameter groups, but the optimizer has "
-            f"{count}. A checkpoint of FSDP or of checkpoint_format='dcp' that was written with param_groups needs "
-            "param_groups to resume: pass the same, or [{'pattern': '*', 'lr_scale': 1.0}], which changes nothing."
-        )
-
-
-def _find_optimizer_shards(folder: str) -> str | None:
-    """The folder of shards that holds the optimizer's state, if any. A DCP folder may lack it."""
-    shard_folder = names.find_shard_folder("optimizer", folder)
-    if shard_folder is None or os.path.basename(shard_folder) != names.DCP_FOLDER:
-        return shard_folder
-    # Imported late, since the module imports torch's FSDP.
-    from hftrainer.checkpointing.sharded import holds_optimizer
-
-    return shard_folder if holds_optimizer(shard_folder) else None
-
-
-#: Keys of a parameter group that are not user settings, such as how a device computes the step.
-_INTERNAL_KEYS = frozenset({"params", "lr", "fused", "foreach", "capturable", "differentiable"})
-
-
-def warn_about_kept_settings(initial_groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Log a warning about the script's optimizer settings that the checkpoint overrides."""
-    overrides: dict[str, str] = {}
-    for initial, group in zip(initial_groups, optimizer.param_groups, strict=False):
-        for key, value in initial.items():
-            if key not in _INTERNAL_KEYS and isinstance(value, (int, float, str, tuple)) and group.get(key) != value:
-                name = "learning_rate" if key == "initial_lr" else key
-                overrides.setdefault(name, f"{name}={group.get(key)!r}, not {value!r}")
-    if overrides:
-        logger.warning(
-            "The optimizer settings of the checkpoint stay in use: %s. To use yours, start without a checkpoint, or "
-            "set them in optimizer.param_groups and the scheduler's base_lrs in a callback.",
-            "; ".join(overrides.values()),
-        )
-
-
-def load_scheduler_or_scaler(target: Any, folder: str, name: str, convert: Callable[[Any], Any] | None = None) -> None:
-    """Load and check the state of the "scheduler" or "scaler"; log a warning without one.
-
-    Args:
-        target: the scheduler or scaler.
-        folder: the checkpoint.
-        name: "scheduler" or "scaler".
-        convert: converts the state before it is loaded.
-    """
-    path = os.path.join(folder, f"{name}.pt")
-    if not os.path.isfile(path):
-        logger.warning("%s lacks the %s state: the %s starts from scratch.", folder, name, name)
-        return
-    state = load_torch_file(path)
-    with name_file_in_errors(path):
-        state = state if convert is None else convert(state)
-        expected = target.state_dict()
-        # As in transformers, a schedule that follows a metric may continue any other.
-        is_other = "factor" in expected and "lr_lambdas" in state
-        check_value_types(state, {key: value for key, value in expected.items() if key in state or not is_other})
-        target.load_state_dict(state)
-
-
 def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
     """The states of Lightning's callbacks; empty in a checkpoint of transformers, None without a folder."""
     if folder is None:
@@ -369,93 +196,3 @@ def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
     with name_file_in_errors(path):
         check_value_types(states, {"callbacks": {}} if "callbacks" in states else {})
     return states
-
-
-def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states: dict[str, Any]) -> TrainerControl:
-    """Restore the exported states of callbacks by class name. Returns the restored control."""
-    remaining = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}
-    for target in [*handler.callbacks, control]:
-        if saved := remaining.get(type(target).__name__):
-            logger.info("Restoring the state of %s from the checkpoint.", type(target).__name__)
-            state = saved.pop(0)
-            for name, value in {**state.get("args", {}), **state.get("attributes", {})}.items():
-                setattr(target, name, value)
-    if missing_names := [name for name, saved in remaining.items() if saved]:
-        logger.warning("The checkpoint has states of callbacks that this run lacks: %s.", ", ".join(missing_names))
-    return control
-
-
-def warn_about_unrestored_callbacks(callbacks: list[Any], states: dict[str, Any]) -> None:
-    """Log a warning about callbacks whose saved state is not restored, such as early stopping."""
-    for name, current_state in export_states([each for each in callbacks if has_saved_state(each)]).items():
-        saved_state = states.get(name)
-        if not (isinstance(current_state, dict) and isinstance(saved_state, dict)):
-            continue
-        saved_attributes = saved_state.get("attributes", {})
-        differences = {
-            key: value
-            for key, value in current_state["attributes"].items()
-            if key in saved_attributes and saved_attributes[key] != value
-        }
-        if differences:
-            description = "; ".join(
-                f"{key}={value!r}, {saved_attributes[key]!r} in the checkpoint" for key, value in differences.items()
-            )
-            advice = "set restore_callback_states_from_checkpoint=True to restore it"
-            logger.warning("%s starts from scratch (%s): %s.", name, description, advice)
-
-
-#: Key of the Trainer's entry in a Lightning checkpoint.
-TRAINER_KEY = "hftrainer"
-#: Keys that Lightning itself writes; all others come from callbacks.
-_LIGHTNING_KEYS = {
-    *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"),
-    *("hparams_name", "hyper_parameters", "hparams_type"),
-}
-
-
-def convert_ckpt(path: str, folder: str) -> str:
-    """Convert a Lightning checkpoint to a Trainer checkpoint in `folder`, and return `folder`.
-
-    Raises:
-        CheckpointNotFound: if the file does not exist, or was not written by our LightningModule.
-        UnsafeCheckpoint, DamagedCheckpoint: if the file cannot be read.
-    """
-    saved, trainer_entry = _read_ckpt(path)
-
-    def write(name: str, value: Any) -> None:
-        torch.save(value, os.path.join(folder, name))
-
-    prefix = names.MODEL_PREFIX
-    write(names.WEIGHTS_NAME, {name.removeprefix(prefix): tensor for name, tensor in saved["state_dict"].items()})
-    optimizer = saved["optimizer_states"][0]
-    # A sharded run keys the states by name.
-    has_names = any(isinstance(key, str) for key in optimizer["state"])
-    if has_names:
-        optimizer["state"] = {name.removeprefix(prefix): state for name, state in optimizer["state"].items()}
-        for group in optimizer["param_groups"]:
-            group["params"] = [name.removeprefix(prefix) for name in group["params"]]
-    write(FULL_STATE_FILES["optimizer"] if has_names else names.OPTIMIZER_NAME, optimizer)
-    write(names.SCHEDULER_NAME, trainer_entry["scheduler"])
-    write(names.rng_name(0, 1), trainer_entry["rng"])
-    write(names.progress_name(0, 1), trainer_entry["progress"])
-    if trainer_entry["scaler"] is not None:
-        write(names.SCALER_NAME, trainer_entry["scaler"])
-    if callback_states := {name: value for name, value in saved.items() if name not in _LIGHTNING_KEYS | {TRAINER_KEY}}:
-        write(names.LIGHTNING_CALLBACKS_NAME, callback_states)
-    with open(os.path.join(folder, names.TRAINER_STATE_NAME), "w", encoding="utf-8") as file:
-        json.dump(trainer_entry["trainer_state"], file)
-    return folder
-
-
-def _read_ckpt(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A Lightning checkpoint, and the Trainer's entry in it."""
-    if not os.path.isfile(path):
-        raise CheckpointNotFound(f"resume_from_checkpoint={path!r}: the file does not exist.")
-    saved = load_torch_file(path, allowed=numpy_state_types())
-    if not isinstance(saved, dict) or TRAINER_KEY not in saved or "state_dict" not in saved:
-        raise CheckpointNotFound(
-            f"resume_from_checkpoint={path!r} is not a Lightning checkpoint of this Trainer. Load its weights into "
-            "the model yourself, and train without resuming."
-        )
-    return saved, load_torch_file(path, allowed=numpy_state_types(), packed_value=saved[TRAINER_KEY])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from hftrainer.checkpointing import names, resume, sharded
+from hftrainer.checkpointing import names, optimizer_state, sharded
 from hftrainer.compat import libraries
 from hftrainer.parallel import fsdp_sharding as sharding
 from hftrainer.parallel.fsdp_settings import FsdpPlugin
@@ -151,7 +151,7 @@ class FsdpStrategy(Strategy):
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
     ) -> None:
         """Load this process's shard of the states of any checkpoint."""
-        resume.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler, is_sharded=True)
+        optimizer_state.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler, is_sharded=True)
 
 
 class ShardedScaler(ShardedGradScaler):

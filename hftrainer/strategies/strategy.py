@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrainer.checkpointing import names, resume
+from hftrainer.checkpointing import names, optimizer_state
 from hftrainer.checkpointing.weights import load_weights
 from hftrainer.errors import InvalidArgument
 from hftrainer.optimizers.setup import make_scheduler
@@ -338,7 +338,7 @@ class ReplicasStrategy(Strategy):
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
     ) -> None:
         """Load the states of optimizer and scheduler from a checkpoint of any format."""
-        resume.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler)
+        optimizer_state.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler)
 
 
 def cast_floating(batch: Any, dtype: torch.dtype) -> Any:

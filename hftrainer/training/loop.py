@@ -14,7 +14,7 @@ import torch
 
 from hftrainer.base.part import Part
 from hftrainer.base.signatures import accepted_args
-from hftrainer.checkpointing.resume import explain_incompatible_state, warn_about_kept_settings
+from hftrainer.checkpointing.optimizer_state import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
 from hftrainer.data.accumulation import AccumulationWindow
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, InvalidSetup

@@ -12,9 +12,9 @@ import torch
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import count_of, tell
 from hftrainer.base.part import Part
+from hftrainer.callbacks.handler import restore_callbacks
 from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.callbacks.state import export_states
-from hftrainer.checkpointing import resume
 from hftrainer.data.randomness import rng_state, set_rng_state
 from hftrainer.errors import InvalidArgument, TrainingDiverged, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
@@ -141,7 +141,7 @@ class Restarts(Part):
         elif initial_state is not None:
             initial_state.restore()
             handler, states = self.trainer.callback_handler, initial_state.callback_states
-            self.trainer.control = resume.restore_callbacks(handler, self.trainer.control, states)
+            self.trainer.control = restore_callbacks(handler, self.trainer.control, states)
         self.run.resume_folder = resume_folder
         return resume_folder
 
