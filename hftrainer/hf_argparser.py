@@ -18,8 +18,8 @@ from typing import Any, Literal, NoReturn, Union
 from hftrainer.arguments import legacy
 from hftrainer.arguments.argument import EARLIER_SUBJECT, LAST_SUBJECTS, arguments_of
 from hftrainer.arguments.old_fields import OldArguments
+from hftrainer.base.config_files import parse_bool, read_mapping
 from hftrainer.errors import InvalidArgument, suggest
-from hftrainer.parallel.config_files import parse_bool, read_mapping
 
 
 def string_to_bool(value: str | bool) -> bool:

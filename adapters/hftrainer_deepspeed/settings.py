@@ -19,8 +19,8 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, set_hf
 
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.resolved import ResolvedArguments, requested_precision
+from hftrainer.base.config_files import describe_text, env_flag, parse_bool, read_config
 from hftrainer.errors import InvalidConfig, suggest
-from hftrainer.parallel.config_files import describe_text, env_flag, parse_bool, read_config
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import lightning_adapter
 from hftrainer_deepspeed.start import connect

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from hftrainer.base.config_files import describe_text
 from hftrainer.errors import InvalidConfig
-from hftrainer.parallel.config_files import describe_text
 from hftrainer.parallel.processes import Processes
 
 logger = logging.getLogger(__name__)

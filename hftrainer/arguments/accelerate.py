@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from hftrainer.arguments.resolved import ResolvedArguments, asks_for_deepspeed
+from hftrainer.base.config_files import FALSE, env_flag
 from hftrainer.errors import InvalidArgument
-from hftrainer.parallel.config_files import FALSE, env_flag
 from hftrainer.parallel.process_state import DistributedType, ProcessState
 from hftrainer.parallel.processes import Processes
 

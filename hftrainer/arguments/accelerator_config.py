@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hftrainer.base.config_files import read_mapping
 from hftrainer.errors import InvalidArgument, MissingFile, NotAnObject, UnknownKey, suggest
-from hftrainer.parallel.config_files import read_mapping
 
 #: Key of `gradient_accumulation_kwargs` → its type.
 _ACCUMULATION = {

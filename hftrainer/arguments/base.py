@@ -21,9 +21,9 @@ from hftrainer.arguments.choices import LOG_LEVELS, ParallelMode
 from hftrainer.arguments.old_fields import OldArguments
 from hftrainer.arguments.resolved import ResolvedArguments, requested_precision
 from hftrainer.arguments.table import ARGUMENTS
+from hftrainer.base.config_files import env_flag
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.parallel import devices
-from hftrainer.parallel.config_files import env_flag
 from hftrainer.parallel.environment import RankInfo
 from hftrainer.plugins import load
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.base.config_files import env_flag, read_config
 from hftrainer.errors import InvalidConfig
-from hftrainer.parallel.config_files import env_flag, read_config
 from hftrainer.parallel.environment import RankInfo, find_rank_info
 from hftrainer.parallel.fsdp_settings import FsdpSettings, read_fsdp
 from hftrainer.parallel.plan import ParallelLayout, read_layout

@@ -33,8 +33,8 @@ from hftrainer.arguments.choices import (
 from hftrainer.arguments.resolved import ResolvedArguments, asks_for_deepspeed
 from hftrainer.arguments.storage_url import separate_storage
 from hftrainer.arguments.table import ARGUMENTS
+from hftrainer.base.config_files import describe_text, parse_bool
 from hftrainer.errors import InvalidArgument, InvalidConfig
-from hftrainer.parallel.config_files import describe_text, parse_bool
 from hftrainer.plugins import load
 from hftrainer.releases import followed
 

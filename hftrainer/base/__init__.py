@@ -1,1 +1,1 @@
-"""Messages, notes on errors, signatures, safe loading of torch's files, and the class of a Trainer's parts."""
+"""Messages, notes on errors, signatures, configuration files, safe loading of torch's files, and the class of a Trainer's parts."""

@@ -15,11 +15,11 @@ from torch import nn
 
 from hftrainer.arguments.argument import changed_arguments
 from hftrainer.arguments.choices import OptimizerNames
+from hftrainer.base.config_files import parse_bool
 from hftrainer.compat import libraries, transformers_names
 from hftrainer.errors import InvalidArgument, MissingPackage, cause_if_installed
 from hftrainer.optimizers import low_rank
 from hftrainer.optimizers.adamw_hf import AdamW
-from hftrainer.parallel.config_files import parse_bool
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)

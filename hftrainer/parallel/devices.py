@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from hftrainer.base.config_files import env_flag
 from hftrainer.base.tracebacks import add_note
-from hftrainer.parallel.config_files import env_flag
 
 logger = logging.getLogger(__name__)
 

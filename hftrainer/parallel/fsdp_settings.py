@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hftrainer.base.config_files import env_flag, parse_bool, read_config
 from hftrainer.errors import InvalidConfig, suggest_nearest
-from hftrainer.parallel.config_files import env_flag, parse_bool, read_config
 
 #: Strategies for `fsdp` and `reshard_after_forward`, in the order of accelerate's numbers, from 1.
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")

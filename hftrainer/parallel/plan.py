@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from hftrainer.base.config_files import env_flag
 from hftrainer.errors import InvalidConfig, suggest_nearest
-from hftrainer.parallel.config_files import env_flag
 from hftrainer.parallel.fsdp_settings import FsdpSettings
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hftrainer.arguments.validation import ALIASES, normalize
+from hftrainer.base.config_files import parse_bool
 from hftrainer.base.signatures import number_of_arguments
 from hftrainer.errors import InvalidArgument, UnknownArgument
-from hftrainer.parallel.config_files import parse_bool
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from hftrainer.base.config_files import env_flag
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.weights import save_weights
 from hftrainer.compat import libraries
-from hftrainer.parallel.config_files import env_flag
 from hftrainer.plugins import load
 from hftrainer.trackers.base import TrackerCallback, arguments_of, model_config, peft_config, to_tracker_names
 

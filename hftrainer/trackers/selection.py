@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hftrainer.base.config_files import env_flag
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument, suggest
-from hftrainer.parallel.config_files import env_flag
 from hftrainer.plugins import lightning_adapter
 from hftrainer.trackers.base import CSV_LOGGER, ReportingCallback
 from hftrainer.trackers.callbacks import CometCallback, MLflowCallback, WandbCallback
