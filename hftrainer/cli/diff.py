@@ -144,10 +144,11 @@ def compare(a: str, b: str) -> Difference:
         DamagedCheckpoint: for a file that cannot be read.
     """
     from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
-    from hftrainer.monitoring.journal import read_run, run_names
+    from hftrainer.monitoring.journal import run_names
+    from hftrainer.monitoring.run_page import RunRecord
     from hftrainer.reporting.metrics import logged
 
-    states = read_run(a), read_run(b)
+    states = RunRecord(a).state, RunRecord(b).state
     # Name → optimizer step → value.
     logs: tuple[dict[str, dict[float, Any]], ...] = {}, {}
     for values, state in zip(logs, states, strict=True):

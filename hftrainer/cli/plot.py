@@ -15,6 +15,7 @@ from hftrainer.base.messages import format_number
 from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:
+    from hftrainer.monitoring.run_page import RunRecord
     from hftrainer.reporting.curves import Curve
 
 
@@ -24,9 +25,9 @@ def add_subcommand(commands: Any) -> None:
         "plot",
         help="draw the losses, metrics and learning rates of runs, or the trials of a search",
         epilog="example: %(prog)s out",
-        usage="%(prog)s [--html] [--cdn] [--json]\n           [--x {step,epoch,time}] [--output FILE] OUTPUT_DIR ...\n"
+        usage="%(prog)s [--html] [--cdn] [--json]\n           [--x {step,epoch,time}] [--output PATH] OUTPUT_DIR ...\n"
         "       %(prog)s [--html] [--cdn] [--json] --study STORAGE\n"
-        "           [--study-name NAME] [--output DIR]",
+        "           [--study-name NAME] [--output PATH]",
         description="Write a plot into the first run's folder and show it: in a notebook below the cell, in a terminal "
         "by the desktop viewer, or without one as first, last, lowest and highest values of curves. If the output "
         "is a pipe or a file, nothing is shown. For several runs, print a table too.",
@@ -46,10 +47,10 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.base.messages import format_bytes
     from hftrainer.errors import InvalidArgument, MissingPackage
+    from hftrainer.monitoring.run_page import RunRecord
     from hftrainer.reporting.curves import read_curves
     from hftrainer.reporting.metrics import sort_pattern
     from hftrainer.reporting.plot import plot
-    from hftrainer.search.study_plots import best_trials, plot_study
 
     if options.folders and options.study is not None:
         parser.error(f"{options.folders[0]} and --study cannot go together: remove one of them")
@@ -61,54 +62,63 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     options.folders = sort_pattern(list({os.path.realpath(folder): folder for folder in options.folders}.values()))
     try:
         if options.study is not None:
+            from hftrainer.search.study_plots import best_trials, plot_study
+
             paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
-            rows, by_step = best_trials(options.study, options.study_name), []
+            rows, note, curves = *best_trials(options.study, options.study_name), []
         else:
-            by_step = read_curves(options.folders)
-            read = by_step if options.x in (None, "step") else None
-            rows = _summarize_runs(options.folders, by_step) if len(options.folders) > 1 else []
-            paths = plot(options.folders, html=options.html, out=options.output, x=options.x or "step", read=read)
+            runs, x = list(map(RunRecord, options.folders)), options.x or "step"
+            curves = read_curves(runs)
+            rows, note = _summarize_runs(runs, curves) if len(runs) > 1 else ([], "")
+            read = curves if x == "step" else read_curves(runs, x)
+            paths = plot(options.folders, html=options.html, out=options.output, x=x, read=read)
     except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
     if options.json:
         keyed = [{title.replace(" ", "_"): value for title, value in row.items()} for row in rows]
         strict = json.loads(json.dumps(keyed), parse_constant=lambda _: None)
         name = "runs" if options.study is None else "best_trials"
-        print(json.dumps({"files": paths} | ({name: strict} if rows else {}), indent=2))
+        found = {"files": paths} | ({name: strict} if rows else {}) | ({"note": note} if note else {})
+        print(json.dumps(found, indent=2))
         return
     for path in paths:
         print(f"{path} ({format_bytes(os.path.getsize(path))})" if path.endswith(".html") else path)
     if rows:
-        print(f"\n{_compare(rows)}")
-    _show(paths, by_step if len(options.folders) == 1 else [])
+        print(f"\n{_compare(rows)}" + f"\n\n{note}" * bool(note))
+    _show(paths, curves if len(options.folders) == 1 else [])
 
 
-def _summarize_runs(folders: list[str], curves: list[Curve]) -> list[dict[str, Any]]:
-    """The values of each run by which they are compared."""
+def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[dict[str, Any]], str]:
+    """The values of each run by which they are compared, and what they mean."""
     from hftrainer.monitoring.journal import run_names
-    from hftrainer.monitoring.run_page import WatchedRun
 
-    pages = [WatchedRun(folder).read() for folder in folders]
     named = {(curve.run, curve.name): curve for curve in curves}
     marked = {key: curve.values[curve.best] for key, curve in named.items() if curve.best is not None}
-    evaluated = [name for page in pages for name in page["metrics"] if name.startswith("eval_")]
+    evaluated = [name for run in runs for name in run.page["metrics"] if name.startswith("eval_")]
     metrics = list(dict.fromkeys([*(name for _, name in marked), *evaluated]))[:2] or ["loss"]
     best, rates = [f"best {name}" for name in metrics], ("samples_per_second", "tokens_per_second")
     means = (f"mean {rate.replace('_', ' ')}" for rate in rates)
-    titles = ("run", "differs in", "steps", "state", "last loss", *best, *means, "time", "goodput")
-    runs = []
-    for run, page in zip(run_names(folders), pages, strict=True):
+    titles = ("run", "differs in", "steps", "state", "last loss", *best, *means, "time", "downtime", "goodput")
+    rows, without_journal = [], []
+    for run, name in zip(runs, run_names([run.folder for run in runs]), strict=True):
+        page, logged = run.page, run.page["values"]
         last = page["metrics"].get("loss", {}).get("last")
+        speeds = [curve.mean_rate if (curve := named.get((name, rate))) else None for rate in rates]
+        if run.seconds is None and "train_runtime" in logged:
+            speeds = [logged.get(f"train_{rate}") for rate in rates]
+            without_journal.append(name)
         values = (
-            *(run, next(curve.settings for curve in named.values() if curve.run == run)),
+            *(name, next(curve.settings for curve in curves if curve.run == name)),
             *(page["step"], page["state"] if last is None or not math.isnan(last) else "diverged", last),
-            *(marked.get((run, name), page["metrics"].get(name, {}).get("best")) for name in metrics),
-            *(curve.mean_rate if (curve := named.get((run, rate))) else None for rate in rates),
-            page["updated"] - page["started"] if page["started"] else page["values"].get("train_runtime"),
-            page["goodput"],
+            *(marked.get((name, metric), page["metrics"].get(metric, {}).get("best")) for metric in metrics),
+            *(*speeds, logged.get("train_runtime") if run.seconds is None else run.seconds),
+            *(run.downtime or None, page["goodput"]),
         )
-        runs.append(dict(zip(titles, values, strict=True)))
-    return runs
+        rows.append(dict(zip(titles, values, strict=True)))
+    meanings = "time: without pauses; downtime: pauses after failures; goodput: kept steps / (time + downtime)"
+    notes = [meanings] * any(run.seconds is not None for run in runs)
+    others = f"{', '.join(without_journal)}: train_runtime and the speed over it, with evaluations and saving"
+    return rows, "\n".join([*notes, *[others] * bool(without_journal)])
 
 
 def _compare(runs: list[dict[str, Any]]) -> str:
@@ -117,17 +127,13 @@ def _compare(runs: list[dict[str, Any]]) -> str:
     from hftrainer.checkpointing.saved_arguments import describe
 
     formats: dict[str, Any] = {"time": format_duration, "goodput": "{:.0%}".format, "differs in": describe}
+    formats["downtime"] = format_duration
     formats["state"] = lambda state: "" if state in ("complete", "unobserved") else state
     rows = [tuple(runs[0])] if "trial" in runs[0] else [("", *list(runs[0])[1:])]
     for run in runs:
         texts = {name: str if isinstance(each, str) else format_number for name, each in run.items()} | formats
         rows.append(tuple("" if each is None else texts[name](each) for name, each in run.items()))
-    table = align(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
-    return (
-        f"{table}\n\ngoodput: kept steps / time without chosen pauses"
-        if any(run.get("goodput") is not None for run in runs)
-        else table
-    )
+    return align(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
 
 
 def _show(paths: list[str], curves: list[Curve]) -> None:

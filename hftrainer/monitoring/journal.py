@@ -148,7 +148,7 @@ def remove_undone_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return remaining
 
 
-def _without_pauses(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_pauses(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The events with their time in seconds since the first, without the pauses before restarts."""
     moved, skipped = [], events[0]["time"] if events else 0.0
     for before, event in pairwise([*events[:1], *events]):
@@ -171,6 +171,12 @@ def goodput(events: list[dict[str, Any]]) -> float | None:
     elapsed: float = sum(now["time"] - before["time"] for before, now in pairs)
     # Times are rounded, and a run is measured from before its first event.
     return min(1.0, useful / elapsed) if elapsed > 0 else None
+
+
+def downtime(events: list[dict[str, Any]]) -> float:
+    """Seconds of the pauses before restarts that the user did not choose, which count for goodput."""
+    begins = [pair for pair in pairwise(select_last_run(events)) if pair[1]["event"] == "begin"]
+    return sum(begin["time"] - end["time"] for end, begin in begins if end.get("reason") not in CHOSEN)
 
 
 def run_names(folders: list[str]) -> list[str]:
@@ -206,7 +212,7 @@ def read_state(folder: str) -> TrainerState:
         raise InvalidArgument(f"{file} cannot be read ({error}). Pass a complete checkpoint of the run.") from error
 
 
-def _merge(saved: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge_logs(saved: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The saved log lines and those that only the journal has, by step.
 
     Of the journal of an earlier run, which shares no line with them, those of later steps.
@@ -220,57 +226,3 @@ def _merge(saved: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[
     first = 0 if texts & new_texts else max(map(step_of, saved), default=-1) + 1
     missing = (line for line in new if line["step"] >= first and not known & {(line["step"], name) for name in line})
     return [*heapq.merge(saved, missing, key=step_of)]
-
-
-def _kept_events(folder: str) -> list[dict[str, Any]]:
-    """The events of the last run that no resume undid, with their time in seconds without pauses before restarts."""
-    return remove_undone_steps(_without_pauses(select_last_run(read_events(folder))))
-
-
-def read_run(folder: str, x: str = "step") -> TrainerState:
-    """Like `read_state`, with the log lines that only the journal has, and `x` as their steps.
-
-    Time is in seconds, without pauses before restarts.
-
-    Raises:
-        InvalidArgument: if there is no run, or no journal for `x="time"`.
-    """
-    check_folder(folder)
-    events = _kept_events(folder)
-    logs = [event for event in events if event["event"] == "log"]
-    try:
-        state = read_state(folder)
-    except InvalidArgument:
-        if not events:
-            raise
-        state = TrainerState()
-    state.log_history = _merge(state.log_history, [{**each["logs"], "step": each["step"]} for each in logs])
-    if x == "epoch":
-        state.log_history = [{**line, "step": line["epoch"]} for line in state.log_history if "epoch" in line]
-    elif x == "time":
-        if not logs:
-            raise InvalidArgument(
-                f"{folder} has no times (it ran without observe=True): leave out --x time or that run."
-            )
-        state.log_history = [{**event["logs"], "step": event["time"]} for event in logs]
-    return state
-
-
-def read_incidents(folder: str, x: str = "step") -> tuple[list[tuple[float, float]], float | None]:
-    """The places of restarts and of the first loss that was not finite, on the axis `x` of `read_run`.
-
-    Returns:
-        For each restart, since where work was lost, and where it was; and the step of the loss, None if unknown.
-    """
-    events = _kept_events(folder)
-    logs = [event for event in events if event["event"] == "log" and event["step"] and event["logs"].get("epoch")]
-    epochs = logs[-1]["logs"]["epoch"] / logs[-1]["step"] if logs else 0.0
-    places = [event["time"] if x == "time" else event["step"] * (epochs if x == "epoch" else 1) for event in events]
-    begins = [n for n, event in enumerate(events) if event["event"] == "begin" and event.get("resumed_from")]
-    # A journal may begin with a restart, whose time is 0.
-    restarts = [(places[n - (x == "time")], places[n]) for n in begins if n or x != "time"]
-    for event, place in zip(events, places, strict=True):
-        # On an accelerator losses are read at log lines alone, and no step is named.
-        if step := event.get("non_finite_step"):
-            return restarts, place if x == "time" else step * (epochs if x == "epoch" else 1)
-    return restarts, None

@@ -1,4 +1,4 @@
-"""The data of a page of `watch`, from a run's journal, or else its newest trainer_state.json."""
+"""The data of a page of `watch`, and of plots, from a run's journal, or else its newest trainer_state.json."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import math
 import os
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+from hftrainer.base.messages import format_number
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.run_checkpoints import sort_checkpoints
+from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring import journal
 from hftrainer.parallel.environment import has_ended
-from hftrainer.reporting.metrics import choose_best, logged_curves, sort_names
+from hftrainer.reporting.metrics import choose_best, is_number, logged_curves, sort_names
 
 Event = dict[str, Any]
 
@@ -169,10 +172,14 @@ class WatchedRun:
                         break
                     self._offset += len(line)
                     if (event := journal.parse(line)) is not None:
-                        self.summary = self._summaries[self._runs.next(event)]
-                        self.summary.add_event(event)
+                        self.add_event(event)
         except FileNotFoundError:
             self._read_checkpoints()
+
+    def add_event(self, event: Event) -> None:
+        """Add the next event of the journal."""
+        self.summary = self._summaries[self._runs.next(event)]
+        self.summary.add_event(event)
 
     def _read_checkpoints(self) -> None:
         try:
@@ -201,6 +208,10 @@ class WatchedRun:
             InvalidArgument: if the folder has neither a journal nor a state.
         """
         self._update()
+        return self.describe()
+
+    def describe(self) -> dict[str, Any]:
+        """The data of what has been read."""
         run, now = self.summary, time.time()
         state, begin, (steps, seconds) = run.state(now), run.begin or {}, run.pace
         is_running = state in ("running", "silent")
@@ -236,3 +247,103 @@ class WatchedRun:
 
 def _rows(events: Iterable[Event], *names: str) -> list[dict[str, Any]]:
     return [{name: event[name] for name in names} for event in events]
+
+
+class RunRecord:
+    """The log of a run and what happened to it, from files that are read once: for `plot` and `diff`.
+
+    Attributes:
+        folder: the run's `output_dir`, or a checkpoint.
+        state: like `journal.read_state`, with the log lines that only the journal has.
+
+    Raises:
+        InvalidArgument: if there is no run.
+    """
+
+    def __init__(self, folder: str) -> None:
+        journal.check_folder(folder)
+        self.folder, self._events = folder, journal.read_events(folder)
+        # Of the last run, what no resume undid, with the time in seconds without pauses before restarts.
+        last_run = journal.without_pauses(journal.select_last_run(self._events))
+        self._kept = journal.remove_undone_steps(last_run)
+        self._logs = [event for event in self._kept if event["event"] == "log"]
+        try:
+            self.state = journal.read_state(folder)
+        except InvalidArgument:
+            if not self._kept:
+                raise
+            self.state = TrainerState()
+        lines = [{**event["logs"], "step": event["step"]} for event in self._logs]
+        self.state.log_history = journal.merge_logs(self.state.log_history, lines)
+        #: Seconds without pauses, and of pauses after failures; None without a journal.
+        self.seconds = last_run[-1]["time"] if last_run else None
+        self.downtime = journal.downtime(self._events)
+
+    @cached_property
+    def page(self) -> dict[str, Any]:
+        """The data of a page of `watch`."""
+        run = WatchedRun(self.folder)
+        for event in self._events:
+            run.add_event(event)
+        return run.describe() if self._events else run.read()
+
+    def read_log(self, x: str) -> tuple[TrainerState, dict[float, float]]:
+        """The state with places on the axis `x` as the steps of log lines; and place → optimizer step.
+
+        Args:
+            x: 'step', 'epoch' or 'time', in seconds without pauses before restarts.
+
+        Raises:
+            InvalidArgument: if there is no journal for `x="time"`.
+        """
+        pairs: list[tuple[Any, dict[str, Any]]] = [(line.get("step"), line) for line in self.state.log_history]
+        if x == "epoch":
+            pairs = [(line["epoch"], line) for _, line in pairs if "epoch" in line]
+        elif x == "time":
+            if not self._logs:
+                raise InvalidArgument(
+                    f"{self.folder} has no times (it ran without observe=True): leave out --x time or that run."
+                )
+            pairs = [(event["time"], {**event["logs"], "step": event["step"]}) for event in self._logs]
+            pairs = sorted([*pairs, *self._last_shares()], key=lambda pair: pair[0])
+        log = [line if x == "step" else {**line, "step": place} for place, line in pairs]
+        steps = {place: line.get("step", place) for place, line in pairs if is_number(place)}
+        return replace(self.state, log_history=log), steps
+
+    def _last_shares(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        """The shares of time between the last log line before each restart, and before the end, and that place."""
+        if not any("data_wait" in event["logs"] for event in self._logs):
+            return
+        seconds, last, is_logged = Counter[str](), self._kept[0], False
+        for event in [*self._kept, {"event": "begin"}]:
+            if event["event"] == "interval":
+                # The interval of a log line is written after it.
+                seconds.update({} if is_logged else event["seconds"])
+                last, is_logged = event, False
+            elif event["event"] == "log" and "data_wait" in event["logs"]:
+                seconds.clear()
+                is_logged = True
+            elif event["event"] == "begin" and (total := sum(seconds.values())) > 0:
+                names = {"data_wait": "data", "eval_share": "evaluation", "save_share": "saving"}
+                shares = {name: seconds[part] / total for name, part in names.items()}
+                yield last["time"], {"step": last["step"], **shares}
+                seconds.clear()
+
+    def find_incidents(self, x: str) -> tuple[list[tuple[float, float]], tuple[float, str] | None]:
+        """The places of restarts and of the first loss that was not finite, on the axis `x`.
+
+        Returns:
+            For each restart, since where work was lost, and where it was; and the place and step of the loss, the step
+            in words; None if unknown.
+        """
+        logs = [event for event in self._logs if event["step"] and event["logs"].get("epoch")]
+        scale = 1 if x == "step" else logs[-1]["logs"]["epoch"] / logs[-1]["step"] if logs else 0.0
+        places = [event["time"] if x == "time" else event["step"] * scale for event in self._kept]
+        begins = [n for n, event in enumerate(self._kept) if event["event"] == "begin" and event.get("resumed_from")]
+        # A journal may begin with a restart, whose time is 0.
+        restarts = [(places[n - (x == "time")], places[n]) for n in begins if n or x != "time"]
+        for event, place in zip(self._kept, places, strict=True):
+            # On an accelerator losses are read at log lines alone, and no step is named.
+            if step := event.get("non_finite_step"):
+                return restarts, (place if x == "time" else step * scale, f"at step {format_number(step)}")
+        return restarts, None

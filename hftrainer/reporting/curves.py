@@ -18,9 +18,18 @@ from hftrainer.base.messages import format_number
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import differing_arguments, read_arguments_of_run
 from hftrainer.errors import InvalidArgument
-from hftrainer.monitoring.journal import read_incidents, read_run, run_names
-from hftrainer.monitoring.run_page import WatchedRun
-from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, choose_best, is_finite, logged_curves, sort_names
+from hftrainer.monitoring.journal import run_names
+from hftrainer.monitoring.run_page import RunRecord
+from hftrainer.reporting.metrics import (
+    PANEL_OF,
+    PANELS,
+    SHARES,
+    SPEEDS,
+    choose_best,
+    is_finite,
+    logged_curves,
+    sort_names,
+)
 
 #: Entries of log lines → their names in legends and tables, if not the same.
 WORDS = PANEL_OF | dict(zip(PANELS[SHARES], ("waiting for data", "evaluation", "saving", "training"), strict=True))
@@ -37,6 +46,8 @@ DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 #: Number of points from which a noisy curve is drawn faintly, under its mean; and number of parts of a long
 #: curve of which only the lowest and the highest point are drawn.
 MANY, MAX_PARTS = 100, 1000
+#: The highest value that is drawn. matplotlib cannot compute with the range of larger ones.
+MAX_SHOWN = 1e250
 #: Metrics whose greater value is better without doubt.
 GREATER_IS_BETTER = re.compile("eval_(.*_)?(accuracy|f1|precision|recall|auc|roc_auc|bleu|rouge[12L]?|(mean_)?iou)$")
 
@@ -59,7 +70,8 @@ class Curve:
         mark: the shape of its markers, which distinguishes runs in black and white.
         owner: in a panel that one of several runs has alone, the entry of the legend, which names the run.
         restarts: where a resumed run started again, after the place since which its work was lost.
-        non_finite: of a loss, where it was first not finite, which may be before a log line; None if unknown.
+        non_finite: where it was first not finite, which of a loss may be before a log line, and that step in words.
+        start: where the interval of the first value began.
         state: what became of the run, if not its end; and an evaluation that was not saved.
     """
 
@@ -76,7 +88,8 @@ class Curve:
     mark: str = "o"
     owner: str = ""
     restarts: Sequence[tuple[float, float]] = ()
-    non_finite: float | None = None
+    non_finite: tuple[float, str] | None = None
+    start: float = 0
     state: str = ""
 
     @property
@@ -85,30 +98,51 @@ class Curve:
 
         In a plot of several runs about ten points, in a plot of one run all of up to 29 points.
         """
-        count = len(self.points(self.values)[0])
+        steps = self.points(self.values)[0]
+        # The start of an interval is no point.
+        first, count = int(steps[:1] < self.steps[:1]), len(steps)
         every = max(1, count // 10)
         # Shift the markers, so that those of coinciding runs do not overlap.
         start = list(MARKS).index(self.mark) * every // len(MARKS)
-        return list(range(start, count, every)) if self.run else list(range(count if count < 30 else 0))
+        return list(range(first + start, count, every)) if self.run else list(range(first, count if count < 30 else 0))
 
     @cached_property
     def drawn_indices(self) -> list[int]:
         """The indices of the points that are drawn: all, or the lowest and highest of each part of a long curve."""
-        indices, size = range(len(self.values)), max(1, len(self.values) // MAX_PARTS)
-        if self.panel == SHARES:
-            # Areas are stacked, so that all need the same points.
-            return list(indices[::size])
-        parts = (indices[start : start + size] for start in indices[::size])
+        parts = self._parts()
+        if self.name in PANELS[SHARES]:
+            return [part[-1] for part in parts]
         return sorted({extreme(part, key=self.values.__getitem__) for part in parts for extreme in (min, max)})
 
+    def _parts(self) -> list[range]:
+        """The indices of a curve in at most about twice `MAX_PARTS` parts."""
+        indices, size = range(len(self.values)), max(1, len(self.values) // MAX_PARTS)
+        return [indices[start : start + size] for start in indices[::size]]
+
     def points(self, values: list[float]) -> tuple[list[float], list[float]]:
-        """The steps and values of the points that are drawn, with a break at restarts: NaN, or 0 as a share."""
+        """The steps and values that are drawn, with a break at restarts: NaN, or 0 as a share.
+
+        Speeds and shares are of the time since the log line before, so that the first value begins there, and the first
+        after a break at the restart. A share of a long run is the mean of a part.
+        """
         steps, shown = ([each[index] for index in self.drawn_indices] for each in (self.steps, values))
+        is_share = self.name in PANELS[SHARES]
+        if is_share:
+            shown = [statistics.fmean(values[part.start : part.stop]) for part in self._parts()]
+        is_interval = PANEL_OF.get(self.name) in SPEEDS
         for _, restart in self.restarts if self.x in TIME_UNITS else ():
             place = bisect.bisect_right(steps, restart)
-            steps.insert(place, restart)
-            shown.insert(place, 0.0 if self.panel == SHARES else math.nan)
+            follows = is_interval and not is_share and place < len(steps)
+            steps[place:place] = [restart] * (1 + follows)
+            shown[place:place] = [0.0 if self.panel == SHARES else math.nan, *shown[place : place + follows]]
+        if is_interval and steps and steps[0] > self.start:
+            steps, shown = [self.start, *steps], [shown[0], *shown]
         return steps, shown
+
+    @cached_property
+    def drawable(self) -> list[float]:
+        """The values, at most `MAX_SHOWN`; some may be NaN."""
+        return np.clip(self.values, -MAX_SHOWN, MAX_SHOWN).tolist()
 
     @cached_property
     def usual(self) -> list[float]:
@@ -117,10 +151,11 @@ class Curve:
         Far is four times the range of the middle values of eleven.
         """
         if self.panel not in ("loss", "gradient norm") or len(self.finite) < MANY:
-            return self.values
-        windows = np.lib.stride_tricks.sliding_window_view(np.pad(self.finite, 5, mode="reflect"), 11)
+            return self.drawable
+        finite = np.clip(self.finite, -MAX_SHOWN, MAX_SHOWN)
+        windows = np.lib.stride_tricks.sliding_window_view(np.pad(finite, 5, mode="reflect"), 11)
         low, median, high = np.percentile(windows, (20, 50, 80), axis=1)
-        usual = iter(np.where(abs(self.finite - median) > 4 * (high - low), median, self.finite).tolist())
+        usual = iter(np.where(abs(finite - median) > 4 * (high - low), median, finite).tolist())
         return [next(usual) if is_finite(value) else math.nan for value in self.values]
 
     @cached_property
@@ -184,43 +219,51 @@ class Curve:
         return list(filter(is_finite, self.values))
 
 
-def read_curves(folders: list[str], x: str = "step") -> list[Curve]:
-    """The curves of runs.
+def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]:
+    """The curves of runs: of their folders, or of what was read from these.
 
     One run has a colour per curve; several runs have a colour and a marker per run, and a dash per curve.
 
     Raises:
         InvalidArgument: if there is no run, or its log has nothing to draw.
     """
-    runs = run_names(folders) if len(folders) > 1 else [""]
-    states, size, unit = [read_run(folder, x) for folder in folders], 1, x
-    for folder, state in zip(folders, states, strict=True):
-        if not any(logged_curves(state).values()):
-            raise InvalidArgument(f"{folder}: the log has nothing to draw: set logging_steps.")
+    records = [RunRecord(run) if isinstance(run, str) else run for run in runs]
+    folders = [record.folder for record in records]
+    names, logs, size, unit = (
+        run_names(folders) if len(runs) > 1 else [""],
+        [each.read_log(x) for each in records],
+        1,
+        x,
+    )
     if x == "time":
-        last = max(line["step"] for state in states for line in state.log_history)
+        last = max(line["step"] for state, _ in logs for line in state.log_history)
         unit, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))
     arguments = [read_arguments_of_run(folder, skip_unreadable=True) for folder in folders]
-    for known, state in zip(arguments, states, strict=True):
+    for known, (state, _) in zip(arguments, logs, strict=True):
         # Runs with other data differ in it. With an incomplete last accumulation it is not known exactly.
         steps = state.global_step / (state.epoch or math.inf)
         known.update({"steps per epoch": round(steps)} if known and steps and math.isclose(steps, round(steps)) else {})
     plain_curves: list[Curve] = []
-    differing = differing_arguments(arguments, runs)
-    for folder, state, run, known, settings in zip(folders, states, runs, arguments, differing, strict=True):
-        restarts, non_finite = read_incidents(folder, x)
-        facts: dict[str, Any] = {"run": run, "settings": settings, "x": unit}
+    differing = differing_arguments(arguments, names)
+    for record, (state, places), name, known, settings in zip(records, logs, names, arguments, differing, strict=True):
+        restarts, non_finite = record.find_incidents(x)
+        facts: dict[str, Any] = {"run": name, "settings": settings, "x": unit}
         facts |= {"restarts": [(lost / size, restart / size) for lost, restart in restarts]}
-        facts |= {"state": _describe_state(folder, state, known)}
-        for curve in _plain_curves(state, known):
-            place = None if non_finite is None or curve.name != "loss" else non_finite / size
-            plain_curves.append(replace(curve, steps=[step / size for step in curve.steps], non_finite=place, **facts))
+        facts |= {"state": _describe_state(record, known)}
+        run_curves = list(_plain_curves(state, known, places))
+        if not run_curves:
+            raise InvalidArgument(f"{record.folder}: the log has nothing to draw: set logging_steps.")
+        for curve in run_curves:
+            found = [each for each in (curve.non_finite, curve.name == "loss" and non_finite) if each]
+            first = min(((place / size, text) for place, text in found), default=None)
+            scaled = [step / size for step in curve.steps]
+            plain_curves.append(replace(curve, steps=scaled, start=curve.start / size, non_finite=first, **facts))
     return _with_styles(plain_curves)
 
 
-def _describe_state(folder: str, state: TrainerState, arguments: dict[str, Any]) -> str:
+def _describe_state(record: RunRecord, arguments: dict[str, Any]) -> str:
     """What became of a run, if it is not complete; else whether an evaluation is missing."""
-    page = WatchedRun(folder).read()
+    page, state = record.page, record.state
     if page["state"] not in ("complete", "unobserved"):
         return f"{page['state']} at step {page['step']:,}"
     # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.
@@ -233,13 +276,21 @@ def _describe_state(folder: str, state: TrainerState, arguments: dict[str, Any])
 
 def curves_of_run(state: TrainerState) -> list[Curve]:
     """The curves of one run."""
-    return _with_styles(_plain_curves(state, {}))
+    return _with_styles(_plain_curves(state, {}, {}))
 
 
-def _plain_curves(state: TrainerState, arguments: dict[str, Any]) -> Iterator[Curve]:
-    for panel, panel_curves in logged_curves(state).items():
+def _plain_curves(state: TrainerState, arguments: dict[str, Any], places: dict[float, float]) -> Iterator[Curve]:
+    """The curves of a log, without styles; `places` has the optimizer steps of places on another axis."""
+    panels = logged_curves(state)
+    losses = panels["loss"].get("loss", ([], []))[0]
+    for panel, panel_curves in panels.items():
         for name, (steps, values) in panel_curves.items():
-            yield Curve(panel, name, steps, values, _best_index(state, arguments, name, values))
+            curve = Curve(panel, name, steps, values, _best_index(state, arguments, name, values))
+            if curve.gaps:
+                place = steps[curve.gaps[0]]
+                curve = replace(curve, non_finite=(place, f"by step {format_number(places.get(place, place))}"))
+            # Without a journal, speeds may be logged from a later start on.
+            yield replace(curve, start=max((step for step in losses if step < steps[0]), default=0))
 
 
 def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:

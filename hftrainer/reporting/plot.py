@@ -28,9 +28,10 @@ from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, is_fin
 
 logger = logging.getLogger(__name__)
 
-#: Let a phone show one column, and turn white into black where the reader prefers that.
+#: Let a phone show one column without plotly's buttons, and turn white into black where the reader prefers that.
 STYLE = """<meta name="viewport" content="width=device-width"><style>html { scrollbar-gutter: stable; }
 html body { background: white; font: 14px sans-serif; height: auto; } h1 { font-size: 16px; margin: 0; }
+@media (max-width: 600px) { .modebar { display: none !important; } }
 @media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }</style>"""
 #: Controls of a page, which `page.js` handles.
 BOX = """&emsp;<small><label><input type="checkbox"%s>losses on a log scale</label></small>"""
@@ -45,6 +46,8 @@ OFFLINE = """<script>window.Plotly || document.querySelector("h1").after("The pl
 #: Number of losses from which a few high ones may leave a panel, and of marks that say so.
 MIN_POINTS, MAX_PEAKS, MAX_TRIANGLES = 10, 4, 30
 MEMORY = "peak memory (MB)"
+#: Inches of a picture: the edges, the gap between columns, the height of a panel, and the space below it.
+LEFT, RIGHT, GAP, HIGH, LOW = 0.9, 0.25, 1.05, 2.75, 0.55
 #: Number of metrics in a picture; a page has all.
 MAX_METRICS = 12
 
@@ -52,11 +55,12 @@ MAX_METRICS = 12
 def _vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     """The scale of a panel, 'linear' or 'log', and its range.
 
-    Speeds and memory begin at 0, and end at most at twice the 95th percentile of a curve. Losses and gradient norms end
-    at most at three times its height, so that a few high ones do not flatten the others. If the others span two orders
-    of magnitude, the scale is logarithmic instead, and ends at a third of the lowest mean; so it is if the peak
-    learning rates of curves differ 50-fold. Of several runs, losses and gradient norms that reach 1000 times the median
-    of the curves' highest values leave the panel.
+    Speeds and memory begin at 0, and end at most at twice the 95th percentile of a curve. If that is ten times the
+    median of a curve, the scale is logarithmic instead. Losses and gradient norms end at most at three times its
+    height, so that a few high ones do not flatten the others. If the others span two orders of magnitude, the scale is
+    logarithmic instead, and ends at a third of the lowest mean; so it is if the peak learning rates of curves differ
+    50-fold. Of several runs, losses and gradient norms that reach 1000 times the median of the curves' highest values
+    leave the panel.
     """
     curves, name, panel = [curve for curve in curves if curve.finite], curves[0].name, curves[0].panel
     if name in PANELS[SHARES] or not curves:
@@ -65,6 +69,8 @@ def _vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     values, highs = [value for part in parts for value in part], list(map(max, parts))
     usual = max(float(np.percentile(part, 95, method="lower")) for part in parts)
     if PANEL_OF.get(name) in SPEEDS:
+        if 0 < 10 * min(map(statistics.median, parts)) <= usual:
+            return _log_axis(min(value for value in values if value > 0), max(highs))
         return "linear", (0, 1.05 * (min(max(highs), 2 * usual) or max(highs)) or 1)
     bottom, high, is_steep = min(values), max(highs), panel in ("loss", "gradient norm")
     if curves[0].run and is_steep:
@@ -72,14 +78,18 @@ def _vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     is_squeezed = is_steep and len(values) >= MIN_POINTS and high - bottom > 3 * (usual - bottom) > 0
     top = max(value for value in values if value - bottom <= 3 * (usual - bottom)) if is_squeezed else high
     # A warm-up from 0 and a decay to 0 go below the panel.
-    lows = [min(filter(is_finite, c.mean)) / 3 if c.mean else min(c.finite) for c in curves]
+    lows = [min(filter(is_finite, c.mean or c.drawable)) / (3 if c.mean else 1) for c in curves]
     low = min(highs) / 100 if panel == "learning rate" else min(lows)
     limits = {"loss": 100 * low, "gradient norm": 100 * low, "learning rate": 50 * min(highs)}
     if low > 0 and top >= limits.get(panel, math.inf):
-        first, last = axis_range([math.log10(low), math.log10(high)])
-        return "log", (10**first, 10**last)
+        return _log_axis(low, high)
     # A mark of what leaves the panel needs space.
     return "linear", axis_range([bottom, top + is_squeezed * (top - bottom) / 10])
+
+
+def _log_axis(low: float, high: float) -> tuple[str, tuple[float, float]]:
+    first, last = axis_range([math.log10(low), math.log10(high)])
+    return "log", (10**first, 10**last)
 
 
 def axis_range(values: list[float]) -> tuple[float, float]:
@@ -92,7 +102,7 @@ def axis_range(values: list[float]) -> tuple[float, float]:
 def _horizontal_range(curves: list[Curve]) -> tuple[float, float]:
     """The range of all horizontal axes, from 0, with space for a marker at 0."""
     steps = [step for curve in curves for step in curve.steps]
-    return min(0, min(steps) - max(steps) / 100), axis_range([0, *steps])[1]
+    return min(0, min(steps) - (max(steps) or 1) / 60), axis_range([0, *steps])[1]
 
 
 def _label(curves: list[Curve], scale: str) -> str:
@@ -158,13 +168,11 @@ def _vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, st
             text += " (shaded: steps done again)" * any(lost < restart for lost, restart in curve.restarts)
             colour = curve.colour if curve.run else "#808080"
             yield lost, restart, text if curve.panel == "loss" and not number else "", colour, "--"
-    found = [(curve.steps[curve.gaps[0]], "by", curve) for curve in curves if curve.gaps]
-    found += [(curve.non_finite, "at", curve) for curve in curves if curve.non_finite is not None]
+    found = [(*curve.non_finite, curve) for curve in curves if curve.non_finite]
     firsts = {each[2].run: each for each in sorted(found, key=lambda each: -each[0])}
-    for step, word, curve in firsts.values():
-        place = f"{step:.4g} {curve.x}" if curve.x in TIME_UNITS else f"{curve.x} {format_number(step)}"
-        text = f"{curve.label} is not finite {word} {place}"
-        yield step, step, text, curve.colour if curve.run and len(firsts) > 1 else "red", ":"
+    for step, place, curve in firsts.values():
+        colour = curve.colour if curve.run and len(firsts) > 1 else "red"
+        yield step, step, f"{curve.label} is not finite {place}", colour, ":"
 
 
 def draw_picture(curves: list[Curve], path: str, title: str) -> None:
@@ -172,32 +180,34 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
     all_panels = _group_by_panel(curves)
     metrics = [panel for panel, (curve, *_) in all_panels.items() if curve.name not in PANEL_OF and panel not in PANELS]
     hidden = sorted(metrics, key=lambda panel: all(curve.best is None for curve in all_panels[panel]))[MAX_METRICS:]
-    panels = {panel: panel_curves for panel, panel_curves in all_panels.items() if panel not in hidden}
+    panels = [panel_curves for panel, panel_curves in all_panels.items() if panel not in hidden]
     columns = min(len(panels), 2 if len(panels) <= 6 else 3)
-    rows, missing = -(-len(panels) // columns), -len(panels) % columns
+    # If a row has fewer panels it is the first, and they are wider.
+    first = len(panels) % columns or columns
+    rows = [panels[:first], *(panels[n : n + columns] for n in range(first, len(panels), columns))]
     runs = {curve.run: {"color": curve.colour, "marker": curve.mark} for curve in curves if curve.run}
-    width = 6 if columns < 3 else 4.5
+    width = (6 if columns < 3 else 4.5) * columns
     labels = [textwrap.fill(_describe_run(run, curves), 60 * columns) for run in runs]
-    figure = import_plotting("matplotlib.figure").Figure()
-    legend = 0.0
-    for number, panel_curves in enumerate(panels.values(), 1):
-        # If a row has fewer panels it is the first, and they are wider.
-        is_first = number <= columns - missing
-        axis = figure.add_subplot(rows, columns - missing * is_first, number + missing * (not is_first))
-        legend = max(legend, 0.18 * _draw_panel(axis, panel_curves))
-        axis.set_xlim(_horizontal_range(curves))
     title, *notes = _title(title, curves)
     notes += [f"without {len(hidden)} of {len(metrics)} metrics, which are in the page of --html"] * bool(hidden)
     notes = [line for note in notes for line in textwrap.wrap(note, 80)]
-    # tight_layout is slow. In inches: the title, all that is above the panels, and the legend above each panel.
+    figure = import_plotting("matplotlib.figure").Figure()
+    # tight_layout is slow. In inches from the top: the title, all that is above the panels, and each row.
     head = 0.4 + 0.17 * len(notes)
-    top = head + 0.19 * sum(label.count("\n") + 1 for label in labels) + 0.08
-    height = (3.4 + legend) * rows + top
-    figure.set_size_inches(width * columns, height)
-    edges = (1 / width / columns, 0.55 / height, 0.98, 1 - (top + legend) / height)
+    height, places = head + 0.19 * sum(label.count("\n") + 1 for label in labels) + 0.05, []
+    for row in rows:
+        wide = (width - LEFT - RIGHT + GAP) / len(row) - GAP
+        axes = [figure.add_subplot() for _ in row]
+        height += HIGH + 0.15 + 0.18 * max(_draw_panel(*pair, wide) for pair in zip(axes, row, strict=True))
+        places += [(axis, LEFT + n * (wide + GAP), height, wide) for n, axis in enumerate(axes)]
+        height += LOW
+    figure.set_size_inches(width, height)
+    for axis, left, bottom, wide in places:
+        axis.set_position((left / width, 1 - bottom / height, wide / width, HIGH / height))
+        axis.set_xlim(_horizontal_range(curves))
+        axis.yaxis.set_label_coords(-0.7 / wide, 0.5)
     figure.suptitle(title, y=1 - 0.15 / height)
     figure.text(0.5, 1 - 0.38 / height, "\n".join(notes), ha="center", va="top", fontsize=9, color="0.4")
-    figure.subplots_adjust(*edges, wspace=1.3 / width, hspace=(0.55 + legend) / 2.85)
     handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - head / height), "borderaxespad": 0}
     figure.legend(handles=handles, fontsize=9, frameon=False, **place)
@@ -211,17 +221,16 @@ def _describe_run(run: str, curves: list[Curve]) -> str:
     return " · ".join(filter(None, (run, describe(run_curves[0].settings), next(best, ""), run_curves[0].state)))
 
 
-def _draw_panel(axis: Any, curves: list[Curve]) -> int:
-    """Draw the curves of a panel, and return the number of rows of the legend above it."""
+def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
+    """Draw the curves of a panel of so many inches, and return the number of rows of the legend above it."""
     handles: dict[str, Any] = {}
     faint = _opacity(curves)
     is_stacked = curves[0].panel == SHARES and all(curve.steps == curves[0].steps for curve in curves)
     if is_stacked:
         # A value is of the time since the one before.
-        points = [curve.points(curve.values) for curve in curves]
+        points = [curve.points(curve.drawable) for curve in curves]
         colours = [curve.colour for curve in curves]
-        values = [[0, *values] for _, values in points]
-        areas = axis.stackplot([0, *points[0][0]], values, colors=colours, step="pre")
+        areas = axis.stackplot(points[0][0], [values for _, values in points], colors=colours, step="pre")
         handles = dict(zip((curve.label for curve in curves), areas, strict=True))
     for curve in curves if not is_stacked else ():
         style = {"color": curve.colour, "linestyle": list(DASHES)[curve.dash], "linewidth": 1.5}
@@ -229,13 +238,13 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
         style["drawstyle"] = "steps-pre" if curve.name in PANELS[SHARES] else "default"
         marks = {"marker": curve.mark, "markersize": 5 if curve.run else 3, "markevery": curve.marked}
         if curve.mean:
-            axis.plot(*curve.points(curve.values), color=curve.colour, linewidth=0.8, alpha=faint)
-        axis.plot(*curve.points(curve.mean or curve.values), **marks, **style)
+            axis.plot(*curve.points(curve.drawable), color=curve.colour, linewidth=0.8, alpha=faint)
+        axis.plot(*curve.points(curve.mean or curve.drawable), **marks, **style)
         style |= {"color": curve.legend_colour, "marker": curve.mark if curve.owner else ""}
         handles.setdefault(curve.legend_entry, axis.plot([], [], **style)[0])
         if curve.best is not None:
             star = {"color": curve.colour, "markeredgecolor": "black", "markersize": 10, "zorder": 3}
-            axis.plot(curve.steps[curve.best], curve.values[curve.best], "*", **star)
+            axis.plot(curve.steps[curve.best], curve.drawable[curve.best], "*", **star)
     for start, step, text, colour, dash in _vertical_lines(curves):
         line = axis.axvline(step, color=colour, linestyle=dash, linewidth=1.5 if dash == ":" else 0.8)
         axis.axvspan(start, step, color=colour, alpha=0.12, linewidth=0)
@@ -250,27 +259,36 @@ def _draw_panel(axis: Any, curves: list[Curve]) -> int:
         axis.plot(step, 0.98, "^", color=curve.colour, markersize=5, transform=axis.get_xaxis_transform())
         axis.text(step, limits[1], "\n" * row * bool(text) + text, color=curve.colour, fontsize=9, va="top", ha=anchor)
     axis.xaxis.set_major_formatter("{x:,.7g}")
-    if scale == "log" and limits[1] < 1000 * limits[0]:
-        axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    axis.yaxis.set_minor_formatter("")
-    is_share = curves[0].name in PANELS[SHARES]
-    # Matplotlib's own format has equal decimals, but no separators.
-    if is_share or scale == "log" or not 0.1 < limits[1] < 1000:
-        axis.yaxis.set_major_formatter("{x:.0%}" if is_share else "{x:,.7g}")
-    if scale == "linear" and 0 < (top := max(map(abs, limits))) < 0.001:
-        # One exponent, not 0.0001 and 5e-05.
-        power = math.floor(math.log10(top))
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value / 10**power:.6g}e{power}" if value else "0")
+    _format_ticks(axis.yaxis, scale, limits, is_share=curves[0].name in PANELS[SHARES])
     axis.xaxis.get_major_locator().set_params(integer=curves[0].x == "step", min_n_ticks=1)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     if handles.keys() == {curves[0].name}:
         return 0
-    # About 70 characters are as wide as a panel, and 8 as a sample.
-    columns = max(1, 70 // (8 + max(map(len, handles))))
+    # An inch has 15 characters, and a sample is as wide as 8.
+    columns = max(1, int(15 * width) // (8 + max(map(len, handles))))
     place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 0.98), "ncols": columns}
     axis.legend(handles.values(), handles.keys(), fontsize=9, frameon=False, **place)
     return -(-len(handles) // columns)
+
+
+def _format_ticks(axis: Any, scale: str, limits: tuple[float, float], *, is_share: bool) -> None:
+    """Write the values of a vertical axis, with one exponent for all of a linear one: not 0.0001 and 5e-05."""
+    if scale == "log" and limits[1] < 1000 * limits[0]:
+        axis.get_major_locator().set_params(subs=(1, 2, 5))
+    axis.set_minor_formatter("")
+    power = max(-300, math.floor(math.log10(max(map(abs, limits)))))
+    if is_share:
+        axis.set_major_formatter("{x:.0%}")
+    elif scale == "log":
+        axis.set_major_formatter("{x:,.7g}" if power < 6 else "{x:.0e}")
+    elif not -4 < power < 6:
+        axis.set_major_formatter(lambda value, _: f"{value / 10**power:.6g}e{power}" if value else "0")
+    elif not 0.1 < limits[1] < 1000:
+        axis.set_major_formatter("{x:,.7g}")
+    else:
+        # Matplotlib's own format has equal decimals, but no separators.
+        axis.get_major_formatter().set_useOffset(False)
 
 
 def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | str = True) -> None:
@@ -282,10 +300,12 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
         figure.add_scatter(x=[None], y=[None], xaxis="x2", yaxis="y2", name=name, legendgroup=curve.run, **style)
     title_of_x = {"text": X_AXES[curves[0].x], "standoff": 2}
     x_axis = {"title": title_of_x, "range": _horizontal_range(curves), "matches": "x2", "tickformat": ","}
-    panels, box = _group_by_panel(curves).values(), ""
+    panels, box, entries = _group_by_panel(curves).values(), "", list[str]()
     for number, panel_curves in enumerate(panels, 2):
         x, y, legend = f"x{number}", f"y{number}", f"legend{number}"
-        figure.add_traces([trace | {"xaxis": x, "yaxis": y} for trace in _traces(panel_curves, legend)])
+        traces = [trace | {"xaxis": x, "yaxis": y} for trace in _traces(panel_curves, legend)]
+        entries = entries or [trace["name"] for trace in traces if trace.get("legend") and trace["name"]]
+        figure.add_traces(traces)
         scale, limits = _vertical_axis(panel_curves)
         y_axis: dict[str, Any] = {"title_text": _label(panel_curves, scale), "type": scale, "range": limits}
         y_axis |= {"tickformat": "~e" if max(map(abs, limits)) < 0.001 else ",", "hoverformat": ",.4~g"}
@@ -304,7 +324,8 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
         axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis | {"anchor": x}}
         figure.update_layout(axes | {legend: {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
     most = 3 if len(panels) > 6 else 2
-    layouts = [(COLUMN_WIDTHS[count], _place_panels(len(panels), count, [*runs])) for count in range(most, 0, -1)]
+    counts, texts = range(most, 0, -1), ([*runs], entries)
+    layouts = [(COLUMN_WIDTHS[count], _place_panels(len(panels), count, *texts)) for count in counts]
     figure.update_layout(
         {name.replace(".", "_"): value for name, value in layouts[0][1].items()},
         legend={"x": 0, "y": 1, "yanchor": "bottom", "orientation": "h", "tracegroupgap": 0},
@@ -321,14 +342,22 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
     Path(path).write_text(page.replace("</body>", OFFLINE) if plotlyjs == "cdn" else page, encoding="utf-8")
 
 
-def _place_panels(count: int, columns: int, runs: list[str]) -> dict[str, Any]:
-    """Where a page of so many columns has its panels and the legends: plotly's names → values."""
-    # The least width of the legend, which has 50 pixels per sample and 6 per letter, its font, and the space above it.
+def _place_panels(count: int, columns: int, runs: list[str], entries: list[str]) -> dict[str, Any]:
+    """Where a page of so many columns has its panels and the legends, of runs and of the first panel.
+
+    Returns:
+        plotly's names → values.
+    """
+    # The least width of the legends, which have 50 pixels per sample and 6 per letter, the font, and the space above.
     least, font, top = (300, 10, 30) if columns == 1 else (COLUMN_WIDTHS[columns], 12, 10 if runs else 30)
-    top += 20 * math.ceil(len(runs) / max(1, least // (50 + 6 * max(map(len, runs), default=0))))
+    row_lengths = [max(1, least // (50 + 6 * max(map(len, texts), default=0))) for texts in (runs, entries)]
+    # One row of the panel has its place below that of the runs.
+    shift = 20 * max(0, math.ceil(len(entries) / row_lengths[1]) - 1)
+    top += 20 * math.ceil(len(runs) / row_lengths[0]) + shift
     columns, gap = min(columns, count), 0.24 / max(2, columns)
     rows, missing = -(-count // columns), -count % columns
     layout: dict[str, Any] = {"height": 310 * rows + top, "margin.t": top, "legend.font.size": font}
+    layout["legend.y"] = 1 + shift / 310 / rows
     for number in range(count):
         # If a row has fewer panels it is the first, and they are wider.
         row, column = divmod(number + missing, columns) if number >= columns - missing else (0, number)
@@ -348,12 +377,11 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
         style = {"color": curve.colour, "dash": list(DASHES.values())[curve.dash]}
         style |= {"shape": "vh"} if curve.name in PANELS[SHARES] else {}
         group = curve.run or curve.name
-        steps, values = curve.points(curve.values)
+        steps, values = curve.points(curve.drawable)
         trace = {"x": steps, "y": values, "name": curve.label, "legendgroup": group, "showlegend": False, "line": style}
         if curve.panel == SHARES:
             area = {"stackgroup": "time", "fillcolor": curve.colour, "legend": legend}
-            points = {"x": [0, *steps], "y": [0, *values], "name": curve.label}
-            yield trace | points | area | {"line": {"width": 0, "shape": "vh"}, "showlegend": True}
+            yield trace | area | {"line": {"width": 0, "shape": "vh"}, "showlegend": True}
             continue
         marked, size = set(curve.marked), 9 if curve.run else 4
         sizes = [size * (point in marked) for point in range(len(steps))]
@@ -368,7 +396,7 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
                 mean = {"y": curve.points(curve.smooth(parts))[1], "name": f"{curve.label}, mean"}
                 yield trace | mean | {"meta": level, "visible": level == "light"}
         if curve.best is not None:
-            point = {"x": [curve.steps[curve.best]], "y": [curve.values[curve.best]], "name": f"best {curve.label}"}
+            point = {"x": [curve.steps[curve.best]], "y": [curve.drawable[curve.best]], "name": f"best {curve.label}"}
             star = {"symbol": "star", "size": 12, "color": curve.colour, "line": {"width": 1, "color": "black"}}
             yield trace | point | {"mode": "markers", "marker": star}
     # Entries without points, since a curve may have two traces and, of several runs, the colour of its run.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import textwrap
 import warnings
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,8 @@ PLOTS = {
 }
 #: Number of completed trials below which importances are uncertain.
 MANY_TRIALS = 20
+#: Optuna's state of a trial → a word, if it is another.
+STATES = {"complete": "completed", "fail": "failed"}
 LEFT_OUT = "pruned, failed or far worse: the last value in range"
 
 
@@ -77,6 +81,8 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
                 # The colours of the worst trials are nearly white.
                 style = {"plot_bgcolor": "#d8d8d8"} if name == "parallel_coordinates" else {"colorway": COLOURS}
                 figure.update_layout(title=heading, template="plotly_white", font_size=13, **style)
+                if name == "parallel_coordinates":
+                    _label_page(figure, [objective["target_name"], *_parameters(shown)])
                 figure.update_traces(opacity=1, selector={"type": "scatter"})
                 figure.update_traces(line_shape="hv", selector={"name": "Best Value"})
                 if name == "history" and left_out:
@@ -86,16 +92,23 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
     return paths
 
 
-def best_trials(storage: str, study_name: str | None = None) -> list[dict[str, Any]]:
-    """Number, objectives and hyperparameters of the five best trials; of several objectives, of the Pareto front."""
+def best_trials(storage: str, study_name: str | None = None) -> tuple[list[dict[str, Any]], str]:
+    """Number, objectives and hyperparameters of the five best trials; of several objectives, of the Pareto front.
+
+    Returns:
+        The trials, and in words how many others there are.
+    """
     study = _load_study(storage, study_name)
-    trials = study.best_trials
+    trials, every = study.best_trials, study.get_trials(deepcopy=False)
     if len(study.directions) == 1:
-        complete = [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
+        complete = [trial for trial in every if trial.state.name == "COMPLETE"]
         trials = sorted(complete, key=partial(_value, 0), reverse=study.direction.name == "MAXIMIZE")[:5]
+    states = Counter(trial.state.name.lower() for trial in every)
+    counts = ", ".join(f"{count} {STATES.get(state, state)}" for state, count in states.most_common())
+    note = f"{len(trials)} best of {len(every)} trials: {counts}" if len(every) > len(trials) else ""
     return [
         {"trial": each.number} | dict(zip(_names(study), each.values, strict=True)) | each.params for each in trials
-    ]
+    ], note
 
 
 def _names(study: Study) -> list[str]:
@@ -149,6 +162,7 @@ def _draw_png(
         # Optuna's colour map would hide the worst trials.
         (lines,) = axes.collections
         lines.set_cmap("viridis" if lines.get_cmap().name.endswith("_r") else "viridis_r")
+        _label_parameters(figure, [objective["target_name"], *_parameters(study)])
     else:
         axes.set_facecolor("white")
         axes.grid(color="#e0e0e0")
@@ -161,6 +175,34 @@ def _draw_png(
         axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=4, frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
+
+
+def _parameters(study: Study) -> list[str]:
+    """The hyperparameters of completed trials, in Optuna's order."""
+    trials = study.get_trials(deepcopy=False)
+    return sorted({name for trial in trials if trial.state.name == "COMPLETE" for name in trial.params})
+
+
+def _label_parameters(figure: Any, names: list[str]) -> None:
+    """Write the whole names, which Optuna truncates, and values that can be read over lines."""
+    figure.set_size_inches(max(10, 2.2 * len(names)), 6)
+    figure.axes[0].set_xticks(range(len(names)), list(map(_wrap, names)), rotation=0)
+    for label in (label for axis in figure.axes[1:] for label in axis.get_yticklabels(which="both")):
+        label.set(fontsize=9, bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1})
+
+
+def _label_page(figure: Any, names: list[str]) -> None:
+    """The same on a page: Optuna 5 draws lines, and Optuna 4 plotly's own plot of parallel coordinates."""
+    figure.update_xaxes(ticktext=[_wrap(name).replace("\n", "<br>") for name in names])
+    figure.update_annotations(bgcolor="rgba(216, 216, 216, 0.8)")
+    for trace in figure.select_traces({"type": "parcoords"}):
+        for dimension, name in zip(trace.dimensions, names, strict=True):
+            dimension.label = name
+
+
+def _wrap(name: str) -> str:
+    """A name in lines of at most 18 letters."""
+    return textwrap.fill(name.replace("_", "_ "), 18).replace("_ ", "_")
 
 
 def _load_study(storage: str, study_name: str | None) -> Study:

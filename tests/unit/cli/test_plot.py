@@ -18,7 +18,8 @@ from hftrainer.checkpointing.saved_arguments import differing_arguments
 from hftrainer.cli.plot import align, describe_curves
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.monitoring.journal import ACTIVITIES, Journal, append_line
-from hftrainer.reporting.curves import Curve, curves_of_run, read_curves, read_run
+from hftrainer.monitoring.run_page import RunRecord
+from hftrainer.reporting.curves import Curve, curves_of_run, read_curves
 from hftrainer.reporting.metrics import PANELS, SHARES, logged, logged_curves, sort_pattern
 from hftrainer.reporting.plot import _vertical_axis, plot
 from tests.support.parity import accuracy, train
@@ -32,7 +33,7 @@ def test_logs_without_weights_are_drawn(tmp_path):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": log}))
-    drawn = logged_curves(read_run(str(tmp_path)))["loss"]
+    drawn = logged_curves(RunRecord(str(tmp_path)).state)["loss"]
     assert drawn == {"loss": ([4, 8], [3.0, 2.0]), "predict_loss": ([4], [0.5])}
 
 
@@ -46,7 +47,7 @@ def runs(tmp_path_factory):
 
 
 def test_run_has_curves_of_loss_metrics_rate_and_norm(runs):
-    found = logged_curves(read_run(runs[0]))
+    found = logged_curves(RunRecord(runs[0]).state)
     panels = {panel: sorted(lines) for panel, lines in found.items() if lines}
     others = {"metrics": ["eval_accuracy"], "learning rate": ["learning_rate"], "gradient norm": ["grad_norm"]}
     assert panels == {"loss": ["eval_loss", "loss"], **others}
@@ -181,7 +182,7 @@ def test_evaluations_after_the_last_save_come_from_the_journal(tmp_path, loss, e
         journal.write("begin", start, resumed_from=f"checkpoint-{start}" if start else None)
         for name, value in (("loss", 2.0), ("eval_loss", 1.0)):
             journal.write("log", step, logs={name: value, "epoch": 1.0})
-    found = logged_curves(read_run(str(tmp_path)))["loss"]
+    found = logged_curves(RunRecord(str(tmp_path)).state)["loss"]
     assert found["loss"] == ([10, 20], [loss] * 2) and found.get("eval_loss", ([],))[0] == evaluated
 
 
@@ -200,7 +201,9 @@ def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys):
         "goodput",
     ]
     assert re.split("  +", header.strip()) == titles
-    assert explanation == "goodput: kept steps / time without chosen pauses"
+    assert (
+        explanation == "time: without pauses; downtime: pauses after failures; goodput: kept steps / (time + downtime)"
+    )
     # 10 steps at 17.5 samples per second and 10 at 35.
     assert [row.split()[:7] for row in rows] == [[name, "20", "running", "2", "1", "23.33", "9,000"] for name in "ab"]
     main(["plot", *runs, "--output", str(tmp_path / "a.png"), "--json"])
@@ -548,7 +551,7 @@ def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
     plot([str(tmp_path)], html=True)
     picture, page = figures
     # The first of three rows has one panel, which fills it.
-    assert len(picture.axes) == 7 and picture.axes[0].get_position().x1 == pytest.approx(0.98)
+    assert len(picture.axes) == 7 and picture.axes[0].get_position().x1 == pytest.approx(1 - 0.25 / 13.5)
     # The first axes of a page, which are not numbered, are not used.
     for axis, x, y in zip(picture.axes, [*page.select_xaxes()][1:], [*page.select_yaxes()][1:], strict=True):
         limits = [10**limit for limit in y.range] if y.type == "log" else y.range
@@ -642,7 +645,7 @@ def test_last_of_several_runs_in_a_folder_is_read(tmp_path, loss):
         folder = tmp_path / f"checkpoint-{step}"
         write_log(folder, [{"step": each, "loss": value} for each in range(step)])
         os.utime(folder / "trainer_state.json", (0, 1000 - step))
-    assert len(read_run(str(tmp_path)).log_history) == (20 if loss == 1.0 else 10)
+    assert len(RunRecord(str(tmp_path)).state.log_history) == (20 if loss == 1.0 else 10)
 
 
 def test_runs_and_metrics_are_sorted_by_number(tmp_path, capsys):

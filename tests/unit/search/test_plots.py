@@ -8,7 +8,7 @@ import pytest
 
 from hftrainer.__main__ import main
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.search.study_plots import plot_study
+from hftrainer.search.study_plots import best_trials, plot_study
 
 
 def make_study(storage, name="a", trials=6, directions=("minimize",)):
@@ -36,11 +36,12 @@ NAMES = ("history", "importance", "parallel_coordinates")
 def test_command_writes_pictures_and_pages_of_a_study(url, tmp_path, capsys):
     main(["plot", "--study", url, "--output", str(tmp_path / "new"), "--html"])
     expected = [str(tmp_path / "new" / f"{name}.{kind}") for name in NAMES for kind in ("png", "html")]
-    *printed, empty, header, best, _, _, _, last = capsys.readouterr().out.splitlines()
+    *printed, empty, header, best, _, _, _, last, _, note = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in printed] == expected and not empty
     assert (
         header.split() == ["trial", "objective", "learning_rate", "kind"] and best.split()[3] == "b" != last.split()[3]
     )
+    assert note == "5 best of 6 trials: 6 completed"
     for path in expected:
         assert os.path.getsize(path) > 10_000
     page = (tmp_path / "new" / "importance.html").read_text()
@@ -93,6 +94,7 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path):
 
     study.optimize(objective, n_trials=9)
     plot_study(url, out=str(tmp_path), html=True)
+    assert best_trials(url)[1] == "5 best of 9 trials: 8 completed, 1 pruned"
     page = (tmp_path / "history.html").read_text().split("newPlot")[-1]
     assert '"name":"pruned, failed or far worse: the last value in range","x":[5,7]' in page
     assert '"range":[-0.1,2.1]' in page and "1000000" not in page
