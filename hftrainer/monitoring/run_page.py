@@ -301,9 +301,8 @@ class RunRecord:
             pairs = [(line["epoch"], line) for _, line in pairs if "epoch" in line]
         elif x == "time":
             if not self._logs:
-                raise InvalidArgument(
-                    f"{self.folder} has no times (it ran without observe=True): leave out --x time or that run."
-                )
+                reason = "has no times (it ran without observe=True): leave out --x time or that run."
+                raise InvalidArgument(f"{self.folder} {reason}")
             pairs = [(event["time"], {**event["logs"], "step": event["step"]}) for event in self._logs]
             pairs = sorted([*pairs, *self._last_shares()], key=lambda pair: pair[0])
         log = [line if x == "step" else {**line, "step": place} for place, line in pairs]
@@ -320,14 +319,13 @@ class RunRecord:
                 # The interval of a log line is written after it.
                 seconds.update({} if is_logged else event["seconds"])
                 last, is_logged = event, False
-            elif event["event"] == "log" and "data_wait" in event["logs"]:
+            elif event["event"] == "begin" or "data_wait" in event.get("logs", ()):
+                if event["event"] == "begin" and (total := sum(seconds.values())) > 0:
+                    names = {"data_wait": "data", "eval_share": "evaluation", "save_share": "saving"}
+                    shares = {name: seconds[part] / total for name, part in names.items()}
+                    yield last["time"], {"step": last["step"], **shares}
                 seconds.clear()
-                is_logged = True
-            elif event["event"] == "begin" and (total := sum(seconds.values())) > 0:
-                names = {"data_wait": "data", "eval_share": "evaluation", "save_share": "saving"}
-                shares = {name: seconds[part] / total for name, part in names.items()}
-                yield last["time"], {"step": last["step"], **shares}
-                seconds.clear()
+                is_logged = event["event"] == "log"
 
     def find_incidents(self, x: str) -> tuple[list[tuple[float, float]], tuple[float, str] | None]:
         """The places of restarts and of the first loss that was not finite, on the axis `x`.
@@ -342,8 +340,7 @@ class RunRecord:
         begins = [n for n, event in enumerate(self._kept) if event["event"] == "begin" and event.get("resumed_from")]
         # A journal may begin with a restart, whose time is 0.
         restarts = [(places[n - (x == "time")], places[n]) for n in begins if n or x != "time"]
-        for event, place in zip(self._kept, places, strict=True):
-            # On an accelerator losses are read at log lines alone, and no step is named.
-            if step := event.get("non_finite_step"):
-                return restarts, (place if x == "time" else step * scale, f"at step {format_number(step)}")
-        return restarts, None
+        # On an accelerator losses are read at log lines alone, and no step is named.
+        found = ((event["time"], step) for event in self._kept if (step := event.get("non_finite_step")))
+        firsts = ((time if x == "time" else step * scale, f"at step {format_number(step)}") for time, step in found)
+        return restarts, next(firsts, None)

@@ -161,7 +161,7 @@ class Curve:
     @cached_property
     def mean(self) -> list[float] | None:
         """The exponential mean of many values of training, over a thirtieth of them; None for shares and rates."""
-        is_exact = self.panel in ("learning rate", SHARES) or self.name.startswith("eval_")
+        is_exact = self.name in ("learning_rate", *PANELS[SHARES]) or self.name.startswith("eval_")
         return None if is_exact or len(self.values) < MANY else self.smooth(30)
 
     def smooth(self, parts: int) -> list[float]:
