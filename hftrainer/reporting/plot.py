@@ -336,9 +336,8 @@ def draw_html(curves: list[Curve], path: str, title: str, *, plotlyjs: bool | st
     script = f"const layouts = {json.dumps(layouts)};\n{Path(__file__).with_name('page.js').read_text('utf-8')}"
     page = figure.to_html(include_plotlyjs=plotlyjs, config={"responsive": True}, post_script=script)
     page = page.replace("<head>", f"<head><title>{title}</title>{STYLE}", 1)
-    page = page.replace(
-        "<body>", f"<body><h1>{title}</h1><small style='color: gray'>{' · '.join(notes)}</small>{box}", 1
-    )
+    heading = f"<h1>{title}</h1><small style='color: gray'>{' · '.join(notes)}</small>{box}"
+    page = page.replace("<body>", f"<body>{heading}", 1)
     Path(path).write_text(page.replace("</body>", OFFLINE) if plotlyjs == "cdn" else page, encoding="utf-8")
 
 
@@ -412,12 +411,8 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
         if start < step:
             outline |= {"x": [step, step, start, start], "y": [low, high, high, low], "fill": "toself"}
         outline |= {"line": {"color": colour, "dash": DASHES[dash], "width": 2 if dash == ":" else 1}}
-        yield outline | {
-            "mode": "lines",
-            "legend": legend,
-            "hoverinfo": "skip",
-            "fillcolor": "rgba(128, 128, 128, 0.15)",
-        }
+        outline |= {"hoverinfo": "skip", "fillcolor": "rgba(128, 128, 128, 0.15)"}
+        yield outline | {"mode": "lines", "legend": legend}
     for curve in (curve for curve in curves if curve.gaps):
         yield {
             **{"x": [curve.steps[index] for index in curve.gaps], "y": [low] * len(curve.gaps), "mode": "markers"},

@@ -192,12 +192,9 @@ def _label_parameters(figure: Any, names: list[str]) -> None:
 
 
 def _label_page(figure: Any, names: list[str]) -> None:
-    """The same on a page: Optuna 5 draws lines, and Optuna 4 plotly's own plot of parallel coordinates."""
+    """The same on a page of Optuna 5; Optuna 4 has another kind of plot."""
     figure.update_xaxes(ticktext=[_wrap(name).replace("\n", "<br>") for name in names])
     figure.update_annotations(bgcolor="rgba(216, 216, 216, 0.8)")
-    for trace in figure.select_traces({"type": "parcoords"}):
-        for dimension, name in zip(trace.dimensions, names, strict=True):
-            dimension.label = name
 
 
 def _wrap(name: str) -> str:

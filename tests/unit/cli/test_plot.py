@@ -17,7 +17,8 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import differing_arguments
 from hftrainer.cli.plot import align, describe_curves
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.monitoring.journal import ACTIVITIES, Journal, append_line
+from hftrainer.monitoring import journal
+from hftrainer.monitoring.journal import ACTIVITIES, Journal, append_line, read_events
 from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting.curves import Curve, curves_of_run, read_curves
 from hftrainer.reporting.metrics import PANELS, SHARES, logged, logged_curves, sort_pattern
@@ -61,7 +62,7 @@ def test_plot_writes_a_picture_and_a_page(runs, tmp_path):
 
     written = plot(runs, html=True, out=str(tmp_path / "both.png"))
     assert written == [str(tmp_path / "both.png"), str(tmp_path / "both.html")]
-    assert imread(written[0]).shape[:2] == (962, 1440)  # two rows of panels
+    assert imread(written[0]).shape[:2] == (949, 1440)  # two rows of panels
     page = Path(written[1]).read_text()
     assert all(text in page for text in ('"xaxis4"', '"yaxis4"', "eval_accuracy", *(Path(run).name for run in runs)))
     assert "<script src=" not in page  # nothing to fetch
@@ -104,11 +105,15 @@ def test_marks_separate_coinciding_curves_of_runs():
 
 
 def test_command_prints_a_table_of_several_runs(runs, tmp_path, capsys):
-    main(["plot", *runs, "--output", str(tmp_path / "a.png")])
-    path, empty, header, *rows = capsys.readouterr().out.splitlines()
-    assert path == str(tmp_path / "a.png") and not empty
-    titles = ["differs in", "steps", "last loss", "best eval_loss", "best eval_accuracy"]
-    assert re.split("  +", header.strip()) == titles
+    end = {"train_loss": 1.0, "train_runtime": 9.0, "train_samples_per_second": 8}
+    log = [{"step": 20, "loss": 1.0}, {"step": 20, **end}]
+    main(["plot", *runs, write_log(tmp_path / "saved", log, global_step=20), "--output", str(tmp_path / "a.png")])
+    path, empty, header, *rows, saved, _, note = capsys.readouterr().out.splitlines()
+    assert path == str(tmp_path / "a.png") and not empty and saved.split() == ["saved", "20", "1", "8", "9", "s"]
+    titles = ["differs in", "steps", "last loss", "best eval_loss", "best eval_accuracy", "mean samples per second"]
+    assert re.split("  +", header.strip()) == [*titles, "time"] and note.startswith(
+        "saved: train_runtime and the speed over it"
+    )
     values = zip(runs, ("0.01", "0.1"), strict=True)
     assert [row.split()[:4] for row in rows] == [[Path(run).name, "learning_rate", rate, "20"] for run, rate in values]
     main(["plot", runs[0], "--output", str(tmp_path / "a.png")])
@@ -137,13 +142,13 @@ SPEEDS |= {"eval_share": 0.2, "save_share": 0.05, "peak_memory_mb": 812.0, "mfu"
 
 
 def write_observed_run(folder):
-    journal = Journal(str(folder))
-    journal.write("begin", 0, max_steps=30, world_size=1, device="cpu", pid=1, host="there", resumed_from=None)
+    written = Journal(str(folder))
+    written.write("begin", 0, max_steps=30, world_size=1, device="cpu", pid=1, host="there", resumed_from=None)
     for step, speed in ((10, 17.5), (20, 35.0)):
         speeds = SPEEDS | {"samples_per_second": speed}
-        journal.write("log", step, logs={"loss": step / 10, "step": step, "epoch": step / 100, **speeds})
+        written.write("log", step, logs={"loss": step / 10, "step": step, "epoch": step / 100, **speeds})
     time.sleep(0.002)  # times are in milliseconds; without any time there is no goodput
-    journal.write("interval", 20, steps=20, seconds=dict.fromkeys(ACTIVITIES, 0.0))
+    written.write("interval", 20, steps=20, seconds=dict.fromkeys(ACTIVITIES, 0.0))
     return str(folder)
 
 
@@ -177,30 +182,22 @@ def test_journal_continues_the_log_of_the_checkpoint(tmp_path):
 def test_evaluations_after_the_last_save_come_from_the_journal(tmp_path, loss, evaluated):
     """The journal alone has them, before a resume too. A journal of an earlier run, with other losses, is not shown."""
     write_log(tmp_path / "checkpoint-20", [{"loss": loss, "step": step, "epoch": 1.0} for step in (10, 20)])
-    journal = Journal(str(tmp_path))
+    written = Journal(str(tmp_path))
     for start, step in ((0, 10), (10, 20)):
-        journal.write("begin", start, resumed_from=f"checkpoint-{start}" if start else None)
+        written.write("begin", start, resumed_from=f"checkpoint-{start}" if start else None)
         for name, value in (("loss", 2.0), ("eval_loss", 1.0)):
-            journal.write("log", step, logs={name: value, "epoch": 1.0})
+            written.write("log", step, logs={name: value, "epoch": 1.0})
     found = logged_curves(RunRecord(str(tmp_path)).state)["loss"]
     assert found["loss"] == ([10, 20], [loss] * 2) and found.get("eval_loss", ([],))[0] == evaluated
 
 
-def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys):
-    runs = [write_observed_run(tmp_path / "a"), write_observed_run(tmp_path / "b")]
+def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys, monkeypatch):
+    runs, read = [write_observed_run(tmp_path / "a"), write_observed_run(tmp_path / "b")], []
+    monkeypatch.setattr(journal, "read_events", lambda folder: [read.append(folder), read_events(folder)][1])
     main(["plot", *runs, "--output", str(tmp_path / "a.png")])
     _, _, header, *rows, _, explanation = capsys.readouterr().out.splitlines()
-    titles = [
-        "steps",
-        "state",
-        "last loss",
-        "best loss",
-        "mean samples per second",
-        "mean tokens per second",
-        "time",
-        "goodput",
-    ]
-    assert re.split("  +", header.strip()) == titles
+    titles = ["steps", "state", "last loss", "best loss", "mean samples per second", "mean tokens per second", "time"]
+    assert re.split("  +", header.strip()) == [*titles, "goodput"] and read == runs  # once
     assert (
         explanation == "time: without pauses; downtime: pauses after failures; goodput: kept steps / (time + downtime)"
     )
@@ -209,7 +206,7 @@ def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys):
     main(["plot", *runs, "--output", str(tmp_path / "a.png"), "--json"])
     shown = json.loads(capsys.readouterr().out)["runs"]
     keys = {title.replace(" ", "_") for title in titles}
-    assert [run["run"] for run in shown] == ["a", "b"] and keys <= shown[0].keys()
+    assert [run["run"] for run in shown] == ["a", "b"] and keys | {"downtime", "goodput"} <= shown[0].keys()
     assert shown[0]["mean_samples_per_second"] == pytest.approx(70 / 3) and shown[0]["differs_in"] == {}
 
 
@@ -258,9 +255,10 @@ def test_journal_knows_the_step_of_the_first_loss_that_is_not_finite(tmp_path):
     callback.on_step_end = break_model
     args = TrainingArguments(str(tmp_path), disable_tqdm=True, report_to="none", **settings)
     Trainer(model, args, train_dataset=plain_data(), callbacks=[callback]).train()
-    plot([str(tmp_path)], out=str(tmp_path / "a.svg"))
-    texts = {*texts_in_svg(tmp_path / "a.svg")}
-    assert {"loss is not finite at step 3", "gradient norm is not finite by step 4"} <= texts
+    for x in ("step", "epoch", "time"):
+        plot([str(tmp_path)], x=x, out=str(tmp_path / "a.svg"))
+        texts = {*texts_in_svg(tmp_path / "a.svg")}
+        assert {"loss is not finite at step 3", "gradient norm is not finite by step 4"} <= texts
 
 
 def test_mean_leaves_out_an_isolated_spike_which_has_one_mark(tmp_path):
@@ -300,9 +298,8 @@ def test_evaluation_sets_share_a_panel_in_their_order(tmp_path, capsys):
     assert [line.panel for line in read_curves(runs[:1])] == ["loss", "loss", "f1", "f1"]
     main(["plot", *runs, "--output", str(tmp_path / "a.svg")])
     assert "best eval_val_loss  best eval_train_loss" in capsys.readouterr().out
-    assert {"Comparison of a and b", "F1", "a · ★ best eval_val_loss 1"} <= {
-        text.replace("\xa0", " ") for text in texts_in_svg(tmp_path / "a.svg")
-    }
+    texts = {text.replace("\xa0", " ") for text in texts_in_svg(tmp_path / "a.svg")}
+    assert {"Comparison of a and b", "F1", "a · ★ best eval_val_loss 1"} <= texts
 
 
 def test_curves_and_runs_differ_in_black_and_white(tmp_path):
@@ -344,12 +341,10 @@ def test_learning_rates_that_differ_50_fold_get_a_log_scale(tmp_path, other, sca
     assert f'"type":"{scale}","range"' in (tmp_path / "c.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "unit", "last"), [(100, "seconds", 100), (120, "minutes", 2), (9000, "hours", 2.5)]
-)
-def test_time_axis_unit_follows_the_span(tmp_path, seconds, unit, last):
+@pytest.mark.parametrize(("span", "unit", "last"), [(100, "seconds", 100), (120, "minutes", 2), (9000, "hours", 2.5)])
+def test_time_axis_unit_follows_the_span(tmp_path, span, unit, last):
     begin = {"time": 1000.0, "event": "begin", "step": 0, "max_steps": 1, "host": "there", "pid": 1}
-    log = {"time": 1000.0 + seconds, "event": "log", "step": 1, "logs": {"loss": 1.0}}
+    log = {"time": 1000.0 + span, "event": "log", "step": 1, "logs": {"loss": 1.0}}
     (tmp_path / "journal.jsonl").write_text(f"{json.dumps(begin)}\n{json.dumps(log)}\n")
     assert [(line.x, line.steps) for line in read_curves([str(tmp_path)], "time")] == [(unit, [last])]
 
@@ -490,9 +485,16 @@ def test_table_columns_that_do_not_fit_follow_below(width):
 
 @pytest.mark.parametrize(
     "lines",
-    [[{"step": 1, "loss": 10**400}, {"step": 2, "loss": 1}], [{"step": [1], "loss": 1}], [{"step": "a", "loss": 1}]],
+    [
+        [(1, 10**400), (2, 1)],
+        [([1], 1)],
+        [("a", 1)],
+        [(1, 1), (2, -1.7e308), (3, 1.7e308)],
+        [(1, 1), (2, 1.7e308), (3, 3)],
+    ],
 )
 def test_odd_log_values_still_give_a_picture(tmp_path, lines):
+    lines = [{"step": step, "loss": loss} for step, loss in lines]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": lines}))
     main(["plot", str(tmp_path)])
     assert (tmp_path / "training.png").is_file()
@@ -560,10 +562,8 @@ def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
     at_zero = {"Tokens per second", "Samples per second", "Seconds per step", "Share of time"}
     at_zero |= {"Model FLOPS utilization"}
     assert {axis.get_ylabel() for axis in picture.axes if axis.get_ylim()[0] == 0} == at_zero
-    assert [(axis.get_ylabel(), axis.get_yscale()) for axis in picture.axes[:2]] == [
-        ("Loss (log scale)", "log"),
-        ("eval_f1", "linear"),
-    ]
+    scales = [(axis.get_ylabel(), axis.get_yscale()) for axis in picture.axes[:2]]
+    assert scales == [("Loss (log scale)", "log"), ("eval_f1", "linear")]
     assert '<input type="checkbox" checked>losses on a log scale' in (tmp_path / "training.html").read_text()
     share = next(axis for axis in picture.axes if axis.get_ylabel() == "Share of time")
     assert picture.axes[0].get_xlim()[0] == 0 and share.yaxis.get_major_formatter()(0.5) == "50%"
@@ -572,13 +572,20 @@ def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
 def test_time_axis_breaks_at_restarts_without_their_pauses(tmp_path):
     """The time of steps that a resume undid counts: they took it."""
     journal = [(1000, "begin", 0), (1010, "log", 1), (1020, "log", 2), (9000, "begin", 1), (9030, "log", 2)]
+    journal += [(9030, "interval", 2), (9040, "interval", 2)]
     for time_of_event, event, step in journal:
         facts = {"max_steps": 9, "host": "", "pid": 1, "resumed_from": "checkpoint-1" if step else None}
-        facts = {"logs": {"loss": 1.0, "epoch": step / 2}} if event == "log" else facts
+        logs = {"loss": 1.0, "epoch": step / 2, "data_wait": 0.25, "eval_share": 0.0, "save_share": 0.0}
+        facts |= {"logs": logs, "steps": 0, "seconds": {"steps": 0.0, "data": 0.0, "evaluation": 1.0, "saving": 3.0}}
         append_line(str(tmp_path / "journal.jsonl"), {"time": time_of_event, "event": event, "step": step, **facts})
     # On other axes nothing is lost.
     assert [read_curves([str(tmp_path)], x)[0].restarts for x in ("step", "epoch")] == [[(1, 1)], [(0.5, 0.5)]]
-    (curve,) = read_curves([str(tmp_path)], "time")
+    curve, *shares = read_curves([str(tmp_path)], "time")
+    run = RunRecord(str(tmp_path))
+    assert (run.seconds, run.downtime) == (60, 7980)
+    # After the last log line too, and from the start and the restart on.
+    saving = next(share for share in shares if share.name == "save_share")
+    assert saving.points(saving.values) == ([0, 10, 20, 50, 60], [0, 0, 0, 0, 0.75])
     assert (curve.steps, curve.restarts) == ([10, 50], [(10, 20)])
     assert curve.points(curve.values) == ([10, 20, 50], [1.0, pytest.approx(math.nan, nan_ok=True), 1.0])
     plot([str(tmp_path)], x="time", html=True, out=str(tmp_path / "a.svg"))
@@ -591,7 +598,10 @@ def test_short_steps_are_in_milliseconds(tmp_path):
     """All runs have the same unit."""
     runs = [write_log(tmp_path / str(time), [{"step": 1, "loss": 1.0, "step_seconds": time}]) for time in (0.002, 0.2)]
     assert [(line.label, line.values) for line in read_curves(runs[:1])[1:]] == [("milliseconds per step", [2.0])]
-    assert [line.values for line in read_curves(runs) if line.panel == "seconds per step"] == [[0.002], [0.2]]
+    curves = [line for line in read_curves(runs) if line.panel == "seconds per step"]
+    assert [line.values for line in curves] == [[0.002], [0.2]] and _vertical_axis(curves)[0] == "log"
+    # The value is of the interval since the start, which has no mark.
+    assert (curves[0].points(curves[0].values), curves[0].marked[:1]) == (([0, 1], [0.002, 0.002]), [1])
 
 
 def test_horizontal_axis_may_be_epochs_or_time(runs, tmp_path, capsys):
@@ -671,18 +681,13 @@ def test_runs_without_speeds_are_named_and_the_mean_of_a_page_can_be_chosen(tmp_
     assert '"opacity":0.3' in page and "no speed, time" not in page
 
 
-@pytest.mark.parametrize(
-    ("names", "settings"),
-    [
-        (["lr-0.01", "lr-0.001"], [{}, {}]),
-        (["lr-0.01", "lr-0.0013"], [{"learning_rate": 0.01}, {"learning_rate": 0.001}]),
-    ],
-)
-def test_argument_in_the_names_of_runs_is_not_repeated(names, settings):
+def test_argument_in_the_names_of_runs_is_not_repeated():
     """It is not repeated, unless it is only a part of a number, or not in the names of all. Nor are unset steps."""
     lengths = differing_arguments([{"max_steps": -1, "num_train_epochs": 3}, {"max_steps": 50}], ["a", "b"])
     assert lengths == [{"num_train_epochs": 3}, {"max_steps": 50}]
-    assert differing_arguments([{"learning_rate": rate} for rate in (0.01, 0.001)], names) == settings
+    rates = [{"learning_rate": rate} for rate in (0.01, 0.001)]
+    assert differing_arguments(rates, ["lr-0.01", "lr-0.001"]) == [{}, {}]
+    assert differing_arguments(rates, ["lr-0.01", "lr-0.0013"]) == rates
 
 
 def test_slow_first_interval_does_not_squeeze_the_others(tmp_path):
