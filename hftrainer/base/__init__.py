@@ -1,1 +1,1 @@
-"""Messages, notes on errors, signatures, configuration files, safe loading of torch's files, and the class of a Trainer's parts."""
+"""What every package uses: messages, notes on errors, signatures, configuration files, safe loading, and `Part`."""
