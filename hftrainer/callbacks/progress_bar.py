@@ -151,12 +151,16 @@ def _is_empty(logs: Mapping[str, Any] | None) -> bool:
 def _format_line(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:
     """A log line as printed: `values` as text, after the step in a terminal, or a readable line for an observed run."""
     is_terminal = hasattr(sys.stdout, "isatty") and sys.stdout.isatty()
-    if not read_observe(getattr(args, "observe", False)):
-        place = f"{_place(state)}  " if is_terminal and state.max_steps > 0 else ""
-        return wrap_text(f"{place}{values}", sys.stdout)
-    width = shutil.get_terminal_size().columns if is_terminal else None
-    # Keep a name and its value together.
-    line = re.sub(r"(?<=\S) (?=\S)", "\xa0", format_log_line(logs, state, width))
+    if read_observe(getattr(args, "observe", False)):
+        # Keep a name and its value together.
+        width = shutil.get_terminal_size().columns if is_terminal else None
+        line = re.sub(r"(?<=\S) (?=\S)", "\xa0", format_log_line(logs, state, width))
+    elif is_terminal:
+        # A dict, which programs may read from a file, takes another line.
+        place = f"{_place(state)}  " if state.max_steps > 0 else ""
+        line = place + ", ".join(f"{name}\xa0{value}" for name, value in values.items())
+    else:
+        line = str(values)
     return wrap_text(line, sys.stdout).replace("\xa0", " ")
 
 
@@ -188,19 +192,19 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "runtime": lambda value: f"time{_duration(value)}",
     "tokens_per_second": _rate("tokens/s"),
     "samples_per_second": _rate("samples/s"),
-    "data_wait": "data {:>4.0%}".format,
     "mfu": "{:>5.1%} MFU".format,
     "peak_memory_mb": lambda value: f"mem {format_bytes(value * 1e6):>7}",
     "step_seconds": lambda value: f"{_duration(value)}/step",
     "steps_per_second": _rate("steps/s"),
-    # Last, since many lines are without them.
+    "model_preparation_time": lambda value: f"prepare {format_duration(value)}",
+    # Shares of the time. The last two are in few lines.
+    "data_wait": "data {:>4.0%}".format,
     "eval_share": "eval {:>3.0%}".format,
     "save_share": "save {:>3.0%}".format,
-    "model_preparation_time": lambda value: f"prepare {format_duration(value)}",
 }
 #: What a narrow terminal leaves out, in this order: first what follows from other parts, the data wait last.
 _LEFT_OUT = (
-    "model_preparation_time save_share eval_share steps_per_second step_seconds epoch peak_memory_mb learning_rate "
+    "model_preparation_time save_share eval_share of_time steps_per_second step_seconds epoch peak_memory_mb learning_rate "
     "mfu runtime grad_norm samples_per_second tokens_per_second data_wait"
 ).split()
 
@@ -213,11 +217,21 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
         state: the state of the run.
         width: terminal columns; parts that do not fit are left out. None shows all.
     """
-    parts = {"": _place(state), **format_values(_unfilter(logs, state))}
+    values = _unfilter(logs, state)
+    parts = {"": _place(state), **format_values(values)}
+    step = getattr(state, "_non_finite_step", 0)
+    if step and math.isfinite(values.get("loss", math.nan)):
+        parts["loss"] += f"  NaN at step {step:,}"
+    if any(name.endswith(("_share", "data_wait")) for name in parts):
+        parts["of_time"] = "of time"
     for name in _LEFT_OUT:
-        if width is not None and len("  ".join(parts.values()).rstrip()) > width:
+        if width is not None and len(_join(parts)) > width:
             parts.pop(name, None)
-    return "  ".join(parts.values()).rstrip()
+    return _join(parts)
+
+
+def _join(parts: Mapping[str, str]) -> str:
+    return "  ".join(parts.values()).rstrip().replace("%  of time", "% of time")
 
 
 def _unfilter(logs: Mapping[str, Any], state: TrainerState) -> Mapping[str, Any]:

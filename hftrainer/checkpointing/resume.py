@@ -65,8 +65,6 @@ def find_folder(resume_from_checkpoint: str | bool | None, args: Any) -> str | N
     """
     output_dir = str(args.output_dir)
     if resume_from_checkpoint is None or resume_from_checkpoint is False:
-        if as_text(args.save_strategy) != "no":
-            _warn_about_earlier_run(output_dir)
         return None
     if resume_from_checkpoint is True or resume_from_checkpoint == "auto":
         newest, damages = find_intact(output_dir)
@@ -124,16 +122,13 @@ def _hint_for_missing(path: str) -> str:
     return f" There are {', '.join(checkpoints)}." if checkpoints else ""
 
 
-def _warn_about_earlier_run(output_dir: str) -> None:
-    """Warn that a run which starts from scratch shares its folder with another run's checkpoints."""
-    newest = next(checkpoints_newest_first(output_dir), None) if os.path.isdir(output_dir) else None
+def warn_about_earlier_run(args: Any) -> None:
+    """Warn, once, that a run which starts from scratch saves into a folder with another run's checkpoints."""
+    folder, saves = str(args.output_dir), as_text(args.save_strategy) != "no"
+    newest = next(checkpoints_newest_first(folder), None) if saves and os.path.isdir(folder) else None
     if newest is not None:
-        logger.warning(
-            "%s already has checkpoints, up to %s, but this run starts from scratch: pass resume_from_checkpoint=True "
-            "to continue the earlier run, or use another output_dir. Later, True takes the highest step of both runs.",
-            output_dir,
-            os.path.basename(newest),
-        )
+        known = f"{folder} already has checkpoints, up to {os.path.basename(newest)}; this run starts from scratch"
+        log_once(logger, f"{known}. Pass resume_from_checkpoint=True, or use another output_dir.")
 
 
 def _accept_command(folder: str) -> str:

@@ -33,7 +33,7 @@ CURVE_COLOURS = ("cyan", "yellow", "green", "magenta")
 #: Columns that each run needs for several runs to be side by side.
 MIN_COLUMNS = 78
 #: Rows of a chart on a page that is printed once, and their maximum on a live page.
-ROWS, MAX_ROWS = 6, 20
+ROWS, MAX_ROWS = 6, 30
 #: The bits of the dots in a braille character, by row and column.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
@@ -147,12 +147,14 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     inner = width - 4
     parts: list[RenderableType] = [Text(page["problem"])] if "problem" in page else [*_parts(page, inner, colour)]
     lines = len(console.render_lines(Group(*parts), console.options.update(width=inner)))
-    rows = ROWS if height is None else min(MAX_ROWS, height - lines - 4)
+    curves = page.get("curves", {}).values()
+    is_flat = all(len({*_finite(curve)}) < 2 for curve in curves)
+    rows = min(2 if is_flat else MAX_ROWS, ROWS if height is None else height - lines - 4)
     # A point is no curve.
-    if rows > 1 and any(len(curve["steps"]) > 1 for curve in page.get("curves", {}).values()):
+    if rows > 1 and any(len(curve["steps"]) > 1 for curve in curves):
         parts.append(_make_charts(console, page["curves"], inner, rows))
-    elif height is not None:
-        height = min(height, lines + 2)
+        lines += rows + 2
+    height = None if height is None else min(height, lines + 2)
     title = Text.assemble((name, "bold"), "  ", (_state(page), colour))
     return Panel(Group(*parts), title=title, title_align="left", border_style=colour, height=height)
 
@@ -176,12 +178,14 @@ def _state(page: dict[str, Any]) -> str:
 
 
 def _nan_place(page: dict[str, Any]) -> str:
-    """The steps among which the loss became NaN, such as '61-80'; empty if the last loss is a number."""
+    """The step since which the loss is NaN, or those among which it is; empty if the last loss is a number."""
     curve = page.get("curves", {}).get("loss", {"steps": (), "values": ()})
     count = sum(1 for _ in itertools.takewhile(math.isnan, reversed(curve["values"])))
     if not count:
         return ""
     before, last = [0, *curve["steps"]][-count - 1 :][:2]
+    if before < (step := page["non_finite_step"] or 0) <= last:
+        return f"{step:,}"
     return f"{last:,.0f}" if before + 1 == last else f"{before + 1:,.0f}-{last:,.0f}"
 
 
@@ -335,7 +339,7 @@ def _braille(curve: dict[str, list[float]], box: tuple[float, float, float, floa
     first, last, low, high = box
     steps, values = np.array(curve["steps"], float), np.array(curve["values"], float)
     # So many points that steep lines have no gaps.
-    dense_steps = np.linspace(first, last, 20 * width)
+    dense_steps = np.linspace(first, last, 8 * rows * width)
     positions = np.concatenate([steps, dense_steps])
     heights = np.concatenate([values, np.interp(dense_steps, steps, values, left=math.nan, right=math.nan)])
     positions, heights = positions[np.isfinite(heights)], heights[np.isfinite(heights)]

@@ -43,6 +43,7 @@ class JournalSummary:
         pace: optimizer steps and seconds since the last start.
         checkpoints: folder → event.
         warnings: the last warnings.
+        non_finite_step: the last step that a warning names for its loss.
         longest_pause: maximum of the seconds between two events of a start.
     """
 
@@ -59,6 +60,7 @@ class JournalSummary:
     pace: tuple[int, float] = (0, 0.0)
     checkpoints: dict[str, Event] = field(default_factory=dict)
     warnings: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_ROWS))
+    non_finite_step: int | None = None
     longest_pause: float = 0.0
 
     def add_event(self, event: Event) -> None:
@@ -72,7 +74,7 @@ class JournalSummary:
             "log": self._add_log,
             "interval": self._add_interval,
             "checkpoint": self._add_checkpoint,
-            "warning": self.warnings.append,
+            "warning": self._add_warning,
             "end": self.spans.append,
         }
         if kind in ("phase", "end"):
@@ -83,6 +85,10 @@ class JournalSummary:
     def _add_checkpoint(self, event: Event) -> None:
         self.checkpoints.pop(event["folder"], None)
         self.checkpoints[event["folder"]] = event
+
+    def _add_warning(self, event: Event) -> None:
+        self.warnings.append(event)
+        self.non_finite_step = event.get("non_finite_step", self.non_finite_step)
 
     def _add_begin(self, event: Event) -> None:
         self.begin, self.end, self.phase, self.pace = event, None, None, (0, 0.0)
@@ -240,6 +246,7 @@ class WatchedRun:
                 "all": {name: run.seconds[name] for name in journal.ACTIVITIES},
             },
             "checkpoints": _rows(checkpoints[-MAX_ROWS:], "folder", "step", "time"),
+            "non_finite_step": run.non_finite_step,
             "warnings": _rows(run.warnings, "text", "step", "time"),
             "curves": {name: dict(zip(("steps", "values"), run.curves[name], strict=True)) for name in names},
         }

@@ -131,6 +131,8 @@ class Planner(Part):
             self._log_resume(start)
         # In a search, each trial would repeat it.
         if self.trainer.is_world_process_zero() and self.trainer.state.global_step < steps and self.run.trial is None:
+            if start.resume_folder is None:
+                resume.warn_about_earlier_run(args)
             self._tell_start(schedule, sizes["Trainable parameters"])
         # XLA compiles the step for each shape of a batch, which takes minutes for a large model.
         if args.device.type == "xla" and not args.dataloader_drop_last:

@@ -98,7 +98,7 @@ class LossAccumulator:
         #: Whether a loss since the last log line was not finite; kept on the device.
         self._has_non_finite = torch.zeros((), dtype=torch.bool, device=device)
         self.has_warned = False
-        self.non_finite_since = 0
+        self.non_finite_since = self._non_finite_step = 0
 
     def add_loss(self, loss: torch.Tensor, inputs: Any) -> torch.Tensor:
         """Add the loss of a micro-batch, `inputs`.
@@ -127,6 +127,8 @@ class LossAccumulator:
         summand = loss
         is_non_finite = self._is_on_cpu and not math.isfinite(loss)
         self.non_finite_since = (self.non_finite_since or state.global_step + 1) if is_non_finite else 0
+        if self._non_finite_step <= run.last_logged:
+            self._non_finite_step = state._non_finite_step = state.global_step + 1 if is_non_finite else 0
         if is_non_finite:
             self._warn_about_non_finite_loss(f"is {loss.item()}", state.global_step + 1, inputs)
             summand = run.loss_since_log / steps if drops_non_finite else loss
