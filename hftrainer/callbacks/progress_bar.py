@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_n
 from hftrainer.callbacks.state import TrainerCallback, TrainerState, is_measurement
 from hftrainer.compat import transformers_names
 from hftrainer.compat.libraries import has_length
+from hftrainer.parallel.process_group import find_rank_that_prints
 
 
 def is_in_notebook() -> bool:
@@ -67,6 +69,8 @@ class ProgressCallback(TrainerCallback):
         self.current_step = 0
         #: The last losses, which the bar shows.
         self._losses: dict[str, float] = {}
+        #: Shows Python's warnings, in place of which this object does so during a run.
+        self._show_warning: Any = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Open the bar at the step from which training resumes."""
@@ -74,7 +78,20 @@ class ProgressCallback(TrainerCallback):
             # A run without steps left shows no bar.
             hidden = {"disable": True} if 0 < state.max_steps <= state.global_step else {}
             self.training_bar = _make_bar(total=state.max_steps, initial=state.global_step, **hidden)
+            # In the first step DDP writes warnings, which would be in the bar's line.
+            if args.world_size > 1:
+                self.training_bar.clear()
         self.current_step = state.global_step
+        if self._show_warning is None:
+            self._show_warning, warnings.showwarning = warnings.showwarning, self._write_warning
+
+    def _write_warning(self, *warning: Any) -> None:
+        """Show a warning of Python above the bar, on one of the ranks that have it."""
+        from tqdm import tqdm
+
+        if find_rank_that_prints(warnings.formatwarning(*warning[:4])) is None:
+            with tqdm.external_write_mode():
+                self._show_warning(*warning)
 
     def on_step_end(self, args, state, control, **kwargs):
         """Advance the bar."""
@@ -123,6 +140,9 @@ class ProgressCallback(TrainerCallback):
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
+        if warnings.showwarning == self._write_warning:
+            warnings.showwarning = self._show_warning
+        self._show_warning = None
 
 
 def close_bars(callbacks: list[Any]) -> None:

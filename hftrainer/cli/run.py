@@ -80,6 +80,11 @@ def run_script(target: str, arguments: list[str], prog: str, *, as_module: bool 
         prog: the command, for the error if the module does not exist.
         as_module: run it as `python -m` would.
     """
+    from hftrainer.parallel.environment import find_rank_info
+
+    # The ranks have the same warnings of torch's C++ code, which reads this variable when it is imported.
+    if find_rank_info({}, int).rank:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from hftrainer.cli.install import install
 
     install()

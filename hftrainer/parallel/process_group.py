@@ -1,4 +1,4 @@
-"""Connects the ranks by torch's process group, leaves it at exit, and names lost ranks."""
+"""Connects the ranks by torch's process group, leaves it at exit, names lost ranks, and prints an error once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import atexit
 import contextlib
 import functools
 import gc
+import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
@@ -110,6 +113,47 @@ def disconnect() -> None:
         distributed.destroy_process_group()
         # Sleeping releases the GIL.
         time.sleep(_THREAD_CLEANUP)
+
+
+@functools.cache
+def show_errors_once() -> None:
+    """Let one rank of a machine print the traceback of an uncaught error that others have too."""
+    sys.excepthook = functools.partial(_show_error_once, sys.excepthook)
+
+
+def _show_error_once(
+    show: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print an error as `show` does, or in one line if another rank has printed the same."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    if not issubclass(kind, Exception) or (rank := find_rank_that_prints(text)) is None:
+        show(kind, error, trace)
+    else:
+        summary = f"{kind.__name__}: {error}".splitlines()[0]
+        print(f"{summary} (The traceback is the same as that of rank {rank}.)", file=sys.stderr)
+
+
+def find_rank_that_prints(text: str) -> int | None:
+    """The rank of this machine that prints the same text; None if this one shall, as the first to ask.
+
+    It shall too if the group's store does not answer.
+    """
+    if not distributed.is_initialized():
+        return None
+    this_rank = distributed.get_rank()
+
+    def claim() -> bytes:
+        store = distributed.distributed_c10d._get_default_store()
+        return store.compare_set(f"hftrainer/printed/{socket.gethostname()}/{text}", "", str(this_rank))
+
+    # The process with the store may have ended, or hang.
+    with contextlib.suppress(RuntimeError, futures.TimeoutError):
+        if (rank := int(start_in_thread(claim).result(_ROLL_CALL))) != this_rank:
+            return rank
+    if this_rank and sys.__stderr__ is not None and sys.__stderr__.isatty():
+        # End the line in which rank 0 shows its progress.
+        sys.__stderr__.write("\n")
+    return None
 
 
 #: Messages of gloo's plain RuntimeErrors when another process has exited or is late.

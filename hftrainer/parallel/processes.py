@@ -26,6 +26,7 @@ from hftrainer.parallel.process_group import (
     CollectiveCall,
     cpu_group,
     disconnect_at_exit,
+    show_errors_once,
     start_in_thread,
     wait_for_ranks,
 )
@@ -105,6 +106,8 @@ class Processes(RankInfo):
                 store = PrefixStore(f"meeting {next(_group_numbers)}", store)
             distributed.init_process_group(backend_name, store=store, rank=self.rank, world_size=size, timeout=timeout)
 
+        # Before torch's hook, which adds the rank to each line.
+        show_errors_once()
         wait_for_ranks(join, timeout, message)
         disconnect_at_exit()
 
