@@ -149,9 +149,9 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     lines = len(console.render_lines(Group(*parts), console.options.update(width=inner)))
     curves = page.get("curves", {}).values()
     is_flat = all(len({*_finite(curve)}) < 2 for curve in curves)
-    rows = min(2 if is_flat else MAX_ROWS, ROWS if height is None else height - lines - 4)
+    rows = min(1 if is_flat else MAX_ROWS, ROWS if height is None else height - lines - 4)
     # A point is no curve.
-    if rows > 1 and any(len(curve["steps"]) > 1 for curve in curves):
+    if rows > (not is_flat) and any(len(curve["steps"]) > 1 for curve in curves):
         parts.append(_make_charts(console, page["curves"], inner, rows))
         lines += rows + 2
     height = None if height is None else min(height, lines + 2)
@@ -309,7 +309,8 @@ def _make_chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int
     low, high = min(values), max(values)
     labels = [format_number(high), *[""] * (rows - 1)]
     # A flat curve has one value.
-    labels[-1] = format_number(low) if format_number(low) != labels[0] else ""
+    if format_number(low) != labels[0]:
+        labels[-1] = format_number(low)
     margin = max(map(len, labels)) + 1
     steps = [step for curve in curves.values() for step in curve["steps"]]
     box = (min(steps), max(steps), low, high)

@@ -1,6 +1,10 @@
 """What two ranks train with either library, and what they agree on."""
 
+import contextlib
+import io
 import os
+import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -161,6 +165,22 @@ class FailsInOne(Plain):
         if os.environ["RANK"] == "1":
             raise RuntimeError("only here")
         return super().forward(x, labels)
+
+
+class FailsEverywhere(Plain):
+    def forward(self, x, labels=None):
+        warnings.warn("a warning of each rank", stacklevel=1)
+        raise RuntimeError("everywhere")
+
+
+def print_shared_error(folder):
+    args = TrainingArguments(str(folder), use_cpu=True)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        try:
+            Trainer(FailsEverywhere(), args, train_dataset=plain_data()).train()
+        except RuntimeError:
+            sys.excepthook(*sys.exc_info())
+    return printed.getvalue()
 
 
 def fail_in_one(folder, method):

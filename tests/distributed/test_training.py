@@ -102,6 +102,13 @@ def test_unsupported_settings_are_refused_in_both_ranks(processes):
         assert expected in sentence
 
 
+def test_what_ranks_have_in_common_is_printed_once(processes, tmp_path):
+    texts = processes.run_ranks(cases_training.print_shared_error, 2, tmp_path)
+    assert sorted(text.count("Traceback") for text in texts) == [0, 1], texts
+    assert sorted(text.count("UserWarning: a warning of each rank") for text in texts) == [0, 1], texts
+    assert "RuntimeError: everywhere (The traceback is the same as that of rank" in "".join(texts)
+
+
 @pytest.mark.parametrize("method", ["train", "evaluate"])
 def test_failing_rank_ends_both(processes, tmp_path, method):
     with pytest.raises(processes.RanksFailed, match="only here"):

@@ -26,7 +26,10 @@ def test_run_that_does_not_resume_names_existing_checkpoints(tmp_path, caplog):
     assert "already has checkpoints" not in caplog.text
     make_trainer(tmp_path).train()
     assert f"{tmp_path} already has checkpoints, up to checkpoint-9" in caplog.text
-    assert "Later, True takes the highest step of both runs." in caplog.text
+    caplog.clear()
+    with pytest.raises(ValueError, match="optim"):
+        make_trainer(tmp_path, optim="absent").train()
+    assert not caplog.text
 
 
 def test_best_model_without_its_optimizer_is_loaded(tmp_path):

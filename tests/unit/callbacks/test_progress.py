@@ -68,7 +68,7 @@ FILTERED = {"loss": 0.0, "grad_norm": float("nan")}
         ),
         (
             {"loss": 1.0, "data_wait": 0.25, "eval_share": 0.05, "save_share": 0.001, "mfu": 0.417, "total_flos": 1e9},
-            "   20/1,000  loss 1        data  25%  41.7% MFU  eval  5%",
+            "   20/1,000  loss 1        41.7% MFU  data  25%  eval  5% of time",
         ),
         (
             {"eval_loss": 2.5, "eval_text": "a b", "eval_runtime": 0.5, "eval_samples_per_second": 64.0},
@@ -90,7 +90,8 @@ def test_log_line_shows_measurements(logs, line):
         (10, "20/40  loss 1"),
         (73, "20/40  loss 1        grad 0.5      12,346 tokens/s  data   3%"),
         (74, "20/40  loss 1        grad 0.5     lr 5.00e-05   12,346 tokens/s  data   3%"),
-        (None, "20/40  loss 1        grad 0.5     lr 5.00e-05  ep 6.67     12,346 tokens/s  data   3%  mem  382 MB"),
+        (82, "20/40  loss 1        grad 0.5     lr 5.00e-05   12,346 tokens/s  data   3% of time"),
+        (None, "20/40  loss 1        grad 0.5     lr 5.00e-05  ep 6.67     12,346 tokens/s  mem  382 MB  data   3% of time"),
     ],
 )
 def test_narrow_terminal_keeps_the_most_useful_parts(width, shown):
@@ -168,8 +169,8 @@ def test_bar_of_a_resumed_run_starts_at_its_step(monkeypatch, tmp_path, steps):
     callback.on_step_end(None, state, None)
     assert callback.training_bar.n == (4 if steps == 4 else 5)
     monkeypatch.setattr(sys, "stdout", Terminal())
-    callback.on_log(TrainingArguments(str(tmp_path)), state, None, logs={"loss": 0.5})
-    assert f"5/{steps}  {{'loss': '0.5'}}" in sys.stdout.getvalue() and callback.training_bar.postfix == "loss 0.5"
+    callback.on_log(TrainingArguments(str(tmp_path)), state, None, logs={"loss": 0.5, "epoch": 1})
+    assert f"5/{steps}  loss 0.5, epoch 1\n" in sys.stdout.getvalue() and callback.training_bar.postfix == "loss 0.5"
     callback.close()
 
 
@@ -267,12 +268,9 @@ def test_only_the_main_process_prints(tmp_path, capfd):
     trainer.state.is_world_process_zero = False
     events, given = trainer.callback_handler, (trainer.args, trainer.state, trainer.control)
     events.eval_dataloader = [1, 2]
-    events.on_train_begin(*given)
-    events.on_step_end(*given)
-    events.on_prediction_step(*given)
-    events.on_log(*given, {"loss": 1.0})
-    events.on_evaluate(*given, {"eval_loss": 1.0})
-    events.on_train_end(*given)
+    for name in ("train_begin", "step_end", "prediction_step", "log", "evaluate", "train_end"):
+        values = [{"loss": 1.0}] if name in ("log", "evaluate") else []
+        getattr(events, f"on_{name}")(*given, *values)
     assert capfd.readouterr() == ("", "")
 
 

@@ -87,7 +87,7 @@ def test_two_runs_fit_the_terminal(tmp_path, capsys, monkeypatch, width, beside)
         evaluate(journal, 50, loss=1.0, **{f"a_metric_with_a_rather_long_name_{number}": 0.1 for number in range(9)})
         journal.write("warning", 50, text="long " * 99)
     lines = show(capsys, monkeypatch, tmp_path / "first", tmp_path / "second", width=width).splitlines()
-    assert max(map(len, lines)) == width
+    assert max(map(len, lines)) == width and not any(re.fullmatch("[│ ]+", line) for line in lines)
     assert ("second" in lines[0]) is beside
 
 
@@ -229,6 +229,8 @@ def test_losses_that_are_not_finite_are_shown(tmp_path, capsys, monkeypatch):
     train(journal, 50, 60, loss=float("nan"))
     journal.write("end", 60, reason="complete")
     assert "  loss NaN since step 41-50, complete " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
+    journal.write("warning", 60, text="", non_finite_step=43)
+    assert "  loss NaN since step 43, complete " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
 
 
 def test_run_without_log_lines_is_waited_for(tmp_path, capsys, monkeypatch):
