@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 import shutil
 import sys
@@ -69,8 +70,6 @@ class ProgressCallback(TrainerCallback):
         self.current_step = 0
         #: The last losses, which the bar shows.
         self._losses: dict[str, float] = {}
-        #: Shows Python's warnings, in place of which this object does so during a run.
-        self._show_warning: Any = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Open the bar at the step from which training resumes."""
@@ -82,16 +81,17 @@ class ProgressCallback(TrainerCallback):
             if args.world_size > 1:
                 self.training_bar.clear()
         self.current_step = state.global_step
-        if self._show_warning is None:
-            self._show_warning, warnings.showwarning = warnings.showwarning, self._write_warning
+        if warnings.showwarning != self._write_warning:
+            self._show_warning, self._pid = warnings.showwarning, os.getpid()
+            warnings.showwarning = self._write_warning
 
-    def _write_warning(self, *warning: Any) -> None:
+    def _write_warning(self, message, category, filename, lineno, file=None, line=None):
         """Show a warning of Python above the bar, on one of the ranks that have it."""
         from tqdm import tqdm
 
-        if find_rank_that_prints(warnings.formatwarning(*warning[:4])) is None:
+        if find_rank_that_prints(warnings.formatwarning(message, category, filename, lineno), self._pid) is None:
             with tqdm.external_write_mode():
-                self._show_warning(*warning)
+                self._show_warning(message, category, filename, lineno, file, line)
 
     def on_step_end(self, args, state, control, **kwargs):
         """Advance the bar."""
@@ -142,7 +142,6 @@ class ProgressCallback(TrainerCallback):
             self.training_bar = None
         if warnings.showwarning == self._write_warning:
             warnings.showwarning = self._show_warning
-        self._show_warning = None
 
 
 def close_bars(callbacks: list[Any]) -> None:
@@ -177,8 +176,8 @@ def _format_line(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArgu
         line = re.sub(r"(?<=\S) (?=\S)", "\xa0", format_log_line(logs, state, width))
     elif is_terminal:
         # A dict, which programs may read from a file, takes another line.
-        place = f"{_place(state)}  " if state.max_steps > 0 else ""
-        line = place + ", ".join(f"{name}\xa0{value}" for name, value in values.items())
+        parts = ", ".join(f"{name}\xa0{value}" for name, value in values.items())
+        line = f"{_place(state)}  {parts}" if state.max_steps > 0 else parts
     else:
         line = str(values)
     return wrap_text(line, sys.stdout).replace("\xa0", " ")
@@ -224,8 +223,8 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 }
 #: What a narrow terminal leaves out, in this order: first what follows from other parts, the data wait last.
 _LEFT_OUT = (
-    "model_preparation_time save_share eval_share of_time steps_per_second step_seconds epoch peak_memory_mb learning_rate "
-    "mfu runtime grad_norm samples_per_second tokens_per_second data_wait"
+    "model_preparation_time save_share eval_share of_time steps_per_second step_seconds epoch peak_memory_mb "
+    "learning_rate mfu runtime grad_norm samples_per_second tokens_per_second data_wait"
 ).split()
 
 
@@ -239,8 +238,7 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
     """
     values = _unfilter(logs, state)
     parts = {"": _place(state), **format_values(values)}
-    step = getattr(state, "_non_finite_step", 0)
-    if step and math.isfinite(values.get("loss", math.nan)):
+    if (step := getattr(state, "_non_finite_step", 0)) and math.isfinite(values.get("loss", math.nan)):
         parts["loss"] += f"  NaN at step {step:,}"
     if any(name.endswith(("_share", "data_wait")) for name in parts):
         parts["of_time"] = "of time"

@@ -154,8 +154,8 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     if rows > (not is_flat) and any(len(curve["steps"]) > 1 for curve in curves):
         parts.append(_make_charts(console, page["curves"], inner, rows))
         lines += rows + 2
-    height = None if height is None else min(height, lines + 2)
     title = Text.assemble((name, "bold"), "  ", (_state(page), colour))
+    height = height and min(height, lines + 2)
     return Panel(Group(*parts), title=title, title_align="left", border_style=colour, height=height)
 
 

@@ -69,12 +69,13 @@ class JournalSummary:
         if self.begin is not None and self.last_event is not None and kind != "begin":
             self.longest_pause = max(self.longest_pause, event["time"] - self.last_event["time"])
         self.last_event = event
+        self.non_finite_step = event.get("non_finite_step", self.non_finite_step)
         handlers: dict[str, Callable[[Event], None]] = {
             "begin": self._add_begin,
             "log": self._add_log,
             "interval": self._add_interval,
             "checkpoint": self._add_checkpoint,
-            "warning": self._add_warning,
+            "warning": self.warnings.append,
             "end": self.spans.append,
         }
         if kind in ("phase", "end"):
@@ -85,10 +86,6 @@ class JournalSummary:
     def _add_checkpoint(self, event: Event) -> None:
         self.checkpoints.pop(event["folder"], None)
         self.checkpoints[event["folder"]] = event
-
-    def _add_warning(self, event: Event) -> None:
-        self.warnings.append(event)
-        self.non_finite_step = event.get("non_finite_step", self.non_finite_step)
 
     def _add_begin(self, event: Event) -> None:
         self.begin, self.end, self.phase, self.pace = event, None, None, (0, 0.0)

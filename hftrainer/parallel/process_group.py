@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import os
 import socket
 import sys
 import threading
@@ -118,37 +119,35 @@ def disconnect() -> None:
 @functools.cache
 def show_errors_once() -> None:
     """Let one rank of a machine print the traceback of an uncaught error that others have too."""
-    sys.excepthook = functools.partial(_show_error_once, sys.excepthook)
+    sys.excepthook = functools.partial(_show_error_once, sys.excepthook, os.getpid())
 
 
-def _show_error_once(
-    show: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _show_error_once(show: Callable[..., Any], pid: int, kind: Any, error: BaseException, trace: Any) -> None:
     """Print an error as `show` does, or in one line if another rank has printed the same."""
     text = "".join(traceback.format_exception(kind, error, trace))
-    if not issubclass(kind, Exception) or (rank := find_rank_that_prints(text)) is None:
+    if not issubclass(kind, Exception) or (rank := find_rank_that_prints(text, pid)) is None:
         show(kind, error, trace)
     else:
-        summary = f"{kind.__name__}: {error}".splitlines()[0]
-        print(f"{summary} (The traceback is the same as that of rank {rank}.)", file=sys.stderr)
+        note = f"(The traceback is the same as that of rank {rank}.)"
+        print(f"{kind.__name__}: {error}".splitlines()[0], note, file=sys.stderr)
 
 
-def find_rank_that_prints(text: str) -> int | None:
+def find_rank_that_prints(text: str, pid: int) -> int | None:
     """The rank of this machine that prints the same text; None if this one shall, as the first to ask.
 
     It shall too if the group's store does not answer.
+
+    Args:
+        text: the text.
+        pid: the process that is the rank. One that it has forked has a copy of its connection, and must not use it.
     """
-    if not distributed.is_initialized():
+    if not distributed.is_initialized() or os.getpid() != pid:
         return None
-    this_rank = distributed.get_rank()
-
-    def claim() -> bytes:
-        store = distributed.distributed_c10d._get_default_store()
-        return store.compare_set(f"hftrainer/printed/{socket.gethostname()}/{text}", "", str(this_rank))
-
+    this_rank, store = distributed.get_rank(), distributed.distributed_c10d._get_default_store()
+    claim = f"hftrainer/printed/{socket.gethostname()}/{text}", "", str(this_rank)
     # The process with the store may have ended, or hang.
     with contextlib.suppress(RuntimeError, futures.TimeoutError):
-        if (rank := int(start_in_thread(claim).result(_ROLL_CALL))) != this_rank:
+        if (rank := int(start_in_thread(lambda: store.compare_set(*claim)).result(_ROLL_CALL))) != this_rank:
             return rank
     if this_rank and sys.__stderr__ is not None and sys.__stderr__.isatty():
         # End the line in which rank 0 shows its progress.

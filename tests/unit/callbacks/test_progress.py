@@ -90,12 +90,11 @@ def test_log_line_shows_measurements(logs, line):
         (10, "20/40  loss 1"),
         (73, "20/40  loss 1        grad 0.5      12,346 tokens/s  data   3%"),
         (74, "20/40  loss 1        grad 0.5     lr 5.00e-05   12,346 tokens/s  data   3%"),
-        (82, "20/40  loss 1        grad 0.5     lr 5.00e-05   12,346 tokens/s  data   3% of time"),
-        (None, "20/40  loss 1        grad 0.5     lr 5.00e-05  ep 6.67     12,346 tokens/s  mem  382 MB  data   3% of time"),
+        (None, "20/40  loss 1        grad 0.5     lr 5.00e-05  ep 6.67     12,346 tokens/s  data   3% of time"),
     ],
 )
 def test_narrow_terminal_keeps_the_most_useful_parts(width, shown):
-    logs = {"loss": 1.0, "grad_norm": 0.5, "learning_rate": 5e-5, "epoch": 6.67, "peak_memory_mb": 382.0}
+    logs = {"loss": 1.0, "grad_norm": 0.5, "learning_rate": 5e-5, "epoch": 6.67}
     logs |= {"tokens_per_second": 12345.6, "data_wait": 0.03}
     assert format_log_line(logs, TrainerState(global_step=20, max_steps=40), width) == shown
 
