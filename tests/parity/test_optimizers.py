@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import hftrainer
-from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.optimizers.adamw_hf import AdamW
+from hftrainer.errors import MissingPackage
 from hftrainer.optimizers.factory import OPTIMIZERS, optimizer_cls_and_kwargs
 from hftrainer.optimizers.schedules import SCHEDULES
 from hftrainer.trainer_utils import SchedulerType
@@ -98,17 +97,6 @@ def test_missing_package_is_named_and_its_optimizer_gets_the_same_kwargs(tmp_pat
         assert ours == transformers.Trainer.get_optimizer_cls_and_kwargs(args)
 
 
-def test_adamw_hf_makes_the_step_computed_by_hand():
-    """Removed in v5; tests/compat/test_adamw_hf.py compares it with v4."""
-    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
-    weight.grad = torch.tensor([0.5, 0.1])
-    AdamW([weight], lr=0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.5).step()
-    moment, second = 0.1 * torch.tensor([0.5, 0.1]), 0.01 * torch.tensor([0.25, 0.01])
-    size = 0.1 * (1 - 0.99) ** 0.5 / (1 - 0.9)
-    stepped = torch.tensor([1.0, -2.0]) - size * moment / (second.sqrt() + 1e-3)
-    assert torch.allclose(weight, stepped * (1 - 0.1 * 0.5), atol=1e-6)
-
-
 def test_layerwise_galore_adafactor_is_galore_adafactor(tmp_path):
     """transformers cannot build it. Ours steps within backward."""
 
@@ -179,54 +167,6 @@ def test_8bit_optimizer_keeps_32_bits_for_embeddings(tmp_path):
         return bits, optimizer.state[big.weight]["state1"].dtype
 
     assert run_both(run, assert_equal)[1] == torch.float32
-
-
-WRONG = [
-    ({"optim": "adamw"}, "adamw.*did you mean"),
-    ({"optim": "sgd", "optim_args": "momentun=0.9"}, "unknown momentun; allowed: dampening, momentum, nesterov"),
-    (
-        {"optim": "adamw_torch", "optim_args": "amsgrad=true"},
-        "unknown amsgrad; it has no options.*optimizer_cls_and_kwargs",
-    ),
-    ({"optim": "sgd", "optim_args": "momentum"}, "'momentum' is not name=value"),
-    ({"optim": "sgd", "optim_args": "momentum=much"}, "momentum='much' is not a valid float"),
-    ({"optim": "sgd", "optim_args": "nesterov=maybe"}, "nesterov='maybe' is not a valid flag"),
-    ({"optim": "galore_adamw"}, "needs optim_target_modules"),
-    ({"optim": "galore_adamw", "optim_target_modules": ["none_such"]}, "matches no linear layer of LlamaForCausalLM"),
-    (
-        settings_of("galore_adamw_layerwise", gradient_accumulation_steps=2),
-        "gradient_accumulation_steps=2 is not possible: set it to 1",
-    ),
-    ({"optim": "schedule_free_adamw", "warmup_steps": 0.5}, "set warmup_steps to a number of steps, not 0.5"),
-    ({"lr_scheduler_type": "consine"}, "consine.*did you mean 'cosine'"),
-    (
-        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 2}},
-        r"unknown \['cycles'\]; did you mean 'num_cycles'\? Allowed: \['last_epoch', 'num_cycles'\]",
-    ),
-    ({"lr_scheduler_type": "warmup_stable_decay"}, "set num_decay_steps"),
-    ({"lr_scheduler_type": "cosine_with_min_lr"}, "set either min_lr or min_lr_rate"),
-    ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 9.0}}, "lr_end=9.0 must be below"),
-    (
-        {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 1, "decay_type": "x"}},
-        "decay_type='x': choose one of linear, cosine, 1-sqrt",
-    ),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), WRONG)
-def test_wrong_optimizer_or_schedule_settings_are_refused(tmp_path, settings, message):
-    with pytest.raises(InvalidArgument, match=message):
-        train("hftrainer", "llama", tmp_path, **{"max_steps": 2, **settings})
-
-
-def test_optim_beside_a_given_optimizer_is_refused(tmp_path):
-    model = make_plain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    args = hftrainer.TrainingArguments(str(tmp_path), optim="adafactor", use_cpu=True)
-    with pytest.raises(InvalidArgument, match="optim='adafactor' and optimizers"):
-        hftrainer.Trainer(model, args, optimizers=(optimizer, None))
-    with pytest.raises(InvalidArgument, match="optim='adafactor' and optimizer_cls_and_kwargs"):
-        hftrainer.Trainer(model, args, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}))
 
 
 class Factory:

@@ -1,13 +1,11 @@
 """Precision beside transformers: fp16, bf16 set by the launcher, TF32, and the true precisions of Lightning."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from hftrainer.model.apply_arguments import set_tf32
+from hftrainer.errors import UnsupportedArgument
 from tests.support.parity import assert_same_weights, build, compare, record, run_both, train, with_own_step
 from tests.support.tiny import plain_data
 
@@ -71,37 +69,6 @@ def test_fp16_with_fused_steps_or_overridden_training_step(tmp_path, way):
     assert other.logs[:-1] == plain.logs[:-1]
     if "optim" not in changes:
         assert_same_weights(other.weights, plain.weights)
-
-
-#: tf32, torch_compile, fp16 → whether TF32 is allowed afterwards.
-TF32 = {
-    **{(True, False, False): True, (False, False, False): False, (None, False, False): "as before"},
-    **{(None, True, False): True, (None, True, True): "as before", (False, True, False): False},
-}
-
-
-@pytest.mark.parametrize("case", TF32, ids=str)
-@pytest.mark.parametrize("before", [False, True])
-def test_tf32_argument_sets_the_flags_of_torch(monkeypatch, case, before):
-    """As on a GPU that has it; tests/gpu compares with transformers on one."""
-    tf32, compiled, fp16 = case
-    args = SimpleNamespace(tf32=tf32, torch_compile=compiled, torch_compile_backend=None, fp16=fp16)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    found = torch.backends.cuda.matmul.allow_tf32
-    try:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = before
-        set_tf32(args)
-        expected = before if TF32[case] == "as before" else TF32[case]
-        assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is expected
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = found, True
-
-
-def test_tf32_without_a_gpu_is_refused(tmp_path):
-    build("hftrainer", "plain", tmp_path, tf32=False)
-    with pytest.raises(InvalidArgument, match="tf32=True needs an NVIDIA GPU"):
-        build("hftrainer", "plain", tmp_path, tf32=True)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("64-true", torch.float64)])

@@ -7,14 +7,12 @@ import itertools
 import sys
 
 import pytest
-import torch
 
 import hftrainer.optimization
-from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.errors import MissingPackage
 from hftrainer.optimizers.schedules import SCHEDULES
 from hftrainer.trainer_utils import SchedulerType
 from tests.support.parity import LIBRARIES, assert_same, build, compare, train
-from tests.support.tiny import make_plain
 
 theirs = importlib.import_module("transformers.optimization")
 STEPS = 16
@@ -105,12 +103,3 @@ def test_names_of_transformers_are_imported_or_the_package_asked_for(monkeypatch
     monkeypatch.setitem(sys.modules, "transformers.optimization", None)
     with pytest.raises(MissingPackage, match=rf"hftrainer.optimization.{name} needs {name} of transformers"):
         getattr(hftrainer.optimization, name)
-
-
-def test_schedule_without_a_number_of_steps_is_refused():
-    optimizer = torch.optim.SGD(make_plain().parameters(), lr=0.1)
-    for name in ("linear", "cosine", "polynomial"):
-        with pytest.raises(InvalidArgument, match=f"The schedule '{name}' needs num_training_steps"):
-            hftrainer.optimization.get_scheduler(name, optimizer, 0)
-    with pytest.raises(InvalidArgument, match="num_training_steps or num_stable_steps"):
-        hftrainer.optimization.get_wsd_schedule(optimizer, 0, 5)

@@ -1,14 +1,16 @@
-"""Nested data that processes gather, reduce, pad and cut keeps its structure."""
+"""Nested data that processes exchange keeps its structure, and an error of a job in a thread is raised."""
 
 import dataclasses
 from collections import OrderedDict, UserList, defaultdict, deque, namedtuple
+from concurrent import futures
 
 import pytest
 import torch
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from hftrainer.parallel.processes import map_leaves
+from hftrainer.parallel.process_group import start_in_thread
+from hftrainer.parallel.processes import _wait_for_job as has_ended, map_leaves
 
 Pair = namedtuple("Pair", "left right")
 
@@ -47,3 +49,16 @@ def test_map_leaves_keeps_a_default_factory():
 
 def test_map_leaves_passes_matching_containers_whole():
     assert map_leaves({"a": [1, [2]], "b": (3,)}, list, len) == {"a": 2, "b": (3,)}
+
+
+def test_timeout_error_of_the_work_is_raised():
+    """It does not mean that the work is unfinished."""
+
+    def time_out():
+        raise TimeoutError("of the work")
+
+    failed, succeeded = jobs = [start_in_thread(work) for work in (time_out, lambda: None)]
+    futures.wait(jobs)
+    assert has_ended(succeeded)
+    with pytest.raises(TimeoutError, match="of the work"):
+        has_ended(failed)

@@ -1,0 +1,37 @@
+"""Errors of the Hub: which are worth a retry, what a message says of them, and that it shows no token."""
+
+import errno
+
+from hftrainer.hub import failures, repository
+
+
+def test_progress_bars_stay_off_until_the_last_upload_has_ended():
+    quiet, hidden = repository._without_progress_bars, repository.are_progress_bars_disabled
+    before = hidden()
+    with quiet():
+        with quiet():
+            pass
+        assert hidden()
+    assert hidden() == before
+
+
+def test_messages_hide_tokens_and_signatures(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_ofTheLogin")
+    hidden = failures.remove_tokens("a hf_given, b hf_ofTheLogin, https://x.co/y?X-Sig=abc", "hf_given")
+    assert hidden == "a <HUB_TOKEN>, b <HUB_TOKEN>, https://x.co/y"
+
+
+def test_local_error_is_not_taken_for_one_of_the_network():
+    local = PermissionError(errno.EACCES, "Permission denied", "secret.log")
+    assert not failures.is_transient(local)
+    assert "Permission denied" in failures.hub_reason(local)
+    assert "cannot be reached" not in failures.hub_reason(local)
+
+
+def test_error_that_the_client_wraps_is_that_of_its_cause():
+    wrapped = RuntimeError("Error while uploading")
+    wrapped.__cause__ = TimeoutError("slow")
+    assert failures.is_transient(wrapped)
+    assert failures.is_transient(RuntimeError("of the client's transfers"))
+    late = RuntimeError("cannot schedule new futures after interpreter shutdown")
+    assert failures.hub_reason(late).startswith("Python ended before the upload: wait for the result")
