@@ -19,7 +19,7 @@ from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases import followed
 from hftrainer_ray.search import RaySearch
 from tests.compat.names_in_use import ABSENT, READ
-from tests.support.changed import Doubled, changed_alike, library_of, parent, run_changed
+from tests.support.changed_trainers import Doubled, changed_alike, library_of, parent, run_changed
 from tests.support.parity import EVENTS, EVERY_STEP, LIBRARIES, accuracy, assert_equal, build, comparable, run_both
 from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_bert, make_plain

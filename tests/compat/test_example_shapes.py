@@ -12,7 +12,7 @@ from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 
 from tests.compat.example_shapes.driver import NEEDS, SHAPES
-from tests.support.differences import MEASURED, OWN_FILES
+from tests.support.known_differences import MEASURED, OWN_FILES
 from tests.support.parity import assert_same_weights
 
 DRIVER = Path(__file__).parent / "example_shapes" / "driver.py"

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 import hftrainer
-from tests.support.differences import ATTRIBUTES
+from tests.support.known_differences import ATTRIBUTES
 from tests.support.releases import TRANSFORMERS
 from tests.support.tiny import make_plain, plain_data
 

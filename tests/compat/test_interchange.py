@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.compat.interchange import SHAPES
-from tests.support.differences import files_in
+from tests.support.known_differences import files_in
 from tests.support.processes import environment
 
 ROOT = Path(__file__).parents[2]

@@ -18,9 +18,9 @@ import transformers
 import hftrainer
 from hftrainer.parallel.accelerator import EngineAccelerator
 from tests.compat.names_in_use import ABSENT, METHODS
-from tests.support.changed import methods_of
-from tests.support.differences import NOT_CALLED_ALIKE
+from tests.support.changed_trainers import methods_of
 from tests.support.hub_runs import hub as hub, make_pushing
+from tests.support.known_differences import NOT_CALLED_ALIKE
 from tests.support.parity import EVERY_STEP, build, record, run_both
 from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_plain, plain_data

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.differences import files_in
+from tests.support.known_differences import files_in
 
 SCRIPT = Path(__file__).parent / "ordinary_script.py"
 FLAGS = """

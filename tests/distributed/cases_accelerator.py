@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hftrainer import Trainer, TrainingArguments
-from tests.support.ranks import error_of
+from tests.support.rank_messages import error_of
 from tests.support.tiny import make_plain, plain_data, without_dropout
 
 

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.parity import build, record
-from tests.support.ranks import Messages, error_of
+from tests.support.rank_messages import Messages, error_of
 from tests.support.tiny import language_data, pad, plain_data
 
 

@@ -7,7 +7,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 
 from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, TorchMetrics, Trainer
 from tests.support import tiny
-from tests.support.ranks import error_of
+from tests.support.rank_messages import error_of
 from tests.support.tiny import Stream, make_llama, plain_data
 
 #: Batches have 2 samples: up to two rounds of two ranks, whole or not, and one of more.

@@ -1,7 +1,7 @@
 """A TFTrainer in two ranks, or in one with twice the batch."""
 
 from hftrainer import TFTrainingArguments
-from tests.support.tensorflow import DenseModel, RecordingTrainer, rows
+from tests.support.tf_models import DenseModel, RecordingTrainer, rows
 
 
 def train(folder, per_device):

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import CheckpointNotFound
 from tests.support.parity import EVALUATED, EVERY_STEP, build, comparable, train
-from tests.support.ranks import error_of
+from tests.support.rank_messages import error_of
 from tests.support.tiny import MODELS, Plain, make_plain, plain_data
 
 

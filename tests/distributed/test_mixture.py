@@ -7,7 +7,7 @@ import torch
 
 import hftrainer
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.support.mixture import WEIGHTS, make_sources
+from tests.support.mixture_sources import WEIGHTS, make_sources
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_plain, without_dropout
 

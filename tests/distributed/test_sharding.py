@@ -9,7 +9,7 @@ import torch
 
 from tests.distributed import cases_sharding
 from tests.distributed.cases_sharding import COMPARED, ODD_MODELS, READERS, SAVED, WAYS, run_group
-from tests.support.differences import MEASURED
+from tests.support.known_differences import MEASURED
 from tests.support.parity import assert_same_weights
 
 #: Processes add up the parts of a loss, a norm and a gradient in another order: float32 has 24 bits, and these runs

@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.token_batches import samples, trainer
+from tests.support.token_batches import make_trainer, samples
 
 
 def train(folder: Any, flat: bool) -> tuple[list[int], int, list[torch.Tensor]]:
-    run = trainer(folder, tokens_per_batch=64, flatten_batches=flat, num_train_epochs=1)
-    run.train()
-    loader = run.get_train_dataloader()
+    trainer = make_trainer(folder, tokens_per_batch=64, flatten_batches=flat, num_train_epochs=1)
+    trainer.train()
+    loader = trainer.get_train_dataloader()
     read = loader.record_batches()
     steps = len(list(loader))
-    assert steps == run.state.global_step
-    weights = [weight.detach().clone() for weight in run.model.parameters()]
+    assert steps == trainer.state.global_step
+    weights = [weight.detach().clone() for weight in trainer.model.parameters()]
     return [index for batch in read for index in batch], steps, weights
 
 

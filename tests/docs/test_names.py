@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.support.pages import BLOCK, ROOT
+from tests.support.page_blocks import BLOCK, ROOT
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 CODE = re.compile(r"`([^`\n]+)`")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.support.pages import BLOCK, ROOT, run_page
+from tests.support.page_blocks import BLOCK, ROOT, run_page
 
 PAGES = [*sorted(path for path in (ROOT / "docs").rglob("*.md") if "packages" not in path.parts), ROOT / "README.md"]
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([\w-]+))?\)")

@@ -68,9 +68,11 @@ def test_flattened_batches_have_losses_of_padded_ones(tmp_path, precision, round
             per_device_train_batch_size=4, logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="no",
             **HERE,
         )  # fmt: skip
-        run = Trainer(without_dropout(make_llama)(), args, train_dataset=varied_language_data(24), data_collator=pad)
-        run.train()
-        losses.append([line["loss"] for line in run.state.log_history if "loss" in line])
+        trainer = Trainer(
+            without_dropout(make_llama)(), args, train_dataset=varied_language_data(24), data_collator=pad
+        )
+        trainer.train()
+        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
     padded, flattened = losses
     assert len(padded) == 6
     assert flattened == pytest.approx(padded, rel=rounding)

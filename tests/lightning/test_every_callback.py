@@ -18,7 +18,7 @@ from torch import nn
 from hftrainer import Trainer
 from hftrainer.errors import UnsupportedArgument
 from tests.support import checkpoints
-from tests.support.differences import LIGHTNING_CALLBACKS
+from tests.support.known_differences import LIGHTNING_CALLBACKS
 from tests.support.tiny import Plain, plain_data
 
 

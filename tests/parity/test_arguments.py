@@ -16,7 +16,7 @@ from hftrainer.arguments.table import ARGUMENTS
 from hftrainer.errors import InvalidArgument
 from tests.support import parity
 from tests.support.arguments import CASES, DEFAULTS, TIMES, make_trainer
-from tests.support.differences import OWN_FILES
+from tests.support.known_differences import OWN_FILES
 from tests.support.parity import EVALUATED, EVERY_STEP, accuracy, assert_equal, comparable, compare, record, run_both
 from tests.support.tiny import MODELS, make_plain, plain_data
 

@@ -8,9 +8,9 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
 import hftrainer
-from tests.support.differences import OWN_FILES
 from tests.support.hub_runs import TOKEN, hub as hub, make_pushing
 from tests.support.hub_server import Commit, Repo
+from tests.support.known_differences import OWN_FILES
 from tests.support.parity import assert_equal, run_both
 from tests.support.tiny import tokenizer
 

@@ -6,7 +6,7 @@ import optuna
 import pytest
 import torch
 
-from tests.support.differences import OWN_FILES
+from tests.support.known_differences import OWN_FILES
 from tests.support.parity import accuracy, assert_equal, build, callback, comparable, run_both
 from tests.support.searches import plain_of_width
 from tests.support.tiny import Plain

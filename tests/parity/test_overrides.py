@@ -17,7 +17,16 @@ from torch import nn
 import hftrainer
 from hftrainer.errors import UnsupportedArgument
 from tests.support import parity
-from tests.support.changed import Doubled, changed_alike, copies, library_of, methods_of, parent, run_changed, run_plain
+from tests.support.changed_trainers import (
+    Doubled,
+    changed_alike,
+    copies,
+    library_of,
+    methods_of,
+    parent,
+    run_changed,
+    run_plain,
+)
 from tests.support.parity import LIBRARIES, accuracy, assert_same, build, run_both, seq2seq, train
 from tests.support.tiny import make_plain
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from hftrainer.checkpointing import weights
 from tests.compat.interchange import make_adapters, make_tied
 from tests.support import parity
-from tests.support.differences import OWN_FILES
+from tests.support.known_differences import OWN_FILES
 from tests.support.parity import assert_equal, assert_same_weights, build, copy_checkpoint, run_both, subclass, train
 from tests.support.tiny import MODELS, language_data, make_llama, make_peft, plain_data
 

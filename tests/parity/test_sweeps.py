@@ -13,7 +13,7 @@ from werkzeug import Response
 
 from hftrainer.errors import InvalidArgument, SearchFailed
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
-from tests.support.differences import OWN_FILES
+from tests.support.known_differences import OWN_FILES
 from tests.support.parity import LIBRARIES
 from tests.support.searches import OneProcessBackend, make_trainer, return_none
 from tests.support.tracking import wandb_items, wandb_records

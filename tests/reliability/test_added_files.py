@@ -14,7 +14,7 @@ from hftrainer.checkpointing.files import read_manifest
 from hftrainer.checkpointing.folder import staging_folder
 from hftrainer.checkpointing.inspection import inspect_checkpoint
 from tests.support.checkpoints import BACKGROUND, OnSave, train_to_end
-from tests.support.differences import files_in
+from tests.support.known_differences import files_in
 from tests.support.parity import assert_equal, assert_same_weights, build, run_both
 from tests.support.tiny import make_plain
 

@@ -20,9 +20,9 @@ from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotWritten
 from hftrainer.training import saver
 from tests.support.checkpoints import BACKGROUND, BEST, MODELS, At, assert_same_end, make_trainer, train_to_end
-from tests.support.differences import OWN_FILES
 from tests.support.faults import FailsOnce
 from tests.support.jobs import names_in
+from tests.support.known_differences import OWN_FILES
 from tests.support.parity import assert_same_weights
 
 

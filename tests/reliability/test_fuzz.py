@@ -25,12 +25,12 @@ from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.hub.download import download_checkpoint
 from hftrainer.parallel.fsdp_settings import read_fsdp
 from hftrainer_deepspeed.settings import make_config
-from tests.support import fuzz
+from tests.support import random_files
 from tests.support.checkpoints import KeepsState, copy_without_manifest, make_trainer, train_to_end
 from tests.support.hub_runs import TOKEN, hub as hub
 from tests.support.hub_server import Commit, Repo
 from tests.support.jobs import names_in
-from tests.support.shards import make_stepped, write_shards
+from tests.support.sharded_checkpoints import make_stepped, write_shards
 from tests.support.tiny import make_bert
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -71,25 +71,25 @@ def used_memory():
 def assert_harmless(folder):
     """What is read inside is accepted or refused; it runs no code, writes nothing elsewhere, takes little memory."""
     before = used_memory()
-    with fuzz.accepted_or_refused():
+    with random_files.accepted_or_refused():
         yield
     assert names_in(folder.parents[1]) == ["run"]
     assert used_memory() - before < 500 * 2**20
 
 
 def change_json(path, draw, trace):
-    path.write_text(json.dumps(draw(fuzz.mutated(json.loads(path.read_text())))))
+    path.write_text(json.dumps(draw(random_files.mutated(json.loads(path.read_text())))))
 
 
 def change_torch(path, draw, trace):
-    torch.save(draw(fuzz.pickled(torch.load(path, weights_only=False), trace)), path)
+    torch.save(draw(random_files.pickled(torch.load(path, weights_only=False), trace)), path)
 
 
 def change_header(path, draw, trace):
     """A header of safetensors that lies about its length, or about the tensors."""
     data = path.read_bytes()
     end = 8 + struct.unpack("<Q", data[:8])[0]
-    header = json.dumps(draw(fuzz.mutated(json.loads(data[8:end])))).encode()
+    header = json.dumps(draw(random_files.mutated(json.loads(data[8:end])))).encode()
     length = draw(st.sampled_from([len(header)] * 4 + [0, 7, 2**40, 2**63]))
     path.write_bytes(struct.pack("<Q", length) + header + data[end:])
 
@@ -97,7 +97,7 @@ def change_header(path, draw, trace):
 def change_part(part, path, draw, trace):
     held = torch.load(path, weights_only=False)
     place = held["data"] if part == "workers" else held
-    place[part] = draw(fuzz.mutated(place[part] or {"loss_a": (torch.tensor(0.5), 2)}, fuzz.tensors))
+    place[part] = draw(random_files.mutated(place[part] or {"loss_a": (torch.tensor(0.5), 2)}, random_files.tensors))
     torch.save(held, path)
 
 
@@ -107,16 +107,16 @@ def change_list(path, draw, trace):
     value = getattr(metadata, name)
     described = draw(st.sampled_from(list(value.values()))) if isinstance(value, dict) and value else value
     if getattr(described, "__dict__", None) and draw(st.integers(0, 9)) < 7:
-        vars(described)[draw(st.sampled_from(list(vars(described))))] = draw(fuzz.tensors)
+        vars(described)[draw(st.sampled_from(list(vars(described))))] = draw(random_files.tensors)
     else:
-        setattr(metadata, name, draw(fuzz.mutated(value)))
+        setattr(metadata, name, draw(random_files.mutated(value)))
     if draw(st.integers(0, 9)) == 9:
-        metadata.planner_data = {"more": fuzz.MaliciousPickle(trace)}
+        metadata.planner_data = {"more": random_files.MaliciousPickle(trace)}
     path.write_bytes(pickle.dumps(metadata))
 
 
 def scramble(path, draw, trace):
-    path.write_bytes(draw(fuzz.scrambled(path.read_bytes())))
+    path.write_bytes(draw(random_files.scrambled(path.read_bytes())))
 
 
 def resume(folder, **settings):
@@ -153,7 +153,7 @@ for _kind, _folder in SHARD_FOLDERS.items():
 
 
 @pytest.mark.parametrize("case", CASES)
-@fuzz.with_examples
+@random_files.with_examples
 def test_random_contents_of_checkpoints_are_used_or_refused(sources, folder, case, data):
     kind, name, change, read = CASES[case]
     copy_without_manifest(sources(kind), folder)
@@ -184,7 +184,7 @@ def test_paths_out_of_the_checkpoint_are_refused(sources, folder, name, content)
     copy_without_manifest(sources("run"), folder)
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
     (folder / name).write_text(json.dumps(content))
-    with pytest.raises(fuzz.CLEAR, match=name):
+    with pytest.raises(random_files.CLEAR, match=name):
         resume(folder)
 
 
@@ -266,15 +266,15 @@ def place(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("way", ["values", "bytes"])
-@fuzz.with_examples
+@random_files.with_examples
 def test_random_config_files_are_used_or_refused(place, name, way, data):
     content, read = KINDS[name.partition(".")[0]]
     if way == "values":
-        text = json.dumps(data.draw(fuzz.mutated(content))).encode()  # YAML reads JSON
+        text = json.dumps(data.draw(random_files.mutated(content))).encode()  # YAML reads JSON
     else:
-        text = data.draw(fuzz.scrambled(json.dumps(content).encode()))
+        text = data.draw(random_files.scrambled(json.dumps(content).encode()))
     (place / name).write_bytes(text)
-    with fuzz.accepted_or_refused():
+    with random_files.accepted_or_refused():
         read(place / name)
     assert set(names_in(place)) <= {name, "out"}
 
@@ -295,7 +295,7 @@ def test_config_files_without_a_mapping_are_refused(place, name):
     odd = {case: text for case, text in ODD.items() if case != "deeper" or name.endswith("json")}  # YAML takes long
     for case, text in odd.items():
         (place / name).write_bytes(text)
-        with pytest.raises(fuzz.CLEAR) as refused:
+        with pytest.raises(random_files.CLEAR) as refused:
             read(place / name)
         assert case == "empty" or name in str(refused.value)
 
@@ -325,13 +325,13 @@ def files_below(folder):
     return {path for path in folder.rglob("*") if path.is_file()}
 
 
-@fuzz.with_examples
+@random_files.with_examples
 def test_random_references_download_into_the_cache_only(repos, tmp_path, data):
     home = tmp_path / "home" / "hub"
     for reference in data.draw(st.lists(REFERENCES, min_size=5, max_size=5)):
         try:
             found = download_checkpoint(reference, HUB_ARGS)
-        except fuzz.CLEAR as refused:
+        except random_files.CLEAR as refused:
             found = refused
         assert TOKEN not in str(found)
         assert isinstance(found, Exception) or os.path.realpath(found).startswith(str(home))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.differences import MEASURED
+from tests.support.known_differences import MEASURED
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORT = [

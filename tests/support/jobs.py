@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from tests.support import processes
-from tests.support.launching import free_port
+from tests.support.launchers import free_port
 from tests.support.parity import assert_same_weights as assert_same
 
 __all__ = ["JOB", "SHARDED", "Job", "JobGroup", "assert_same", "final_log", "final_weights", "names_in", "read_until"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.support.differences import MEASURED, OWN_FILES
+from tests.support.known_differences import MEASURED, OWN_FILES
 from tests.support.tiny import MODELS
 
 LIBRARIES = ("transformers", "hftrainer")

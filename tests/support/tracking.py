@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from tests.support.differences import MEASURED
+from tests.support.known_differences import MEASURED
 from tests.support.tiny import MODELS
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import hftrainer
-from tests.support.changed import run_changed
+from tests.support.changed_trainers import run_changed
 from tests.support.parity import EVERY_STEP, accuracy, assert_same, build
 
 #: Methods of Trainer and Seq2SeqTrainer, v4.1 to v5.24, and attributes set on them by v4.48, v4.57 and v5.24.

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from tests.support.launching import free_port
+from tests.support.launchers import free_port
 
 #: `make test-adapters` has an environment of its own for these.
 collect_ignore_glob = [] if importlib.util.find_spec("deepspeed") else ["test_*.py"]

@@ -1,7 +1,7 @@
 """The script of `tests/distributed`, where gloo does for DeepSpeed."""
 
 from tests.adapters.deepspeed.sets import without_compiler
-from tests.support.launched import main
+from tests.support.launched_script import main
 
 if __name__ == "__main__":
     without_compiler()

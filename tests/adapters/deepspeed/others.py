@@ -19,7 +19,7 @@ from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, Trainer
 from hftrainer.errors import UnsupportedArgument
 from tests.adapters.deepspeed.sets import OF_CONFIGURATION, STAGES, offloaded, without_compiler
 from tests.support.parity import build
-from tests.support.ranks import error_of
+from tests.support.rank_messages import error_of
 from tests.support.tiny import language_data, make_llama, make_plain, make_t5, plain_data, t5_data
 
 RANK = int(os.environ.get("RANK", "0"))

@@ -15,7 +15,7 @@ from hftrainer_deepspeed.start import check_config
 from tests.adapters.deepspeed.sets import STAGES
 from tests.docs.documents import running
 from tests.docs.documents.running import losses, make_args
-from tests.support.launching import END_OF_FILE, free_port
+from tests.support.launchers import END_OF_FILE, free_port
 from tests.support.tiny import make_plain, plain_data
 
 #: 292 and 349.

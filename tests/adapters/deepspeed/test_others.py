@@ -11,7 +11,7 @@ from hftrainer import TrainingArguments
 from tests.adapters.deepspeed.others import CASES
 from tests.adapters.deepspeed.sets import AUTO, STAGES, TOLERANCE
 from tests.support.jobs import assert_same
-from tests.support.launching import TORCHRUN, accelerate, free_port, read, run_python, start as start_script
+from tests.support.launchers import TORCHRUN, accelerate, free_port, read, run_python, start as start_script
 
 HERE = Path(__file__).parent
 RANKS = (0, 1)

@@ -7,7 +7,7 @@ import torch
 
 from tests.adapters.deepspeed.sets import CASES, RESUMED, TOLERANCE
 from tests.support.jobs import assert_same
-from tests.support.launching import run_with_both
+from tests.support.launchers import run_with_both
 
 pytestmark = pytest.mark.timeout(3600)  # the first test waits for the runs of all
 RANKS = ("0", "1")

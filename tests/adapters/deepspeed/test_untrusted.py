@@ -8,7 +8,7 @@ import torch
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.errors import CheckpointNotFound, UnsafeCheckpoint
-from tests.support import fuzz
+from tests.support import random_files
 from tests.support.tiny import make_plain, plain_data
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -55,7 +55,7 @@ def test_unchanged_checkpoint_resumes(checkpoint):
 @pytest.mark.parametrize("name", FILES)
 def test_pickled_code_is_not_run(checkpoint, tmp_path, name):
     path = checkpoint / "global_step2" / name
-    torch.save({**torch.load(path, weights_only=False), "more": fuzz.MaliciousPickle(tmp_path / "trace")}, path)
+    torch.save({**torch.load(path, weights_only=False), "more": random_files.MaliciousPickle(tmp_path / "trace")}, path)
     with pytest.raises(UnsafeCheckpoint, match=r"checkpoint-2 holds a pickled posix\.mkdir"):
         resume(checkpoint)
     assert not (tmp_path / "trace").exists()
@@ -72,15 +72,15 @@ def test_tag_that_leads_out_of_the_folder_is_refused(checkpoint, tag):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("way", ["values", "bytes"])
-@fuzz.with_examples
+@random_files.with_examples
 def test_random_contents_are_used_or_refused(checkpoint, written, tmp_path, name, way, data):
     """No step is taken: DeepSpeed checks little, and a later step may fail."""
     path, intact = checkpoint / "global_step2" / name, written / "checkpoint-2" / "global_step2" / name
     if way == "values":
         held = torch.load(intact, weights_only=False)
-        torch.save(data.draw(fuzz.pickled(held, tmp_path / "trace")), path)
+        torch.save(data.draw(random_files.pickled(held, tmp_path / "trace")), path)
     else:
-        path.write_bytes(data.draw(fuzz.scrambled(intact.read_bytes())))
-    with fuzz.accepted_or_refused():
+        path.write_bytes(data.draw(random_files.scrambled(intact.read_bytes())))
+    with random_files.accepted_or_refused():
         resume(checkpoint, steps=2)
     assert not (tmp_path / "trace").exists()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from tests.support.differences import OWN_FILES
+from tests.support.known_differences import OWN_FILES
 
 #: Lines of model cards that say how long something has taken.
 _TIMED = re.compile(r"^- \*\*(Training|Evaluation|Total)\*\*: |(seconds|minutes|hours)$")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import processes
-from tests.support.differences import MEASURED
+from tests.support.known_differences import MEASURED
 
 ROOT = Path(__file__).parents[3]
 #: Who runs the cases → the words of the command line.

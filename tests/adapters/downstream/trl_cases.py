@@ -46,7 +46,7 @@ def live(
     resumed = build("resumed")
     resumed.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-3"))
     again = {"log_history": resumed.state.log_history, "weights": records.weights(resumed.model)}
-    output.metrics.pop("total_flos", None)  # transformers' PrinterCallback removes it (tests/support/differences.py)
+    output.metrics.pop("total_flos", None)  # transformers' PrinterCallback removes it
     return records.of(trainer, folder, metrics=metrics, predictions=predictions, output=output.metrics, resumed=again)
 
 

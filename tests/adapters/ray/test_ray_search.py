@@ -24,7 +24,7 @@ from hftrainer_ray import search as ray_search
 from hftrainer_ray.search import RaySearch
 from tests.adapters.ray import searches
 from tests.adapters.ray.searches import Diary, RayBackend, make_of_trial, make_saving, read, space
-from tests.support.differences import OWN_FILES
+from tests.support.known_differences import OWN_FILES
 from tests.support.parity import accuracy, assert_equal, build, run_both
 from tests.support.searches import return_none
 

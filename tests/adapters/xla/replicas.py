@@ -11,7 +11,7 @@ import torch_xla.core.xla_model as xm
 from torch import distributed
 from torch_xla import runtime
 
-from tests.adapters.xla.support import numbers, trainer, weights
+from tests.adapters.xla.support import make_trainer, numbers, weights
 
 RANK, SIZE = int(os.environ["PJRT_LOCAL_PROCESS_RANK"]), int(os.environ["PJRT_LOCAL_PROCESS_COUNT"])
 runtime.world_size = lambda: SIZE
@@ -33,19 +33,19 @@ if __name__ == "__main__":
     settings = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 3}
     settings |= {"eval_strategy": "steps", "eval_steps": 6}
     saved = {"save_strategy": "steps", "save_steps": 6, "tpu_num_cores": SIZE}
-    run = trainer(folder, "llama", samples=40, **settings, **saved)
+    trainer = make_trainer(folder, "llama", samples=40, **settings, **saved)
     with torch.no_grad():  # replicas begin with the weights of the first
-        next(run.model.parameters()).add_(RANK)
-    run.train()
-    predicted = run.predict(run.eval_dataset)
-    resumed = trainer(folder, "llama", samples=40, **settings, **saved)
+        next(trainer.model.parameters()).add_(RANK)
+    trainer.train()
+    predicted = trainer.predict(trainer.eval_dataset)
+    resumed = make_trainer(folder, "llama", samples=40, **settings, **saved)
     resumed.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-6"))
     found = {
-        "place": vars(run.args._rank_info),
-        "strategy": type(run.lightning_trainer.strategy).__name__,
-        "should_save": run.args.should_save,
-        "numbers": numbers(run),
-        "weights": weights(run),
+        "place": vars(trainer.args._rank_info),
+        "strategy": type(trainer.lightning_trainer.strategy).__name__,
+        "should_save": trainer.args.should_save,
+        "numbers": numbers(trainer),
+        "weights": weights(trainer),
         "resumed": weights(resumed),
         "predictions": torch.tensor(predicted.predictions),
     }

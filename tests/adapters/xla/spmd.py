@@ -8,7 +8,7 @@ import torch_xla
 from torch_xla.debug import metrics
 
 from hftrainer import TrainerCallback
-from tests.adapters.xla.support import numbers, trainer, weights
+from tests.adapters.xla.support import make_trainer, numbers, weights
 
 
 class Counts(TrainerCallback):
@@ -34,20 +34,20 @@ if __name__ == "__main__":
             **config,
         }
         path, counts = os.path.join(folder, kind), Counts()
-        run = trainer(path, "llama", callbacks=[], **fsdp)
-        run.train()
-        trainer(path, "llama", callbacks=[counts], max_steps=30, **{**fsdp, "save_strategy": "no"}).train()
-        resumed = trainer(path, "llama", **fsdp)
+        trainer = make_trainer(path, "llama", callbacks=[], **fsdp)
+        trainer.train()
+        make_trainer(path, "llama", callbacks=[counts], max_steps=30, **{**fsdp, "save_strategy": "no"}).train()
+        resumed = make_trainer(path, "llama", **fsdp)
         resumed.train(resume_from_checkpoint=os.path.join(path, "checkpoint-6"))
-        moments = {name: run.optimizer.state[value]["exp_avg"] for name, value in run.model.named_parameters()}
+        moments = {name: trainer.optimizer.state[value]["exp_avg"] for name, value in trainer.model.named_parameters()}
         found[kind] = {
-            "numbers": numbers(run),
-            "weights": weights(run),
+            "numbers": numbers(trainer),
+            "weights": weights(trainer),
             "resumed": weights(resumed),
-            "layout": layout(dict(run.model.named_parameters())),
+            "layout": layout(dict(trainer.model.named_parameters())),
             "layout_resumed": layout(dict(resumed.model.named_parameters())),
             "layout_moments": layout(moments),
             "compiled": counts.compiled,
-            "predictions": torch.tensor(run.predict(run.eval_dataset).predictions),
+            "predictions": torch.tensor(trainer.predict(trainer.eval_dataset).predictions),
         }
     torch.save(found, os.path.join(folder, "found.pt"))

@@ -27,7 +27,9 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def trainer(output_dir, name="plain", *, dropout=False, samples=38, callbacks=(), kind=Trainer, model=None, **settings):
+def make_trainer(
+    output_dir, name="plain", *, dropout=False, samples=38, callbacks=(), kind=Trainer, model=None, **settings
+):
     make, data = MODELS[name]
     model = model or (make() if dropout else without_dropout(make()))
     defaults = {

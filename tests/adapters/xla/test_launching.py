@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from tests.adapters.xla.support import ROOT, TOLERANCE, numbers, run_script, trainer, weights
+from tests.adapters.xla.support import ROOT, TOLERANCE, make_trainer, numbers, run_script, weights
 from tests.support import processes
-from tests.support.launching import free_port
+from tests.support.launchers import free_port
 
 SCRIPT = """
 import os, sys
@@ -63,7 +63,7 @@ def test_two_processes_train_as_one(replicas, tmp_path):
     """Two times two samples in a step, as one process with four."""
     _, found = replicas
     evaluated = {"eval_strategy": "steps", "eval_steps": 6, "per_device_eval_batch_size": 3}
-    one = trainer(tmp_path, "llama", samples=40, use_cpu=True, **evaluated)
+    one = make_trainer(tmp_path, "llama", samples=40, use_cpu=True, **evaluated)
     one.train()
     assert [each["place"]["launcher"] for each in found] == ["xla", "xla"]
     assert [each["place"]["rank"] for each in found] == [0, 1]

@@ -8,16 +8,16 @@ from safetensors.torch import load_file
 
 from hftrainer import TrainingArguments
 from hftrainer.errors import InvalidConfig, UnsupportedArgument
-from tests.adapters.xla.support import TOLERANCE, assert_close, numbers, run_script, trainer, weights
+from tests.adapters.xla.support import TOLERANCE, assert_close, make_trainer, numbers, run_script, weights
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 6}
 
 
 @pytest.fixture(scope="module")
 def cpu_run(tmp_path_factory):
-    run = trainer(tmp_path_factory.mktemp("cpu"), "llama", use_cpu=True, **EVALUATED)
-    run.train()
-    return run
+    trainer = make_trainer(tmp_path_factory.mktemp("cpu"), "llama", use_cpu=True, **EVALUATED)
+    trainer.train()
+    return trainer
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +61,14 @@ def test_spmd_compiles_nothing_twice(spmd_runs):
 def test_spmd_checkpoints_are_ordinary(spmd_runs, cpu_run, tmp_path):
     folder = os.path.join(spmd_runs[0], "plain", "checkpoint-6")
     assert load_file(os.path.join(folder, "model.safetensors")).keys() == cpu_run.model.state_dict().keys()
-    resumed = trainer(tmp_path, "llama", use_cpu=True, **EVALUATED)
+    resumed = make_trainer(tmp_path, "llama", use_cpu=True, **EVALUATED)
     resumed.train(resume_from_checkpoint=folder)
     assert_close(resumed, cpu_run, compared=slice(-3, -1))
 
 
 def make_wrapped(output_dir, name="llama", *, of_xla=None, **settings):
     config = {"xla": True, "min_num_params": 200, **(of_xla or {})}
-    return trainer(output_dir, name, fsdp=True, fsdp_config=config, **EVALUATED, **settings)
+    return make_trainer(output_dir, name, fsdp=True, fsdp_config=config, **EVALUATED, **settings)
 
 
 @pytest.mark.parametrize(
@@ -80,42 +80,42 @@ def make_wrapped(output_dir, name="llama", *, of_xla=None, **settings):
     ],
 )
 def test_xla_fsdp_trains_as_the_cpu(tmp_path, cpu_run, of_xla):
-    run = make_wrapped(tmp_path, of_xla=of_xla)
-    run.train()
-    assert type(run.lightning_trainer.strategy).__name__ == "XLAFSDPStrategy"
-    assert type(run.model).__name__ == "XlaFullyShardedDataParallel"
-    assert (run.is_fsdp_xla_enabled, run.is_fsdp_xla_v1_enabled, run.is_fsdp_enabled) == (True, True, False)
-    assert [len(group["params"]) for group in run.optimizer.param_groups] == [16, 5]
-    full = run.accelerator.get_state_dict(run.model)
+    trainer = make_wrapped(tmp_path, of_xla=of_xla)
+    trainer.train()
+    assert type(trainer.lightning_trainer.strategy).__name__ == "XLAFSDPStrategy"
+    assert type(trainer.model).__name__ == "XlaFullyShardedDataParallel"
+    assert (trainer.is_fsdp_xla_enabled, trainer.is_fsdp_xla_v1_enabled, trainer.is_fsdp_enabled) == (True, True, False)
+    assert [len(group["params"]) for group in trainer.optimizer.param_groups] == [16, 5]
+    full = trainer.accelerator.get_state_dict(trainer.model)
     for name, value in weights(cpu_run).items():
         torch.testing.assert_close(full[name], value, rtol=0, atol=5 * TOLERANCE, msg=name)
-    for line, expected in zip(numbers(run)[:-1], numbers(cpu_run)[:-1], strict=True):
+    for line, expected in zip(numbers(trainer)[:-1], numbers(cpu_run)[:-1], strict=True):
         assert line == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
 
 def test_xla_fsdp_saves_shards_and_full_weights_and_resumes(tmp_path):
     """A file of each process, as transformers names them, and the full weights for everybody else."""
     saved = {"save_strategy": "steps", "save_steps": 6, "load_best_model_at_end": True}
-    run = make_wrapped(tmp_path, **saved)
-    run.train()
+    trainer = make_wrapped(tmp_path, **saved)
+    trainer.train()
     folder = tmp_path / "checkpoint-6"
     shards = {name for name in os.listdir(folder) if name.startswith("rank")}
     assert shards == {"rank0-of-1-optimizer.pt", "rank0-of-1-pytorch_model.bin"}
     assert not (folder / "optimizer.pt").exists()
     resumed = make_wrapped(tmp_path, **saved)
     resumed.train(resume_from_checkpoint=str(folder))
-    assert all(torch.equal(value, weights(run)[name]) for name, value in weights(resumed).items())
+    assert all(torch.equal(value, weights(trainer)[name]) for name, value in weights(resumed).items())
     from transformers import LlamaForCausalLM
 
     again = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-12")
-    full = run.accelerator.get_state_dict(run.model)
+    full = trainer.accelerator.get_state_dict(trainer.model)
     assert all(torch.equal(value, full[name]) for name, value in again.state_dict().items())
 
 
 def test_xla_fsdp_in_bfloat16_is_close_to_float32(tmp_path):
-    run = make_wrapped(tmp_path, of_xla={"xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, max_steps=6)
+    trainer = make_wrapped(tmp_path, of_xla={"xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, max_steps=6)
     full = make_wrapped(tmp_path, max_steps=6)
-    losses = [each.train().training_loss for each in (run, full)]
+    losses = [each.train().training_loss for each in (trainer, full)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2) and losses[0] != losses[1]
 
 
@@ -128,9 +128,9 @@ def test_xla_fsdp_in_bfloat16_is_close_to_float32(tmp_path):
     ],
 )
 def test_wrong_xla_fsdp_settings_are_refused(tmp_path, of_xla, message):
-    run = make_wrapped(tmp_path, of_xla=of_xla)
+    trainer = make_wrapped(tmp_path, of_xla=of_xla)
     with pytest.raises(InvalidConfig, match=message):
-        run.train()
+        trainer.train()
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from hftrainer import Trainer, TrainerCallback
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.parallel import devices
 from hftrainer.training_args import ParallelMode
-from tests.adapters.xla.support import MODELS, assert_close, numbers, trainer, weights, without_dropout
+from tests.adapters.xla.support import MODELS, assert_close, make_trainer, numbers, weights, without_dropout
 
 
 def train(output_dir, name="plain", resume=None, **settings):
-    done = trainer(output_dir, name, **settings)
+    done = make_trainer(output_dir, name, **settings)
     done.train(resume_from_checkpoint=resume)
     return done
 
@@ -102,7 +102,7 @@ def test_checkpoint_of_lightning_resumes(tmp_path):
             if state.global_step == 5:
                 whole.save_lightning_checkpoint(str(tmp_path / "x.ckpt"))
 
-    whole = trainer(tmp_path / "a", callbacks=[Save()])
+    whole = make_trainer(tmp_path / "a", callbacks=[Save()])
     whole.train()
     resumed = train(tmp_path / "b", "plain", str(tmp_path / "x.ckpt"))
     assert all(torch.equal(value, weights(whole)[key]) for key, value in weights(resumed).items())
@@ -182,7 +182,7 @@ class InfiniteOnce(Trainer):
 @pytest.mark.parametrize("filters", [True, False])
 def test_infinite_losses_are_filtered_as_on_the_cpu(tmp_path, filters, caplog):
     runs = [
-        trainer(
+        make_trainer(
             tmp_path, kind=InfiniteOnce, logging_nan_inf_filter=filters, max_steps=3, learning_rate=0.0, use_cpu=cpu
         )
         for cpu in (False, True)
@@ -201,9 +201,9 @@ def test_tpu_metrics_debug_prints_the_metrics(tmp_path, capsys, given):
 
 
 def test_use_cpu_keeps_training_on_the_cpu(tmp_path):
-    run = train(tmp_path, use_cpu=True, max_steps=1)
-    assert run.args.device == torch.device("cpu")
-    assert run.args.parallel_mode == ParallelMode.NOT_PARALLEL
+    trainer = train(tmp_path, use_cpu=True, max_steps=1)
+    assert trainer.args.device == torch.device("cpu")
+    assert trainer.args.parallel_mode == ParallelMode.NOT_PARALLEL
 
 
 @pytest.mark.parametrize(
@@ -217,13 +217,13 @@ def test_use_cpu_keeps_training_on_the_cpu(tmp_path):
 )
 def test_unsupported_settings_are_refused(tmp_path, settings, message):
     with pytest.raises(UnsupportedArgument, match=message):
-        trainer(tmp_path, **settings)
+        make_trainer(tmp_path, **settings)
 
 
 def test_optimizer_made_before_the_model_moved_is_refused(tmp_path):
     model = MODELS["plain"][0]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    args = trainer(tmp_path).args
+    args = make_trainer(tmp_path).args
     with pytest.raises(InvalidArgument, match=r"model\.to"):
         Trainer(model, args, optimizers=(optimizer, None))
     model.to(args.device)
@@ -233,7 +233,7 @@ def test_optimizer_made_before_the_model_moved_is_refused(tmp_path):
 
 
 def test_predictions_are_those_of_the_cpu(tmp_path):
-    ours, other = (trainer(tmp_path, "bert", use_cpu=cpu) for cpu in (False, True))
+    ours, other = (make_trainer(tmp_path, "bert", use_cpu=cpu) for cpu in (False, True))
     found, expected = (run.predict(run.eval_dataset).predictions for run in (ours, other))
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-5)
 

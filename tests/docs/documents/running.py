@@ -9,7 +9,7 @@ import sys
 from hftrainer import TrainingArguments
 from tests.docs.documents import program
 from tests.support import processes
-from tests.support.launching import free_port
+from tests.support.launchers import free_port
 from tests.support.parity import comparable
 
 #: Command → its module.

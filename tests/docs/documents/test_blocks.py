@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.differences import DIFFERENCES
+from tests.support.known_differences import DIFFERENCES
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -11,7 +11,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.parallel.fsdp_settings import FsdpSettings
 from tests.docs.documents import program, running
 from tests.docs.documents.running import NORMAL, join_runs, losses
-from tests.support.launching import END_OF_FILE, FSDP_FILE, free_port
+from tests.support.launchers import END_OF_FILE, FSDP_FILE, free_port
 from tests.support.parity import comparable
 
 #: Option → settings that it becomes.

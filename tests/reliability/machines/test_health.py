@@ -4,9 +4,9 @@ import socket
 import time
 import urllib.error
 
-from tests.support.health import ask, read_health, wait_until
+from tests.support.health_client import ask, read_health, wait_until
 from tests.support.jobs import JobGroup
-from tests.support.launching import free_port
+from tests.support.launchers import free_port
 
 #: Way to hang → the function in the reported stack; a stopped process has none.
 HANGS = {

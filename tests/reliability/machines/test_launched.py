@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import DEVICES, LAUNCHERS, start
+from tests.support.launchers import DEVICES, LAUNCHERS, start
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.launching import DEVICES, FSDP_FILE, LAUNCHERS, SCRIPT, accelerate, free_port, launch, read, settings
+from tests.support.launchers import DEVICES, FSDP_FILE, LAUNCHERS, SCRIPT, accelerate, free_port, launch, read, settings
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 

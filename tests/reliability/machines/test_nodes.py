@@ -15,7 +15,7 @@ import torch
 
 from tests.support import processes
 from tests.support.jobs import JOB, JobGroup, assert_same, final_weights
-from tests.support.launching import SCRIPT, free_port, read
+from tests.support.launchers import SCRIPT, free_port, read
 
 #: Nodes wait a second for more of them, and miss one after six: on a busy machine, one that is there may be silent for
 #: three.

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.checkpoints import BACKGROUND
 from tests.support.jobs import JOB, JobGroup, assert_same, final_weights
-from tests.support.launching import TORCHRUN, run_python
+from tests.support.launchers import TORCHRUN, run_python
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from hftrainer.trainer_callback import TrainerCallback
 from hftrainer_tensorflow import optimizers
 from hftrainer_tensorflow.pipelines import Batches, RowDataset
 from tests.support.parity import assert_same_weights
-from tests.support.tensorflow import DenseModel, RecordingTrainer, rows
+from tests.support.tf_models import DenseModel, RecordingTrainer, rows
 from tests.support.tiny import make_plain
 
 

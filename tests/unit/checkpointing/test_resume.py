@@ -8,7 +8,7 @@ import torch
 from hftrainer import Trainer, TrainerState, TrainingArguments
 from hftrainer.checkpointing.file_checks import check_optimizer_state
 from hftrainer.checkpointing.resume import warn_about_changed_arguments
-from tests.support.shards import make_stepped
+from tests.support.sharded_checkpoints import make_stepped
 from tests.support.tiny import make_plain, plain_data
 
 

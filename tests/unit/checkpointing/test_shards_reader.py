@@ -13,7 +13,7 @@ from hftrainer.checkpointing.sharded import check_unread_states, load_model_shar
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, UnsupportedArgument
 from tests.support.checkpoints import MaliciousPickle
 from tests.support.parity import assert_same_weights
-from tests.support.shards import make_stepped, write_shards
+from tests.support.sharded_checkpoints import make_stepped, write_shards
 from tests.support.tiny import Note, make_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -11,7 +11,7 @@ import pytest
 import hftrainer
 from hftrainer.data.mixture import MixtureBatchSampler, MixtureDataset, MixturePlan, make_shares
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from tests.support.mixture import SIZES, WEIGHTS, Stream, make_sources
+from tests.support.mixture_sources import SIZES, WEIGHTS, Stream, make_sources
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_plain, plain_data
 

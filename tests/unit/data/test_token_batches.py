@@ -17,7 +17,7 @@ from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBat
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.model_card.card import TrainingSummary
 from hftrainer.training.monitors import count_batch
-from tests.support.token_batches import HEADS, SHAPE, llama, pad, samples, trainer
+from tests.support.token_batches import HEADS, SHAPE, llama, make_trainer, pad, samples
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(5, 0.8, 5000), 4, 2048).astype(int)
 
@@ -55,14 +55,14 @@ def test_bucket_has_one_shape_when_completed_or_dropped() -> None:
 def test_flattened_gradients_match_padded_ones(tmp_path: Any, kind: str, labelled: bool) -> None:
     results = []
     for flat in (False, True):
-        run = trainer(
+        trainer = make_trainer(
             tmp_path, llama(kind), samples(8, labelled), max_steps=1, learning_rate=0.0, flatten_batches=flat,
             max_grad_norm=0.0, per_device_train_batch_size=8,
         )  # fmt: skip
         gradients: dict[str, torch.Tensor] = {}
-        for name, weight in run.model.named_parameters():
+        for name, weight in trainer.model.named_parameters():
             weight.register_hook(lambda gradient, name=name, into=gradients: into.update({name: gradient.clone()}))
-        results.append((run.train().training_loss, gradients))
+        results.append((trainer.train().training_loss, gradients))
     (loss, padded), (flat_loss, flattened) = results
     assert abs(loss - flat_loss) < 1e-6
     assert len(padded) == len(list(llama(kind).parameters())) == len(flattened)
@@ -74,9 +74,9 @@ def test_flattened_gradients_match_padded_ones(tmp_path: Any, kind: str, labelle
 @pytest.mark.parametrize("flat", [False, True])
 def test_resume_within_an_epoch_is_exact(tmp_path: Any, flat: bool) -> None:
     settings = {"tokens_per_batch": 64, "flatten_batches": flat, "num_train_epochs": 2}
-    whole = trainer(tmp_path / "whole", **settings, save_strategy="steps", save_steps=3)
+    whole = make_trainer(tmp_path / "whole", **settings, save_strategy="steps", save_steps=3)
     whole.train()
-    resumed = trainer(tmp_path / "resumed", **settings)
+    resumed = make_trainer(tmp_path / "resumed", **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     assert resumed.state.global_step == whole.state.global_step > 6
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
@@ -85,11 +85,11 @@ def test_resume_within_an_epoch_is_exact(tmp_path: Any, flat: bool) -> None:
 
 def test_log_and_card_give_the_batch_size_in_tokens(tmp_path: Any, caplog: Any) -> None:
     caplog.set_level("INFO", logger="hftrainer")
-    run = trainer(tmp_path, tokens_per_batch=64, gradient_accumulation_steps=3, max_steps=1)
-    run.train()
+    trainer = make_trainer(tmp_path, tokens_per_batch=64, gradient_accumulation_steps=3, max_steps=1)
+    trainer.train()
     assert re.search(r"Most tokens in a batch of a device\W+64\b", caplog.text)
     assert "Batch size of a device" not in caplog.text
-    told = TrainingSummary.from_trainer(run).hyperparameters
+    told = TrainingSummary.from_trainer(trainer).hyperparameters
     assert (told["tokens_per_batch"], told["total_tokens_per_batch"]) == (64, 192)
     assert not {"train_batch_size", "total_train_batch_size"} & told.keys()
 
@@ -102,18 +102,20 @@ def test_model_that_mixes_flattened_samples_is_refused(tmp_path: Any) -> None:
 
     model = Mixing(transformers.LlamaConfig(**SHAPE, **HEADS))
     with pytest.raises(UnsupportedArgument, match="Mixing"):
-        trainer(tmp_path, model, flatten_batches=True, max_steps=1).train()
+        make_trainer(tmp_path, model, flatten_batches=True, max_steps=1).train()
 
 
 def test_conflicting_arguments_are_refused(tmp_path: Any) -> None:
     with pytest.raises(InvalidArgument, match="sample 1 has 9 tokens"):
         TokenBatchSampler([3, 9], 8, 0)
     with pytest.raises(ValueError, match="train_sampling_strategy"):
-        trainer(tmp_path, tokens_per_batch=64, train_sampling_strategy="group_by_length").train()
+        make_trainer(tmp_path, tokens_per_batch=64, train_sampling_strategy="group_by_length").train()
     with pytest.raises(ValueError, match="elastic"):
-        trainer(tmp_path, tokens_per_batch=64, elastic=True).train()
+        make_trainer(tmp_path, tokens_per_batch=64, elastic=True).train()
     with pytest.raises(UnsupportedArgument, match="pad_to_multiple_of"):
-        trainer(tmp_path, tokens_per_batch=64, torch_compile=True, torch_compile_backend="eager", max_steps=1).train()
+        make_trainer(
+            tmp_path, tokens_per_batch=64, torch_compile=True, torch_compile_backend="eager", max_steps=1
+        ).train()
 
 
 class Padding:
@@ -140,10 +142,10 @@ def test_torch_compile_compiles_once_for_each_bucket(tmp_path: Any) -> None:
         str(tmp_path), tokens_per_batch=64, torch_compile=True, torch_compile_backend="eager", report_to="none",
         use_cpu=True, save_strategy="no", num_train_epochs=2,
     )  # fmt: skip
-    run = Recording(llama(), args, train_dataset=samples(60), data_collator=Padding())
+    trainer = Recording(llama(), args, train_dataset=samples(60), data_collator=Padding())
     torch._dynamo.utils.counters.clear()
-    run.train()
-    buckets = innermost(run.get_train_dataloader().batch_sampler).boundaries
+    trainer.train()
+    buckets = innermost(trainer.get_train_dataloader().batch_sampler).boundaries
     assert 1 < len(shapes) <= len(buckets)
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= len(buckets)
 
@@ -172,17 +174,19 @@ def test_length_column_that_is_too_low_is_refused() -> None:
 @pytest.mark.parametrize("settings", [{"target_modules": ["embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}])
 def test_embedding_adapters_train_on_flattened_batches(tmp_path: Any, settings: Any) -> None:
     config = peft.LoraConfig(**{"target_modules": ["q_proj"], **settings})
-    run = trainer(tmp_path, peft.get_peft_model(llama(), config), flatten_batches=True, max_steps=2, learning_rate=0.1)
-    before = [weight.clone() for weight in run.model.parameters() if weight.requires_grad]
-    run.train()
-    after = [weight for weight in run.model.parameters() if weight.requires_grad]
-    assert run.state.global_step == 2 and not all(map(torch.equal, before, after))
+    trainer = make_trainer(
+        tmp_path, peft.get_peft_model(llama(), config), flatten_batches=True, max_steps=2, learning_rate=0.1
+    )
+    before = [weight.clone() for weight in trainer.model.parameters() if weight.requires_grad]
+    trainer.train()
+    after = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+    assert trainer.state.global_step == 2 and not all(map(torch.equal, before, after))
 
 
 def test_samples_of_a_flattened_row_are_counted(tmp_path: Any) -> None:
     row = {"input_ids": torch.ones(1, 5, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
-    assert count_batch(trainer(tmp_path, flatten_batches=True), row) == (2, 5)
-    assert count_batch(trainer(tmp_path), row) == (1, 5)
+    assert count_batch(make_trainer(tmp_path, flatten_batches=True), row) == (2, 5)
+    assert count_batch(make_trainer(tmp_path), row) == (1, 5)
 
 
 class Own(Trainer):
@@ -203,12 +207,12 @@ class Own(Trainer):
 @pytest.mark.parametrize("how", ["plain", "batches of batches", "batches", "prepared"])
 def test_overridden_train_dataloader_with_token_batches(tmp_path: Any, caplog: Any, how: str) -> None:
     args = TrainingArguments(str(tmp_path), tokens_per_batch=64, report_to="none", use_cpu=True, max_steps=2)
-    run = Own(llama(), args, train_dataset=samples(), data_collator=pad)
-    run.how = how
+    trainer = Own(llama(), args, train_dataset=samples(), data_collator=pad)
+    trainer.how = how
     if how == "batches of batches":
         with pytest.raises(InvalidArgument, match=r"yields batches, with tokens_per_batch.* as batch_sampler"):
-            run.train()
+            trainer.train()
         return
-    run.train()
+    trainer.train()
     has_no_effect = "tokens_per_batch has no effect: Own.get_train_dataloader" in caplog.text
     assert has_no_effect == (how == "plain")

@@ -18,8 +18,8 @@ from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.hub.repository import IGNORE_PATTERNS
 from hftrainer.monitoring import health
 from tests.support.checkpoints import At, make_trainer
-from tests.support.health import ask, wait_until
-from tests.support.launching import free_port
+from tests.support.health_client import ask, wait_until
+from tests.support.launchers import free_port
 from tests.support.tiny import plain_data
 
 

@@ -6,7 +6,7 @@ import torch
 from hftrainer import TrainingArguments
 from hftrainer.parallel import devices
 from hftrainer_xla import devices as xla
-from tests.support.checks import SECOND
+from tests.support.refusals import SECOND
 
 
 @pytest.fixture(autouse=True)

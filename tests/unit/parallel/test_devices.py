@@ -15,8 +15,8 @@ from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.parallel import devices
 from hftrainer.strategies.strategy import ReplicasStrategy
 from hftrainer_lightning.precision import precision_plugin
-from tests.support.checks import assert_refused, make, plan_of, problems
 from tests.support.processes import ROOT
+from tests.support.refusals import assert_refused, make, plan_of, problems
 from tests.support.releases import TORCH
 from tests.support.tiny import make_plain, plain_data
 

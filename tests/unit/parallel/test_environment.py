@@ -15,7 +15,7 @@ from hftrainer.arguments.unsupported import find_unused_settings
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.model.apply_arguments import compile_model
 from hftrainer.parallel.environment import LAUNCHERS, first_host, tasks_per_node
-from tests.support.checks import assert_refused, plan_of, problems
+from tests.support.refusals import assert_refused, plan_of, problems
 from tests.support.tiny import make_plain
 
 PREFIXES = ("SLURM_", "OMPI_", "PMI_", "MV2_", "MPI_", "MASTER_", "ACCELERATE_", "HFTRAINER_", "LOCAL_", "CROSS_")

@@ -8,7 +8,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.unsupported import check_supported
 from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.fsdp_settings import FsdpPlugin, FsdpSettings, XlaSettings, read_fsdp
-from tests.support.checks import assert_refused, make
+from tests.support.refusals import assert_refused, make
 
 #: As `accelerate launch` sets them for the file with FSDP in the documentation.
 LAUNCHED = """

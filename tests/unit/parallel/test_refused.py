@@ -4,7 +4,7 @@ import pytest
 
 from hftrainer import Seq2SeqTrainingArguments, TrainingArguments
 from hftrainer.errors import InvalidArgument
-from tests.support.checks import assert_refused, plan_of, problems
+from tests.support.refusals import assert_refused, plan_of, problems
 
 CPU, TWO = {"use_cpu": True}, {"lightning_config": {"devices": 2}}
 START = "start the script with python -m hftrainer run --tpu"

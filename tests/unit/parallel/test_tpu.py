@@ -15,7 +15,7 @@ from hftrainer.parallel import devices
 from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect_launcher
 from hftrainer.training_args import ParallelMode
 from hftrainer_xla import devices as xla
-from tests.support.checks import assert_refused, make, plan_of, problems
+from tests.support.refusals import assert_refused, make, plan_of, problems
 from tests.support.tiny import make_plain
 
 UNDEFINED = "_XLAC.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE"

@@ -172,26 +172,26 @@ def test_rollback_restores_the_state_of_callbacks(tmp_path, save_steps):
 def test_copy_of_the_start_is_released_after_a_checkpoint(tmp_path):
     settings = {**SEQUENTIAL, "max_steps": 4, "on_divergence": "rollback"}
     data, held = rows(STEPS * SIZE), []
-    run = make_trainer(tmp_path, trainer={"model": Sensitive(), "train_dataset": data}, **settings)
+    trainer = make_trainer(tmp_path, trainer={"model": Sensitive(), "train_dataset": data}, **settings)
     for step in (1, 3):  # there is a checkpoint after step 2
-        run.add_callback(At(step, lambda: held.append(run._hftrainer.run.initial_state is not None)))
-    train_to_end(run)
+        trainer.add_callback(At(step, lambda: held.append(trainer._hftrainer.run.initial_state is not None)))
+    train_to_end(trainer)
     assert held == [True, False]
-    assert run._hftrainer.run.skipped_samples is None
+    assert trainer._hftrainer.run.skipped_samples is None
 
 
 def test_unfrozen_parameter_cannot_return_to_the_start(tmp_path):
     model = Sensitive()
     weight = model.plain.layers[0].weight.requires_grad_(False)
     settings = {**SEQUENTIAL, "max_steps": 9, "save_steps": 50, "on_divergence": "rollback"}
-    run = make_trainer(
+    trainer = make_trainer(
         tmp_path,
         callbacks=[At(1, lambda: weight.requires_grad_(True))],
         trainer={"model": model, "train_dataset": rows(STEPS * SIZE, [20])},
         **settings,
     )
     with pytest.raises(UnsupportedArgument, match=r"'plain.layers.0.weight' has been unfrozen"):
-        train_to_end(run)
+        train_to_end(trainer)
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,21 @@ import sys
 import pytest
 
 from tests.support.checkpoints import make_trainer
-from tests.support.token_batches import llama, samples, trainer
+from tests.support.token_batches import llama, make_trainer as make_token_trainer, samples
 
 
 @pytest.mark.parametrize(
     ("strategy", "steps"), [({"logging_strategy": "epoch"}, 5), ({"logging_strategy": "no"}, sys.maxsize), ({}, 3)]
 )
 def test_lightning_logs_at_the_steps_of_the_arguments(tmp_path, strategy, steps):
-    run = make_trainer(tmp_path, gradient_accumulation_steps=2, **strategy)
-    run.state.compute_steps(run.args, 9)
-    planner = run._hftrainer.runner.planner
-    assert planner.steps_between_logs(planner.plan_run(run.args, run.get_train_dataloader())) == steps
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, **strategy)
+    trainer.state.compute_steps(trainer.args, 9)
+    planner = trainer._hftrainer.runner.planner
+    assert planner.steps_between_logs(planner.plan_run(trainer.args, trainer.get_train_dataloader())) == steps
 
 
 def test_samples_of_a_step_are_the_mean_over_token_batches(tmp_path):
-    run = trainer(tmp_path, llama(), samples(40), tokens_per_batch=64, gradient_accumulation_steps=3)
-    loader = run.get_train_dataloader()
-    schedule = run._hftrainer.runner.planner.plan_run(run.args, loader)
+    trainer = make_token_trainer(tmp_path, llama(), samples(40), tokens_per_batch=64, gradient_accumulation_steps=3)
+    loader = trainer.get_train_dataloader()
+    schedule = trainer._hftrainer.runner.planner.plan_run(trainer.args, loader)
     assert schedule.total_train_batch_size == round(3 * 40 / len(loader)) > 3

@@ -28,7 +28,7 @@ def run_with_both(script: Path, folder: Path) -> dict:
     return {path.stem: pickle.loads(path.read_bytes()) for path in folder.glob("*.pkl")}
 
 
-SCRIPT = str(Path(__file__).with_name("launched.py"))
+SCRIPT = str(Path(__file__).with_name("launched_script.py"))
 DEVICES = ["--lightning_config", '{"devices": 2}']
 
 
