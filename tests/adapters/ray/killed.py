@@ -28,10 +28,10 @@ is_first = not (folder / "results").exists()
 ray.init(num_cpus=1, object_store_memory=10**8, include_dashboard=False, log_to_driver=False)
 logs = {"report_to": "csv", "logging_steps": 1}
 trainer = make_saving(
-    folder / "out", {"callbacks": [Diary(folder / "diary"), *[Waits()] * is_first]}, max_steps=10, **logs
+    folder / "out", {"callbacks": [Diary(folder / "diary"), *([Waits()] if is_first else [])]}, max_steps=10, **logs
 )
 backend = RayBackend()
-rates, killed = backend.grid(learning_rate=[1e-3, 2e-3, 3e-3]), [Killed()] * is_first
+rates, killed = backend.grid(learning_rate=[1e-3, 2e-3, 3e-3]), [Killed()] if is_first else []
 best = backend.search(trainer, **rates, name="search", resume="AUTO", callbacks=killed)
 print()
 print(json.dumps([(trial.trial_id, trial.status, trial.config["learning_rate"]) for trial in best.run_summary.trials]))

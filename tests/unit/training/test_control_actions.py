@@ -53,5 +53,5 @@ def test_log_evaluate_and_save_run_in_this_order():
 @pytest.mark.parametrize("is_best", [True, False])
 def test_best_metric_decides_about_saving(is_best):
     calls, trainer = run_requested("evaluate", save_strategy="best", is_best=is_best)
-    assert calls == EVALUATE + SAVE * is_best and trainer.control.should_save is is_best
+    assert calls == EVALUATE + (SAVE if is_best else []) and trainer.control.should_save is is_best
     assert run_requested("evaluate", "save", is_best=is_best)[0] == EVALUATE + SAVE
