@@ -1,11 +1,14 @@
 """A Trainer refuses wrong arguments when it is made, and says what to pass instead."""
 
+from types import SimpleNamespace
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 
 from hftrainer import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
+from hftrainer.assembly.object_checks import check_consistency
 from hftrainer.errors import InvalidArgument, UnknownArgument, WrongObject
 from tests.support.tiny import Plain, make_plain
 
@@ -106,3 +109,15 @@ def test_seq2seq_trainer_refuses_plain_training_arguments(make_args):
 def test_import_of_a_name_of_transformers_says_where_it_is():
     with pytest.raises(ImportError, match="Write: from transformers import AutoTokenizer"):
         from hftrainer import AutoTokenizer  # noqa: F401
+
+
+def test_arguments_must_be_the_same_on_all_ranks(make_args):
+    """But for those that concern one process."""
+
+    def gather(own):
+        assert not {"output_dir", "dataloader_num_workers", "report_to", "hub_token"} & own[0].keys()
+        return [own[0], {**own[0], "seed": "7"}, own[0]]
+
+    ranks = SimpleNamespace(is_distributed=True, gather_objects=gather)
+    with pytest.raises(InvalidArgument, match=r"\nseed is 1 in rank 0, 2; 7 in rank 1\.$"):
+        check_consistency(make_args(seed=1), ranks)
