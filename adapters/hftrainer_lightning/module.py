@@ -148,8 +148,7 @@ class TrainerModule(WithoutBatchTransfer):
         """
         if not loss.requires_grad:
             raise InvalidSetup(
-                "The loss depends on no trainable weight. If all parameters are frozen, call model.requires_grad_(True)"
-                " or add adapters; otherwise compute the loss from the model's outputs, without detach() or no_grad()."
+                "The loss depends on no trainable weight: compute it from the model's outputs, without detach()."
             )
         fused_backward = getattr(self._optimizer, "fused_backward", None)
         if fused_backward is None:

@@ -87,7 +87,6 @@ class OwnArguments(CurrentArguments):
         "Without mixture_weights, a source of n samples has the weight n ** (1 / mixture_temperature): 1 weighs by "
         "size, larger values bring the weights closer together.",
         OURS,
-        minimum=0,
     )
     mixture_column: str | None = arg(None, "The column of train_dataset that names the source of each sample.", OURS)
 

@@ -33,7 +33,8 @@ from hftrainer.arguments.choices import (
 from hftrainer.arguments.resolved import ResolvedArguments, asks_for_deepspeed
 from hftrainer.arguments.storage_url import separate_storage
 from hftrainer.arguments.table import ARGUMENTS
-from hftrainer.base.config_files import describe_text, parse_bool
+from hftrainer.base.config_files import describe_text
+from hftrainer.base.tracebacks import describe_type
 from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer.plugins import load
 from hftrainer.releases import followed
@@ -275,21 +276,32 @@ def _check_configs(resolved: ResolvedArguments) -> Iterator[str]:
         yield str(error)
 
 
+#: Numbers without a minimum in `ARGUMENTS` for which other checks refuse nan.
+_CHECKED_NUMBERS = "logging_steps eval_steps save_steps eval_minutes save_minutes divergence_threshold".split()
+
+
 def check_ranges(args: BaseArguments) -> Iterator[str]:
     """An error message for each number that is out of range, or is not a number."""
     for name, argument in ARGUMENTS.items():
-        if argument.minimum is None:
-            continue
         value = getattr(args, name)
         is_number = isinstance(value, (int, float))
-        is_large = is_number and argument.upper_bound is not None and value >= argument.upper_bound
-        if is_number and not (value < argument.minimum or is_large):
+        if argument.minimum is None:
+            if is_number and math.isnan(value) and name not in _CHECKED_NUMBERS:
+                yield f"{name}={value!r}: use a number."
+            continue
+        upper_bound = math.inf if argument.upper_bound is None else argument.upper_bound
+        # This is false for nan.
+        is_allowed = is_number and argument.minimum <= value < upper_bound
+        if is_allowed or (value is None and argument.default is None):
             continue
         if (reason := describe_text(value)) is not None:
             yield f"{name}={value!r} {reason}."
         else:
+            number = "number" if not is_number or math.isfinite(value) else "finite number"
             limit = "" if argument.upper_bound is None else f" and below {argument.upper_bound:g}"
-            yield f"{name}={value!r}: use a number of at least {argument.minimum:g}{limit}."
+            yield f"{name}={value!r}: use a {number} of at least {argument.minimum:g}{limit}."
+    if args.num_train_epochs == math.inf and not args.max_steps > 0:
+        yield "num_train_epochs=inf needs max_steps."
 
 
 #: The types of arguments, noted at import: transformers' HfArgumentParser later replaces them in the fields.
@@ -297,16 +309,21 @@ _TYPES = {name: str(field.type).removesuffix(" | None") for name, field in BaseA
 
 
 def check_types(args: BaseArguments) -> Iterator[str]:
-    """An error message for each number or boolean that is text, and each integer that is a float."""
+    """An error message for each argument of another type: text for a number, a float for an integer, ..."""
     for name, kind in _TYPES.items():
         value = getattr(args, name, None)
         is_unused = name == "per_device_eval_batch_size" and args.eval_strategy == IntervalStrategy.NO
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         # For these, transformers fails with a float that has no fraction too.
         is_strict = name == "max_steps" or (ARGUMENTS[name].minimum is not None and not is_unused)
         if kind in ("int", "float") and (reason := describe_text(value)):
             yield f"{name}={value!r} {reason}."
-        elif isinstance(value, str) and value and kind == "bool" and not parse_bool(value):
+        elif isinstance(value, str) and value and kind == "bool":
             yield f"{name}={value!r} is text, which counts as true: write True or False, without quotes."
+        elif kind == "bool" and (isinstance(value, (list, dict)) or (is_number and value not in (0, 1))):
+            yield f"{name}={value!r}: use True or False."
+        elif kind == "str" and ARGUMENTS[name].choices is None and (is_number or isinstance(value, list)):
+            yield f"{name}={value!r} is {describe_type(value)}: use text{f', {str(value)!r}' if is_number else ''}."
         elif isinstance(value, float) and kind == "int" and (value % 1 or (value > 0 and is_strict)):
             yield f"{name}={value!r} is a float: use a whole number{f', {value:.0f}' if value % 1 == 0 else ''}."
         elif value is None and name in ("num_train_epochs", "max_steps"):

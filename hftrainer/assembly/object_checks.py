@@ -18,6 +18,7 @@ from hftrainer.arguments.argument import changed_arguments
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.tracebacks import describe_type
 from hftrainer.compat.libraries import has_length
+from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.loader_factory import check_dataset
 from hftrainer.data.mixture import MixtureDataset, MixtureStream
 from hftrainer.errors import InvalidArgument, InvalidSetup, WrongObject
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+_PATHS = (str, os.PathLike)
 
 #: Arguments that may differ between ranks. All others must be equal, or ranks would train different models.
 PER_RANK = frozenset(
@@ -126,8 +128,22 @@ def check_memmap(args: TrainingArguments) -> None:
         )
 
 
+def _check_datasets(trainer: Trainer) -> None:
+    """Refuse what no loader can read in place of the datasets, unless overrides of the Trainer read them."""
+    if isinstance(trainer.train_dataset, _PATHS) and not is_overridden(trainer, "get_train_dataloader"):
+        check_dataset(trainer.train_dataset, "training")
+    if is_overridden(trainer, "evaluate", "evaluation_loop", "get_eval_dataloader"):
+        return
+    datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    for name, dataset in datasets.items():
+        # A run without evaluations may never read the others.
+        if trainer.args.eval_strategy != "no" or isinstance(dataset, _PATHS):
+            check_dataset(dataset, f"{name!r} evaluation" if name else "evaluation")
+
+
 def check_data(trainer: Trainer) -> None:
-    """Check that the length of the run can be computed, and log which arguments have no effect."""
+    """Check the datasets, and that the length of the run can be computed, and log which arguments have no effect."""
+    _check_datasets(trainer)
     args = trainer.args
     if args.max_steps > 0 and args.num_train_epochs > 0:
         logger.info("max_steps=%d is given and overrides num_train_epochs.", args.max_steps)

@@ -101,11 +101,16 @@ def add_note(error: BaseException, text: str) -> None:
             logger.error(text.removeprefix("[hftrainer] "))  # which the log has too
 
 
-def sample_being_read(error: BaseException) -> str | None:
-    """The sample, by its index, whose reading in this process raised the error, or None."""
+def read_variable(error: BaseException, name: str) -> Any:
+    """A variable of torch's function that reads a batch, in which this process raised the error, or None.
+
+    Args:
+        error: the error.
+        name: 'idx' for the index of the sample being read, 'data' for the samples being collated.
+    """
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__") == "torch.utils.data._utils.fetch" and "idx" in frame.f_locals:
-            return f"sample {frame.f_locals['idx']!r}"
+        if frame.f_globals.get("__name__") == "torch.utils.data._utils.fetch" and name in frame.f_locals:
+            return frame.f_locals[name]
     return None
 
 
@@ -122,7 +127,9 @@ def describe_shapes(value: Any) -> str:
 
 
 def describe_type(value: Any) -> str:
-    """The type's name, with its article."""
+    """The type's name, with its article; None for None."""
+    if value is None:
+        return "None"
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
@@ -135,6 +142,9 @@ _REMEDIES = {
 }
 
 
+#: Pattern of the messages of losses that get one-hot labels where they need class indices.
+_ONE_HOT_ERRORS = "batch_size .* to match target|class probabilities, got Long|multi-target not supported"
+
 #: Pattern of an error's message → what has probably caused it, and the remedy, with the pattern's groups.
 _EXPLANATIONS = {
     "device-side assert": "A label or another index is probably out of range: with use_cpu=True, the error names it.",
@@ -142,6 +152,8 @@ _EXPLANATIONS = {
     "but got Double and Float": "The input is float64, the weights are float32: convert it with .float().",
     "no padding token": "Set the tokenizer's pad_token, and model.config.pad_token_id = tokenizer.pad_token_id.",
     r"multiplied \(\d+x(\d+) and (\d+)x": r"A linear layer got \1 features but takes \2: compare the batch's shapes.",
+    "class probabilities, got Long": "The labels have a number for each class: convert these with .float().",
+    "cast to the desired output type Long": "This loss needs float labels: convert them with .float().",
     r"batch_size \((\d+)\) to .* \((\d+)\)": r"The loss got \1 rows of logits and \2 labels: compare their shapes.",
     "same as input size": "The labels need a column for each class of the model: load it with num_labels to match.",
     "multi-target not supported": "The labels have a dimension too many: pass one class index per sample.",
@@ -188,5 +200,13 @@ def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:
     # Probabilities of classes are floats, and have the shape of the logits.
     if target is not None and target.dtype != torch.long and target.ndim < logits.ndim and logits.shape[-1] > 1:
         return f"The labels are {str(target.dtype).removeprefix('torch.')}: use torch.long for class indices."
+    if re.search(_ONE_HOT_ERRORS, str(error)) and _is_one_hot(labels := columns.get("labels")):
+        remedy = "pass the index of the class, labels.argmax(-1)"
+        return f"The labels are one-hot, {describe_shapes(labels)}, but the loss takes one class per sample: {remedy}."
     matches = ((re.search(pattern, str(error)), text) for pattern, text in _EXPLANATIONS.items())
     return next((match.expand(text) for match, text in matches if match), None)
+
+
+def _is_one_hot(labels: Any) -> bool:
+    is_table = isinstance(labels, torch.Tensor) and labels.ndim == 2 and labels.shape[1] > 1
+    return is_table and bool(((labels == 0) | (labels == 1)).all() and (labels.sum(-1) == 1).all())

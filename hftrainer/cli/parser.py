@@ -82,9 +82,10 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, word: str) -> NoReturn:
         """Exit with an error about a word that the parser does not know."""
-        names = f": use {', '.join(self._option_string_actions)}"
+        options = self._option_string_actions
+        names = f": use {', '.join(options)}" if len(options) <= 20 else ""
         problem, otherwise = ("unknown option", names) if word.startswith("-") else ("unexpected argument", "")
-        self.error(f"{problem} {word}{suggest(word, self._option_string_actions, otherwise)}")
+        self.error(f"{problem} {word}{suggest(word, options, otherwise)}")
 
     def fail(self, error: BaseException | str, status: int = 2, hints: str = "") -> NoReturn:
         """Exit with an error whose message says what to do."""

@@ -143,7 +143,9 @@ def launch(parser: Parser, words: list[str]) -> NoReturn:
     """
     from torch.distributed.run import get_args_parser
 
-    launcher = _Launcher(prog=parser.prog, usage=_USAGE, parents=[get_args_parser()], add_help=False)
+    launcher = _Launcher(
+        prog=parser.prog, usage=_USAGE, parents=[get_args_parser()], add_help=False, epilog=parser.epilog
+    )
     launcher.add_argument("--nproc", dest="nproc_per_node", default=argparse.SUPPRESS)
     launcher.add_argument("--tpu", action="store_true")
     launcher.add_argument("--num-cores", "--num_cores", type=int, metavar="N")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import re
@@ -39,20 +40,21 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
     samples = [feature if isinstance(feature, (dict, Mapping)) else _read_attributes(feature) for feature in features]
     first = samples[0]
     batch: dict[str, Any] = {}
-    if first.get("label") is not None:
-        batch["labels"] = _stack_labels([sample["label"] for sample in samples], first["label"])
-    elif first.get("label_ids") is not None:
-        values = [sample["label_ids"] for sample in samples]
-        batch["labels"] = _stack_labels(values, values[0][0])
+    name = "label" if first.get("label") is not None else "label_ids"
+    if (label := first.get(name)) is not None:
+        labels = [sample[name] for sample in samples]
+        kind = label if name == "label" else label[0]
+        batch["labels"] = _stack(name, labels, lambda: _stack_labels(labels, kind))
     for key, value in first.items():
         if isinstance(value, str) and key == "labels":
             log_once(logger, f"'labels' is dropped: its values are texts, such as {value!r}. A model needs numbers.")
         elif key not in ("label", "label_ids") and value is not None and not isinstance(value, str):
             try:
-                batch[key] = _stack_values(key, [sample[key] for sample in samples])
+                values = [sample[key] for sample in samples]
             except KeyError as error:
                 add_note(error, f"Not all samples of this batch have {key!r}, but the first has.")
                 raise
+            batch[key] = _stack(key, values, functools.partial(_stack_values, values))
     if return_tensors == "np":
         return {key: value.numpy() for key, value in batch.items()}
     return batch
@@ -78,18 +80,43 @@ def _stack_labels(values: list[Any], sample: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.long if isinstance(number, (int, np.integer)) else torch.float)
 
 
-def _stack_values(key: str, values: list[Any]) -> torch.Tensor:
+def _stack_values(values: list[Any]) -> torch.Tensor:
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(values)
+    if isinstance(values[0], np.ndarray):
+        return torch.from_numpy(np.stack(values))
+    return torch.tensor(values)
+
+
+def _stack(key: str, values: list[Any], stack: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The result of `stack`.
+
+    Raises:
+        InvalidSetup: if it fails; the error names the key, and the first value that is no number, or the lengths.
+    """
     try:
-        if isinstance(values[0], torch.Tensor):
-            return torch.stack(values)
-        if isinstance(values[0], np.ndarray):
-            return torch.from_numpy(np.stack(values))
-        return torch.tensor(values)
+        return stack()
     except (TypeError, ValueError, RuntimeError) as error:
-        remedy = "pass processing_class=tokenizer to pad them, or a data_collator that does"
-        if (missing := sum(value is None for value in values)) > 0:
-            remedy = f"they are None in {missing} of {len(values)} samples; replace or remove these"
-        raise InvalidSetup(f"The values of {key!r} do not fit into one tensor ({error}): {remedy}.") from None
+        reason = "pass processing_class=tokenizer to pad them, or a data_collator that does"
+        others = [(place, other) for place, value in enumerate(values, start=1) if (other := _describe_other(value))]
+        if others:
+            place, (kind, advice) = others[0]
+            where = f"in {len(others)} of {len(values)} samples (first in number {place} of the batch)"
+            reason = f"they are {kind} {where}; {advice}"
+        raise InvalidSetup(f"The values of {key!r} do not fit into one tensor ({error}): {reason}.") from None
+
+
+def _describe_other(value: Any) -> tuple[str, str] | None:
+    """The kind of a value that is no number or array of them, and what to do about it; None for numbers."""
+    if isinstance(value, (list, tuple)):
+        inner = next(filter(None, map(_describe_other, value)), None)
+        return inner and (f"{describe_type(value)} with {inner[0]}", inner[1])
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic, int, float, complex)):
+        return None
+    if isinstance(value, str):
+        return f"text ({reprlib.repr(value)})", "tokenize or encode it, or pass a data_collator"
+    advice = "make its keys columns" if isinstance(value, Mapping) else "convert it to numbers"
+    return describe_type(value), "replace or remove these" if value is None else f"{advice}, or pass a data_collator"
 
 
 @dataclass
@@ -225,11 +252,8 @@ def note_columns(error: Exception, datasets: Sequence[Any], columns: Sequence[st
 def _dropped_reason(datasets: Sequence[Any], name: str) -> str:
     """Why the default collator cannot use a key, as a sentence without its period; empty if it can."""
     for value in [data[0][name] for data in datasets if holds_samples(data) and len(data) and name in data[0]]:
-        if value is None:
-            return f"{name!r} is None in the samples"
-        if isinstance(value, str):
-            advice = "the default collator needs numbers: tokenize or encode it, or pass a data_collator"
-            return f"{name!r} is text ({reprlib.repr(value)}) in the samples, but {advice}"
+        if other := _describe_other(value):
+            return f"{name!r} is {other[0]} in the samples, but the default collator needs numbers: {other[1]}"
     return ""
 
 
@@ -263,9 +287,23 @@ def explain_call_error(error: TypeError, model: Any, datasets: Sequence[Any]) ->
         dropped = "the samples have it, but data_collator or compute_loss has dropped it"
         raise UnknownKey(f"{sentence}: {_dropped_reason(datasets, match['missing']) or dropped}.") from error
     have = f"; the samples have {', '.join(map(str, keys))}" if keys else ""
-    raise UnknownKey(
-        f"{sentence}{have}. Rename the key, tokenize texts first, or let a data_collator build the inputs."
-    ) from error
+    advice = "Rename the key, tokenize texts first, or let a data_collator build the inputs."
+    raise UnknownKey(f"{sentence}{have}. {advice}") from error
+
+
+def describe_columns(samples: Any, dataset: Any, collator: Any) -> str:
+    """The columns that a collator gets, as the end of a sentence; empty if they are unknown.
+
+    Args:
+        samples: the samples that it got, or None.
+        dataset: their dataset.
+        collator: the collator.
+    """
+    names = [*map(str, samples[0] if samples and isinstance(samples[0], Mapping) else _columns_of(dataset))]
+    removed = [name for name in names if name not in getattr(collator, "columns", names)]
+    kept = ", ".join(name for name in names if name not in removed)
+    text = f" (remove_unused_columns has removed {', '.join(removed)})" if removed else ""
+    return f"; the first has {kept}{text}" if names else ""
 
 
 def _columns_of(dataset: Any) -> Iterable[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -449,8 +450,10 @@ def check_dataset(dataset: Any, description: str) -> None:
             f"The {description} dataset is a DataFrame: pass a list of its rows, frame.to_dict('records'), or "
             "datasets.Dataset.from_pandas(frame)."
         )
-    if isinstance(dataset, str) or not hasattr(dataset, "__getitem__"):
+    is_name = isinstance(dataset, (str, os.PathLike))
+    if is_name or not hasattr(dataset, "__getitem__"):
         hint = "; for a LightningDataModule, pass its datasets" if hasattr(dataset, "train_dataloader") else ""
+        hint = f"; {str(dataset)!r} is only its name: load it first" if is_name else hint
         raise InvalidArgument(
             f"The {description} dataset is {dataset_type}: pass a list, a Dataset or an IterableDataset{hint}."
         )

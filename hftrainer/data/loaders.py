@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
 from hftrainer.base.safe_loading import name_file_in_errors
 from hftrainer.base.signatures import can_call
-from hftrainer.base.tracebacks import add_note, sample_being_read
+from hftrainer.base.tracebacks import add_note, read_variable
 from hftrainer.compat.libraries import has_length
 from hftrainer.data import samplers
+from hftrainer.data.collators import describe_columns
 from hftrainer.data.loader_plan import group_batches, plan_loader, samples_per_batch, split_groups
 from hftrainer.data.mixture import MixtureBatchSampler
 from hftrainer.data.randomness import DATA_STATE, StateSendingCollator, init_worker
@@ -258,8 +259,12 @@ class PreparedDataLoader(DataLoader[Any]):
             if unread and (not self.num_workers or is_worker_error):
                 indices = list(map(str, unread[0]))
                 shown = ", ".join(indices[:16] + ["..."] * (len(indices) > 16))
-                sample = sample_being_read(error)
-                what = f"the samples [{shown}] were read and collated" if sample is None else f"{sample} was read"
+                index, samples = read_variable(error, "idx"), read_variable(error, "data")
+                what = (
+                    f"the samples [{shown}] were read and collated" if index is None else f"sample {index!r} was read"
+                )
+                if index is None and isinstance(error, (KeyError, AttributeError)):
+                    what += describe_columns(samples, self.dataset, self.collate_fn)
                 add_note(error, f"This happened while {what}.")
             collator = getattr(self.collate_fn, "data_collator", self.collate_fn)
             if isinstance(error, TypeError) and not can_call(collator, []):

@@ -76,10 +76,8 @@ class FunctionMetrics:
         try:
             self._result = self.function(prediction, **keywords)
         except Exception as error:
-            add_note(
-                error,
-                f"This happened while compute_metrics ran; predictions: {describe_shapes(prediction.predictions)}.",
-            )
+            given = {"predictions": prediction.predictions, "label_ids": prediction.label_ids}
+            add_note(error, f"This happened while compute_metrics ran, with {describe_shapes(given)}.")
             raise
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from hftrainer.base.messages import log_once
-from hftrainer.base.tracebacks import describe_type
+from hftrainer.base.signatures import call_with_accepted
+from hftrainer.base.tracebacks import add_note, describe_type
 from hftrainer.compat import libraries
 from hftrainer.errors import InvalidArgument, InvalidSetup
 
@@ -52,6 +53,24 @@ def accepts_loss_kwargs(model: nn.Module) -> bool:
         return bool(bare_model.accepts_loss_kwargs)
     parameters = inspect.signature(bare_model.forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def call_loss_func(function: Callable[..., Any], outputs: Any, labels: Any, items: Any) -> Any:
+    """The loss of `compute_loss_func`. Errors about a missing output get a note with the model's outputs.
+
+    Raises:
+        InvalidArgument: if the loss is None.
+    """
+    advice = "The model gets no labels then and returns no loss: compute it from the logits and the labels."
+    try:
+        loss = call_with_accepted(function, outputs, labels, num_items_in_batch=items)
+    except (KeyError, AttributeError) as error:
+        names = ", ".join(map(str, outputs)) if isinstance(outputs, Mapping) else describe_type(outputs)
+        add_note(error, f"This happened while compute_loss_func ran; the outputs of the model are {names}. {advice}")
+        raise
+    if loss is None:
+        raise InvalidArgument(f"compute_loss_func returned None. {advice}")
+    return loss
 
 
 def extract_loss(outputs: Any, inputs: Mapping[str, Any]) -> Any:

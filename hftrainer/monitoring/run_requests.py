@@ -27,7 +27,8 @@ _PROFILED_STEPS = 10
 class Requests:
     """Sets control flags for requests, and for `save_minutes` and `eval_minutes`.
 
-    Only the main process has this object. All ranks act at the same step, as for any flag that one rank sets.
+    Only the main process has this object. All ranks act at the same step, as for any flag that one rank sets. The
+    folder of requests exists as long as the run.
 
     Args:
         folder: the run's `output_dir`.
@@ -50,6 +51,8 @@ class Requests:
         self._can_evaluate, self._saves = can_evaluate, args.save_strategy != "no"
         self._next_poll = now
         self._profile: _Profile | None = None
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
         # Requests to an earlier run.
         for path in self._list_requests():
             path.unlink(missing_ok=True)
@@ -102,7 +105,9 @@ class Requests:
         path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Stop the running trace, if any."""
+        """Stop the running trace, if any, and remove the folder unless an answer is unread."""
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
@@ -145,7 +150,9 @@ def send_request(folder: str, request: str, timeout: float) -> str | None:
     answer_file = path.with_suffix(".done")
     path.parent.mkdir(exist_ok=True)
     answer_file.unlink(missing_ok=True)
-    path.touch()
+    # A run that ends now removes the folder.
+    with contextlib.suppress(FileNotFoundError):
+        path.touch()
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if answer_file.exists() and not path.exists():

@@ -13,12 +13,12 @@ from torch import nn
 
 from hftrainer.base.messages import log_once
 from hftrainer.base.part import Part
-from hftrainer.base.signatures import accepted_args, accepts, call_with_accepted, ignores_other_keywords
+from hftrainer.base.signatures import accepted_args, accepts, ignores_other_keywords
 from hftrainer.base.tracebacks import describe_type, note_batch
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.loaders import to_device
 from hftrainer.errors import InvalidArgument
-from hftrainer.model.inspection import LOSS_REMEDY, extract_loss, is_training, smoothing_shifts_labels
+from hftrainer.model.inspection import LOSS_REMEDY, call_loss_func, extract_loss, is_training, smoothing_shifts_labels
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuild_container
 from hftrainer.training.model_checks import check_first_batch
@@ -161,7 +161,7 @@ class LossComputer(Part):
         if self.parts.past_index >= 0:
             self.run.past = outputs[self.parts.past_index]
         if trainer.compute_loss_func is not None:
-            loss = call_with_accepted(trainer.compute_loss_func, outputs, labels, num_items_in_batch=num_items_in_batch)
+            loss = call_loss_func(trainer.compute_loss_func, outputs, labels, num_items_in_batch)
         elif trainer.label_smoother is not None and labels is not None:
             shift = smoothing_shifts_labels(trainer.accelerator.unwrap_model(model))
             items = num_items_in_batch if self.parts.policy.smooths_over_items else None

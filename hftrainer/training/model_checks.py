@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from hftrainer.compat import libraries
-from hftrainer.errors import UnsupportedArgument
+from hftrainer.compat.overrides import is_overridden
+from hftrainer.errors import InvalidSetup, UnsupportedArgument
 from hftrainer.model.inspection import extract_loss
 
 if TYPE_CHECKING:
@@ -17,7 +18,15 @@ if TYPE_CHECKING:
 
 
 def check_first_batch(parts: TrainerParts, model: nn.Module, inputs: Any, items: Any) -> None:
-    """Check on a run's first batch, in its precision, what `elastic` and `flatten_batches` require of the model."""
+    """Check on a run's first batch, in its precision, what the run requires of the model."""
+    # By now, callbacks have unfrozen what the first step trains. A script's loss may have weights of its own.
+    has_own_loss = parts.trainer.compute_loss_func is not None or is_overridden(parts.trainer, "compute_loss")
+    requires_grad = {parameter.requires_grad for parameter in model.parameters()}
+    if requires_grad == {False} and not has_own_loss:
+        raise InvalidSetup(
+            f"All parameters of {type(parts.unwrapped_model).__name__} are frozen (requires_grad=False), so there is "
+            "nothing to train: call requires_grad_(True) on the model or on its last layers, or add adapters."
+        )
     args, counts_items = parts.trainer.args, parts.trainer.model_accepts_loss_kwargs and items is not None
     needs_division = args.elastic and counts_items and isinstance(inputs, Mapping)
     if not needs_division and not args.flatten_batches:

@@ -260,7 +260,7 @@ MISFITS = {
     ),
     "samples without labels": (
         lambda: {"data": [{"x": [1.0] * 8, "labels": label} for label in (0, None, 1, 2)]},
-        "values of 'labels' do not fit into one tensor .*: they are None in 1 of 4 samples; replace or remove",
+        "values of 'labels' do not fit into one tensor .*: they are None in 1 of 4 samples .*; replace or remove",
     ),
     "a list as batch": (lambda: collated(lambda batch: [*batch.values()]), "The batch is a list"),
     "no batch": (lambda: collated(lambda batch: None), "data_collator returned None"),

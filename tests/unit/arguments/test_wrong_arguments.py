@@ -1,6 +1,7 @@
 """Wrong arguments get one clear error that names them, the reason and what to do, before any training."""
 
 import errno
+import math
 
 import pytest
 import transformers
@@ -57,6 +58,15 @@ def test_unknown_argument_suggests_the_nearest_name(settings, message):
         ({"storage_url": "s3//bucket/run"}, ["has no scheme (did you mean 's3://bucket/run'?)"]),
         ({"optim": "adam", "logging_steps": 0, "eval_strategy": "steps"}, ["optim: 'adam'", "logging_steps=0: "]),
         ({"adam_beta1": 2.0, "adam_beta2": -1}, ["adam_beta1=2.0: use a number of at least 0 and below 1", "beta2=-1"]),
+        *(
+            ({name: value}, [f"{name}={value}: use a "])
+            for value in (math.nan, math.inf)
+            for name in ("learning_rate", "weight_decay", "warmup_steps", "adam_epsilon", "neftune_noise_alpha")
+        ),
+        *(({name: math.nan}, [f"{name}=nan: use a number"]) for name in ("max_grad_norm", "num_train_epochs")),
+        ({"num_train_epochs": math.inf}, ["num_train_epochs=inf needs max_steps"]),
+        *(({"bf16": value}, [f"bf16={value!r}", "True or False"]) for value in ("yes", "no", 2, [True])),
+        *(({name: 5}, [f"{name}=5 is an int: use text, '5'."]) for name in ("run_name", "project", "hub_model_id")),
         ({"label_smoothing_factor": 1.5}, ["label_smoothing_factor=1.5: use a number"]),
         ({"seed": None}, ["seed=None: use a number of at least 0"]),
         ({"num_train_epochs": None}, ["num_train_epochs=None: use a number"]),

@@ -33,6 +33,14 @@ class Data(list):
         raise LookupError("mine")
 
 
+class Computed(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {**plain_data(8)[index], "extra": 1}
+
+
 def fail(*_, **__):
     raise LookupError("mine")
 
@@ -51,11 +59,26 @@ CASES = {
         "in training step 1, with the batch x: float32 (4, 8), labels: int64 (4,).",
     ),
     "collator": ({"data_collator": fail}, ["train", "fail"], READING),
+    "collator that reads another key": (
+        {"data_collator": lambda samples: {"x": torch.stack([sample["y"] for sample in samples])}},
+        ["train", "<lambda>", "<listcomp>"][: 2 + (sys.version_info < (3, 12))],
+        f"{READING[:-1]}; the first has x, labels.",
+    ),
+    "collator that reads an attribute": (
+        {"train_dataset": Computed(), "data_collator": lambda samples: samples[0].y},
+        ["train", "<lambda>"],
+        f"{READING[:-1]}; the first has x, labels (remove_unused_columns has removed extra).",
+    ),
+    "loss function": (
+        {"compute_loss_func": lambda outputs, labels: outputs["loss"]},
+        ["train", "<lambda>"],
+        "while compute_loss_func ran; the outputs of the model are logits. The model gets no labels then and returns",
+    ),
     "dataset": ({"train_dataset": Data(plain_data())}, ["train", "__getitem__"], "while sample 0 was read."),
     "metrics": (
         {"compute_metrics": fail},
         ["train", "fail"],
-        "while compute_metrics ran; predictions: float32 (10, 3).",
+        "while compute_metrics ran, with predictions: float32 (10, 3), label_ids: int64 (10,).",
     ),
     "nested tensors": (
         {
@@ -82,7 +105,7 @@ def fail_to_train(folder, given, **others):
     settings |= {"train_sampling_strategy": "sequential", "use_cpu": True, "disable_tqdm": True} | others
     args = hftrainer.TrainingArguments(str(folder), **settings)
     data = {"train_dataset": plain_data(), "eval_dataset": plain_data(10), "compute_metrics": lambda _: {"a": 1.0}}
-    with pytest.raises((LookupError, RuntimeError, TypeError, InvalidArgument)) as caught:
+    with pytest.raises((AttributeError, LookupError, RuntimeError, TypeError, InvalidArgument)) as caught:
         hftrainer.Trainer(**{"model": make_plain(), "args": args, **data, **given}).train()
     return caught.value
 
@@ -144,9 +167,9 @@ def test_only_the_main_process_shows_the_ctrl_c_traceback(monkeypatch, capsys, n
     assert capsys.readouterr().err == ""
 
 
-def test_model_without_trainable_weights_is_refused(tmp_path):
-    error = fail_to_train(tmp_path, {"model": make_plain().requires_grad_(False)})
-    assert isinstance(error, InvalidSetup) and "model.requires_grad_(True)" in str(error)
+def test_loss_without_trainable_weights_is_refused(tmp_path):
+    error = fail_to_train(tmp_path, {"compute_loss_func": lambda outputs, labels: outputs["logits"].mean().detach()})
+    assert isinstance(error, InvalidSetup) and "compute it from the model's outputs, without detach()" in str(error)
 
 
 @pytest.mark.parametrize("given", [{"data_collator": fail}, {"train_dataset": Data(plain_data())}])

@@ -167,7 +167,11 @@ def test_folder_of_runs_suggests_one_of_them(tmp_path, capsys):
     [
         (["--bogus"], "unknown option --bogus"),
         (["-n", "0", "x.py"], "unknown option -n; did you mean '--nproc'?"),
-        (["--nprocs", "2", "x.py"], "unknown option --nprocs; did you mean '--nproc'?"),
+        (
+            ["--nprocs", "2", "x.py"],
+            "unknown option --nprocs; did you mean '--nproc'?\nexample: python -m hftrainer run --nproc 2 train.py",
+        ),
+        (["--zzz", "2", "x.py"], "unknown option --zzz\nexample: "),
         (["--nproc"], "expected one argument\nusage: "),
         (["--nproc", "2"], "error: a script is missing\nusage: python -m hftrainer run [--nproc N ...]"),
         (["train.p"], "the script 'train.p' does not exist; did you mean 'train.py'?"),
@@ -236,8 +240,7 @@ def test_path_without_a_run_is_named(tmp_path, capsys, words, name, reason):
     if name or not words.startswith("ask"):  # a run may have written nothing yet
         assert ended.value.code == 2 and re.search(reason, error)
     else:
-        assert ended.value.code == 1 and "no run writes here now" in error
-        assert "no run has saved anything here yet; waiting for 0 s" in error
+        assert ended.value.code == 1 and "no answer within 0 s: no run has written anything here" in error
     assert path in error
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import hftrainer
-from hftrainer.errors import RemovedColumn
+from hftrainer.errors import InvalidSetup, RemovedColumn
 from tests.support.parity import build
 from tests.support.tiny import make_bert, make_plain, plain_data
 
@@ -57,16 +57,46 @@ TEXT = "'x' is text ('hello') in the samples, but the default collator needs num
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("x", None, "they are None in 7 of 8 samples (first in number 2 of the batch); replace or remove these"),
+        ("x", "a", "they are text ('a') in 7 of 8 samples (first in number 2 of the batch); tokenize or encode it"),
+        ("x", {"a": 1}, "they are a dict in 7 of 8 samples (first in number 2 of the batch); make its keys columns"),
+        ("x", [1, "a"], "they are a list with text ('a') in 7 of 8"),
+        ("x", object(), "they are an object in 7 of 8 samples (first in number 2 of the batch); convert it to num"),
+        ("label", None, "The values of 'label' do not fit into one tensor ("),
+        ("label_ids", ["a"], "they are a list with text ('a') in 7 of 8"),
+    ],
+)
+def test_values_that_are_no_numbers_are_named(key, value, message):
+    first = [1] if key == "label_ids" else 1
+    with pytest.raises(InvalidSetup) as caught:
+        hftrainer.default_data_collator([{key: first}, *[{key: value}] * 7])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("model", "sample", "message"),
     [
         (make_plain(), {"x": "hello", "labels": 0}, f"The batch has no 'x', which Plain.forward needs: {TEXT}"),
-        (make_plain(), {"x": None, "labels": 0}, "which Plain.forward needs: 'x' is None in the samples."),
+        (make_plain(), {"x": None, "labels": 0}, "which Plain.forward needs: 'x' is None in the samples, but"),
         (TakesX(), {"x": "hello", "labels": 0}, TEXT),
-        (make_plain(), {"x": [1.0] * 8, "labels": None}, "'labels' is None in the samples."),
+        (
+            make_plain(),
+            {"x": [1.0] * 8, "labels": None},
+            "'labels' is None in the samples, but the default collator needs numbers: replace",
+        ),
         (make_plain(), {"x": [1.0] * 8, "labels": 0.0}, "The labels are float32: use torch.long for class indices."),
         (make_plain(), {"x": torch.ones(8).double(), "labels": 0}, "The input is float64, the weights are float32"),
         (make_plain(), {"x": [1.0] * 8, "labels": True}, "The labels are bool: use torch.long for class indices."),
         (make_bert(), {"input_ids": [1] * 4, "labels": 1.0}, "The labels are float32: use torch.long for class"),
+        (
+            make_plain(),
+            {"x": [1.0] * 8, "labels": [0, 1, 0]},
+            "The labels are one-hot, int64 (8, 3), but the loss takes",
+        ),
+        (make_bert(), {"input_ids": [1] * 4, "labels": [0, 1, 0]}, "The labels are one-hot, int64 (8, 3), but the"),
+        (make_plain(), {"x": [1.0] * 8, "labels": [0, 1, 1]}, "number for each class: convert these with .float()"),
         (make_plain(), {"y": 1.0, "z": 0}, "No key of the training samples is an argument of Plain.forward"),
         (make_plain(), {"x": [1.0] * 8}, "Not all samples of this batch have 'labels', but the first has."),
     ],

@@ -13,7 +13,7 @@ from tests.support.tiny import make_plain, plain_data
     ("own", "message"),
     [
         ([1], r"'valud': Trainer has no evaluation dataset of that name, its eval_dataset is a list\. Pass a dataset"),
-        (None, "its eval_dataset is a NoneType"),
+        (None, "its eval_dataset is None"),
         ({"valid": [1], "other": [1]}, "it has 'valid', 'other'; did you mean 'valid'"),
     ],
 )

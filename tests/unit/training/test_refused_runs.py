@@ -1,6 +1,7 @@
 """Data, models, metrics and checkpoints with which training cannot begin or go on: the error names what to do."""
 
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from lightning.pytorch import LightningDataModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hftrainer import EarlyStoppingCallback, Trainer
+from hftrainer import EarlyStoppingCallback, Trainer, TrainerCallback
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, MetricNotFound, UnknownKey, WrongObject
 from tests.support.tiny import Plain, SizedStream, Stream, make_plain, plain_data
 
@@ -77,8 +78,10 @@ METRICS = {
         ({"train_dataset": type("DataFrame", (), {"__len__": lambda _: 8})()}, r"a list of its rows, frame\.to_dict"),
         (
             {"eval_dataset": {"a": plain_data(), "b": None}, "settings": {"eval_strategy": "steps", "eval_steps": 1}},
-            "The 'b' evaluation dataset is a NoneType",
+            "The 'b' evaluation dataset is None",
         ),
+        ({"model": make_plain().requires_grad_(False)}, "All parameters of Plain are frozen .*: call requires_grad_"),
+        ({"compute_loss_func": lambda outputs, labels: None}, "compute_loss_func returned None. The model gets no la"),
         ({"train_dataset": ROWS}, r"have pixels, category; the model accepts label.*, x\."),
         *(
             ({"model": Returns(make_output)}, message)
@@ -87,7 +90,7 @@ METRICS = {
                 (lambda logits: {}, "returned no loss, only an empty dict, from the inputs x, labels"),
                 (lambda logits: logits, "returned no loss, a Tensor"),
                 (lambda logits: (logits,), r"one number, but is a tensor of shape \(8, 3\): return loss\.mean"),
-                (lambda logits: {"loss": None}, "is a NoneType"),
+                (lambda logits: {"loss": None}, "is None"),
                 (lambda logits: 3, "returned no loss, an int,"),
                 (lambda logits: logits.sum(), "returned no loss, a Tensor"),
             ]
@@ -100,6 +103,32 @@ def test_wrong_data_model_or_metric_is_named(make_args, given, message):
     with pytest.raises(kind, match=message) as caught:
         Trainer(args=make_args(**settings), **given).train()
     assert not str(caught.value).startswith("'")  # as a KeyError's message does
+
+
+class Own(Trainer):
+    def get_eval_dataloader(self, eval_dataset=None):
+        return super().get_eval_dataloader(plain_data())
+
+
+def test_names_in_place_of_datasets_are_refused_when_the_trainer_is_made(make_args):
+    others = [{"eval_dataset": "val"}, {"eval_dataset": {"a": Path("val")}}, {"train_dataset": "train"}]
+    for given in others:
+        with pytest.raises(InvalidArgument, match=r"dataset is a .*; '(val|train)' is only its name: load it first"):
+            Trainer(make_plain(), make_args(), **given)
+    with pytest.raises(InvalidArgument, match="The evaluation dataset is an int: pass a list"):
+        Trainer(make_plain(), make_args(eval_strategy="epoch"), eval_dataset=5)
+    assert "eval_loss" in Own(make_plain(), make_args(), eval_dataset="val").evaluate()
+
+
+def test_callback_may_unfreeze_a_model_before_the_first_step(make_args):
+    class Unfreezes(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **kwargs):
+            model.requires_grad_(True)
+
+    model = make_plain().requires_grad_(False)
+    optimizers = (torch.optim.SGD(model.parameters(), 0.1), None)
+    trainer = Trainer(model, make_args(), None, plain_data(), optimizers=optimizers, callbacks=[Unfreezes()])
+    assert trainer.train().global_step == 2
 
 
 def test_dataset_without_usable_columns_is_named(make_args):
