@@ -283,7 +283,7 @@ _CHECKED_NUMBERS = "logging_steps eval_steps save_steps eval_minutes save_minute
 def check_ranges(args: BaseArguments) -> Iterator[str]:
     """An error message for each number that is out of range, or is not a number."""
     for name, argument in ARGUMENTS.items():
-        value = getattr(args, name)
+        value: Any = getattr(args, name, None)
         is_number = isinstance(value, (int, float))
         if argument.minimum is None:
             if is_number and math.isnan(value) and name not in _CHECKED_NUMBERS:

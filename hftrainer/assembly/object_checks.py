@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
-_PATHS = (str, os.PathLike)
 
 #: Arguments that may differ between ranks. All others must be equal, or ranks would train different models.
 PER_RANK = frozenset(
@@ -130,14 +129,14 @@ def check_memmap(args: TrainingArguments) -> None:
 
 def _check_datasets(trainer: Trainer) -> None:
     """Refuse what no loader can read in place of the datasets, unless overrides of the Trainer read them."""
-    if isinstance(trainer.train_dataset, _PATHS) and not is_overridden(trainer, "get_train_dataloader"):
+    if isinstance(trainer.train_dataset, (str, os.PathLike)) and not is_overridden(trainer, "get_train_dataloader"):
         check_dataset(trainer.train_dataset, "training")
     if is_overridden(trainer, "evaluate", "evaluation_loop", "get_eval_dataloader"):
         return
     datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
     for name, dataset in datasets.items():
         # A run without evaluations may never read the others.
-        if trainer.args.eval_strategy != "no" or isinstance(dataset, _PATHS):
+        if trainer.args.eval_strategy != "no" or isinstance(dataset, (str, os.PathLike)):
             check_dataset(dataset, f"{name!r} evaluation" if name else "evaluation")
 
 

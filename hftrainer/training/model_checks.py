@@ -23,10 +23,8 @@ def check_first_batch(parts: TrainerParts, model: nn.Module, inputs: Any, items:
     has_own_loss = parts.trainer.compute_loss_func is not None or is_overridden(parts.trainer, "compute_loss")
     requires_grad = {parameter.requires_grad for parameter in model.parameters()}
     if requires_grad == {False} and not has_own_loss:
-        raise InvalidSetup(
-            f"All parameters of {type(parts.unwrapped_model).__name__} are frozen (requires_grad=False), so there is "
-            "nothing to train: call requires_grad_(True) on the model or on its last layers, or add adapters."
-        )
+        name = type(parts.unwrapped_model).__name__
+        raise InvalidSetup(f"All parameters of {name} are frozen: call requires_grad_(True) on some, or add adapters.")
     args, counts_items = parts.trainer.args, parts.trainer.model_accepts_loss_kwargs and items is not None
     needs_division = args.elastic and counts_items and isinstance(inputs, Mapping)
     if not needs_division and not args.flatten_batches:
