@@ -148,7 +148,8 @@ class TrainerModule(WithoutBatchTransfer):
         """
         if not loss.requires_grad:
             raise InvalidSetup(
-                "The loss depends on no trainable weight: compute it from the model's outputs, without detach()."
+                "The loss depends on no trainable weight. If all parameters are frozen, call model.requires_grad_(True)"
+                " or add adapters; otherwise compute the loss from the model's outputs, without detach() or no_grad()."
             )
         fused_backward = getattr(self._optimizer, "fused_backward", None)
         if fused_backward is None:

@@ -120,7 +120,9 @@ class CurrentArguments:
     label_smoothing_factor: float = arg(
         0.0, "Probability mass taken from the label, below 1.", "4.15", minimum=0, upper_bound=1, read_once=True
     )
-    neftune_noise_alpha: float | None = arg(None, "Scale of NEFTune's noise.", "4.40", minimum=0, read_once=True)
+    neftune_noise_alpha: float | None = arg(
+        None, "Scale of NEFTune's noise on the embeddings.", "4.40", minimum=0, read_once=True
+    )
 
     begin_subject("Precision, compilation, activation checkpointing")
 

@@ -33,8 +33,7 @@ from hftrainer.arguments.choices import (
 from hftrainer.arguments.resolved import ResolvedArguments, asks_for_deepspeed
 from hftrainer.arguments.storage_url import separate_storage
 from hftrainer.arguments.table import ARGUMENTS
-from hftrainer.base.config_files import describe_text
-from hftrainer.base.tracebacks import describe_type
+from hftrainer.base.config_files import describe_text, parse_bool
 from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer.plugins import load
 from hftrainer.releases import followed
@@ -318,12 +317,12 @@ def check_types(args: BaseArguments) -> Iterator[str]:
         is_strict = name == "max_steps" or (ARGUMENTS[name].minimum is not None and not is_unused)
         if kind in ("int", "float") and (reason := describe_text(value)):
             yield f"{name}={value!r} {reason}."
-        elif isinstance(value, str) and value and kind == "bool":
+        elif isinstance(value, str) and value and kind == "bool" and not parse_bool(value):
             yield f"{name}={value!r} is text, which counts as true: write True or False, without quotes."
         elif kind == "bool" and (isinstance(value, (list, dict)) or (is_number and value not in (0, 1))):
             yield f"{name}={value!r}: use True or False."
-        elif kind == "str" and ARGUMENTS[name].choices is None and (is_number or isinstance(value, list)):
-            yield f"{name}={value!r} is {describe_type(value)}: use text{f', {str(value)!r}' if is_number else ''}."
+        elif kind == "str" and ARGUMENTS[name].choices is None and isinstance(value, list):
+            yield f"{name}={value!r} is a list: use text."
         elif isinstance(value, float) and kind == "int" and (value % 1 or (value > 0 and is_strict)):
             yield f"{name}={value!r} is a float: use a whole number{f', {value:.0f}' if value % 1 == 0 else ''}."
         elif value is None and name in ("num_train_epochs", "max_steps"):
