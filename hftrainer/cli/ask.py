@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from typing import Any
@@ -25,7 +24,7 @@ def add_subcommand(commands: Any) -> None:
     parser.add_argument("folder", metavar="OUTPUT_DIR", help="the run's output folder")
     parser.add_argument("request", choices=("save", "evaluate", "stop", "profile"), help="what to do")
     parser.set_defaults(missing="name the run's output folder, then what to ask: save, evaluate, stop or profile")
-    text = "how long to wait; default: 60, or not at all if no run is live according to the files"
+    text = "how long to wait; default: 60, or not at all if the last run has ended according to its files"
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
 
 
@@ -34,7 +33,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.errors import InvalidArgument
     from hftrainer.monitoring.journal import check_folder
     from hftrainer.monitoring.run_page import WatchedRun
-    from hftrainer.monitoring.run_requests import FOLDER, send_request
+    from hftrainer.monitoring.run_requests import send_request
 
     folder, timeout = options.folder, 60.0 if options.timeout is None else options.timeout
     if not 0 <= timeout <= 86_400:
@@ -47,11 +46,10 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         end = _describe_end(WatchedRun(folder).read())
     # A run that has saved nothing yet raises this error.
     except InvalidArgument:
-        end = None if os.path.isdir(os.path.join(folder, FOLDER)) else "no run has written anything here"
-        if end is None:
-            print(f"{folder}: no run has saved anything here yet; waiting for {timeout:g} s.", file=sys.stderr)
+        end = None
+        print(f"{folder}: no run has saved anything here yet; waiting for {timeout:g} s.", file=sys.stderr)
     if end is not None and options.timeout is None:
-        advice = "Pass the output_dir of a live run; if one has started here since, wait for it with --timeout 60."
+        advice = "If another run without observe=True has started here since, wait for its answer with --timeout 60."
         parser.fail(f"{folder}: {end}, so there is no run to ask. {advice}", status=1)
     answer = send_request(folder, options.request, timeout)
     if answer is None:

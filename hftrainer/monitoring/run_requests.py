@@ -27,8 +27,7 @@ _PROFILED_STEPS = 10
 class Requests:
     """Sets control flags for requests, and for `save_minutes` and `eval_minutes`.
 
-    Only the main process has this object. All ranks act at the same step, as for any flag that one rank sets. The
-    folder of requests exists as long as the run.
+    Only the main process has this object. All ranks act at the same step, as for any flag that one rank sets.
 
     Args:
         folder: the run's `output_dir`.
@@ -51,8 +50,6 @@ class Requests:
         self._can_evaluate, self._saves = can_evaluate, args.save_strategy != "no"
         self._next_poll = now
         self._profile: _Profile | None = None
-        with contextlib.suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
         # Requests to an earlier run.
         for path in self._list_requests():
             path.unlink(missing_ok=True)
@@ -105,9 +102,7 @@ class Requests:
         path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Stop the running trace, if any, and remove the folder unless an answer is unread."""
-        with contextlib.suppress(OSError):
-            self._folder.rmdir()
+        """Stop the running trace, if any."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
@@ -150,9 +145,7 @@ def send_request(folder: str, request: str, timeout: float) -> str | None:
     answer_file = path.with_suffix(".done")
     path.parent.mkdir(exist_ok=True)
     answer_file.unlink(missing_ok=True)
-    # A run that ends now removes the folder.
-    with contextlib.suppress(FileNotFoundError):
-        path.touch()
+    path.touch()
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if answer_file.exists() and not path.exists():
