@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hftrainer.errors import InvalidSetup
 from hftrainer_lightning import callbacks
+from hftrainer_lightning.private_api.callbacks import call_hooks
 from hftrainer_lightning.private_api.evaluation import can_be_logged
 from hftrainer_lightning.private_api.training import WithoutBatchTransfer
 
@@ -119,18 +120,17 @@ class TrainerModule(WithoutBatchTransfer):
         return is_supported and self._scheduler.optimizer is self._optimizer
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Run the step, before which the precision plugin clips the gradients, then notify the run."""
-        optimizer.step(closure=optimizer_closure)
-        configs = self.trainer.strategy.lr_scheduler_configs
+        """Clip the gradients, run the optimizer's step, and step the schedule."""
+        trainer: Any = self.trainer
+        precision = trainer.precision_plugin
+        precision.unscale_gradients(optimizer.optimizer)
+        call_hooks(trainer, "on_before_optimizer_step", optimizer.optimizer)
+        with trainer.profiler.profile("[LightningModule]TrainerModule.configure_gradient_clipping"):
+            self.loop.before_optimizer_step(self.model)
+        optimizer.step()
+        configs = trainer.strategy.lr_scheduler_configs
         is_replaced = self._shows_scheduler and not (configs and configs[0].scheduler is self._scheduler)
-        precision: Any = self.trainer.precision_plugin
         self.loop.after_optimizer_step(precision.has_skipped_step, is_schedule_replaced=is_replaced)
-
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
-        """Clip through the run, which also needs the norm for its log line."""
-        self.loop.before_optimizer_step(self.model)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Step a scheduler by which a callback replaced the run's. The run steps its own scheduler."""

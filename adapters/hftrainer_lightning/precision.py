@@ -48,16 +48,10 @@ class PlainPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Clip the gradients, then run the step. An optimizer that is fused into backward has already stepped.
+        """Run the step, unless the optimizer is fused into backward, which has already stepped.
 
-        In Lightning's own loop, which the finders use, the closure runs forward and backward.
+        The module clips before it, and calls it without a closure.
         """
-        closure()
-        self.unscale_gradients(optimizer)
-        trainer = model.trainer
-        call_hooks(trainer, "on_before_optimizer_step", optimizer)
-        with trainer.profiler.profile(f"[LightningModule]{type(model).__name__}.configure_gradient_clipping"):
-            model.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         if hasattr(optimizer, "fused_backward"):
             return None
         optimizer_class: Any = type(optimizer)

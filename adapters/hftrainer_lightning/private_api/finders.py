@@ -44,6 +44,13 @@ class _FinderModule(pl.LightningModule):
         """The Trainer's loss."""
         return self._trial_steps.loss(self.model, batch)
 
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """Run forward and backward, which Lightning passes as a closure, then clip and step."""
+        optimizer_closure()
+        self.trainer.precision_plugin.unscale_gradients(optimizer.optimizer)
+        self.clip_gradients(optimizer.optimizer, self.trainer.gradient_clip_val)
+        optimizer.step()
+
 
 _lightning_logger = logging.getLogger("lightning.pytorch")
 #: Builds a `lightning.Trainer` from the plan; keyword arguments override the plan.

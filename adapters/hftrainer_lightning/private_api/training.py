@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
@@ -27,60 +26,72 @@ if TYPE_CHECKING:
 
 
 class _WindowedEpochLoop(_TrainingEpochLoop):
-    """Steps the optimizer when the accumulation window closes.
+    """Runs micro-batches, and steps the optimizer after the last of an accumulation window.
 
     Lightning counts batches, and always steps after the last one. With data without a length, the next epoch completes
-    the last window. Values that callbacks log within a step get its number, as in the Trainer's log lines.
-    Lightning counts a step when it has ended.
+    the last window. Lightning also passes forward and backward to the optimizer's step as a closure: the optimizer's
+    step hooks would then see no gradients, and optimizers that ignore closures would not train.
     """
 
     batches: MicroBatches
+    #: Whether callbacks of Lightning or a profiler follow the run. If not, only the module's own hooks are called.
+    has_listeners: bool
 
-    def _should_accumulate(self) -> bool:
-        return not self.batches.window.is_last
+    def advance(self, data_fetcher: Any) -> None:
+        """Run a micro-batch, and after the last of a window the optimizer step."""
+        trainer: Any = self.trainer
+        module, strategy, progress = trainer.lightning_module, trainer.strategy, self.batch_progress
+        batch, _, _ = next(data_fetcher)
+        index = progress.current.ready
+        progress.is_last_batch = data_fetcher.done
+        progress.increment_ready()
+        # Callbacks log within a step under its number, as in the Trainer's log lines. Lightning counts ended steps.
+        self._batches_that_stepped = self.global_step + 1
+        if self.has_listeners:
+            trainer._logger_connector.on_batch_start(batch)
+            call._call_callback_hooks(trainer, "on_train_batch_start", batch, index)
+        self._call_hook(module, "on_train_batch_start", batch, index)
+        progress.increment_started()
+        with trainer.profiler.profile("run_training_batch"):
+            if self.has_listeners and self.batches.window.is_first:
+                # Only announced: the run clears the gradients after the step.
+                self.automatic_optimization._on_before_zero_grad(trainer.optimizers[0])
+            if self.has_listeners:
+                loss = call._call_strategy_hook(trainer, "training_step", batch, index)
+            else:
+                loss = strategy.training_step(batch, index)
+            if self.batches.window.is_last:
+                steps = self.automatic_optimization.optim_progress.optimizer.step
+                steps.increment_ready()
+                optimizer = strategy._lightning_optimizers[0]
+                self._call_hook(module, "optimizer_step", trainer.current_epoch, index, optimizer)
+                steps.increment_completed()
+        progress.increment_processed()
+        if self.has_listeners:
+            if self._num_ready_batches_reached():
+                # Schedulers that callbacks add. The run steps its own.
+                self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+            call._call_callback_hooks(trainer, "on_train_batch_end", {"loss": loss}, batch, index)
+        self._call_hook(module, "on_train_batch_end", {"loss": loss}, batch, index)
+        if self.has_listeners:
+            trainer._logger_connector.on_batch_end()
+        progress.increment_completed()
+        if self.has_listeners:
+            trainer._logger_connector.update_train_step_metrics()
 
-    def _broadcast_sigterm_tensor(self) -> None:
-        """Do nothing: we synchronize signals once per step, not for every batch as Lightning does."""
+    def _call_hook(self, module: pl.LightningModule, name: str, *args: Any) -> None:
+        """Call a hook of the module, and let a profiler record it."""
+        if self.has_listeners:
+            call._call_lightning_module_hook(self.trainer, name, *args)
+        else:
+            getattr(module, name)(*args)
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         """Save the loggers. The Trainer's callbacks decide when to validate."""
         self._save_loggers_on_train_batch_end()
 
-    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Step only per-epoch schedulers, which callbacks add. The run steps its own scheduler."""
-        if interval == "epoch":
-            super().update_lr_schedulers(interval, update_plateau_schedulers)
-
-    def _build_kwargs(self, kwargs: Any, batch: Any, batch_idx: int) -> Any:
-        """The arguments of our module's `training_step`. Lightning would inspect it at every batch."""
-        kwargs["batch"] = batch
-        kwargs["batch_idx"] = batch_idx
-        return kwargs
-
-
-class _FastEpochLoop(_WindowedEpochLoop):
-    """Calls only the module's own hooks, for runs without Lightning callbacks and profilers."""
-
-    def advance(self, data_fetcher: Any) -> None:
-        """Run a micro-batch, and after the last of a window the optimizer step."""
-        trainer: Any = self.trainer
-        module, progress = trainer.lightning_module, self.batch_progress
-        batch, _, _ = next(data_fetcher)
-        index = progress.current.ready
-        progress.is_last_batch = data_fetcher.done
-        progress.increment_ready()
-        self._batches_that_stepped = self.global_step + 1
-        module.on_train_batch_start(batch, index)
-        progress.increment_started()
-        trainer.strategy.training_step(batch, index)
-        if self.batches.window.is_last:
-            steps = self.automatic_optimization.optim_progress.optimizer.step
-            steps.increment_ready()
-            module.optimizer_step(trainer.current_epoch, index, trainer.strategy._lightning_optimizers[0])
-            steps.increment_completed()
-        progress.increment_processed()
-        module.on_train_batch_end(None, batch, index)
-        progress.increment_completed()
+    def _should_accumulate(self) -> bool:
+        return not self.batches.window.is_last
 
 
 class _OverriddenEpochFitLoop(_FitLoop):
@@ -122,31 +133,6 @@ class _OverriddenEpochFitLoop(_FitLoop):
         return training_loop
 
 
-class _WindowedOptimization(_AutomaticOptimization):
-    """Runs the training step, which includes backward, and after the last micro-batch of a window the optimizer step.
-
-    Lightning passes forward and backward to the optimizer's step as a closure: the optimizer's step hooks would then
-    see no gradients, and optimizers that ignore closures would not train.
-    """
-
-    batches: MicroBatches
-
-    def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
-        """Run a micro-batch. Returns its loss, for callbacks."""
-        trainer: Any = self.trainer
-        if self.batches.window.is_first:
-            # Only announced: the run clears the gradients after the step.
-            self._on_before_zero_grad(optimizer)
-        loss = call._call_strategy_hook(trainer, "training_step", *kwargs.values())
-        if self.batches.window.is_last:
-            steps = self.optim_progress.optimizer.step
-            steps.increment_ready()
-            arguments = trainer.current_epoch, batch_idx, trainer.strategy._lightning_optimizers[0]
-            call._call_lightning_module_hook(trainer, "optimizer_step", *arguments)
-            steps.increment_completed()
-        return {"loss": loss}
-
-
 class _StepLoggerConnector(_LoggerConnector):
     """Counts a step when it starts; Lightning, when it ends."""
 
@@ -165,12 +151,6 @@ class _StepLoggerConnector(_LoggerConnector):
         super().update_train_epoch_metrics()
         self.trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
 
-    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
-        if self.trainer.state.stage is RunningStage.TRAINING:
-            epoch_loop = self.trainer.fit_loop.epoch_loop
-            epoch_loop._batches_that_stepped = epoch_loop.global_step + 1
-        super().on_batch_start(batch, dataloader_idx)
-
 
 def install_training_loops(trainer: Any, batches: MicroBatches, *, is_epoch_overridden: bool) -> None:
     """Put our loops in place of those that `lightning.Trainer` makes.
@@ -183,12 +163,8 @@ def install_training_loops(trainer: Any, batches: MicroBatches, *, is_epoch_over
     fit_loop = trainer.fit_loop
     if is_epoch_overridden:
         trainer.fit_loop = _OverriddenEpochFitLoop(trainer, fit_loop.min_epochs, fit_loop.max_epochs)
-    epoch_loop = (_WindowedEpochLoop if needs_lightning_hooks(trainer) else _FastEpochLoop)(
-        trainer, fit_loop.min_steps, fit_loop.max_steps
-    )
-    epoch_loop.batches = batches
-    epoch_loop.automatic_optimization = optimization = _WindowedOptimization(trainer)
-    optimization.batches = batches
+    epoch_loop = _WindowedEpochLoop(trainer, fit_loop.min_steps, fit_loop.max_steps)
+    epoch_loop.batches, epoch_loop.has_listeners = batches, needs_lightning_hooks(trainer)
     epoch_loop.val_loop = make_evaluation_loop(trainer, TrainerFn.FITTING, RunningStage.VALIDATING)
     trainer.fit_loop.epoch_loop = epoch_loop
     trainer._logger_connector = _StepLoggerConnector(trainer)
