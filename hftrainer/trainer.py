@@ -31,7 +31,7 @@ from hftrainer.checkpointing.lightning_ckpt import convert_ckpt
 from hftrainer.checkpointing.optimizer_state import load_scheduler_or_scaler
 from hftrainer.compat.overrides import overridable_property, record_methods
 from hftrainer.data import collators, mixture
-from hftrainer.data.accumulation import TrainingSchedule
+from hftrainer.data.accumulation import RunLengths
 from hftrainer.data.collators import number_of_tokens
 from hftrainer.data.randomness import load_rng_file, rng_state
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup, NotACallback
@@ -40,7 +40,7 @@ from hftrainer.model.inspection import parameters
 from hftrainer.model_card.card import create_model_card
 from hftrainer.optimizers import factory
 from hftrainer.optimizers.setup import check_optimizer_pair, make_scheduler
-from hftrainer.releases.earlier import EarlierSchedule
+from hftrainer.releases.earlier import EarlierLengths
 from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.metrics import print_table, write_metrics
@@ -511,7 +511,7 @@ class Trainer(EarlierMethods):
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int | None = None
-    ) -> TrainingSchedule | EarlierSchedule:
+    ) -> RunLengths | EarlierLengths:
         """The lengths of the run, from the arguments and the loader's length.
 
         Args:

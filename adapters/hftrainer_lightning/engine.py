@@ -92,7 +92,7 @@ class LightningEngine:
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
         """
         optimizer, resumed_state = loop.parts.require_optimizer(), load_lightning_callbacks(loop.resume_folder)
-        max_epochs = loop.schedule.num_train_epochs
+        max_epochs = loop.lengths.num_train_epochs
         with quiet_lightning():
             self.trainer = trainer = self._make_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,

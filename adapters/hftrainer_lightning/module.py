@@ -192,7 +192,7 @@ class TrainerModule(WithoutBatchTransfer):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a micro-batch, and the optimizer step if it was its last."""
         loop = self.loop
-        if loop.batches.window.is_last:
+        if loop.batches.position.is_last:
             loop.end_step(self.model)
         else:
             loop.end_substep()

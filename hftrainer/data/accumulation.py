@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import sys
 from collections.abc import Callable, Iterable
@@ -9,45 +10,59 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hftrainer.errors import InvalidArgument
-from hftrainer.releases.earlier import EarlierSchedule
+from hftrainer.releases.earlier import EarlierLengths
 from hftrainer.training_args import TrainingArguments
 
 
+class StepPhase(enum.IntEnum):
+    """How far the current optimizer step is."""
+
+    #: No data is read, and no random number drawn, for the next step.
+    NOT_BEGUN = 0
+    #: Micro-batches are read.
+    BEGUN = 1
+    #: The optimizer steps, so that weights may have changed.
+    STEPPING = 2
+    #: The optimizer has stepped, but `global_step` does not count the step yet.
+    UNCOUNTED = 3
+
+
 @dataclass(slots=True)
-class AccumulationWindow:
-    """The current micro-batch and its position in the optimizer step. By default there is none yet.
+class MicroBatchPosition:
+    """The position of a micro-batch in its epoch and in its window, the micro-batches of one optimizer step.
 
     Attributes:
-        size: actual micro-batches in the step; the last step of an epoch may have fewer. 0 before the first.
-        num_items: items over which the loss of the step is averaged; None when not needed.
-        is_first: whether this is the step's first micro-batch.
+        index: index of the micro-batch in the epoch; -1 before the first.
+        window_start: index of the window's first micro-batch.
+        window_size: micro-batches in the window; the last of an epoch may have fewer. 0 before the first.
+        num_items: items over which the loss of the window is averaged; None when not needed.
+        is_first: whether this is the window's first micro-batch.
         is_last: whether the optimizer steps after this micro-batch.
-        index: index of the micro-batch in the epoch.
     """
 
-    size: int = 0
+    index: int = -1
+    window_start: int = 0
+    window_size: int = 0
     num_items: Any = None
     is_first: bool = False
     is_last: bool = True
-    index: int = -1
 
 
-@dataclass(frozen=True)
-class Span:
-    """The micro-batches of a window.
+class Window(NamedTuple):
+    """The micro-batches of an optimizer step.
 
     Attributes:
         epoch: the epoch, counted from 0.
         start: index of the first micro-batch in the epoch.
-        micro_batches: number of micro-batches.
+        size: number of micro-batches.
     """
 
     epoch: int
     start: int
-    micro_batches: int
+    size: int
 
 
-class TrainingSchedule(NamedTuple):
+class RunLengths(NamedTuple):
     """The lengths of a run, in the order in which `set_initial_training_values` of v5 returns them.
 
     Attributes:
@@ -69,8 +84,8 @@ class TrainingSchedule(NamedTuple):
     max_steps: int
 
 
-def read_schedule(values: Any, args: TrainingArguments, *, total_train_batch_size: int) -> TrainingSchedule:
-    """The schedule that a subclass's `set_initial_training_values` returned, in any release's order.
+def read_lengths(values: Any, args: TrainingArguments, *, total_train_batch_size: int) -> RunLengths:
+    """The lengths that a subclass's `set_initial_training_values` returned, in any release's order.
 
     Args:
         values: seven values; up to v5.2, the fifth is a bool.
@@ -81,17 +96,17 @@ def read_schedule(values: Any, args: TrainingArguments, *, total_train_batch_siz
         InvalidArgument: if the number of values is not seven.
     """
     values = tuple(values)
-    if len(values) != len(TrainingSchedule._fields):
+    if len(values) != len(RunLengths._fields):
         raise InvalidArgument(
             f"set_initial_training_values returned {len(values)} values: it must return "
-            f"{', '.join(TrainingSchedule._fields)}."
+            f"{', '.join(RunLengths._fields)}."
         )
     if not isinstance(values[4], bool):
-        return TrainingSchedule(*values)
-    schedule = EarlierSchedule(*values)
-    steps, planned_micro_batches = schedule.len_dataloader, schedule.max_steps * args.gradient_accumulation_steps
-    return TrainingSchedule(
-        *schedule[:4], total_train_batch_size, planned_micro_batches if steps is None else steps, schedule.max_steps
+        return RunLengths(*values)
+    lengths = EarlierLengths(*values)
+    steps, planned_micro_batches = lengths.len_dataloader, lengths.max_steps * args.gradient_accumulation_steps
+    return RunLengths(
+        *lengths[:4], total_train_batch_size, planned_micro_batches if steps is None else steps, lengths.max_steps
     )
 
 
@@ -123,14 +138,14 @@ def position_at_step(
     return epoch, position
 
 
-def plan_schedule(
+def plan_lengths(
     args: TrainingArguments,
     micro_batches: int | None,
     num_examples: int | None,
     total_batch_size: int,
     accumulation_steps_of: Accumulation,
     steps_of_epoch: Callable[[int, int], int],
-) -> TrainingSchedule:
+) -> RunLengths:
     """Compute the lengths of a run.
 
     Args:
@@ -158,7 +173,7 @@ def plan_schedule(
             )
         samples = args.max_steps * total_batch_size
         micro = args.max_steps * accumulation_steps
-        return TrainingSchedule(sys.maxsize, args.max_steps, samples, samples, total_batch_size, micro, args.max_steps)
+        return RunLengths(sys.maxsize, args.max_steps, samples, samples, total_batch_size, micro, args.max_steps)
     assert num_examples is not None
 
     def count_steps(epoch: int) -> int:
@@ -176,4 +191,4 @@ def plan_schedule(
         # With max_steps=0, training stops after the first step, as in transformers.
         steps = 0 if args.max_steps == 0 else math.ceil(sum(map(count_steps, range(full_epochs))) + last_steps)
         samples = num_examples * args.num_train_epochs  # type: ignore[assignment]
-    return TrainingSchedule(epochs, count_steps(0), num_examples, samples, total_batch_size, micro_batches, steps)
+    return RunLengths(epochs, count_steps(0), num_examples, samples, total_batch_size, micro_batches, steps)

@@ -20,7 +20,7 @@ from hftrainer.data.samplers import SkippingBatchSampler, has_exact_length, set_
 
 
 @dataclass
-class ResumePoint:
+class EpochStart:
     """Where in an epoch a resumed run begins.
 
     Attributes:
@@ -201,26 +201,26 @@ class EpochReader:
         if isinstance(loader, PreparedDataLoader):
             self._recorder = loader.recorder = ReadRecorder(loader, self._generators)
 
-    def open_epoch(self, epoch: int, resume_point: ResumePoint | None = None) -> Iterator[Any]:
+    def open_epoch(self, epoch: int, start: EpochStart | None = None) -> Iterator[Any]:
         """The batches of an epoch. When resuming, only the remaining ones."""
-        saved_state = resume_point.saved_state if resume_point is not None else None
-        if resume_point is not None and not resume_point.position:
-            resume_point.restore_random_states()
+        saved_state = start.saved_state if start is not None else None
+        if start is not None and not start.position:
+            start.restore_random_states()
         elif saved_state is not None:
             # Samplers and workers draw their seeds again.
             self._generators.restore(saved_state["opened"])
         self._start_states = self._generators.capture()
         if self._recorder is not None:
             self._recorder.begin_epoch(draws=may_draw(self.loader))
-        if resume_point is None:
+        if start is None:
             iterator = iter(_set_epoch(self.loader, epoch))
             return iterator if self._recorder is not None else self._time_batches(iterator)
         if isinstance(self.loader, PreparedDataLoader):
-            self.loader.resume_at(resume_point.position, saved_state, resume_point.restore_random_states)
+            self.loader.resume_at(start.position, saved_state, start.restore_random_states)
             return iter(_set_epoch(self.loader, epoch))
-        iterator = self._resume_plain_loader(epoch, resume_point.position, saved_state)
-        if saved_state is not None and resume_point.position:
-            resume_point.restore_random_states()
+        iterator = self._resume_plain_loader(epoch, start.position, saved_state)
+        if saved_state is not None and start.position:
+            start.restore_random_states()
         return self._time_batches(iterator)
 
     def wait_seconds_by_cause(self) -> dict[str, float]:

@@ -15,7 +15,7 @@ from hftrainer.compat import libraries
 from hftrainer.releases.policy import Release, ReleasePolicy, get_parameter_names
 
 
-class EarlierSchedule(NamedTuple):
+class EarlierLengths(NamedTuple):
     """The lengths of a run, as `set_initial_training_values` of v4.49 to v5.2 orders them.
 
     Attributes:
@@ -33,11 +33,11 @@ class EarlierSchedule(NamedTuple):
     max_steps: int
 
     @classmethod
-    def from_schedule(cls, schedule: Any, *, epoch_based: bool, has_length: bool) -> EarlierSchedule:
+    def from_lengths(cls, lengths: Any, *, epoch_based: bool, has_length: bool) -> EarlierLengths:
         """The same lengths in the earlier order."""
-        values = schedule._asdict()
+        values = lengths._asdict()
         del values["total_train_batch_size"], values["steps_in_epoch"]
-        return cls(epoch_based=epoch_based, len_dataloader=schedule.steps_in_epoch if has_length else None, **values)
+        return cls(epoch_based=epoch_based, len_dataloader=lengths.steps_in_epoch if has_length else None, **values)
 
 
 class PolicyUntil5_22(ReleasePolicy):

@@ -7,7 +7,6 @@ checkpoint, and `MicroBatches` drops the batches of that step when it reads them
 from __future__ import annotations
 
 import collections
-import dataclasses
 import enum
 import json
 import logging
@@ -24,7 +23,7 @@ import torch
 from hftrainer.base.part import Part
 from hftrainer.checkpointing.run_progress import STEP_SETTINGS, count_samples
 from hftrainer.compat.libraries import has_length
-from hftrainer.data.accumulation import Span, TrainingSchedule
+from hftrainer.data.accumulation import RunLengths, Window
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import seed_of_order
 from hftrainer.errors import TrainingDiverged
@@ -66,14 +65,14 @@ class DivergedStep:
         step: the number of the optimizer step, which was not made.
         reason: why the step counts as diverged on this rank.
         value: the loss, or the gradient norm.
-        spans: the micro-batches of the step.
+        windows: the micro-batches of the step; two if the step continues in the next epoch.
         samples: indices of the samples, by micro-batch; None for streams.
     """
 
     step: int
     reason: _Reason
     value: float
-    spans: list[Span]
+    windows: list[Window]
     samples: list[Any] | None
 
 
@@ -100,7 +99,7 @@ class DivergenceWatch(Part):
         losses = [] if self.run.resumed_progress is None else self.run.resumed_progress.recent_losses
         self.recent_losses: collections.deque[float] = collections.deque(losses, maxlen=_MAX_LOSSES)
         self._loss: torch.Tensor | None = None
-        self._spans: list[Span] = []
+        self._windows: list[Window] = []
         if self.is_enabled and isinstance(batches.reader.loader, PreparedDataLoader):
             batches.reader.loader.keep_indices()
 
@@ -109,9 +108,9 @@ class DivergenceWatch(Part):
         if not self.is_enabled:
             return
         self._loss = loss if self._loss is None else self._loss + loss
-        batches = self.batches
-        if (span := Span(batches.epoch, batches.window_start, batches.window.size)) not in self._spans:
-            self._spans.append(span)
+        epoch, position = self.batches.epoch, self.batches.position
+        if (window := Window(epoch, position.window_start, position.window_size)) not in self._windows:
+            self._windows.append(window)
 
     def check_step(self, model: torch.nn.Module, norm: Any) -> None:
         """Check the step before the optimizer makes it.
@@ -136,9 +135,9 @@ class DivergenceWatch(Part):
         processes = self.trainer.accelerator.processes
         if processes.start_max_over_ranks([int(reason)])()[0] if processes.is_distributed else reason:
             step = self.trainer.state.global_step + 1
-            raise Diverged(DivergedStep(step, reason, value, self._spans, self._step_samples()))
+            raise Diverged(DivergedStep(step, reason, value, self._windows, self._step_samples()))
         self.recent_losses.append(loss)
-        self._loss, self._spans = None, []
+        self._loss, self._windows = None, []
 
     def _judge_step(self, loss: float, norm: float) -> tuple[_Reason, float]:
         if not math.isfinite(loss):
@@ -158,9 +157,9 @@ class DivergenceWatch(Part):
     def _step_samples(self) -> list[Any] | None:
         """The indices of the step's samples on this rank, by micro-batch; None if unknown."""
         loader = self.batches.reader.loader
-        if not isinstance(loader, PreparedDataLoader) or len(self._spans) != 1:
+        if not isinstance(loader, PreparedDataLoader) or len(self._windows) != 1:
             return None
-        return loader.last_indices(self._spans[0].micro_batches)
+        return loader.last_indices(self._windows[0].size)
 
 
 class SkippedSamples:
@@ -231,24 +230,24 @@ class SkippedSamples:
         for epoch, start, size in entry["windows"]:
             self.windows[epoch, round(start * ratio)] = round(size * ratio)
 
-    def extend_schedule(self, schedule: TrainingSchedule) -> TrainingSchedule:
+    def extend_lengths(self, lengths: RunLengths) -> RunLengths:
         """The lengths of the run with more epochs, if max_steps needs them, or else fewer steps."""
         if not self.windows:
-            return schedule
+            return lengths
         # A stream has one epoch, which continues.
-        if schedule.num_train_epochs == sys.maxsize:
-            return schedule._replace(steps_in_epoch=schedule.steps_in_epoch + sum(self.windows.values()))
+        if lengths.num_train_epochs == sys.maxsize:
+            return lengths._replace(steps_in_epoch=lengths.steps_in_epoch + sum(self.windows.values()))
 
         def count_skipped(epochs: int) -> int:
             return sum(epoch < epochs for epoch, _ in self.windows)
 
         # Without max_steps, the run ends with its data.
         if self.trainer.args.max_steps <= 0:
-            return schedule._replace(max_steps=max(schedule.max_steps - count_skipped(schedule.num_train_epochs), 1))
-        epochs, steps_per_epoch = schedule.num_train_epochs, schedule.num_update_steps_per_epoch
-        while epochs * steps_per_epoch - count_skipped(epochs) < schedule.max_steps:
+            return lengths._replace(max_steps=max(lengths.max_steps - count_skipped(lengths.num_train_epochs), 1))
+        epochs, steps_per_epoch = lengths.num_train_epochs, lengths.num_update_steps_per_epoch
+        while epochs * steps_per_epoch - count_skipped(epochs) < lengths.max_steps:
             epochs += 1
-        return schedule._replace(num_train_epochs=epochs)
+        return lengths._replace(num_train_epochs=epochs)
 
     def add_diverged_step(self, diverged_step: DivergedStep, folder: str | None) -> str:
         """Add a diverged step before the rollback to `folder`, and return a message.
@@ -273,7 +272,7 @@ class SkippedSamples:
             "reason": _DESCRIPTIONS[reason],
             "value": str(value) if not math.isfinite(value) else value,
             "ranks": ranks,
-            "windows": [list(dataclasses.astuple(span)) for span in diverged_step.spans],
+            "windows": [list(window) for window in diverged_step.windows],
             "samples": samples,
             "checkpoint": folder,
             "settings": self._position_settings(),
@@ -291,10 +290,10 @@ class SkippedSamples:
         skipped_steps = "".join(
             f"\n  step {each['step']}: {each['reason']}, {_describe_samples(each['samples'])}" for each in self.entries
         )
+        places = ", ".join(f"epoch {each.epoch} from micro-batch {each.start}" for each in diverged_step.windows)
         return (
-            f"{message}, and {reason}. The step read {_describe_samples(samples)}, "
-            f"{', '.join(f'epoch {each.epoch} from micro-batch {each.start}' for each in diverged_step.spans)}. Check "
-            "these samples first. If they are sound, lower learning_rate, lengthen the warmup, set max_grad_norm, or "
+            f"{message}, and {reason}. The step read {_describe_samples(samples)}, {places}. Check these "
+            "samples first. If they are sound, lower learning_rate, lengthen the warmup, set max_grad_norm, or "
             f"use bf16 instead of fp16.{' Skipped before:' if skipped_steps else ''}{skipped_steps}"
         )
 

@@ -16,7 +16,7 @@ from hftrainer.base.part import Part
 from hftrainer.base.signatures import accepted_args
 from hftrainer.checkpointing.optimizer_state import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
-from hftrainer.data.accumulation import AccumulationWindow
+from hftrainer.data.accumulation import MicroBatchPosition, StepPhase
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, InvalidSetup
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.schedules import add_missing_groups, keep_argument_settings, needs_metric
@@ -42,15 +42,13 @@ class TrainingLoop(Part):
 
     Attributes:
         epoch_ended: whether `on_epoch_end` has been called for the current epoch.
-        is_stepping: True during an optimizer step, which may have changed the weights.
-        has_uncounted_step: True after a step of the optimizer that `global_step` does not count yet.
         syncs_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
     """
 
     def __init__(self, parts: TrainerParts, batches: MicroBatches, trial: Any, ignore_keys: list[str] | None) -> None:
         super().__init__(parts)
         self.batches, self.trial, self.ignore_keys = batches, trial, ignore_keys
-        self.schedule, self.resume_folder = batches.schedule, batches.start.resume_folder
+        self.lengths, self.resume_folder = batches.lengths, batches.start.resume_folder
         self.control_sync = batches.control_sync
         self.start_time = time.time()
         self.syncs_each_batch = parts.resolved.accelerator_config.sync_each_batch
@@ -62,7 +60,7 @@ class TrainingLoop(Part):
 
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
-        self.epoch_ended = self.is_stepping = self.has_uncounted_step = False
+        self.epoch_ended = False
 
     # ---- Training and epochs -----------------------------------------------------------------------------------
 
@@ -83,8 +81,8 @@ class TrainingLoop(Part):
     @property
     def is_finished(self) -> bool:
         """Whether the checkpoint already contains the run's last step."""
-        is_complete = self.resume_folder is not None and self.trainer.state.global_step >= self.schedule.max_steps
-        return is_complete or self.batches.start.epoch >= self.schedule.num_train_epochs
+        is_complete = self.resume_folder is not None and self.trainer.state.global_step >= self.lengths.max_steps
+        return is_complete or self.batches.start.epoch >= self.lengths.num_train_epochs
 
     def begin_training(self) -> None:
         """Call `on_train_begin`, evaluate with `eval_on_start`, and complete an interrupted evaluation or epoch."""
@@ -108,7 +106,7 @@ class TrainingLoop(Part):
         progress, batches = self.run.resumed_progress, self.batches
         if progress is None or progress.epoch_ended or progress.epoch is None:
             return
-        if progress.epoch >= batches.start.epoch and self.trainer.state.global_step < self.schedule.max_steps:
+        if progress.epoch >= batches.start.epoch and self.trainer.state.global_step < self.lengths.max_steps:
             return
         batches.epoch = progress.epoch
         self.grad_norm = progress.grad_norm
@@ -122,8 +120,8 @@ class TrainingLoop(Part):
             "model": self.trainer.model_wrapped,
             "epoch": self.batches.epoch,
             "train_dataloader": self.batches.reader.loader,
-            "steps_in_epoch": self.schedule.steps_in_epoch,
-            "num_update_steps_per_epoch": self.schedule.num_update_steps_per_epoch,
+            "steps_in_epoch": self.lengths.steps_in_epoch,
+            "num_update_steps_per_epoch": self.lengths.num_update_steps_per_epoch,
             "trial": self.trial,
             "ignore_keys_for_eval": self.ignore_keys,
             "start_time": self.start_time,
@@ -134,7 +132,7 @@ class TrainingLoop(Part):
 
     def begin_epoch(self, epoch: int) -> None:
         """Call `on_epoch_begin`, before the data iterator is created."""
-        self.batches.epoch, self.batches.window = epoch, AccumulationWindow()
+        self.batches.epoch, self.batches.position = epoch, MicroBatchPosition()
         self.epoch_ended = False
         self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
@@ -145,7 +143,7 @@ class TrainingLoop(Part):
     def end_epoch(self) -> None:
         """Call `on_epoch_end`, then log, evaluate and save as requested."""
         batches = self.batches
-        if not batches.window.size and not (batches.resumes_epoch and batches.start.position):
+        if not batches.position.window_size and not (batches.resumes_epoch and batches.start.position):
             is_stream = isinstance(self.trainer.train_dataset, torch.utils.data.IterableDataset)
             # accelerate's loader fails there too.
             fails = is_stream and self.trainer.accelerator.dispatch_batches is not False
@@ -171,9 +169,9 @@ class TrainingLoop(Part):
 
     def begin_micro_batch(self) -> None:
         """Call `on_step_begin` at the first micro-batch of an optimizer step."""
-        window = self.batches.window
-        self.trainer.accelerator.sync_gradients = window.is_last
-        if window.is_first:
+        position = self.batches.position
+        self.trainer.accelerator.sync_gradients = position.is_last
+        if position.is_first:
             self.parts.call_callbacks("on_step_begin")
 
     def run_micro_batch(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
@@ -181,10 +179,10 @@ class TrainingLoop(Part):
 
         Only the window's last micro-batch all-reduces gradients, unless `syncs_each_batch`.
         """
-        window = self.batches.window
-        is_local = not (window.is_last or self.syncs_each_batch)
+        position = self.batches.position
+        is_local = not (position.is_last or self.syncs_each_batch)
         step = self.trainer.training_step
-        arguments = accepted_args(step, {"num_items_in_batch": window.num_items})
+        arguments = accepted_args(step, {"num_items_in_batch": position.num_items})
         with self.trainer.accelerator.no_sync(model=model) if is_local else contextlib.nullcontext():
             loss = step(model, inputs, **arguments)
         if loss is None:
@@ -209,7 +207,7 @@ class TrainingLoop(Part):
 
     def before_optimizer_step(self, model: torch.nn.Module) -> None:
         """Clip the gradients, and call `on_pre_optimizer_step`."""
-        self.is_stepping = True
+        self.batches.phase = StepPhase.STEPPING
         # Until v4.57, max_grad_norm may be None.
         should_clip = self.trainer.args.max_grad_norm is not None and self.trainer.args.max_grad_norm > 0
         norm = self.trainer._clip_grad_norm(model) if should_clip else None
@@ -228,7 +226,7 @@ class TrainingLoop(Part):
         """
         trainer = self.trainer
         trainer.accelerator.optimizer_step_was_skipped = is_skipped
-        self.has_uncounted_step = True
+        self.batches.phase = StepPhase.UNCOUNTED
         self.parts.call_callbacks("on_optimizer_step")
         if is_schedule_replaced:
             self.learning_rate = float(trainer.get_learning_rates()[0])
@@ -247,8 +245,7 @@ class TrainingLoop(Part):
         self.parts.strategy.run_recorded_operations()
         state.global_step += 1
         state.epoch = self.epoch_after_step()
-        self.is_stepping = self.has_uncounted_step = False
-        self.batches.is_between_steps = True
+        self.batches.phase = StepPhase.NOT_BEGUN
         self.parts.call_callbacks("on_step_end", **self.step_end_values.pop())
         self.monitors.poll_requests()
         self.control_sync.end_step()
@@ -258,7 +255,7 @@ class TrainingLoop(Part):
 
     def epoch_after_step(self) -> float:
         """The fraction of epochs that is done once the current step is counted."""
-        return self.batches.epoch + self.batches.state_dict()["position"] / self.schedule.steps_in_epoch
+        return self.batches.epoch + self.batches.state_dict()["position"] / self.lengths.steps_in_epoch
 
     def _log_save_evaluate(self) -> None:
         """Log, evaluate and save as requested. Overrides are called after every step."""

@@ -1,4 +1,4 @@
-"""`MicroBatches`: the micro-batches of a run, from its `StartPoint` on."""
+"""`MicroBatches`: the micro-batches of a run, from its `RunStart` on."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hftrainer.base.part import Part
 from hftrainer.base.signatures import call_with_accepted
-from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
-from hftrainer.data.epoch_reader import EpochReader, ResumePoint
+from hftrainer.data.accumulation import MicroBatchPosition, RunLengths, StepPhase
+from hftrainer.data.epoch_reader import EpochReader, EpochStart
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
     from hftrainer.training.stopping import ControlSync
 
 
-class StartPoint(NamedTuple):
+class RunStart(NamedTuple):
     """Where a run starts.
 
     Attributes:
@@ -31,7 +31,7 @@ class StartPoint(NamedTuple):
 
 
 class MicroBatches(Part):
-    """An iterable over an epoch's micro-batches. `window` describes the last one yielded.
+    """An iterable over an epoch's micro-batches. `position` is that of the last one yielded.
 
     All micro-batches of a window are fetched before the first is used, as in `transformers.Trainer`: the number of
     items in a window must be known before its first loss.
@@ -39,70 +39,67 @@ class MicroBatches(Part):
     Args:
         parts: the parts of the Trainer.
         control_sync: knows when all ranks have agreed to stop.
-        schedule: the lengths of the run.
+        lengths: the lengths of the run.
         loader: the loader of the training data.
         start: where the run starts.
 
     Attributes:
         epoch: the current epoch, counted from 0.
-        position: index of the first micro-batch of the next iteration.
-        window_start: index of the first micro-batch of the current window.
-        is_between_steps: True if no data is read and no random number drawn for the next step.
+        phase: how far the current step is.
     """
 
     def __init__(
-        self, parts: TrainerParts, control_sync: ControlSync, schedule: TrainingSchedule, loader: Any, start: StartPoint
+        self, parts: TrainerParts, control_sync: ControlSync, lengths: RunLengths, loader: Any, start: RunStart
     ) -> None:
         super().__init__(parts)
         self.control_sync = control_sync
-        self.schedule = schedule
+        self.lengths = lengths
         self.start = start
-        self.epoch, self.position = start.epoch, start.position
-        self.window_start = 0
-        self.window = AccumulationWindow()
-        self.is_between_steps = True
+        self.epoch, self.position, self.phase = start.epoch, MicroBatchPosition(), StepPhase.NOT_BEGUN
+        #: Index of the first micro-batch of the next iteration.
+        self._first_index = start.position
         self.reader = EpochReader(loader)
         self._data_state = None if self.run.resumed_progress is None else self.run.resumed_progress.data
         self._has_restored_rng = False
 
     def __len__(self) -> int:
         """Micro-batches in an epoch. For data without a length, as many as `max_steps` needs."""
-        return self.schedule.steps_in_epoch
+        return self.lengths.steps_in_epoch
 
     def __iter__(self) -> Iterator[Any]:
         # Do nothing before the first micro-batch is requested: Lightning calls iter() before the epoch begins.
-        for start, samples, num_items in self._read_windows():
-            self.window_start = start
-            for index, sample in enumerate(samples, start):
-                size = self._accumulation_steps()
-                self.window = AccumulationWindow(
-                    size=len(samples),
-                    num_items=num_items,
-                    is_first=index % size == 0,
-                    is_last=(index + 1) % size == 0 or index + 1 == len(self),
+        for start, micro_batches, num_items in self._read_windows():
+            for index, micro_batch in enumerate(micro_batches, start):
+                steps = self._accumulation_steps()
+                self.position = MicroBatchPosition(
                     index=index,
+                    window_start=start,
+                    window_size=len(micro_batches),
+                    num_items=num_items,
+                    is_first=index % steps == 0,
+                    is_last=(index + 1) % steps == 0 or index + 1 == len(self),
                 )
-                yield sample
+                yield micro_batch
                 if self._is_interrupted():
                     return
 
     def _read_windows(self) -> Iterator[tuple[int, list[Any], Any]]:
         """Yields the windows that the run does not skip: index of the first micro-batch, micro-batches, and items."""
-        start, self.position = self.position, 0
+        start, self._first_index = self._first_index, 0
         iterator, index = self._open_epoch(), start
         for num_batches in self._window_sizes(start):
-            samples, num_items = self._get_window(iterator, num_batches)
+            micro_batches, num_items = self._get_window(iterator, num_batches)
             if index == start:
                 self._restore_rng_after_reading()
-            if not samples:
+            if not micro_batches:
                 return
-            next_index = index + len(samples)
+            next_index = index + len(micro_batches)
             if self._is_skipped(index):
                 # It belongs to no step.
-                self.is_between_steps = True
-                self.window = AccumulationWindow(len(samples), num_items, index=next_index - 1)
+                self.phase = StepPhase.NOT_BEGUN
+                self.position = MicroBatchPosition(next_index - 1, index, len(micro_batches), num_items)
             else:
-                yield index, samples, num_items
+                yield index, micro_batches, num_items
             index = next_index
 
     def _window_sizes(self, start: int) -> Iterator[int]:
@@ -122,11 +119,11 @@ class MicroBatches(Part):
 
     def state_dict(self) -> dict[str, int]:
         """Position in the epoch, in micro-batches."""
-        return {"position": self.window.index + 1}
+        return {"position": self.position.index + 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Begin the next iteration at the micro-batch of `state`."""
-        self.position = state["position"]
+        self._first_index = state["position"]
 
     def _accumulation_steps(self) -> int:
         """A callback's value, or else the argument's current value."""
@@ -136,14 +133,14 @@ class MicroBatches(Part):
 
     def _get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
         """What `Trainer.get_batch_samples` returns."""
-        was_between_steps, self.is_between_steps = self.is_between_steps, False
+        phase, self.phase = self.phase, StepPhase.BEGUN
         read, device = self.trainer.get_batch_samples, self.run.loss_since_log.device
-        samples, num_items = call_with_accepted(read, iterator, num_batches, device=device)
-        self.run.accumulation_steps = len(samples)
-        if not samples:
+        micro_batches, num_items = call_with_accepted(read, iterator, num_batches, device=device)
+        self.run.accumulation_steps = len(micro_batches)
+        if not micro_batches:
             # A stream without a length has ended.
-            self.is_between_steps = was_between_steps
-        return samples, num_items
+            self.phase = phase
+        return micro_batches, num_items
 
     def _is_interrupted(self) -> bool:
         """Whether a control flag that all ranks know ends the epoch or the training."""
@@ -161,7 +158,7 @@ class MicroBatches(Part):
         """The batches of the epoch; in the one in which the run resumes, the remaining ones."""
         if not self.resumes_epoch:
             return self.reader.open_epoch(self.epoch)
-        point = ResumePoint(self.start.position, self._restore_rng_once, self._data_state)
+        point = EpochStart(self.start.position, self._restore_rng_once, self._data_state)
         return self.reader.open_epoch(self.epoch, point)
 
     def _restore_rng_after_reading(self) -> None:

@@ -52,7 +52,7 @@ class Monitors(Part):
             return
         samples, tokens = count_batch(self.trainer, inputs)
         if self.sources is not None:
-            self.sources.add(self.batches.epoch, self.batches.window.index, loss, samples, tokens)
+            self.sources.add(self.batches.epoch, self.batches.position.index, loss, samples, tokens)
         if self.observer is not None:
             self.observer.end_micro_batch(samples, tokens)
 

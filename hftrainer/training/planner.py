@@ -15,17 +15,17 @@ from hftrainer.base.signatures import max_positional_arguments
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
 from hftrainer.compat.libraries import has_length
-from hftrainer.data.accumulation import TrainingSchedule, plan_schedule, position_at_step, read_schedule
+from hftrainer.data.accumulation import RunLengths, plan_lengths, position_at_step, read_lengths
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.optimizers.setup import make_scheduler
-from hftrainer.releases.earlier import EarlierSchedule
+from hftrainer.releases.earlier import EarlierLengths
 from hftrainer.reporting import summary
 from hftrainer.training.sums import LoggedMetrics
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
-    from hftrainer.training.micro_batches import StartPoint
+    from hftrainer.training.micro_batches import RunStart
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +33,22 @@ logger = logging.getLogger(__name__)
 class Planner(Part):
     """Plans a run from its arguments and its training loader."""
 
-    def plan_run(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
+    def plan_run(self, args: TrainingArguments, dataloader: Any) -> RunLengths:
         """Compute the lengths of the run with `set_initial_training_values`, whose signature depends on the release."""
         size = self.trainer.get_total_train_batch_size(args)
         argument_count = max_positional_arguments(self.trainer.set_initial_training_values)
         needs_size = not self.parts.policy.returns_steps_in_epoch if argument_count is None else argument_count > 2
         initial_values = self.trainer.set_initial_training_values(args, dataloader, *([size] if needs_size else []))
-        return read_schedule(initial_values, args, total_train_batch_size=size)
+        return read_lengths(initial_values, args, total_train_batch_size=size)
 
-    def plan_length(self, args: TrainingArguments, loader: Any, size: int | None) -> TrainingSchedule | EarlierSchedule:
+    def plan_length(self, args: TrainingArguments, loader: Any, size: int | None) -> RunLengths | EarlierLengths:
         """Implements `Trainer.set_initial_training_values`."""
         is_sized = has_length(loader)
         # Batches differ in size, so use the mean.
         if is_sized and args.tokens_per_batch is not None and len(loader):
             examples = self.trainer.num_examples(loader) / len(loader)
             size = max(1, round(examples * self.parts.engine.accumulation_steps_of(0)))
-        schedule = plan_schedule(
+        lengths = plan_lengths(
             args,
             len(loader) * self.trainer.get_sp_size() if is_sized else None,
             self.trainer.num_examples(loader) if is_sized else None,
@@ -57,8 +57,8 @@ class Planner(Part):
             self.parts.policy.steps_of_epoch,
         )
         if self.parts.policy.returns_steps_in_epoch:
-            return schedule
-        return EarlierSchedule.from_schedule(schedule, epoch_based=args.max_steps < 0, has_length=is_sized)
+            return lengths
+        return EarlierLengths.from_lengths(lengths, epoch_based=args.max_steps < 0, has_length=is_sized)
 
     def init_state(self, max_steps: int, epochs: int, resume_folder: str | None, trial: Any) -> tuple[int, int]:
         """Make a new state, or load the state in the checkpoint.
@@ -69,8 +69,8 @@ class Planner(Part):
         Raises:
             UnsupportedArgument: when a subclass has its own training loop.
         """
-        trainer, schedule, progress = self.trainer, self.run.schedule, self.run.resumed_progress
-        if schedule is None:
+        trainer, lengths, progress = self.trainer, self.run.lengths, self.run.resumed_progress
+        if lengths is None:
             raise UnsupportedArgument(
                 "_inner_training_loop: a copy of transformers' own loop cannot run, since Lightning's loop trains. "
                 "To run code before or after it, call super()._inner_training_loop(...); for the rest, override "
@@ -84,10 +84,10 @@ class Planner(Part):
         if resume_folder is not None:
             trainer.state = resume.load_state(resume_folder, trainer.args, max_steps)
             trainer._load_callback_state()
-            position_of_progress = None if progress is None else progress.resume_position(schedule.steps_in_epoch)
+            position_of_progress = None if progress is None else progress.resume_position(lengths.steps_in_epoch)
             first_epoch, position = position_of_progress or position_at_step(
                 trainer.state.global_step,
-                schedule.steps_in_epoch,
+                lengths.steps_in_epoch,
                 self.parts.engine.accumulation_steps_of,
                 () if self.run.skipped_samples is None else self.run.skipped_samples.windows,
             )
@@ -97,28 +97,28 @@ class Planner(Part):
         trainer.state.init_training_references(trainer, max_steps, epochs, trial)
         return first_epoch, position
 
-    def steps_between_logs(self, schedule: TrainingSchedule) -> int:
+    def steps_between_logs(self, lengths: RunLengths) -> int:
         """Optimizer steps between two logs of Lightning's callbacks: the same as the Trainer's."""
         strategy = self.trainer.args.logging_strategy
         if strategy == IntervalStrategy.EPOCH:
-            return schedule.num_update_steps_per_epoch
+            return lengths.num_update_steps_per_epoch
         return sys.maxsize if strategy == IntervalStrategy.NO else max(1, int(self.trainer.state.logging_steps))
 
-    def log_start(self, schedule: TrainingSchedule, start: StartPoint) -> None:
+    def log_start(self, lengths: RunLengths, start: RunStart) -> None:
         """Log the sizes and the start of the run, and warn about batches that XLA compiles separately.
 
         Args:
-            schedule: the lengths of the run.
+            lengths: the lengths of the run.
             start: where the run starts.
         """
-        args, tokens, steps = self.trainer.args, self.trainer.args.tokens_per_batch, schedule.max_steps
+        args, tokens, steps = self.trainer.args, self.trainer.args.tokens_per_batch, lengths.max_steps
         size_label = "Batch size of a device" if tokens is None else "Most tokens in a batch of a device"
         sizes = {
-            "Number of examples": schedule.num_examples,
-            "Epochs": schedule.num_train_epochs,
-            "Optimizer steps per epoch": schedule.num_update_steps_per_epoch,
+            "Number of examples": lengths.num_examples,
+            "Epochs": lengths.num_train_epochs,
+            "Optimizer steps per epoch": lengths.num_update_steps_per_epoch,
             size_label: tokens or self.run.train_batch_size,
-            "Batch size of an optimizer step, over all devices": schedule.total_train_batch_size,
+            "Batch size of an optimizer step, over all devices": lengths.total_train_batch_size,
             "Gradient accumulation steps": self.parts.engine.accumulation_steps_of(0),
             "Optimizer steps": steps,
             "Trainable parameters": self.trainer.get_num_trainable_parameters(),
@@ -133,12 +133,12 @@ class Planner(Part):
         if self.trainer.is_world_process_zero() and self.trainer.state.global_step < steps and self.run.trial is None:
             if start.resume_folder is None:
                 resume.warn_about_earlier_run(args)
-            self._tell_start(schedule, sizes["Trainable parameters"])
+            self._tell_start(lengths, sizes["Trainable parameters"])
         # XLA compiles the step for each shape of a batch, which takes minutes for a large model.
         if args.device.type == "xla" and not args.dataloader_drop_last:
-            self._warn_about_ragged_batches(schedule)
+            self._warn_about_ragged_batches(lengths)
 
-    def _log_resume(self, start: StartPoint) -> None:
+    def _log_resume(self, start: RunStart) -> None:
         args = self.trainer.args
         facts = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": start.epoch}
         if not args.ignore_data_skip:
@@ -148,20 +148,20 @@ class Planner(Part):
             num_train_epochs = args.num_train_epochs if args.max_steps <= 0 else 0
             tell(summary.make_resume_message(str(self.run.resume_folder), self.trainer.state, num_train_epochs))
 
-    def _tell_start(self, schedule: TrainingSchedule, parameters: int) -> None:
-        args, tokens, size = self.trainer.args, self.trainer.args.tokens_per_batch, schedule.total_train_batch_size
+    def _tell_start(self, lengths: RunLengths, parameters: int) -> None:
+        args, tokens, size = self.trainer.args, self.trainer.args.tokens_per_batch, lengths.total_train_batch_size
         batch = count_of(size, "samples") if tokens is None else f"{count_of(tokens, 'tokens')} per device"
-        done, total = self.trainer.state.global_step, schedule.max_steps
+        done, total = self.trainer.state.global_step, lengths.max_steps
         steps = f"steps {done + 1:,} to {total:,}, each" if done else count_of(total, "steps")
         device = f"{args.world_size} x {args.device.type}"
         tell(f"Training {count_of(parameters, 'parameters')} on {device}: {steps} of {batch}.")
 
-    def _warn_about_ragged_batches(self, schedule: TrainingSchedule) -> None:
+    def _warn_about_ragged_batches(self, lengths: RunLengths) -> None:
         batch = self.run.train_batch_size * self.trainer.accelerator.processes.data_world_size
-        if has_length(self.trainer.train_dataset) and schedule.num_examples % batch:
+        if has_length(self.trainer.train_dataset) and lengths.num_examples % batch:
             text = "%d samples leave a last batch that is smaller than %d: XLA compiles the step for it too. "
             text += "dataloader_drop_last=True drops that batch."
-            logger.warning(text, schedule.num_examples, batch)
+            logger.warning(text, lengths.num_examples, batch)
 
     # ---- Lightning's finders -----------------------------------------------------------------------------------
 

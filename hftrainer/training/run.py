@@ -13,7 +13,7 @@ import torch
 
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.run_progress import RunProgress
-from hftrainer.data.accumulation import TrainingSchedule
+from hftrainer.data.accumulation import RunLengths
 from hftrainer.monitoring.health import Heartbeat
 from hftrainer.training.stopping import SignalListener
 from hftrainer.training.sums import LoggedMetrics
@@ -35,7 +35,7 @@ class Run:
         trial: the hyperparameter trial, if any.
         loop: what Lightning's hooks call while the run lasts.
         signal_listener: the signals that ask this run to stop.
-        schedule: the lengths of the run.
+        lengths: the lengths of the run.
         resumed_progress: our progress data in the checkpoint that the run resumes from, or None.
         resume_folder: the checkpoint that the run resumes from, if any.
         loss_since_log: the sum of the losses since the last log line, `()`, on the device; set when training begins.
@@ -65,7 +65,7 @@ class Run:
     trial: Any = None
     loop: TrainingLoop | None = None
     signal_listener: SignalListener = field(default_factory=lambda: SignalListener(should_save=False))
-    schedule: TrainingSchedule | None = None
+    lengths: RunLengths | None = None
     resumed_progress: RunProgress | None = None
     resume_folder: str | None = None
     loss_since_log: torch.Tensor = field(init=False)

@@ -23,6 +23,7 @@ from hftrainer.checkpointing.folder import clear_stale
 from hftrainer.checkpointing.run_checkpoints import delete_all_but_best
 from hftrainer.checkpointing.run_progress import read_global_batch_size
 from hftrainer.compat.overrides import is_overridden
+from hftrainer.data.accumulation import StepPhase
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import UnsupportedArgument
@@ -34,7 +35,7 @@ from hftrainer.trackers.base import begin_runs
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.divergence import Diverged
 from hftrainer.training.loop import TrainingLoop
-from hftrainer.training.micro_batches import MicroBatches, StartPoint
+from hftrainer.training.micro_batches import MicroBatches, RunStart
 from hftrainer.training.planner import Planner
 from hftrainer.training.restarts import Restarts
 from hftrainer.training.stopping import ControlSync, SignalListener
@@ -266,10 +267,10 @@ class TrainingRunner(Part):
         else:
             recorder = loop.step_end_values.record_outputs(trainer.model)
             with _add_step_note(loop), recorder, devices.error_hints():
-                steps_between_logs = self.planner.steps_between_logs(loop.schedule)
+                steps_between_logs = self.planner.steps_between_logs(loop.lengths)
                 self.parts.engine.fit(loop, model, log_every_n_steps=steps_between_logs)
         self.run.heartbeat.enter_phase("ended")
-        return trainer._finalize_training(trial, loop.schedule.num_train_samples, loop.start_time)
+        return trainer._finalize_training(trial, loop.lengths.num_train_samples, loop.start_time)
 
     def _prepare_attempt(
         self, args: TrainingArguments, resume_folder: str | None, trial: Any, ignore_keys: list[str] | None
@@ -287,24 +288,24 @@ class TrainingRunner(Part):
                 f"on_divergence={args.on_divergence!r} needs Trainer.train: let your train() call super().train()."
             )
         self.parts.loaders.warn_about_custom_loader(dataloader)
-        planned_schedule = self.planner.plan_run(args, dataloader)
+        planned_lengths = self.planner.plan_run(args, dataloader)
         skipped_samples = self.run.skipped_samples
-        schedule = planned_schedule if skipped_samples is None else skipped_samples.extend_schedule(planned_schedule)
-        self.run.schedule = schedule
-        self.run.resumed_progress = self.parts.saver.load_adapted_progress(resume_folder, schedule)
-        epochs = planned_schedule.num_train_epochs
+        lengths = planned_lengths if skipped_samples is None else skipped_samples.extend_lengths(planned_lengths)
+        self.run.lengths = lengths
+        self.run.resumed_progress = self.parts.saver.load_adapted_progress(resume_folder, lengths)
+        epochs = planned_lengths.num_train_epochs
         epoch, position = self.trainer._init_training_state(
-            schedule.max_steps, schedule.num_update_steps_per_epoch, epochs, resume_folder, trial
+            lengths.max_steps, lengths.num_update_steps_per_epoch, epochs, resume_folder, trial
         )
         self.parts.loaders.check_evaluation_data()
-        model, dataloader = self.trainer._prepare_for_training(schedule.max_steps, dataloader, resume_folder)
+        model, dataloader = self.trainer._prepare_for_training(lengths.max_steps, dataloader, resume_folder)
         if resume_folder is None:
-            self.planner.run_learning_rate_finder(schedule.max_steps)
+            self.planner.run_learning_rate_finder(lengths.max_steps)
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
-        start = StartPoint(resume_folder, epoch, position)
-        self.planner.log_start(schedule, start)
+        start = RunStart(resume_folder, epoch, position)
+        self.planner.log_start(lengths, start)
         control_sync = ControlSync(self.parts, functools.partial(self.parts.saver.save_if_needed, trial))
-        batches = MicroBatches(self.parts, control_sync, schedule, dataloader, start)
+        batches = MicroBatches(self.parts, control_sync, lengths, dataloader, start)
         self.run.loop = loop = TrainingLoop(self.parts, batches, trial, ignore_keys)
         return loop, model
 
@@ -449,7 +450,7 @@ def _add_step_note(loop: TrainingLoop) -> Iterator[None]:
         if not getattr(error, "__notes__", ()):
             done = loop.trainer.state.global_step
             place = f"after training step {done}" if done else "before training step 1"
-            if not loop.batches.is_between_steps:
+            if loop.batches.phase != StepPhase.NOT_BEGUN:
                 place = f"in training step {done + 1}"
             add_note(error, f"This happened {place}.")
         raise

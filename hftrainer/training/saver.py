@@ -29,7 +29,7 @@ from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_w
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.data import mixture_batches
-from hftrainer.data.accumulation import TrainingSchedule
+from hftrainer.data.accumulation import RunLengths, StepPhase
 from hftrainer.data.randomness import rng_state
 from hftrainer.errors import CheckpointNotWritten, RanksLost
 from hftrainer.parallel.devices import is_out_of_memory
@@ -185,7 +185,7 @@ class CheckpointSaver(Part):
     def save_progress(self, folder: str) -> None:
         """Write the progress that `trainer_state.json` does not hold."""
         # A checkpoint within a step resumes from the step count alone.
-        if self.run.loop is not None and self.run.loop.batches.is_between_steps:
+        if self.run.loop is not None and self.run.loop.batches.phase == StepPhase.NOT_BEGUN:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
             torch.save(vars(self.make_progress(self.run.loop)), os.path.join(folder, name))
 
@@ -213,25 +213,25 @@ class CheckpointSaver(Part):
             state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
             self.run.train_batch_size = state.train_batch_size or self.run.train_batch_size
 
-    def load_adapted_progress(self, folder: str | None, schedule: TrainingSchedule) -> RunProgress | None:
+    def load_adapted_progress(self, folder: str | None, lengths: RunLengths) -> RunProgress | None:
         """The progress in a checkpoint, or None if we did not write it. Warns about changed arguments."""
         if folder is None:
             return None
         progress = load_progress(folder, self.trainer.args.process_index, self.trainer.args.world_size)
         state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
         # A run without steps left reads no data.
-        if progress is not None and state.global_step < schedule.max_steps:
-            progress.adapt_to(self.position_settings(schedule), skips_data=not self.trainer.args.ignore_data_skip)
+        if progress is not None and state.global_step < lengths.max_steps:
+            progress.adapt_to(self.position_settings(lengths), skips_data=not self.trainer.args.ignore_data_skip)
         return progress
 
-    def position_settings(self, schedule: TrainingSchedule) -> dict[str, Any]:
+    def position_settings(self, lengths: RunLengths) -> dict[str, Any]:
         """The settings that determine which samples a position in the data refers to."""
         args = self.trainer.args
         return {name: getattr(args, name) for name in POSITION_SETTINGS if hasattr(args, name)} | {
             "per_device_train_batch_size": 1 if args.tokens_per_batch is not None else self.run.train_batch_size,
             "world_size": self.trainer.accelerator.processes.data_world_size,
-            "samples in the data": schedule.num_examples,
-            "max_steps": schedule.max_steps,
+            "samples in the data": lengths.num_examples,
+            "max_steps": lengths.max_steps,
             "train_sampling_strategy": str(args.train_sampling_strategy),
             "accelerator_config": self.parts.resolved.accelerator_config.data_settings(),
             "mixture": mixture_batches.collect_settings(self.parts),
@@ -239,11 +239,11 @@ class CheckpointSaver(Part):
 
     def make_progress(self, loop: TrainingLoop) -> RunProgress:
         """The current progress for a checkpoint, in addition to the trainer's state."""
-        window = loop.batches.window
+        position = loop.batches.position
         return RunProgress(
-            settings=self.position_settings(loop.schedule),
-            epoch=loop.batches.epoch if window.size else None,
-            position=window.index + 1 if window.size else loop.batches.start.position,
+            settings=self.position_settings(loop.lengths),
+            epoch=loop.batches.epoch if position.window_size else None,
+            position=position.index + 1 if position.window_size else loop.batches.start.position,
             epoch_ended=loop.epoch_ended,
             epoch_left=loop.epoch_ended and self.trainer.control.should_epoch_stop,
             owes_evaluation=self.run.has_unfinished_evaluation,
@@ -254,7 +254,7 @@ class CheckpointSaver(Part):
             grad_norm=loop.grad_norm.cpu() if isinstance(loop.grad_norm, torch.Tensor) else loop.grad_norm,
             learning_rate=loop.learning_rate,
             evaluation_workers=list(self.trainer._eval_dataloaders),
-            data=loop.batches.reader.state_dict() if window.size else None,
+            data=loop.batches.reader.state_dict() if position.window_size else None,
             since_evaluation=0.0 if loop.monitors.requests is None else loop.monitors.requests.since_evaluation,
             recent_losses=list(loop.divergence.recent_losses),
             tracker_runs=ids_of_open_runs(
@@ -269,7 +269,7 @@ class CheckpointSaver(Part):
         trainer.state.stateful_callbacks = export_states(self.parts.stateful_callbacks())
         state, scaler = dataclasses.asdict(trainer.state), trainer.accelerator.scaler
         # Lightning's callbacks may save before `end_step` counts the step.
-        if loop.has_uncounted_step:
+        if loop.batches.phase == StepPhase.UNCOUNTED:
             state |= {"global_step": state["global_step"] + 1, "epoch": loop.epoch_after_step()}
         return as_bytes(
             {
@@ -290,14 +290,15 @@ class CheckpointSaver(Part):
         if is_distributed and is_communication_error(error) and not isinstance(error, RanksLost):
             logger.error(lost_ranks_message("gradients or weights of all ranks"))
         should_restart = self.trainer.args.auto_find_batch_size and is_out_of_memory(error)
-        if isinstance(error, CheckpointNotWritten) or should_restart or is_distributed or loop.is_stepping:
+        has_changed_weights = loop.batches.phase >= StepPhase.STEPPING
+        if isinstance(error, CheckpointNotWritten) or should_restart or is_distributed or has_changed_weights:
             return
         has_new_step = self.trainer.state.global_step > self.run.initial_step
         if not has_new_step or loop.trial is not None or not self.should_save_on_interrupt():
             return
         try:
             self.save_if_needed(loop.trial)
-            if not loop.batches.is_between_steps:
+            if loop.batches.phase != StepPhase.NOT_BEGUN:
                 logger.warning(
                     "The error occurred within a step: a run resumed from there draws different random numbers."
                 )

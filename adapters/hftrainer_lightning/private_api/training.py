@@ -53,14 +53,14 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         self._call_hook(module, "on_train_batch_start", batch, index)
         progress.increment_started()
         with trainer.profiler.profile("run_training_batch"):
-            if self.has_listeners and self.batches.window.is_first:
+            if self.has_listeners and self.batches.position.is_first:
                 # Only announced: the run clears the gradients after the step.
                 self.automatic_optimization._on_before_zero_grad(trainer.optimizers[0])
             if self.has_listeners:
                 loss = call._call_strategy_hook(trainer, "training_step", batch, index)
             else:
                 loss = strategy.training_step(batch, index)
-            if self.batches.window.is_last:
+            if self.batches.position.is_last:
                 steps = self.automatic_optimization.optim_progress.optimizer.step
                 steps.increment_ready()
                 optimizer = strategy._lightning_optimizers[0]
@@ -91,7 +91,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         self._save_loggers_on_train_batch_end()
 
     def _should_accumulate(self) -> bool:
-        return not self.batches.window.is_last
+        return not self.batches.position.is_last
 
 
 class _OverriddenEpochFitLoop(_FitLoop):

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.data.elastic import accumulation_steps
-from hftrainer.data.epoch_reader import EpochReader, ResumePoint
+from hftrainer.data.epoch_reader import EpochReader, EpochStart
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import LengthGroupedSampler, ShardSpec
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
@@ -126,7 +126,7 @@ def read_steps(loaders, epoch, skipped, size, global_batch, state=None):
     accumulation = accumulation_steps(global_batch, size, len(loaders))
     of_ranks = []
     for loader in loaders:
-        start = ResumePoint(skipped * accumulation, restore_random_states=list, saved_state=state)
+        start = EpochStart(skipped * accumulation, restore_random_states=list, saved_state=state)
         of_ranks.append([sample for batch in EpochReader(loader).open_epoch(epoch, start) for sample in batch])
     width = global_batch // len(loaders)
     steps = len(of_ranks[0]) // width
