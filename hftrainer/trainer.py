@@ -49,6 +49,7 @@ from hftrainer.trackers import selection
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
+from hftrainer.training import loss_scale
 from hftrainer.training.run import RunAttribute
 from hftrainer.training_args import TrainingArguments
 
@@ -385,7 +386,7 @@ class Trainer(EarlierMethods):
 
         With `average_tokens_across_devices`, the sum over all ranks, except in evaluations.
         """
-        return self._hftrainer.counting.num_items(batch_samples, device)
+        return loss_scale.count_items(self._hftrainer, batch_samples, device)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device."""

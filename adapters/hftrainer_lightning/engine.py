@@ -163,9 +163,10 @@ class LightningEngine:
         finally:
             precision.teardown()
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Do not all-reduce the gradients of backward passes in the block."""
-        return self.strategy.no_sync(self.trainer.strategy if self.trainer is not None and self.is_fitting else None)
+    @property
+    def fitting_strategy(self) -> Any:
+        """Lightning's strategy within `fit`; None outside of it."""
+        return self.trainer.strategy if self.trainer is not None and self.is_fitting else None
 
     def evaluate(self, evaluation: EvaluationPass, model: torch.nn.Module, stage: Stage = "validate") -> None:
         """Run an evaluation, test or prediction pass, alone or within `fit`.

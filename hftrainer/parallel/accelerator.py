@@ -119,7 +119,7 @@ class EngineAccelerator(ProcessState):
         """Run backward through the strategy and the precision plugin.
 
         Like accelerate's, this divides the loss by `gradient_accumulation_steps`, but not with DeepSpeed. That is 1
-        except in v5.2 to v5.5, where `LossComputer._divide_losses` has divided the loss already.
+        except in v5.2 to v5.5, where `LossComputer` has divided the loss already (`training/loss_scale.py`).
         """
         if self.gradient_accumulation_steps > 1 and self.distributed_type is not DistributedType.DEEPSPEED:
             loss = loss / self.gradient_accumulation_steps
@@ -256,7 +256,7 @@ class EngineAccelerator(ProcessState):
 
     def no_sync(self, model: Any = None) -> Any:
         """Do not all-reduce the gradients of backward passes in the block."""
-        return self._engine.no_sync()
+        return self._strategy.no_sync(self._engine.fitting_strategy)
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Counts the items, tokens and floating-point operations of a run's batches."""
+"""Counts the tokens and floating-point operations of a run's batches."""
 
 from __future__ import annotations
 
@@ -22,21 +22,6 @@ class Counting(Part):
     """
 
     flos_per_token: tuple[Any, int] | None = None
-
-    def num_items(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
-        """Number of labels that are not -100, over all micro-batches; None if unused."""
-        policy = self.parts.policy
-        is_used = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
-        if (not is_used and policy.counts_items_only_if_used) or not batch_samples or "labels" not in batch_samples[0]:
-            return None
-        labels = [policy.counted_labels(batch, shifts=self.trainer._loss_shifts_labels) for batch in batch_samples]
-        if not all(isinstance(each, torch.Tensor) for each in labels):
-            # The labels of detection models are lists of dicts.
-            return None
-        items = sum(each.ne(-100).sum() for each in labels).to(device)
-        if self.parts.averages_tokens:
-            items = self.sum_over_data(items)
-        return policy.num_items(items)
 
     def track_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument requests it."""

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hftrainer.base.messages import log_once
 from hftrainer.base.part import Part
-from hftrainer.base.signatures import accepted_args, accepts, ignores_other_keywords
+from hftrainer.base.signatures import accepted_args
 from hftrainer.base.tracebacks import describe_type, note_batch
+from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.loaders import to_device
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.model.inspection import LOSS_REMEDY, call_loss_func, extract_loss, is_training, smoothing_shifts_labels
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuild_container
-from hftrainer.training.model_checks import check_first_batch
+from hftrainer.training import loss_scale
+
+if TYPE_CHECKING:
+    from hftrainer.assembly.trainer_parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +50,49 @@ def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
     return loss["loss"] if "loss" in loss else sum(other_losses.values()), other_losses
 
 
-@functools.lru_cache(maxsize=8)
-def _accepts_items(function: Callable[..., Any]) -> bool:
-    is_parameter = "num_items_in_batch" in inspect.signature(function).parameters
-    return is_parameter or (accepts(function, "num_items_in_batch") and not ignores_other_keywords(function))
+def _check_first_batch(parts: TrainerParts, model: nn.Module, inputs: Any, items: Any) -> None:
+    """Check on a run's first batch, in its precision, what the run requires of the model."""
+    # By now, callbacks have unfrozen what the first step trains. A script's loss may have weights of its own.
+    has_own_loss = parts.trainer.compute_loss_func is not None or is_overridden(parts.trainer, "compute_loss")
+    requires_grad = {parameter.requires_grad for parameter in model.parameters()}
+    if requires_grad == {False} and not has_own_loss:
+        name = type(parts.unwrapped_model).__name__
+        raise InvalidSetup(f"All parameters of {name} are frozen: call requires_grad_(True) on some, or add adapters.")
+    args, counts_items = parts.trainer.args, parts.trainer.model_accepts_loss_kwargs and items is not None
+    needs_division = args.elastic and counts_items and isinstance(inputs, Mapping)
+    if not needs_division and not args.flatten_batches:
+        return
+    was_training = model.training
+    # Dropout would draw random numbers.
+    model.eval()
+    try:
+        with torch.no_grad():
+            if needs_division:
+                loss_scale.detect_division(parts, model, inputs, items)
+            if args.flatten_batches:
+                _require_separate_samples(parts, model)
+    finally:
+        model.train(was_training)
+
+
+def _require_separate_samples(parts: TrainerParts, model: nn.Module) -> None:
+    """Raise UnsupportedArgument if a sample's logits depend on other samples in its row."""
+    model, collator = libraries.unwrap_compiled(model), parts.loaders.flat_collator()
+    name = type(parts.unwrapped_model).__name__
+    vocabulary = len(parts.unwrapped_model.get_input_embeddings().weight)
+    first, second, other = ([token % vocabulary for token in range(begin, begin + 4)] for begin in (1, 5, 9))
+    rows = []
+    for pair in ((first, second), (first, other), (other, second)):
+        batch = collator([{"input_ids": ids} for ids in pair])
+        del batch["labels"]
+        rows.append(model(**parts.trainer._prepare_inputs(batch))["logits"][0])
+    # Tokens, positions and shapes agree: the logits are equal to the bit, unless the model mixes samples.
+    if not torch.equal(rows[0][:4], rows[1][:4]) or not torch.equal(rows[0][4:], rows[2][4:]):
+        raise UnsupportedArgument(
+            f"flatten_batches=True: in {name}, the samples of a row attend to each other: it does not build its "
+            "mask from position_ids. Remove flatten_batches, or load the model with an attention implementation "
+            "that does, such as attn_implementation='flash_attention_2'."
+        )
 
 
 class LossComputer(Part):
@@ -81,16 +122,12 @@ class LossComputer(Part):
     # ---- The loss ----------------------------------------------------------------------------------------------
 
     def loss(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """The loss of one micro-batch, divided for accumulation unless already divided."""
+        """The loss of one micro-batch, divided for accumulation unless already divided (`loss_scale.py`)."""
         trainer = self.trainer
-        if not is_training(model):
-            model.train()
-        # Schedule-free optimizers have a training mode too.
-        if callable(getattr(trainer.optimizer, "train", None)):
-            trainer.optimizer.train()
+        _set_training_mode(model, trainer.optimizer)
         inputs = trainer._prepare_inputs(inputs)
         if not self.run.has_checked_model:
-            check_first_batch(self.parts, model, inputs, num_items_in_batch)
+            _check_first_batch(self.parts, model, inputs, num_items_in_batch)
             # A batch without labels cannot show whether the model divides its loss.
             self.run.has_checked_model = num_items_in_batch is not None or not trainer.args.elastic
         kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
@@ -108,16 +145,7 @@ class LossComputer(Part):
             devices.empty_cache()
         loss, other_losses = split_losses(loss)
         loss = check_loss(loss, self._loss_remedy)
-        return self._divide_losses(loss, other_losses, num_items_in_batch)
-
-    def _divide_losses(self, loss: torch.Tensor, other_losses: Mapping[str, Any], items: Any) -> torch.Tensor:
-        """Divide the loss for accumulation, unless the items have divided it, and log the other losses.
-
-        `accelerator.backward` divides it again in v5.2 to v5.5.
-        """
-        divisor = self.parts.policy.loss_divisor(self.run.accumulation_steps, self.trainer.args)
-        if divisor > 1 and self._is_loss_scaled(items):
-            divisor = 1
+        divisor = loss_scale.divisor(self.parts, num_items_in_batch)
         for name, other_loss in other_losses.items():
             if other_loss is not None:
                 self.run.logged_metrics.add(name, other_loss / divisor, count=0)
@@ -128,22 +156,6 @@ class LossComputer(Part):
             return LOSS_REMEDY
         name = type(self.trainer).__name__
         return f"{name}.compute_loss must return the loss, or (loss, outputs) with return_outputs=True."
-
-    def _is_loss_scaled(self, num_items_in_batch: Any) -> bool:
-        """Whether the loss is divided by the window's items, rather than a micro-batch's mean."""
-        if self.trainer.loss_is_scaled_for_ga is not None:
-            return self.trainer.loss_is_scaled_for_ga
-        if not accepts(self.trainer.compute_loss, "num_items_in_batch"):
-            # Overrides written before v4.46 do not accept the number of items.
-            return False
-        is_counted = num_items_in_batch is not None or not self.parts.policy.divides_uncounted_loss
-        return (self.trainer.model_accepts_loss_kwargs and is_counted) or self._loss_function_accepts_items
-
-    @property
-    def _loss_function_accepts_items(self) -> bool:
-        """Whether `compute_loss_func` accepts the number of items. Other functions return a batch's mean loss."""
-        function = self.trainer.compute_loss_func
-        return function is not None and _accepts_items(function)
 
     def compute_loss_and_outputs(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
         """Implements `Trainer.compute_loss` with `compute_loss_func`, the label smoother, or the model itself."""
@@ -174,8 +186,13 @@ class LossComputer(Part):
                     f"and the batch has only {', '.join(inputs)}; the model computes its own loss.",
                 )
             loss = extract_loss(outputs, inputs)
-        accepts_items = trainer.model_accepts_loss_kwargs or self._loss_function_accepts_items
-        if self.parts.averages_tokens and accepts_items and num_items_in_batch is not None:
-            # Averaging the gradients divides the loss by this number.
-            loss = loss * trainer.accelerator.processes.data_world_size
-        return loss, outputs
+        factor = loss_scale.rank_factor(self.parts, num_items_in_batch)
+        return loss * factor if factor > 1 else loss, outputs
+
+
+def _set_training_mode(model: nn.Module, optimizer: Any) -> None:
+    if not is_training(model):
+        model.train()
+    # Schedule-free optimizers have a training mode too.
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()

@@ -10,7 +10,7 @@ from torch import nn
 
 from hftrainer.releases import followed
 from hftrainer.trainer_pt_utils import LabelSmoother
-from hftrainer.training.counting import Counting
+from hftrainer.training import counting, loss_scale
 from hftrainer.training.loss import LossComputer, split_losses
 from hftrainer.training.run import Run
 
@@ -95,7 +95,8 @@ LABELS = [{"labels": torch.tensor([[1, -100, 3]])}, {"labels": torch.tensor([[1,
 
 def count(release="5.20", batches=LABELS, **settings):
     parts = make_losses(release, **{"model_accepts_loss_kwargs": True, **settings}).parts
-    return Counting(parts).num_items(batches, torch.device("cpu"))
+    parts.counting = counting.Counting(parts)
+    return loss_scale.count_items(parts, batches, torch.device("cpu"))
 
 
 def test_items_are_the_labels_that_count():
