@@ -41,6 +41,7 @@ from hftrainer_lightning.private_api.training import use_previous_epoch
 
 if TYPE_CHECKING:
     from hftrainer.strategies.strategy import Strategy
+    from hftrainer.trainer import Trainer
     from hftrainer.training.loop import TrainingLoop
     from hftrainer_lightning.module import TrainerModule
 
@@ -82,11 +83,11 @@ def has_progress_bar(callbacks: Iterable[Callback]) -> bool:
     return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
-def _evaluates(trainer: Any) -> bool:
+def _evaluates(trainer: Trainer) -> bool:
     return trainer.args.eval_strategy != "no" or bool(trainer.args.eval_minutes)
 
 
-def check_callbacks(callbacks: Sequence[Callback], strategy: Strategy, trainer: Any) -> list[str]:
+def check_callbacks(callbacks: Sequence[Callback], strategy: Strategy, trainer: Trainer) -> list[str]:
     """An error message for each callback that cannot work in a run of `trainer`, our Trainer."""
     for callback in callbacks:
         if _evaluates(trainer) and (monitor := str(getattr(callback, "monitor", ""))).startswith("val_"):
@@ -100,7 +101,7 @@ def check_callbacks(callbacks: Sequence[Callback], strategy: Strategy, trainer: 
     return problems
 
 
-def _find_problems(callback: Callback, parallel_strategy: Strategy, trainer: Any) -> Iterator[str]:
+def _find_problems(callback: Callback, parallel_strategy: Strategy, trainer: Trainer) -> Iterator[str]:
     name, strategy, args = type(callback).__name__, parallel_strategy.argument, trainer.args
     if isinstance(callback, (ModelPruning, *TRAINING_ONLY)) and parallel_strategy.shards_model:
         yield f"{name} changes full weights, but {strategy} shards them: train without {strategy}, or without {name}."
@@ -297,7 +298,7 @@ def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, loop: Training
 class _BatchForward(torch.nn.Module):
     """A module whose forward computes the Trainer's loss of a batch."""
 
-    def __init__(self, model: torch.nn.Module, trainer: Any) -> None:
+    def __init__(self, model: torch.nn.Module, trainer: Trainer) -> None:
         super().__init__()
         self.model = model
         self._trainer = trainer

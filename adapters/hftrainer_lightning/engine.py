@@ -36,6 +36,7 @@ from hftrainer_lightning.strategies import StrategySettings, make_accelerator
 
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
+    from hftrainer.trainer import Trainer
     from hftrainer.training.loop import TrainingLoop
     from hftrainer.training.planner import TrialSteps
 
@@ -164,7 +165,7 @@ class LightningEngine:
             precision.teardown()
 
     @property
-    def fitting_strategy(self) -> Any:
+    def fitting_strategy(self) -> pl.strategies.Strategy | None:
         """Lightning's strategy within `fit`; None outside of it."""
         return self.trainer.strategy if self.trainer is not None and self.is_fitting else None
 
@@ -194,10 +195,10 @@ class LightningEngine:
         self, evaluation: EvaluationPass, batches: _EvaluationBatches, model: torch.nn.Module, stage: Stage
     ) -> None:
         """Run one of Lightning's evaluation loops outside of `fit`, maybe within another evaluation."""
-        outer_state = self.trainer, self.module, self.is_evaluating
+        outer_trainer, outer_module, is_nested = self.trainer, self.module, self.is_evaluating
         with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
             # compute_metrics may start a nested evaluation, which needs a second trainer.
-            if self.trainer is None or self.is_evaluating:
+            if self.trainer is None or is_nested:
                 self.trainer = self._make_trainer(max_epochs=1)
             self.trainer.callbacks = [  # type: ignore[attr-defined]
                 callback
@@ -219,9 +220,9 @@ class LightningEngine:
                     evaluation_loops.release_data(loop)
                 self.trainer.loggers = loggers
                 module.detach()
-                self.is_evaluating = outer_state[2]
-                if self.is_evaluating:
-                    self.trainer, self.module = outer_state[:2]
+                self.is_evaluating = is_nested
+                if is_nested:
+                    self.trainer, self.module = outer_trainer, outer_module
 
     @contextlib.contextmanager
     def evaluation_group(self) -> Iterator[dict[str, float]]:
@@ -290,7 +291,7 @@ class LightningEngine:
         """Whether a callback searches for the batch size."""
         return lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder) is not None
 
-    def check_callbacks(self, trainer: Any) -> list[str]:
+    def check_callbacks(self, trainer: Trainer) -> list[str]:
         """An error message for each callback that cannot work in a run of `trainer`, our Trainer."""
         return lightning_callbacks.check_callbacks(self.callbacks, self.strategy, trainer)
 

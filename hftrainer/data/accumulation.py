@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from hftrainer.errors import InvalidArgument
 from hftrainer.releases.earlier import EarlierLengths
 from hftrainer.training_args import TrainingArguments
@@ -43,7 +45,7 @@ class MicroBatchPosition:
     index: int = -1
     window_start: int = 0
     window_size: int = 0
-    num_items: Any = None
+    num_items: torch.Tensor | int | None = None
     is_first: bool = False
     is_last: bool = True
 

@@ -58,7 +58,7 @@ class TrainingLoop(Part):
         self.step_end_values = StepEndValues(self.trainer.callback_handler.callbacks)
         self.monitors = Monitors(parts, self.batches, trial, is_finished=self.is_finished)
 
-        self.grad_norm: Any = None
+        self.grad_norm: torch.Tensor | float | None = None
         self.learning_rate: float | None = None
         self.epoch_ended = False
 

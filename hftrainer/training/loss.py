@@ -50,7 +50,7 @@ def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
     return loss["loss"] if "loss" in loss else sum(other_losses.values()), other_losses
 
 
-def _check_first_batch(parts: TrainerParts, model: nn.Module, inputs: Any, items: Any) -> None:
+def _check_first_batch(parts: TrainerParts, model: nn.Module, inputs: Any, items: torch.Tensor | int | None) -> None:
     """Check on a run's first batch, in its precision, what the run requires of the model."""
     # By now, callbacks have unfrozen what the first step trains. A script's loss may have weights of its own.
     has_own_loss = parts.trainer.compute_loss_func is not None or is_overridden(parts.trainer, "compute_loss")
@@ -121,7 +121,7 @@ class LossComputer(Part):
 
     # ---- The loss ----------------------------------------------------------------------------------------------
 
-    def loss(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+    def loss(self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
         """The loss of one micro-batch, divided for accumulation unless already divided (`loss_scale.py`)."""
         trainer = self.trainer
         _set_training_mode(model, trainer.optimizer)

@@ -39,7 +39,7 @@ def count_items(parts: TrainerParts, micro_batches: list[Any], device: torch.dev
     return policy.num_items(parts.counting.sum_over_data(items) if parts.averages_tokens else items)
 
 
-def rank_factor(parts: TrainerParts, items: Any) -> int:
+def rank_factor(parts: TrainerParts, items: torch.Tensor | int | None) -> int:
     """The ranks with distinct data, if the loss is divided by the items of all of them; else 1."""
     if not parts.averages_tokens or items is None:
         return 1
@@ -47,13 +47,13 @@ def rank_factor(parts: TrainerParts, items: Any) -> int:
     return parts.trainer.accelerator.processes.data_world_size if divides else 1
 
 
-def divisor(parts: TrainerParts, items: Any) -> int:
+def divisor(parts: TrainerParts, items: torch.Tensor | int | None) -> int:
     """The divisor of a loss for accumulation: 1 if the items of the step have divided it."""
     micro_batches = parts.policy.loss_divisor(parts.run.accumulation_steps, parts.trainer.args)
     return 1 if micro_batches > 1 and _is_divided_by_items(parts, items) else micro_batches
 
 
-def _is_divided_by_items(parts: TrainerParts, items: Any) -> bool:
+def _is_divided_by_items(parts: TrainerParts, items: torch.Tensor | int | None) -> bool:
     """Whether the loss is divided by the items of the step, rather than a micro-batch's mean."""
     trainer = parts.trainer
     if trainer.loss_is_scaled_for_ga is not None:

@@ -288,14 +288,11 @@ class TrainingRunner(Part):
                 f"on_divergence={args.on_divergence!r} needs Trainer.train: let your train() call super().train()."
             )
         self.parts.loaders.warn_about_custom_loader(dataloader)
-        planned_lengths = self.planner.plan_run(args, dataloader)
-        skipped_samples = self.run.skipped_samples
-        lengths = planned_lengths if skipped_samples is None else skipped_samples.extend_lengths(planned_lengths)
-        self.run.lengths = lengths
+        planned, skipped_samples = self.planner.plan_run(args, dataloader), self.run.skipped_samples
+        self.run.lengths = lengths = planned if skipped_samples is None else skipped_samples.extend_lengths(planned)
         self.run.resumed_progress = self.parts.saver.load_adapted_progress(resume_folder, lengths)
-        epochs = planned_lengths.num_train_epochs
         epoch, position = self.trainer._init_training_state(
-            lengths.max_steps, lengths.num_update_steps_per_epoch, epochs, resume_folder, trial
+            lengths.max_steps, lengths.num_update_steps_per_epoch, planned.num_train_epochs, resume_folder, trial
         )
         self.parts.loaders.check_evaluation_data()
         model, dataloader = self.trainer._prepare_for_training(lengths.max_steps, dataloader, resume_folder)

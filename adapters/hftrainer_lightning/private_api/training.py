@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
@@ -37,7 +38,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     #: Whether callbacks of Lightning or a profiler follow the run. If not, only the module's own hooks are called.
     has_listeners: bool
 
-    def advance(self, data_fetcher: Any) -> None:
+    def advance(self, data_fetcher: _DataFetcher) -> None:
         """Run a micro-batch, and after the last of a window the optimizer step."""
         trainer: Any = self.trainer
         module, strategy, progress = trainer.lightning_module, trainer.strategy, self.batch_progress
@@ -86,7 +87,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         else:
             getattr(module, name)(*args)
 
-    def on_advance_end(self, data_fetcher: Any) -> None:
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Save the loggers. The Trainer's callbacks decide when to validate."""
         self._save_loggers_on_train_batch_end()
 
