@@ -701,15 +701,15 @@ class Trainer(EarlierMethods):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Forward and backward FLOPs of a batch: 6 per token and parameter; 0 if unknown."""
-        return self._hftrainer.counting.floating_point_ops(inputs)
+        return self._hftrainer.counters.floating_point_ops(inputs)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument enables it."""
-        self._hftrainer.counting.track_tokens(inputs)
+        self._hftrainer.counters.track_tokens(inputs)
 
     def store_flos(self) -> None:
         """Add the operations counted since the last call to `state.total_flos`."""
-        self._hftrainer.counting.store_flos()
+        self._hftrainer.counters.store_flos()
 
     def _maybe_log_save_evaluate(
         self,
@@ -929,13 +929,13 @@ class Trainer(EarlierMethods):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint."""
         logger.info("Loading the model from %s.", resume_from_checkpoint)
-        self._hftrainer.saver.load_weights(model if model is not None else self.model, resume_from_checkpoint)
+        self._hftrainer.restorer.load_weights(model if model is not None else self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint."""
         best = self.state.best_model_checkpoint
         logger.info("Loading the best model, %s (metric %s).", best, self.state.best_metric)
-        self._hftrainer.saver.load_weights(self.model, str(best), is_best=True)
+        self._hftrainer.restorer.load_weights(self.model, str(best), is_best=True)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Log missing and unexpected weights after loading a checkpoint.
@@ -1147,7 +1147,7 @@ class Trainer(EarlierMethods):
         # Until v5.2, it is None before training.
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
-        logs |= self._hftrainer.counting.token_metrics(start_time)
+        logs |= self._hftrainer.counters.token_metrics(start_time)
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._hftrainer.call_callbacks("on_log", logs)
         self._hftrainer.engine.show_values(logs)

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hftrainer.errors import InvalidSetup
+from hftrainer.training.progress import make_ckpt_entry
 from hftrainer_lightning import callbacks
 from hftrainer_lightning.private_api.callbacks import call_hooks
 from hftrainer_lightning.private_api.evaluation import can_be_logged
@@ -54,7 +55,7 @@ class TrainerModule(WithoutBatchTransfer):
     ) -> None:
         """Attach the training run for `fit`, and the state that its callbacks resume from."""
         self.loop = loop
-        self.resume_state = functools.partial(loop.parts.saver.resume_state, loop)
+        self.resume_state = functools.partial(make_ckpt_entry, loop.parts, loop)
         self._resumed_state = resumed_state
         self._optimizer = optimizer
         self._scheduler = scheduler

@@ -28,7 +28,7 @@ from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.storage.sync import StorageSync
 from hftrainer.strategies.strategy import Strategy
 from hftrainer.trackers.base import LogFolder, TrackerCallback, reporting_callbacks
-from hftrainer.training import control_actions, counting, loss, runner, saver
+from hftrainer.training import control_actions, counters, loss, restorer, runner, saver
 from hftrainer.training.run import Run
 
 if TYPE_CHECKING:
@@ -71,8 +71,9 @@ class TrainerParts:
         optimizer_setup: creates the optimizer and its schedule.
         loaders: makes data loaders.
         losses: prepares micro-batches and computes their losses.
-        counting: counts items, tokens and floating-point operations over all ranks.
-        saver: writes checkpoints and restores from them.
+        counters: count items, tokens and floating-point operations over all ranks.
+        saver: writes checkpoints.
+        restorer: restores weights and progress from them.
         control_actions: logs, saves and evaluates when due.
         evaluation: runs a pass over an evaluation or test set.
         hub_pushes: uploads to the Hub.
@@ -103,8 +104,9 @@ class TrainerParts:
         self.optimizer_setup = OptimizerSetup(self)
         self.loaders = LoaderFactory(self)
         self.losses = loss.LossComputer(self)
-        self.counting = counting.Counting(self)
+        self.counters = counters.Counters(self)
         self.saver = saver.CheckpointSaver(self)
+        self.restorer = restorer.CheckpointRestorer(self)
         self.control_actions = control_actions.ControlActions(self)
         self.evaluation = EvaluationRunner(self)
         self.hub_pushes = HubPushes(self)

@@ -213,9 +213,9 @@ class ModelSetup(Part):
         if not self.parts.strategy.shards_model:
             yield
             return
-        per_token = self.parts.counting.count_flos_per_token()
+        per_token = self.parts.counters.count_flos_per_token()
         yield
-        self.parts.counting.flos_per_token = (self.trainer.model, per_token)
+        self.parts.counters.flos_per_token = (self.trainer.model, per_token)
 
     def check_accumulation(self, steps: int) -> None:
         """Raise if the accumulation steps changed, but the strategy fixes them.

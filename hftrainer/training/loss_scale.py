@@ -36,7 +36,7 @@ def count_items(parts: TrainerParts, micro_batches: list[Any], device: torch.dev
         # The labels of detection models are lists of dicts.
         return None
     items = sum(each.ne(-100).sum() for each in labels).to(device)
-    return policy.num_items(parts.counting.sum_over_data(items) if parts.averages_tokens else items)
+    return policy.num_items(parts.counters.sum_over_data(items) if parts.averages_tokens else items)
 
 
 def rank_factor(parts: TrainerParts, items: torch.Tensor | int | None) -> int:
@@ -83,5 +83,5 @@ def detect_division(parts: TrainerParts, model: nn.Module, inputs: Mapping[str, 
     loss, loss_for_double = (
         extract_loss(model(**{**inputs, "num_items_in_batch": count}), inputs) for count in (items, 2 * items)
     )
-    dividing_ranks = parts.counting.sum_over_data(torch.tensor([not torch.equal(loss, loss_for_double)]).int())
+    dividing_ranks = parts.counters.sum_over_data(torch.tensor([not torch.equal(loss, loss_for_double)]).int())
     parts.trainer.model_accepts_loss_kwargs = bool(dividing_ranks.item())

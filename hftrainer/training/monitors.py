@@ -102,7 +102,7 @@ def _make_observer(parts: TrainerParts, batches: MicroBatches, folder: str, *, i
         observations,
         lambda: parts.run.seconds,
         batches.reader.wait_seconds_by_cause,
-        lambda count: int(parts.counting.sum_over_data(torch.tensor([count]))),
+        lambda count: int(parts.counters.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
         Journal(folder if has_journal else None),
         {"world_size": args.world_size, "device": str(args.device), "resumed_from": batches.start.resume_folder},

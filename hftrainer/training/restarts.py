@@ -137,7 +137,7 @@ class Restarts(Part):
             # End the scaler's step, which the optimizer did not make.
             scaler.update(scaler.get_scale())
         if resume_folder is not None:
-            self.parts.saver.load_weights_and_batch_size(resume_folder)
+            self.parts.restorer.load_weights_and_batch_size(resume_folder)
         elif initial_state is not None:
             initial_state.restore()
             handler, states = self.trainer.callback_handler, initial_state.callback_states

@@ -95,7 +95,7 @@ class TrainingRunner(Part):
             raise UnsupportedArgument("\n".join(errors))
         self.run.resume_folder = resume_folder
         if resume_folder is not None:
-            self.parts.saver.load_weights_and_batch_size(resume_folder)
+            self.parts.restorer.load_weights_and_batch_size(resume_folder)
             if self.trainer.args.elastic:
                 self._keep_global_batch(resume_folder)
         return resume_folder
@@ -290,7 +290,7 @@ class TrainingRunner(Part):
         self.parts.loaders.warn_about_custom_loader(dataloader)
         planned, skipped_samples = self.planner.plan_run(args, dataloader), self.run.skipped_samples
         self.run.lengths = lengths = planned if skipped_samples is None else skipped_samples.extend_lengths(planned)
-        self.run.resumed_progress = self.parts.saver.load_adapted_progress(resume_folder, lengths)
+        self.run.resumed_progress = self.parts.restorer.load_adapted_progress(resume_folder, lengths)
         epoch, position = self.trainer._init_training_state(
             lengths.max_steps, lengths.num_update_steps_per_epoch, planned.num_train_epochs, resume_folder, trial
         )
@@ -339,13 +339,13 @@ class TrainingRunner(Part):
         assert self.run.loop is not None
         if not parts.policy.loads_best_after_logging:
             parts.saver.wait_for_save()
-            parts.saver.load_best_at_end()
+            parts.restorer.load_best_at_end()
         metrics = self._final_metrics(num_train_samples, start_time)
         trainer.log(metrics)
         parts.saver.wait_for_save()
         parts.checkpoint_writer.close()
         if parts.policy.loads_best_after_logging:
-            parts.saver.load_best_at_end()
+            parts.restorer.load_best_at_end()
         run_folder, only_checkpoint = trainer._get_output_dir(trial), self._only_checkpoint()
         if trainer.args.should_save and only_checkpoint is not None and parts.storage_sync.mirror is None:
             delete_all_but_best(only_checkpoint, run_folder)
@@ -430,7 +430,7 @@ class TrainingRunner(Part):
         # The next trial sets these again.
         self.trainer.model = self.trainer.model_wrapped = handler.model = None  # type: ignore[assignment]
         handler.train_dataloader = None
-        parts.counting.flos_per_token = None
+        parts.counters.flos_per_token = None
         if self.trainer.args.torch_compile:
             # Free the code compiled for this model.
             torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Writes and loads the contents of checkpoints, and calls `on_save`."""
+"""Writes the contents of checkpoints, and calls `on_save`."""
 
 from __future__ import annotations
 
@@ -11,31 +11,26 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.base.part import Part
-from hftrainer.base.safe_loading import as_bytes
 from hftrainer.base.signatures import accepted_args
-from hftrainer.base.tracebacks import add_note
-from hftrainer.callbacks.state import TrainerState, drop_from_json, export_states
-from hftrainer.checkpointing import names, resume
+from hftrainer.callbacks.state import drop_from_json, export_states
+from hftrainer.checkpointing import names
 from hftrainer.checkpointing.files import make_output_dir
 from hftrainer.checkpointing.folder import final_folder, staging_folder
 from hftrainer.checkpointing.run_checkpoints import rotate_checkpoints
-from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress, load_progress
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_overridden
-from hftrainer.data import mixture_batches
-from hftrainer.data.accumulation import RunLengths, StepPhase
+from hftrainer.data.accumulation import StepPhase
 from hftrainer.data.randomness import rng_state
 from hftrainer.errors import CheckpointNotWritten, RanksLost
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.strategies.strategy import MakeOptimizer
-from hftrainer.trackers.base import ids_of_open_runs
+from hftrainer.training.progress import make_progress
 from hftrainer.training_args import without_tokens
 
 if TYPE_CHECKING:
@@ -45,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver(Part):
-    """Writes checkpoints, calls `on_save`, and loads weights and progress."""
+    """Writes checkpoints, and calls `on_save`."""
 
     def _gather_files_of_other_ranks(self) -> dict[str, Any]:
         """File name → contents, for the other ranks' files in a checkpoint: random states and progress."""
@@ -58,7 +53,7 @@ class CheckpointSaver(Part):
             return {}
         own_files: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
         if self.run.loop is not None:
-            own_files[names.progress_name(rank, size)] = vars(self.make_progress(self.run.loop))
+            own_files[names.progress_name(rank, size)] = vars(make_progress(self.parts, self.run.loop))
         files_by_rank = self.trainer.accelerator.processes.gather_objects([own_files])
         return {
             name: state
@@ -116,24 +111,6 @@ class CheckpointSaver(Part):
             drop_from_json(path, "best_global_step")
         self.parts.storage_sync.upload_files()
 
-    def load_best_at_end(self) -> None:
-        """Load the best model with `load_best_model_at_end`, if its checkpoint is complete."""
-        best_folder = self.trainer.state.best_model_checkpoint
-        if not self.trainer.args.load_best_model_at_end:
-            return
-        if best_folder is None:
-            logger.warning(
-                "load_best_model_at_end has no effect: no evaluation returned a number for "
-                "metric_for_best_model=%r. The Trainer keeps the last model.",
-                self.trainer.args.metric_for_best_model,
-            )
-            return
-        reason = self.trainer.accelerator.processes.broadcast_from_main(lambda: resume.unloadable_reason(best_folder))
-        if reason is None:
-            self.trainer._load_best_model()
-        else:
-            logger.error("The best model cannot be loaded, so the Trainer keeps the last one: %s.", reason)
-
     def wait_for_save(self) -> None:
         """Wait for a background checkpoint, and notify all ranks whether it was written."""
         state, writer = self.trainer.state, self.parts.checkpoint_writer
@@ -187,99 +164,7 @@ class CheckpointSaver(Part):
         # A checkpoint within a step resumes from the step count alone.
         if self.run.loop is not None and self.run.loop.batches.phase == StepPhase.NOT_BEGUN:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
-            torch.save(vars(self.make_progress(self.run.loop)), os.path.join(folder, name))
-
-    def load_weights(self, model: nn.Module, folder: str, *, is_best: bool = False) -> None:
-        """Load a checkpoint's weights into the model, sharded or not; with `is_best`, at the end of a run."""
-        load = self.parts.strategy.load_best_model if is_best else self.parts.strategy.load_weights
-        has_adapters = libraries.is_peft(self.parts.unwrapped_model)
-        incompatible_keys = load(libraries.unwrap_compiled(model), folder, only_trainable=has_adapters)
-        if incompatible_keys is not None:
-            self.trainer._issue_warnings_after_load(incompatible_keys)
-
-    def load_weights_and_batch_size(self, folder: str) -> None:
-        """Load the weights of an unsharded model, and the batch size, from a checkpoint."""
-        # A sharded model loads its shards later.
-        if not self.parts.strategy.shards_model:
-            try:
-                self.trainer._load_from_checkpoint(folder)
-            # torch raises this for weights of different shapes.
-            except RuntimeError as error:
-                advice = "check that the model is the same, or start without resume_from_checkpoint"
-                add_note(error, f"This happened while loading the weights of {folder}: {advice}.")
-                raise
-        finds_batch_size = self.trainer.args.auto_find_batch_size or self.parts.engine.finds_batch_size
-        if finds_batch_size or not self.parts.policy.resumes_with_batch_size_of_arguments:
-            state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
-            self.run.train_batch_size = state.train_batch_size or self.run.train_batch_size
-
-    def load_adapted_progress(self, folder: str | None, lengths: RunLengths) -> RunProgress | None:
-        """The progress in a checkpoint, or None if we did not write it. Warns about changed arguments."""
-        if folder is None:
-            return None
-        progress = load_progress(folder, self.trainer.args.process_index, self.trainer.args.world_size)
-        state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
-        # A run without steps left reads no data.
-        if progress is not None and state.global_step < lengths.max_steps:
-            progress.adapt_to(self.position_settings(lengths), skips_data=not self.trainer.args.ignore_data_skip)
-        return progress
-
-    def position_settings(self, lengths: RunLengths) -> dict[str, Any]:
-        """The settings that determine which samples a position in the data refers to."""
-        args = self.trainer.args
-        return {name: getattr(args, name) for name in POSITION_SETTINGS if hasattr(args, name)} | {
-            "per_device_train_batch_size": 1 if args.tokens_per_batch is not None else self.run.train_batch_size,
-            "world_size": self.trainer.accelerator.processes.data_world_size,
-            "samples in the data": lengths.num_examples,
-            "max_steps": lengths.max_steps,
-            "train_sampling_strategy": str(args.train_sampling_strategy),
-            "accelerator_config": self.parts.resolved.accelerator_config.data_settings(),
-            "mixture": mixture_batches.collect_settings(self.parts),
-        }
-
-    def make_progress(self, loop: TrainingLoop) -> RunProgress:
-        """The current progress for a checkpoint, in addition to the trainer's state."""
-        position = loop.batches.position
-        return RunProgress(
-            settings=self.position_settings(loop.lengths),
-            epoch=loop.batches.epoch if position.window_size else None,
-            position=position.index + 1 if position.window_size else loop.batches.start.position,
-            epoch_ended=loop.epoch_ended,
-            epoch_left=loop.epoch_ended and self.trainer.control.should_epoch_stop,
-            owes_evaluation=self.run.has_unfinished_evaluation,
-            loss=self.run.loss_since_log.cpu().clone(),
-            last_logged=self.run.last_logged,
-            metrics=self.run.logged_metrics.state_dict(),
-            sources={} if loop.monitors.sources is None else loop.monitors.sources.state_dict(),
-            grad_norm=loop.grad_norm.cpu() if isinstance(loop.grad_norm, torch.Tensor) else loop.grad_norm,
-            learning_rate=loop.learning_rate,
-            evaluation_workers=list(self.trainer._eval_dataloaders),
-            data=loop.batches.reader.state_dict() if position.window_size else None,
-            since_evaluation=0.0 if loop.monitors.requests is None else loop.monitors.requests.since_evaluation,
-            recent_losses=list(loop.divergence.recent_losses),
-            tracker_runs=ids_of_open_runs(
-                self.trainer.callback_handler.callbacks, self.parts.storage_sync.checkpoint_place(loop.trial)
-            ),
-        )
-
-    def resume_state(self, loop: TrainingLoop) -> torch.Tensor:
-        """The Trainer's entry in a Lightning checkpoint, packed so that any program can load the file."""
-        trainer = self.trainer
-        trainer.store_flos()
-        trainer.state.stateful_callbacks = export_states(self.parts.stateful_callbacks())
-        state, scaler = dataclasses.asdict(trainer.state), trainer.accelerator.scaler
-        # Lightning's callbacks may save before `end_step` counts the step.
-        if loop.batches.phase == StepPhase.UNCOUNTED:
-            state |= {"global_step": state["global_step"] + 1, "epoch": loop.epoch_after_step()}
-        return as_bytes(
-            {
-                "trainer_state": state,
-                "scheduler": trainer.lr_scheduler.state_dict(),
-                "scaler": None if scaler is None else scaler.state_dict(),
-                "rng": rng_state(),
-                "progress": vars(self.make_progress(loop)),
-            }
-        )
+            torch.save(vars(make_progress(self.parts, self.run.loop)), os.path.join(folder, name))
 
     def save_after_error(self, loop: TrainingLoop, error: Exception) -> None:
         """Save a checkpoint before an error ends the run, unless an optimizer step is incomplete.

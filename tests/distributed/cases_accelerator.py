@@ -38,7 +38,7 @@ def summed_count(trainer):
     names = ("all_gather", "all_reduce", "barrier")
     spies = {name: mock.Mock(wraps=getattr(torch.distributed, name)) for name in names}
     with mock.patch.multiple(torch.distributed, **spies):
-        found = trainer._hftrainer.counting.sum_over_data(torch.tensor(3 + trainer.args.process_index)).item()
+        found = trainer._hftrainer.counters.sum_over_data(torch.tensor(3 + trainer.args.process_index)).item()
     return found, {name: spy.call_count for name, spy in spies.items()}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -41,7 +42,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Run a micro-batch, and after the last of a window the optimizer step."""
         trainer: Any = self.trainer
-        module, strategy, progress = trainer.lightning_module, trainer.strategy, self.batch_progress
+        module, progress = trainer.lightning_module, self.batch_progress
         batch, _, _ = next(data_fetcher)
         index = progress.current.ready
         progress.is_last_batch = data_fetcher.done
@@ -54,17 +55,11 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         self._call_hook(module, "on_train_batch_start", batch, index)
         progress.increment_started()
         with trainer.profiler.profile("run_training_batch"):
-            if self.has_listeners and self.batches.position.is_first:
-                # Only announced: the run clears the gradients after the step.
-                self.automatic_optimization._on_before_zero_grad(trainer.optimizers[0])
-            if self.has_listeners:
-                loss = call._call_strategy_hook(trainer, "training_step", batch, index)
-            else:
-                loss = strategy.training_step(batch, index)
+            loss = self._run_training_step(batch, index)
             if self.batches.position.is_last:
                 steps = self.automatic_optimization.optim_progress.optimizer.step
                 steps.increment_ready()
-                optimizer = strategy._lightning_optimizers[0]
+                optimizer = trainer.strategy._lightning_optimizers[0]
                 self._call_hook(module, "optimizer_step", trainer.current_epoch, index, optimizer)
                 steps.increment_completed()
         progress.increment_processed()
@@ -79,6 +74,16 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         progress.increment_completed()
         if self.has_listeners:
             trainer._logger_connector.update_train_step_metrics()
+
+    def _run_training_step(self, batch: Any, index: int) -> torch.Tensor:
+        """Run forward and backward; returns the loss."""
+        trainer: Any = self.trainer
+        if not self.has_listeners:
+            return trainer.strategy.training_step(batch, index)
+        if self.batches.position.is_first:
+            # Only announced: the run clears the gradients after the step.
+            self.automatic_optimization._on_before_zero_grad(trainer.optimizers[0])
+        return call._call_strategy_hook(trainer, "training_step", batch, index)
 
     def _call_hook(self, module: pl.LightningModule, name: str, *args: Any) -> None:
         """Call a hook of the module, and let a profiler record it."""

@@ -169,7 +169,8 @@ def test_only_the_main_process_shows_the_ctrl_c_traceback(monkeypatch, capsys, n
 
 def test_loss_without_trainable_weights_is_refused(tmp_path):
     error = fail_to_train(tmp_path, {"compute_loss_func": lambda outputs, labels: outputs["logits"].mean().detach()})
-    assert isinstance(error, InvalidSetup) and "compute the loss from the model's outputs, without detach()" in str(error)
+    advice = "compute the loss from the model's outputs, without detach()"
+    assert isinstance(error, InvalidSetup) and advice in str(error)
 
 
 @pytest.mark.parametrize("given", [{"data_collator": fail}, {"train_dataset": Data(plain_data())}])

@@ -14,7 +14,7 @@ from hftrainer.data.collators import count_tokens
 from hftrainer.trainer_utils import speed_metrics
 
 
-class Counting(Part):
+class Counters(Part):
     """Counts what the batches of all ranks hold.
 
     Attributes:
