@@ -120,7 +120,7 @@ CASES: dict[str, Case] = {
     # Model and precision.
     "bf16": _given(True),
     "fp16": _shown(True, "parity/test_precision.py::test_fp16_scales_and_skips_alike_also_after_resuming"),
-    "tf32": _shown(False, "parity/test_precision.py::test_tf32_argument_sets_the_flags_of_torch"),
+    "tf32": _shown(False, "unit/model/test_apply_arguments.py::test_tf32_argument_sets_the_flags_of_torch"),
     "use_cpu": _shown(False, _PLAN),
     "use_cache": _given(True, LLAMA),
     "activation_checkpointing": _between(True, BERT),
