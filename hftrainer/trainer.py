@@ -31,7 +31,6 @@ from hftrainer.checkpointing.lightning_ckpt import convert_ckpt
 from hftrainer.checkpointing.optimizer_state import load_scheduler_or_scaler
 from hftrainer.compat.overrides import overridable_property, record_methods
 from hftrainer.data import collators, mixture
-from hftrainer.data.accumulation import RunLengths
 from hftrainer.data.collators import number_of_tokens
 from hftrainer.data.randomness import load_rng_file, rng_state
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup, NotACallback
@@ -39,7 +38,7 @@ from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.model.inspection import parameters
 from hftrainer.model_card.card import create_model_card
 from hftrainer.optimizers import factory
-from hftrainer.optimizers.setup import check_optimizer_pair, make_scheduler
+from hftrainer.optimizers.optimizer_setup import check_optimizer_pair, make_scheduler
 from hftrainer.releases.earlier import EarlierLengths
 from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
@@ -49,8 +48,9 @@ from hftrainer.trackers import selection
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
-from hftrainer.training import loss_scale
+from hftrainer.training import loss_division
 from hftrainer.training.run import RunAttribute
+from hftrainer.training.run_lengths import RunLengths
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
@@ -386,7 +386,7 @@ class Trainer(EarlierMethods):
 
         With `average_tokens_across_devices`, the sum over all ranks, except in evaluations.
         """
-        return loss_scale.count_items(self._hftrainer, batch_samples, device)
+        return loss_division.count_items(self._hftrainer, batch_samples, device)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device."""

@@ -36,8 +36,8 @@ from hftrainer.base.signatures import can_call
 from hftrainer.base.tracebacks import add_note
 from hftrainer.checkpointing.names import MODEL_PREFIX
 from hftrainer.compat.libraries import has_length
-from hftrainer_lightning.private_api import callbacks as private_callbacks
-from hftrainer_lightning.private_api.training import use_previous_epoch
+from hftrainer_lightning.private_api import callback_hooks
+from hftrainer_lightning.private_api.epoch_loop import use_previous_epoch
 
 if TYPE_CHECKING:
     from hftrainer.strategies.strategy import Strategy
@@ -105,7 +105,7 @@ def _find_problems(callback: Callback, parallel_strategy: Strategy, trainer: Tra
     name, strategy, args = type(callback).__name__, parallel_strategy.argument, trainer.args
     if isinstance(callback, (ModelPruning, *TRAINING_ONLY)) and parallel_strategy.shards_model:
         yield f"{name} changes full weights, but {strategy} shards them: train without {strategy}, or without {name}."
-    if isinstance(callback, ModelPruning) and private_callbacks.leaves_masks(callback):
+    if isinstance(callback, ModelPruning) and callback_hooks.leaves_masks(callback):
         yield (
             f"{name}(make_pruning_permanent=False) would leave masks in the model and in its checkpoints, which "
             "from_pretrained cannot read: leave it at True."
@@ -118,7 +118,7 @@ def _find_problems(callback: Callback, parallel_strategy: Strategy, trainer: Tra
             yield f"{name} changes the samples of a step, which elastic=True keeps: use only one of them."
         if (steps := args.gradient_accumulation_steps) != 1:
             yield f"gradient_accumulation_steps={steps} and {name} both set accumulation steps: leave the former at 1."
-    needs_epochs = isinstance(callback, StochasticWeightAveraging) and private_callbacks.starts_at_fraction(callback)
+    needs_epochs = isinstance(callback, StochasticWeightAveraging) and callback_hooks.starts_at_fraction(callback)
     if needs_epochs and not has_length(trainer.train_dataset):
         yield f"{name}: swa_epoch_start is a fraction of the epochs, but the data has no length. Use an integer."
     if not _evaluates(trainer):
@@ -130,11 +130,11 @@ def _find_problems(callback: Callback, parallel_strategy: Strategy, trainer: Tra
 
 
 def _find_problems_without_evaluation(callback: Callback, name: str) -> Iterator[str]:
-    if isinstance(callback, EarlyStopping) and not private_callbacks.checks_on_train_epoch_end(callback):
+    if isinstance(callback, EarlyStopping) and not callback_hooks.checks_on_train_epoch_end(callback):
         yield f"{name}(monitor={callback.monitor!r}): the run does not evaluate, so set eval_strategy."
     if isinstance(callback, ModelCheckpoint) and str(callback.monitor).startswith("eval_"):
         yield f"{name}(monitor={callback.monitor!r}): the run does not evaluate, so set eval_strategy."
-    elif isinstance(callback, ModelCheckpoint) and private_callbacks.saves_after_evaluations_only(callback):
+    elif isinstance(callback, ModelCheckpoint) and callback_hooks.saves_after_evaluations_only(callback):
         logger.warning(
             "%s saves after evaluations, but the run has none: set eval_strategy, or its save_on_train_epoch_end.", name
         )
@@ -171,7 +171,7 @@ def collect_state(
         The weights to save instead of the model's, by the keys of its state dict (None: save the model's weights), and
         the other state to save, `{"callbacks": states by state_key, ...}`, which may be empty.
     """
-    states = {each.state_key: state for each in callbacks if (state := private_callbacks.checkpoint_state(each))}
+    states = {each.state_key: state for each in callbacks if (state := callback_hooks.checkpoint_state(each))}
     other_state: dict[str, Any] = {"callbacks": states} if states else {}
     if (
         find_callback(callbacks, _EPOCH_END_CALLBACKS) is not None
@@ -318,7 +318,7 @@ def _pruning_state(pruning: ModelPruning, module: torch.nn.Module) -> dict[str, 
         for buffer, mask in module.named_buffers()
         if (name := buffer.removesuffix("_mask")) != buffer and f"{name}_orig" in dict(module.named_parameters())
     }
-    first_values = [layer["data"].state_dict() for layer in private_callbacks.original_layers(pruning)]
+    first_values = [layer["data"].state_dict() for layer in callback_hooks.original_layers(pruning)]
     return {"masks": masks, "first_values": first_values}
 
 
@@ -329,11 +329,11 @@ def _restore_pruning(pruning: ModelPruning, module: torch.nn.Module, state: Mapp
         owner = module.get_submodule(parent)
         prune.custom_from_mask(owner, name, tensors["mask"])
         getattr(owner, f"{name}_orig").data.copy_(tensors["original"])
-    for layer, first_values in zip(private_callbacks.original_layers(pruning), state["first_values"], strict=True):
+    for layer, first_values in zip(callback_hooks.original_layers(pruning), state["first_values"], strict=True):
         layer["data"].load_state_dict(first_values)
         for index, name in layer["names"]:
             first_value = getattr(layer["data"], name)
-            parameter = getattr(private_callbacks.pruned_module(pruning, index), f"{name}_orig", None)
+            parameter = getattr(callback_hooks.pruned_module(pruning, index), f"{name}_orig", None)
             if parameter is not None and torch.equal(first_value, parameter):
                 # After a reset to these values, copy and parameter share storage, so training changes the copy too.
                 first_value.data = parameter.data

@@ -29,9 +29,9 @@ from hftrainer_lightning.launching import LaunchedEnvironment, start_other_proce
 from hftrainer_lightning.loggers import CallbackMetricsLogger, is_lightning_logger as is_lightning_logger
 from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.precision import precision_plugin
-from hftrainer_lightning.private_api import callbacks as private_callbacks, evaluation as evaluation_loops, finders
+from hftrainer_lightning.private_api import callback_hooks, evaluation as evaluation_loops, finders
+from hftrainer_lightning.private_api.epoch_loop import install_training_loops, restore_progress
 from hftrainer_lightning.private_api.trainer import TrainerWithoutSignals, quiet_lightning
-from hftrainer_lightning.private_api.training import install_training_loops, restore_progress
 from hftrainer_lightning.strategies import StrategySettings, make_accelerator
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class LightningEngine:
         if batches.start.epoch or batches.start.position:
             restore_progress(trainer, batches, loop.trainer.state.global_step)
         self.is_fitting = True
-        private_callbacks.reset_averages(self.callbacks)
+        callback_hooks.reset_averages(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
         try:
             with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
@@ -125,7 +125,7 @@ class LightningEngine:
             self.is_fitting = False
             trainer.loggers = loggers
             module.detach()
-            private_callbacks.release_callbacks(self.callbacks)
+            callback_hooks.release_callbacks(self.callbacks)
             # StochasticWeightAveraging changes initial_lr, with which the next run would start.
             for group, rate in zip(optimizer.param_groups, rates, strict=False):
                 group["initial_lr"] = rate
@@ -364,7 +364,7 @@ class LightningEngine:
         plugins = plugin if isinstance(plugin, list) else [plugin]
         if find_plugin(plugins, "ClusterEnvironment") is None:
             plugins = [LaunchedEnvironment(self.plan.processes), *plugins]
-        options["profiler"] = private_callbacks.copy_profiler(options.get("profiler", private_callbacks.NoProfiler()))
+        options["profiler"] = callback_hooks.copy_profiler(options.get("profiler", callback_hooks.NoProfiler()))
         return TrainerWithoutSignals(
             **options,
             strategy=strategy or self.strategy.lightning_strategy(StrategySettings(self.scaler)),

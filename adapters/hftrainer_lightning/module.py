@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hftrainer.errors import InvalidSetup
 from hftrainer.training.progress import make_ckpt_entry
 from hftrainer_lightning import callbacks
-from hftrainer_lightning.private_api.callbacks import call_hooks
+from hftrainer_lightning.private_api.callback_hooks import call_hooks
+from hftrainer_lightning.private_api.epoch_loop import WithoutBatchTransfer
 from hftrainer_lightning.private_api.evaluation import can_be_logged
-from hftrainer_lightning.private_api.training import WithoutBatchTransfer
 
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
@@ -108,13 +108,13 @@ class TrainerModule(WithoutBatchTransfer):
         """The Trainer's optimizer and scheduler; None without an attached run, as in evaluation."""
         if self._optimizer is None:
             return None
-        if not self._shows_scheduler:
+        if not self._gives_scheduler_to_lightning:
             return self._optimizer
         scheduler = {"scheduler": self._scheduler, "interval": "step"}
         return {"optimizer": self._optimizer, "lr_scheduler": scheduler}
 
     @property
-    def _shows_scheduler(self) -> bool:
+    def _gives_scheduler_to_lightning(self) -> bool:
         """Whether Lightning gets the scheduler for its callbacks. It accepts fewer types than the Trainer."""
         is_supported = isinstance(self._scheduler, LRScheduler) and not isinstance(self._scheduler, ReduceLROnPlateau)
         # With DeepSpeed, a scheduler from the script acts on the optimizer inside the engine.
@@ -130,7 +130,7 @@ class TrainerModule(WithoutBatchTransfer):
             self.loop.before_optimizer_step(self.model)
         optimizer.step()
         configs = trainer.strategy.lr_scheduler_configs
-        is_replaced = self._shows_scheduler and not (configs and configs[0].scheduler is self._scheduler)
+        is_replaced = self._gives_scheduler_to_lightning and not (configs and configs[0].scheduler is self._scheduler)
         self.loop.after_optimizer_step(precision.has_skipped_step, is_schedule_replaced=is_replaced)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from hftrainer.parallel.plan import TRUE_TYPES, LightningPlan
 from hftrainer.trainer_pt_utils import nested_apply
-from hftrainer_lightning.private_api.callbacks import call_hooks
+from hftrainer_lightning.private_api.callback_hooks import call_hooks
 
 
 class PlainPrecision(Precision):

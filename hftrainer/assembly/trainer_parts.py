@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.assembly import setup
+from hftrainer.assembly import trainer_setup
 from hftrainer.callbacks.state import has_saved_state
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.loader_factory import LoaderFactory
 from hftrainer.evaluation.evaluation_runner import EvaluationRunner
 from hftrainer.hub.pushes import HubPushes
-from hftrainer.model.setup import ModelSetup
-from hftrainer.optimizers.setup import OptimizerSetup
+from hftrainer.model.model_setup import ModelSetup
+from hftrainer.optimizers.optimizer_setup import OptimizerSetup
 from hftrainer.plugins import load
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
@@ -71,7 +71,7 @@ class TrainerParts:
         optimizer_setup: creates the optimizer and its schedule.
         loaders: makes data loaders.
         losses: prepares micro-batches and computes their losses.
-        counters: count items, tokens and floating-point operations over all ranks.
+        counters: count tokens and floating-point operations over all ranks.
         saver: writes checkpoints.
         restorer: restores weights and progress from them.
         control_actions: logs, saves and evaluates when due.
@@ -99,7 +99,7 @@ class TrainerParts:
     lightning_callbacks: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.setup = setup.TrainerSetup(self)
+        self.setup = trainer_setup.TrainerSetup(self)
         self.model_setup = ModelSetup(self)
         self.optimizer_setup = OptimizerSetup(self)
         self.loaders = LoaderFactory(self)

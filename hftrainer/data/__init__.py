@@ -1,1 +1,1 @@
-"""From dataset to micro-batch: collators, samplers, loaders, accumulation windows, and the position in the data."""
+"""From dataset to micro-batch: collators, samplers, loaders, and the position in the data."""

@@ -101,7 +101,15 @@ class EvaluationRunner(Part):
         model = self._prepare_model(dataloader)
         is_prediction = description == "Prediction"
         step = functools.partial(call_with_accepted, trainer.prediction_step, model)
-        evaluation = EvaluationPass(self.parts, dataloader, step, prefix, is_prediction, loss_only, ignore_keys)
+        evaluation = EvaluationPass(
+            self.parts,
+            dataloader,
+            step,
+            prefix=prefix,
+            returns_predictions=is_prediction,
+            loss_only=loss_only,
+            ignore_keys=ignore_keys,
+        )
         stage: Literal["predict", "test", "validate"]
         stage = "predict" if is_prediction else "test" if prefix.startswith("test") else "validate"
         # An evaluation must not change training's values.

@@ -15,7 +15,7 @@ from torch import nn
 from hftrainer.checkpointing import names, optimizer_state
 from hftrainer.checkpointing.weights import load_weights
 from hftrainer.errors import InvalidArgument
-from hftrainer.optimizers.setup import make_scheduler
+from hftrainer.optimizers.optimizer_setup import make_scheduler
 from hftrainer.parallel.plan import TRUE_TYPES, LightningPlan
 from hftrainer.parallel.process_state import DistributedType
 from hftrainer.plugins import load

@@ -23,11 +23,12 @@ import torch
 from hftrainer.base.part import Part
 from hftrainer.checkpointing.run_progress import STEP_SETTINGS, count_samples
 from hftrainer.compat.libraries import has_length
-from hftrainer.data.accumulation import RunLengths, Window
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import seed_of_order
 from hftrainer.errors import TrainingDiverged
 from hftrainer.monitoring import journal
+from hftrainer.training.run_lengths import RunLengths
+from hftrainer.training.step_position import Window
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts

@@ -16,12 +16,12 @@ from hftrainer.base.part import Part
 from hftrainer.base.signatures import accepted_args
 from hftrainer.checkpointing.optimizer_state import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
-from hftrainer.data.accumulation import MicroBatchPosition, StepPhase
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, InvalidSetup
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.schedules import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import Monitors
+from hftrainer.training.step_position import MicroBatchPosition, StepPhase
 from hftrainer.training.sums import LossAccumulator, StepEndValues
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class TrainingLoop(Part):
 
     def epoch_after_step(self) -> float:
         """The fraction of epochs that is done once the current step is counted."""
-        return self.batches.epoch + self.batches.state_dict()["position"] / self.lengths.steps_in_epoch
+        return self.batches.epoch + (self.batches.position.index + 1) / self.lengths.steps_in_epoch
 
     def _log_save_evaluate(self) -> None:
         """Log, evaluate and save as requested. Overrides are called after every step."""

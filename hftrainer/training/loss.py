@@ -20,7 +20,7 @@ from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.model.inspection import LOSS_REMEDY, call_loss_func, extract_loss, is_training, smoothing_shifts_labels
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuild_container
-from hftrainer.training import loss_scale
+from hftrainer.training import loss_division
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
@@ -68,7 +68,7 @@ def _check_first_batch(parts: TrainerParts, model: nn.Module, inputs: Any, items
     try:
         with torch.no_grad():
             if needs_division:
-                loss_scale.detect_division(parts, model, inputs, items)
+                loss_division.detect_division(parts, model, inputs, items)
             if args.flatten_batches:
                 _require_separate_samples(parts, model)
     finally:
@@ -122,7 +122,7 @@ class LossComputer(Part):
     # ---- The loss ----------------------------------------------------------------------------------------------
 
     def loss(self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
-        """The loss of one micro-batch, divided for accumulation unless already divided (`loss_scale.py`)."""
+        """The loss of one micro-batch, divided for accumulation unless already divided (`loss_division.py`)."""
         trainer = self.trainer
         _set_training_mode(model, trainer.optimizer)
         inputs = trainer._prepare_inputs(inputs)
@@ -145,7 +145,7 @@ class LossComputer(Part):
             devices.empty_cache()
         loss, other_losses = split_losses(loss)
         loss = check_loss(loss, self._loss_remedy)
-        divisor = loss_scale.divisor(self.parts, num_items_in_batch)
+        divisor = loss_division.micro_batch_divisor(self.parts, num_items_in_batch)
         for name, other_loss in other_losses.items():
             if other_loss is not None:
                 self.run.logged_metrics.add(name, other_loss / divisor, count=0)
@@ -186,7 +186,7 @@ class LossComputer(Part):
                     f"and the batch has only {', '.join(inputs)}; the model computes its own loss.",
                 )
             loss = extract_loss(outputs, inputs)
-        factor = loss_scale.rank_factor(self.parts, num_items_in_batch)
+        factor = loss_division.rank_multiplier(self.parts, num_items_in_batch)
         return loss * factor if factor > 1 else loss, outputs
 
 

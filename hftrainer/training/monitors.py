@@ -100,12 +100,12 @@ def _make_observer(parts: TrainerParts, batches: MicroBatches, folder: str, *, i
     has_journal = "journal" in observations and trainer.is_world_process_zero() and not is_recorded
     observer = Observer(
         observations,
-        lambda: parts.run.seconds,
-        batches.reader.wait_seconds_by_cause,
-        lambda count: int(parts.counters.sum_over_data(torch.tensor([count]))),
-        None if peak is None else FlopCounter(peak),
-        Journal(folder if has_journal else None),
-        {"world_size": args.world_size, "device": str(args.device), "resumed_from": batches.start.resume_folder},
+        seconds=lambda: parts.run.seconds,
+        waits=batches.reader.wait_seconds_by_cause,
+        sum_over_data=lambda count: int(parts.counters.sum_over_data(torch.tensor([count]))),
+        flops=None if peak is None else FlopCounter(peak),
+        journal=Journal(folder if has_journal else None),
+        facts={"world_size": args.world_size, "device": str(args.device), "resumed_from": batches.start.resume_folder},
     )
     trainer.add_callback(observer)
     return observer

@@ -15,11 +15,11 @@ from hftrainer.base.signatures import max_positional_arguments
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
 from hftrainer.compat.libraries import has_length
-from hftrainer.data.accumulation import RunLengths, plan_lengths, position_at_step, read_lengths
 from hftrainer.errors import UnsupportedArgument
-from hftrainer.optimizers.setup import make_scheduler
+from hftrainer.optimizers.optimizer_setup import make_scheduler
 from hftrainer.releases.earlier import EarlierLengths
 from hftrainer.reporting import summary
+from hftrainer.training.run_lengths import RunLengths, plan_lengths, position_at_step, read_lengths
 from hftrainer.training.sums import LoggedMetrics
 from hftrainer.training_args import TrainingArguments
 

@@ -11,9 +11,10 @@ from hftrainer.base.safe_loading import as_bytes
 from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress
 from hftrainer.data import mixture_batches
-from hftrainer.data.accumulation import RunLengths, StepPhase
 from hftrainer.data.randomness import rng_state
 from hftrainer.trackers.base import ids_of_open_runs
+from hftrainer.training.run_lengths import RunLengths
+from hftrainer.training.step_position import StepPhase
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts

@@ -13,8 +13,8 @@ import torch
 
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.run_progress import RunProgress
-from hftrainer.data.accumulation import RunLengths
 from hftrainer.monitoring.health import Heartbeat
+from hftrainer.training.run_lengths import RunLengths
 from hftrainer.training.stopping import SignalListener
 from hftrainer.training.sums import LoggedMetrics
 

@@ -23,7 +23,6 @@ from hftrainer.checkpointing.folder import clear_stale
 from hftrainer.checkpointing.run_checkpoints import delete_all_but_best
 from hftrainer.checkpointing.run_progress import read_global_batch_size
 from hftrainer.compat.overrides import is_overridden
-from hftrainer.data.accumulation import StepPhase
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import UnsupportedArgument
@@ -38,6 +37,7 @@ from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.micro_batches import MicroBatches, RunStart
 from hftrainer.training.planner import Planner
 from hftrainer.training.restarts import Restarts
+from hftrainer.training.step_position import StepPhase
 from hftrainer.training.stopping import ControlSync, SignalListener
 from hftrainer.training_args import TrainingArguments
 

@@ -24,13 +24,13 @@ from hftrainer.checkpointing.run_checkpoints import rotate_checkpoints
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_overridden
-from hftrainer.data.accumulation import StepPhase
 from hftrainer.data.randomness import rng_state
 from hftrainer.errors import CheckpointNotWritten, RanksLost
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training.progress import make_progress
+from hftrainer.training.step_position import StepPhase
 from hftrainer.training_args import without_tokens
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
-from hftrainer_lightning.private_api.callbacks import needs_lightning_hooks
+from hftrainer_lightning.private_api.callback_hooks import needs_lightning_hooks
 
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass

@@ -10,7 +10,7 @@ from torch import nn
 
 from hftrainer.releases import followed
 from hftrainer.trainer_pt_utils import LabelSmoother
-from hftrainer.training import counters, loss_scale
+from hftrainer.training import counters, loss_division
 from hftrainer.training.loss import LossComputer, split_losses
 from hftrainer.training.run import Run
 
@@ -96,7 +96,7 @@ LABELS = [{"labels": torch.tensor([[1, -100, 3]])}, {"labels": torch.tensor([[1,
 def count(release="5.20", batches=LABELS, **settings):
     parts = make_losses(release, **{"model_accepts_loss_kwargs": True, **settings}).parts
     parts.counters = counters.Counters(parts)
-    return loss_scale.count_items(parts, batches, torch.device("cpu"))
+    return loss_division.count_items(parts, batches, torch.device("cpu"))
 
 
 def test_items_are_the_labels_that_count():

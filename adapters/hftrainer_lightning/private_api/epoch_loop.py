@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from hftrainer.errors import UnsupportedArgument
-from hftrainer_lightning.private_api.callbacks import needs_lightning_hooks
+from hftrainer_lightning.private_api.callback_hooks import needs_lightning_hooks
 from hftrainer_lightning.private_api.evaluation import make_evaluation_loop
 
 if TYPE_CHECKING:

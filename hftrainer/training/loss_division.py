@@ -1,11 +1,11 @@
 """What divides the loss of a micro-batch, so that a step's gradients are those of a mean over its data.
 
 - Models and loss functions that accept `num_items_in_batch` divide their sum by the items of the whole step
-  (`count_items`). If all ranks' are counted, averaging the gradients divides once more: `rank_factor` makes up.
-- Any other loss is the mean of its micro-batch: `divisor` is the number of micro-batches.
+  (`count_items`). If all ranks' are counted, averaging the gradients divides once more: `rank_multiplier` makes up.
+- Any other loss is the mean of its micro-batch: `micro_batch_divisor` is the number of micro-batches.
 - In v5.2 to v5.5, `accelerator.backward` divides too, by `ReleasePolicy.gradient_divisor`.
 
-`LossComputer` applies `rank_factor` and `divisor`.
+`LossComputer` applies `rank_multiplier` and `micro_batch_divisor`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def count_items(parts: TrainerParts, micro_batches: list[Any], device: torch.dev
     return policy.num_items(parts.counters.sum_over_data(items) if parts.averages_tokens else items)
 
 
-def rank_factor(parts: TrainerParts, items: torch.Tensor | int | None) -> int:
+def rank_multiplier(parts: TrainerParts, items: torch.Tensor | int | None) -> int:
     """The ranks with distinct data, if the loss is divided by the items of all of them; else 1."""
     if not parts.averages_tokens or items is None:
         return 1
@@ -47,7 +47,7 @@ def rank_factor(parts: TrainerParts, items: torch.Tensor | int | None) -> int:
     return parts.trainer.accelerator.processes.data_world_size if divides else 1
 
 
-def divisor(parts: TrainerParts, items: torch.Tensor | int | None) -> int:
+def micro_batch_divisor(parts: TrainerParts, items: torch.Tensor | int | None) -> int:
     """The divisor of a loss for accumulation: 1 if the items of the step have divided it."""
     micro_batches = parts.policy.loss_divisor(parts.run.accumulation_steps, parts.trainer.args)
     return 1 if micro_batches > 1 and _is_divided_by_items(parts, items) else micro_batches
