@@ -390,11 +390,11 @@ class Trainer(EarlierMethods):
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device."""
-        return self._hftrainer.losses.prepare_inputs(inputs)
+        return self._hftrainer.loss_computer.prepare_inputs(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
         """Move the data to the device, including the tensors in containers."""
-        return self._hftrainer.losses.prepare_input(data)
+        return self._hftrainer.loss_computer.prepare_input(data)
 
     # ---- Optimizer and scheduler -------------------------------------------------------------------------------
 
@@ -616,7 +616,7 @@ class Trainer(EarlierMethods):
         """
         context, inputs = self._prepare_context_parallel_inputs(model, inputs)
         with context():
-            loss = self._hftrainer.losses.loss(model, inputs, num_items_in_batch)
+            loss = self._hftrainer.loss_computer.loss(model, inputs, num_items_in_batch)
             is_fused = self.args.optim in ("lomo", "adalomo")
             self.accelerator.backward(loss, **({"learning_rate": self._get_learning_rate()} if is_fused else {}))
         return loss.detach()
@@ -659,7 +659,7 @@ class Trainer(EarlierMethods):
         Returns:
             The loss, or `(loss, outputs)`.
         """
-        loss, outputs = self._hftrainer.losses.compute_loss_and_outputs(model, inputs, num_items_in_batch)
+        loss, outputs = self._hftrainer.loss_computer.compute_loss_and_outputs(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:

@@ -109,7 +109,7 @@ class LightningEngine:
         module.attach(loop, optimizer, loop.trainer.lr_scheduler, resumed_state)
         batches = loop.batches
         install_training_loops(trainer, batches, is_epoch_overridden=is_overridden(loop.trainer, "_run_epoch"))
-        if batches.start.epoch or batches.start.position:
+        if batches.start.epoch or batches.start.finished_micro_batches:
             restore_progress(trainer, batches, loop.trainer.state.global_step)
         self.is_fitting = True
         callback_hooks.reset_averages(self.callbacks)

@@ -70,7 +70,7 @@ class TrainerParts:
         model_setup: sets up the model.
         optimizer_setup: creates the optimizer and its schedule.
         loaders: makes data loaders.
-        losses: prepares micro-batches and computes their losses.
+        loss_computer: prepares micro-batches and computes their losses.
         counters: count tokens and floating-point operations over all ranks.
         saver: writes checkpoints.
         restorer: restores weights and progress from them.
@@ -103,7 +103,7 @@ class TrainerParts:
         self.model_setup = ModelSetup(self)
         self.optimizer_setup = OptimizerSetup(self)
         self.loaders = LoaderFactory(self)
-        self.losses = loss.LossComputer(self)
+        self.loss_computer = loss.LossComputer(self)
         self.counters = counters.Counters(self)
         self.saver = saver.CheckpointSaver(self)
         self.restorer = restorer.CheckpointRestorer(self)

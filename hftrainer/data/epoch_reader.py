@@ -24,12 +24,12 @@ class EpochStart:
     """Where in an epoch a resumed run begins.
 
     Attributes:
-        position: number of finished micro-batches of the epoch.
+        finished_micro_batches: their number in the epoch.
         restore_random_states: restores the random states of the checkpoint.
         saved_state: the saved `EpochReader.state_dict`; None in checkpoints of transformers.
     """
 
-    position: int
+    finished_micro_batches: int
     restore_random_states: Callable[[], None]
     saved_state: dict[str, Any] | None
 
@@ -204,7 +204,7 @@ class EpochReader:
     def open_epoch(self, epoch: int, start: EpochStart | None = None) -> Iterator[Any]:
         """The batches of an epoch. When resuming, only the remaining ones."""
         saved_state = start.saved_state if start is not None else None
-        if start is not None and not start.position:
+        if start is not None and not start.finished_micro_batches:
             start.restore_random_states()
         elif saved_state is not None:
             # Samplers and workers draw their seeds again.
@@ -216,10 +216,10 @@ class EpochReader:
             iterator = iter(_set_epoch(self.loader, epoch))
             return iterator if self._recorder is not None else self._time_batches(iterator)
         if isinstance(self.loader, PreparedDataLoader):
-            self.loader.resume_at(start.position, saved_state, start.restore_random_states)
+            self.loader.resume_at(start.finished_micro_batches, saved_state, start.restore_random_states)
             return iter(_set_epoch(self.loader, epoch))
-        iterator = self._resume_plain_loader(epoch, start.position, saved_state)
-        if saved_state is not None and start.position:
+        iterator = self._resume_plain_loader(epoch, start.finished_micro_batches, saved_state)
+        if saved_state is not None and start.finished_micro_batches:
             start.restore_random_states()
         return self._time_batches(iterator)
 

@@ -1,4 +1,6 @@
-"""`TrainingLoop`: the events of a training run, in order. Lightning's hooks call its methods.
+"""`TrainingLoop`: what happens at each event of a training run.
+
+Lightning's hooks call its methods. The loop over micro-batches is in `adapters/hftrainer_lightning`: `private_api/epoch_loop.py`.
 
 The order of events, log lines and random draws is that of `transformers.Trainer` v5.24.
 """
@@ -127,7 +129,7 @@ class TrainingLoop(Part):
             "start_time": self.start_time,
             "resume_from_checkpoint": self.resume_folder,
             "epochs_trained": self.batches.start.epoch,
-            "steps_trained_in_current_epoch": self.batches.start.position,
+            "steps_trained_in_current_epoch": self.batches.start.finished_micro_batches,
         }
 
     def begin_epoch(self, epoch: int) -> None:
@@ -143,7 +145,7 @@ class TrainingLoop(Part):
     def end_epoch(self) -> None:
         """Call `on_epoch_end`, then log, evaluate and save as requested."""
         batches = self.batches
-        if not batches.position.window_size and not (batches.resumes_epoch and batches.start.position):
+        if not batches.position.window_size and not (batches.resumes_epoch and batches.start.finished_micro_batches):
             is_stream = isinstance(self.trainer.train_dataset, torch.utils.data.IterableDataset)
             # accelerate's loader fails there too.
             fails = is_stream and self.trainer.accelerator.dispatch_batches is not False

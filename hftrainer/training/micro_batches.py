@@ -23,12 +23,12 @@ class RunStart(NamedTuple):
     Attributes:
         resume_folder: the checkpoint that the run resumes from, if any.
         epoch: finished epochs.
-        position: finished micro-batches of the next epoch.
+        finished_micro_batches: those of the next epoch.
     """
 
     resume_folder: str | None
     epoch: int
-    position: int
+    finished_micro_batches: int
 
 
 class MicroBatches(Part):
@@ -58,7 +58,7 @@ class MicroBatches(Part):
         self.start = start
         self.epoch, self.position, self.phase = start.epoch, MicroBatchPosition(), StepPhase.NOT_BEGUN
         #: Index of the first micro-batch of the next iteration.
-        self._first_index = start.position
+        self._first_index = start.finished_micro_batches
         self.reader = EpochReader(loader)
         self._data_state = None if self.run.resumed_progress is None else self.run.resumed_progress.data
         self._has_restored_rng = False
@@ -159,12 +159,12 @@ class MicroBatches(Part):
         """The batches of the epoch; in the one in which the run resumes, the remaining ones."""
         if not self.resumes_epoch:
             return self.reader.open_epoch(self.epoch)
-        point = EpochStart(self.start.position, self._restore_rng_once, self._data_state)
+        point = EpochStart(self.start.finished_micro_batches, self._restore_rng_once, self._data_state)
         return self.reader.open_epoch(self.epoch, point)
 
     def _restore_rng_after_reading(self) -> None:
         """After the first window, restore the random states of a checkpoint without reading state."""
-        if self.resumes_epoch and self.start.position and self._data_state is None:
+        if self.resumes_epoch and self.start.finished_micro_batches and self._data_state is None:
             self._restore_rng_states()
 
     def _restore_rng_once(self) -> None:

@@ -142,7 +142,7 @@ class Planner(Part):
         args = self.trainer.args
         facts = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": start.epoch}
         if not args.ignore_data_skip:
-            facts["Batches of the next epoch that are skipped"] = start.position
+            facts["Batches of the next epoch that are skipped"] = start.finished_micro_batches
         log_facts(logger, f"Training resumes from {self.run.resume_folder}.", facts)
         if self.trainer.is_world_process_zero():
             num_train_epochs = args.num_train_epochs if args.max_steps <= 0 else 0
@@ -228,6 +228,6 @@ class TrialSteps(Part):
         run = self.parts.run
         run.accumulation_steps = 1
         items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
-        loss = self.parts.losses.loss(model, inputs, items)
+        loss = self.parts.loss_computer.loss(model, inputs, items)
         run.logged_metrics = LoggedMetrics()
         return loss

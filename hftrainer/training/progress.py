@@ -41,7 +41,7 @@ def make_progress(parts: TrainerParts, loop: TrainingLoop) -> RunProgress:
     return RunProgress(
         settings=position_settings(parts, loop.lengths),
         epoch=loop.batches.epoch if position.window_size else None,
-        position=position.index + 1 if position.window_size else loop.batches.start.position,
+        position=position.index + 1 if position.window_size else loop.batches.start.finished_micro_batches,
         epoch_ended=loop.epoch_ended,
         epoch_left=loop.epoch_ended and parts.trainer.control.should_epoch_stop,
         owes_evaluation=parts.run.has_unfinished_evaluation,

@@ -185,7 +185,7 @@ def restore_progress(trainer: pl.Trainer, micro_batches: MicroBatches, global_st
         global_step: completed optimizer steps.
     """
     state = trainer.fit_loop.state_dict()
-    epoch, batch = micro_batches.start.epoch, micro_batches.start.position
+    epoch, batch = micro_batches.start.epoch, micro_batches.start.finished_micro_batches
     started_epochs = epoch + 1 if batch else epoch
     epochs = {"ready": started_epochs, "started": started_epochs, "processed": epoch, "completed": epoch}
     state["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}
