@@ -1,6 +1,7 @@
 """`TrainingLoop`: what happens at each event of a training run.
 
-Lightning's hooks call its methods. The loop over micro-batches is in `adapters/hftrainer_lightning`: `private_api/epoch_loop.py`.
+Lightning's hooks call its methods. The loop over micro-batches itself is `private_api/epoch_loop.py` of the adapter for
+Lightning.
 
 The order of events, log lines and random draws is that of `transformers.Trainer` v5.24.
 """
