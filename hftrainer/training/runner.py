@@ -388,7 +388,18 @@ class TrainingRunner(Part):
         reason = stopper or ("`ask stop`" if requests is not None and requests.has_stopped else "")
         losses = loop.loss_accumulator
         since = losses.non_finite_since if losses.has_warned else None
-        lines = [*summary.make_summary(state, self.trainer.args, metrics, seconds, steps, share, reason, since)]
+        lines = [
+            *summary.make_summary(
+                state,
+                self.trainer.args,
+                metrics,
+                seconds=seconds,
+                steps=steps,
+                share=share,
+                stopper=reason,
+                non_finite_since=since,
+            )
+        ]
         if observer is not None:
             lines.append((summary.make_goodput_message(observer.read_events()), logging.INFO))
         is_complete = state.global_step >= state.max_steps or bool(stopper)
