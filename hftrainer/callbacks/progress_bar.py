@@ -176,6 +176,10 @@ def _format_line(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArgu
         line = re.sub(r"(?<=\S) (?=\S)", "\xa0", format_log_line(logs, state, width))
     elif is_terminal:
         # A dict, which programs may read from a file, takes another line.
+        shown = _unfilter(logs, state)
+        values = {name: value if shown[name] is logs[name] else shown[name] for name, value in values.items()}
+        if note := _note_nan(shown, state):
+            values["loss"] = f"{values['loss']} ({note})".replace(" ", "\xa0")
         parts = ", ".join(f"{name}\xa0{value}" for name, value in values.items())
         line = f"{_place(state)}  {parts}" if state.max_steps > 0 else parts
     else:
@@ -238,8 +242,8 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
     """
     values = _unfilter(logs, state)
     parts = {"": _place(state), **format_values(values)}
-    if (step := getattr(state, "_non_finite_step", 0)) and math.isfinite(values.get("loss", math.nan)):
-        parts["loss"] += f"  NaN at step {step:,}"
+    if note := _note_nan(values, state):
+        parts["loss"] += f"  {note}"
     if any(name.endswith(("_share", "data_wait")) for name in parts):
         parts["of_time"] = "of time"
     for name in _LEFT_OUT:
@@ -250,6 +254,12 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
 
 def _join(parts: Mapping[str, str]) -> str:
     return "  ".join(parts.values()).rstrip().replace("%  of time", "% of time")
+
+
+def _note_nan(values: Mapping[str, Any], state: TrainerState) -> str:
+    """Which step had a loss that the mean in this line leaves out; empty if none, or if the line shows NaN."""
+    step = getattr(state, "_non_finite_step", 0)
+    return f"NaN at step {step:,}" if step and math.isfinite(values.get("loss", math.nan)) else ""
 
 
 def _unfilter(logs: Mapping[str, Any], state: TrainerState) -> Mapping[str, Any]:

@@ -173,6 +173,19 @@ def test_bar_of_a_resumed_run_starts_at_its_step(monkeypatch, tmp_path, steps):
     callback.close()
 
 
+def test_plain_line_in_a_terminal_shows_losses_that_are_nan(monkeypatch, tmp_path):
+    for terminal, lines in (
+        (Terminal(), "15/30  loss 0.5 (NaN at step 13)\n15/30  loss nan, grad_norm nan\n"),
+        (io.StringIO(), "{'loss': '0.5'}\n{'loss': '0', 'grad_norm': 'nan'}\n"),
+    ):
+        monkeypatch.setattr(sys, "stdout", terminal)
+        state = TrainerState(global_step=15, max_steps=30)
+        state._non_finite_step = 13
+        for logs in ({"loss": 0.5}, FILTERED):
+            hftrainer.PrinterCallback().on_log(TrainingArguments(str(tmp_path)), state, None, logs=logs)
+        assert terminal.getvalue() == lines
+
+
 @pytest.mark.parametrize("name", "ProgressCallback PrinterCallback DefaultFlowCallback EarlyStoppingCallback".split())
 def test_transformers_class_removes_our_callback(tmp_path, name):
     theirs = getattr(transformers.trainer_callback, name)
