@@ -173,6 +173,9 @@ def _state(page: dict[str, Any]) -> str:
         "killed": "killed: process {pid} on {host} has ended",
         "failed": "ended with {reason}",
     }
+    # The step that diverged was not made.
+    if page.get("reason") == "TrainingDiverged":
+        return f"diverged at step {page['step'] + 1:,}"
     problem = f"loss NaN since step {place}, " if (place := _nan_place(page)) else ""
     return problem + words.get(page["state"], page["state"]).format_map(page)
 
@@ -202,6 +205,8 @@ def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[Renderable
     yield _make_progress(page, colour)
     yield Text(_join(_facts(page, now), width), "dim")
     titles = {"last": "last", "best": "best", "best_step": "at step"}
+    if page["message"]:
+        yield Text(_clean(f"{page['reason']}: {page['message']}", 6 * width), "red")
     rows = [(name, *(format_number(metric[each]) for each in titles)) for name, metric in page["metrics"].items()]
     if rows:
         yield _make_table(["", *titles.values()], rows)
@@ -218,7 +223,12 @@ def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[Renderable
         yield Text(_join([f"saved: {saves[0]}", *saves[1:]], width))
     for warning in page["warnings"]:
         text = f"{_format_age(now, warning['time'])}, after step {warning['step']:,}: {warning['text']}"
-        yield Text("".join(filter(str.isprintable, textwrap.shorten(text, 2 * width, placeholder=" ..."))), "yellow")
+        yield Text(_clean(text, 2 * width), "yellow")
+
+
+def _clean(text: str, length: int) -> str:
+    """A text in a line, without control characters."""
+    return "".join(filter(str.isprintable, textwrap.shorten(text, length, placeholder=" ...")))
 
 
 def _join(parts: Iterable[str], width: int) -> str:

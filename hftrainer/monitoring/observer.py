@@ -197,12 +197,13 @@ class Observer(TrainerCallback):
         """Record the checkpoint in the journal."""
         self.journal.write("checkpoint", state.global_step, folder=f"checkpoint-{state.global_step}")
 
-    def close(self, reason: str) -> None:
-        """Write the end of the run to the journal."""
+    def close(self, reason: str, message: str = "") -> None:
+        """Write the end of the run to the journal, and the first line of an error's message."""
         if self.flops is not None:
             self.flops.stop()
         self.write_interval()
-        self.journal.write("end", self._step, reason=reason)
+        values = {"message": message.splitlines()[0]} if message else {}
+        self.journal.write("end", self._step, reason=reason, **values)
         logging.getLogger("hftrainer").removeHandler(self._handler)
 
     # ---- Warnings ----------------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ class WatchedRun:
         return {
             "folder": self.folder,
             "state": state,
-            "reason": run.end["reason"] if run.end else None,
+            **{name: (run.end or {}).get(name) for name in ("reason", "message")},
             "step": last["step"],
             "max_steps": run.max_steps,
             "seconds_left": (run.max_steps - last["step"]) / steps * seconds if steps and is_running else None,

@@ -285,10 +285,10 @@ class TrainingLoop(Part):
 
     # ---- The end -----------------------------------------------------------------------------------------------
 
-    def close(self, reason: str) -> None:
-        """Close the run's data, journal and traces. The journal records `reason`."""
+    def close(self, reason: str, message: str = "") -> None:
+        """Close the run's data, journal and traces. The journal records `reason`, and an error's `message`."""
         self.batches.reader.close()
-        self.monitors.close(reason)
+        self.monitors.close(reason, message)
 
     @property
     def should_stop(self) -> bool:

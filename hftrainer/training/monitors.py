@@ -75,12 +75,12 @@ class Monitors(Part):
         source_values = {} if self.sources is None else self.sources.pop(steps)
         return source_values if self.observer is None else source_values | self.observer.pop_values()
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, message: str = "") -> None:
         """End the traces and the journal of the run."""
         if self.requests is not None:
             self.requests.close()
         if self.observer is not None:
-            self.observer.close(reason)
+            self.observer.close(reason, message)
             self.trainer.remove_callback(self.observer)
 
 

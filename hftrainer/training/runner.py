@@ -174,7 +174,7 @@ class TrainingRunner(Part):
         parts = self.parts
         watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in (trainer.args.debug or ()) else None
         trainer.is_in_train = True
-        error_name = ""
+        error_name = message = ""
         saves = parts.saver.should_save_on_interrupt()
         self.run.signal_listener = SignalListener(saves, self._describe_saves, has_launcher=trainer.args.world_size > 1)
         try:
@@ -195,10 +195,11 @@ class TrainingRunner(Part):
         except BaseException as error:
             is_signal = isinstance(error, (KeyboardInterrupt, SystemExit))
             error_name = (is_signal and self.run.signal_listener.signal_name) or type(error).__name__
+            message = "" if is_signal else str(error).strip()
             self._finish_after_error(error)
             raise
         finally:
-            self._release_run(error_name)
+            self._release_run(error_name, message)
             if watcher is not None:
                 watcher.remove()
 
@@ -219,12 +220,12 @@ class TrainingRunner(Part):
             parts.uploads.finish(is_urgent=lambda: True)
         parts.storage_sync.finish_after_error()
 
-    def _release_run(self, error_name: str) -> None:
+    def _release_run(self, error_name: str, message: str) -> None:
         """Close the run's loop and release the objects of the run. `error_name` is empty if no error ended it."""
         state = self.trainer.state
         if self.run.loop is not None:
             is_stopped = state.global_step < state.max_steps
-            self.run.loop.close(error_name or ("stopped" if is_stopped else "complete"))
+            self.run.loop.close(error_name or ("stopped" if is_stopped else "complete"), message)
         self.run.past = self.run.loop = self.run.skipped_samples = self.run.initial_state = None
         self.run.evaluation_metrics = None
         self.trainer.is_in_train = False

@@ -91,16 +91,24 @@ def test_two_runs_fit_the_terminal(tmp_path, capsys, monkeypatch, width, beside)
     assert ("second" in lines[0]) is beside
 
 
-@pytest.mark.parametrize("reason", ["complete", "stopped", "KeyError"])
-def test_ended_run_says_how_it_ended(tmp_path, capsys, monkeypatch, reason):
-    state = "failed" if reason == "KeyError" else reason
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("complete", "complete"),
+        ("stopped", "stopped"),
+        ("KeyError", "ended with KeyError"),
+        ("TrainingDiverged", "diverged at step 11"),
+    ],
+)
+def test_ended_run_says_how_it_ended(tmp_path, capsys, monkeypatch, reason, text):
+    state, error = (reason, {}) if reason == text else ("failed", {"message": "why " * 30})
     journal = begin(tmp_path)
     train(journal, 10)
-    journal.write("end", 10, reason=reason)
+    journal.write("end", 10, reason=reason, **error)
     page = WatchedRun(str(tmp_path)).read()
     assert page["state"] == state and page["seconds_left"] is page["phase"] is None
-    text = "ended with KeyError" if state == "failed" else reason
-    assert text in show(capsys, monkeypatch, tmp_path).splitlines()[0]
+    shown = show(capsys, monkeypatch, tmp_path)
+    assert text in shown.splitlines()[0] and shown.count("why") == 30 * len(error)
 
 
 def test_killed_process_is_reported(tmp_path, capsys, monkeypatch):
