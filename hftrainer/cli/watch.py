@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.base.messages import format_duration, format_number
+from hftrainer.checkpointing.names import step_of
 from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ COLOURS = {"running": "cyan", "complete": "green", "stopped": "yellow", "unobser
 CURVE_COLOURS = ("cyan", "yellow", "green", "magenta")
 #: Columns that each run needs for several runs to be side by side.
 MIN_COLUMNS = 78
+#: Number of checkpoints and warnings on the page; `--json` has all.
+MAX_EVENTS = 3
 #: Rows of a chart on a page that is printed once, and their maximum on a live page.
 ROWS, MAX_ROWS = 6, 30
 #: The bits of the dots in a braille character, by row and column.
@@ -144,8 +147,11 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     from rich.text import Text
 
     colour = "red" if _nan_place(page) else COLOURS.get(page["state"], "red")
-    inner = width - 4
-    parts: list[RenderableType] = [Text(page["problem"])] if "problem" in page else [*_parts(page, inner, colour)]
+    # The advice is at the end of a warning, but a low page needs its lines for the curves.
+    inner, texts = width - 4, 5 if height is None or height > 40 else 2
+    parts: list[RenderableType] = (
+        [Text(page["problem"])] if "problem" in page else [*_parts(page, inner, colour, texts)]
+    )
     lines = len(console.render_lines(Group(*parts), console.options.update(width=inner)))
     curves = page.get("curves", {}).values()
     is_flat = all(len({*_finite(curve)}) < 2 for curve in curves)
@@ -173,6 +179,8 @@ def _state(page: dict[str, Any]) -> str:
         "killed": "killed: process {pid} on {host} has ended",
         "failed": "ended with {reason}",
     }
+    if page["state"] in ("complete", "unobserved") and not page["device"] and step_of(page["folder"]) is not None:
+        return "checkpoint at step {step:,} of {max_steps:,}".format_map(page)
     # The step that diverged was not made.
     if page.get("reason") == "TrainingDiverged":
         return f"diverged at step {page['step'] + 1:,}"
@@ -192,8 +200,8 @@ def _nan_place(page: dict[str, Any]) -> str:
     return f"{last:,.0f}" if before + 1 == last else f"{before + 1:,.0f}-{last:,.0f}"
 
 
-def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[RenderableType]:
-    """The lines above the curves, from top to bottom."""
+def _parts(page: dict[str, Any], width: int, colour: str, lines: int) -> Iterator[RenderableType]:
+    """The lines above the curves, from top to bottom; a message has at most `lines` of them."""
     from rich.text import Text
 
     from hftrainer.callbacks.progress_bar import format_values
@@ -203,10 +211,11 @@ def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[Renderable
     # The table of activities has the shares too. Means over the run would look like speeds of the last interval.
     hidden = (*SPEEDS[SHARES], *(name for name in values if name.startswith("train_") and "step_seconds" in values))
     yield _make_progress(page, colour)
-    yield Text(_join(_facts(page, now), width), "dim")
+    if facts := _join(_facts(page, now), width):
+        yield Text(facts, "dim")
     titles = {"last": "last", "best": "best", "best_step": "at step"}
     if page["message"]:
-        yield Text(_clean(f"{page['reason']}: {page['message']}", 6 * width), "red")
+        yield Text(_clean(f"{page['reason']}: {page['message']}", lines * width), "red")
     rows = [(name, *(format_number(metric[each]) for each in titles)) for name, metric in page["metrics"].items()]
     if rows:
         yield _make_table(["", *titles.values()], rows)
@@ -217,13 +226,12 @@ def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[Renderable
         yield Text(_join(map(str.strip, parts.values()), width))
     if any(page["seconds"]["all"].values()):
         yield _seconds_by_activity(page["seconds"])
-    if saves := [
-        f"{os.path.basename(each['folder'])} {_format_age(now, each['time'])}" for each in page["checkpoints"][::-1]
-    ]:
+    checkpoints = page["checkpoints"][: -MAX_EVENTS - 1 : -1]
+    if saves := [f"{os.path.basename(each['folder'])} {_format_age(now, each['time'])}" for each in checkpoints]:
         yield Text(_join([f"saved: {saves[0]}", *saves[1:]], width))
-    for warning in page["warnings"]:
+    for warning in page["warnings"][-MAX_EVENTS:]:
         text = f"{_format_age(now, warning['time'])}, after step {warning['step']:,}: {warning['text']}"
-        yield Text(_clean(text, 2 * width), "yellow")
+        yield Text(_clean(text, lines * width), "yellow")
 
 
 def _clean(text: str, length: int) -> str:

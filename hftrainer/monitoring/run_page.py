@@ -22,8 +22,8 @@ from hftrainer.reporting.metrics import choose_best, is_number, logged_curves, s
 
 Event = dict[str, Any]
 
-#: Number of recent intervals, and of checkpoints and warnings on the page.
-RECENT, MAX_ROWS = 20, 3
+#: Number of recent intervals.
+RECENT = 20
 #: Minimum of the seconds after which a run is silent, in addition to three times its longest pause.
 SILENCE = 300.0
 
@@ -42,7 +42,7 @@ class JournalSummary:
         seconds: activity → seconds since the first start.
         pace: optimizer steps and seconds since the last start.
         checkpoints: folder → event.
-        warnings: the last warnings.
+        warnings: the warnings.
         non_finite_step: the last step that a warning names for its loss.
         longest_pause: maximum of the seconds between two events of a start.
     """
@@ -59,7 +59,7 @@ class JournalSummary:
     seconds: Counter[str] = field(default_factory=Counter)
     pace: tuple[int, float] = (0, 0.0)
     checkpoints: dict[str, Event] = field(default_factory=dict)
-    warnings: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_ROWS))
+    warnings: list[Event] = field(default_factory=list)
     non_finite_step: int | None = None
     longest_pause: float = 0.0
 
@@ -242,7 +242,7 @@ class WatchedRun:
                 "recent": run.recent_seconds(),
                 "all": {name: run.seconds[name] for name in journal.ACTIVITIES},
             },
-            "checkpoints": _rows(checkpoints[-MAX_ROWS:], "folder", "step", "time"),
+            "checkpoints": _rows(checkpoints, "folder", "step", "time"),
             "non_finite_step": run.non_finite_step,
             "warnings": _rows(run.warnings, "text", "step", "time"),
             "curves": {name: dict(zip(("steps", "values"), run.curves[name], strict=True)) for name in names},

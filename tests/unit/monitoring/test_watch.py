@@ -111,6 +111,20 @@ def test_ended_run_says_how_it_ended(tmp_path, capsys, monkeypatch, reason, text
     assert text in shown.splitlines()[0] and shown.count("why") == 30 * len(error)
 
 
+def test_page_shows_the_last_events_and_json_all(tmp_path, capsys, monkeypatch):
+    journal = begin(tmp_path)
+    for step in range(1, 6):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        journal.write("checkpoint", step, folder=f"checkpoint-{step}")
+        journal.write("warning", step, text="long " * 50 + "advice")
+    page = show(capsys, monkeypatch, tmp_path)
+    assert re.findall(r"checkpoint-\d", page) == ["checkpoint-5", "checkpoint-4", "checkpoint-3"]
+    assert re.findall(r"after step (\d)", page) == ["3", "4", "5"] and page.count("advice") == 3
+    main(["watch", "--json", str(tmp_path)])
+    (found,) = json.loads(capsys.readouterr().out)["runs"]
+    assert [len(found[name]) for name in ("checkpoints", "warnings")] == [5, 5]
+
+
 def test_killed_process_is_reported(tmp_path, capsys, monkeypatch):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
@@ -261,6 +275,10 @@ def test_run_without_a_journal_is_shown_from_its_checkpoints(tmp_path, capsys, m
     page = show(capsys, monkeypatch, tmp_path)
     assert "complete, as of its newest checkpoint" in page and "step 4 of 4" in page
     assert "checkpoint-4 0 s ago · checkpoint-2" in page and "loss" in page and "seconds" not in page
+    title, *lines = show(capsys, monkeypatch, tmp_path / "checkpoint-2").splitlines()
+    assert "checkpoint-2  checkpoint at step 2 of 4 " in title and not any(
+        re.fullmatch("[│ ]+", line) for line in lines
+    )
 
 
 def test_journal_written_by_a_trainer_is_shown(tmp_path, capsys, monkeypatch):
