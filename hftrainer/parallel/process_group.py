@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import distributed
 
+from hftrainer.base.tracebacks import VARIABLE
 from hftrainer.errors import RanksLost
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ T = TypeVar("T")
 _GRACE = 5.0
 #: Seconds for gloo's threads to free their tensors, if the group is still referenced.
 _THREAD_CLEANUP = 0.1
+#: The key in the group's store of the error that a rank has printed first.
+_FIRST_ERROR = "hftrainer/first-error"
 
 
 def start_in_thread(work: Callable[[], T]) -> Future[T]:
@@ -123,33 +126,59 @@ def show_errors_once() -> None:
 
 
 def _show_error_once(show: Callable[..., Any], pid: int, kind: Any, error: BaseException, trace: Any) -> None:
-    """Print an error as `show` does, or in one line if another rank has printed the same."""
+    """Print an error as `show` does, or in a line if another rank has printed the same, or the one that led to it."""
     text = "".join(traceback.format_exception(kind, error, trace))
-    if not issubclass(kind, Exception) or (rank := find_rank_that_prints(text, pid)) is None:
+    is_lost = is_communication_error(error)
+    if is_lost and os.environ.get(VARIABLE) != "full" and (first := _ask_store(_read_first_error, pid)):
+        # Other errors have gloo's text. The notes may say what is saved.
+        problem = str(error) if isinstance(error, RanksLost) else "lost the other ranks"
+        lines = [f"{kind.__name__}: {problem} ({first})", *getattr(error, "__notes__", ())]
+        print("\n".join(lines), file=sys.stderr)
+    elif not issubclass(kind, Exception) or (rank := find_rank_that_prints(text, pid)) is None:
         show(kind, error, trace)
+        if issubclass(kind, Exception) and not is_lost:
+            # The others read it when they lose this rank, which ends after this.
+            said = f"failed first: {kind.__name__}: {error}".splitlines()[0]
+            _ask_store(lambda store: store.compare_set(_FIRST_ERROR, "", f"rank {distributed.get_rank()} {said}"), pid)
     else:
         note = f"(The traceback is the same as that of rank {rank}.)"
         print(f"{kind.__name__}: {error}".splitlines()[0], note, file=sys.stderr)
 
 
-def find_rank_that_prints(text: str, pid: int) -> int | None:
-    """The rank of this machine that prints the same text; None if this one shall, as the first to ask.
+def _read_first_error(store: Any) -> str:
+    """The error that a rank has printed first; empty if none."""
+    return store.get(_FIRST_ERROR).decode() if store.check([_FIRST_ERROR]) else ""
 
-    It shall too if the group's store does not answer.
+
+def _ask_store(ask: Callable[[Any], T], pid: int) -> T | None:
+    """What `ask` returns for the group's store; None without a group, or if the store does not answer.
 
     Args:
-        text: the text.
+        ask: the question.
         pid: the process that is the rank. One that it has forked has a copy of its connection, and must not use it.
     """
     if not distributed.is_initialized() or os.getpid() != pid:
         return None
-    this_rank, store = distributed.get_rank(), distributed.distributed_c10d._get_default_store()
-    claim = f"hftrainer/printed/{socket.gethostname()}/{text}", "", str(this_rank)
+    store = distributed.distributed_c10d._get_default_store()
     # The process with the store may have ended, or hang.
     with contextlib.suppress(RuntimeError, futures.TimeoutError):
-        if (rank := int(start_in_thread(lambda: store.compare_set(*claim)).result(_ROLL_CALL))) != this_rank:
-            return rank
-    if this_rank and sys.__stderr__ is not None and sys.__stderr__.isatty():
+        return start_in_thread(lambda: ask(store)).result(_ROLL_CALL)
+    return None
+
+
+def find_rank_that_prints(text: str, pid: int) -> int | None:
+    """The rank of this machine that prints the same text; None if this one shall, as the first to ask.
+
+    It shall too if the group's store does not answer. `pid` is that of `_ask_store`.
+    """
+    if not distributed.is_initialized():
+        return None
+    this_rank = distributed.get_rank()
+    claim = f"hftrainer/printed/{socket.gethostname()}/{text}", "", str(this_rank)
+    rank = _ask_store(lambda store: int(store.compare_set(*claim)), pid)
+    if rank not in (None, this_rank):
+        return rank
+    if this_rank and os.getpid() == pid and sys.__stderr__ is not None and sys.__stderr__.isatty():
         # End the line in which rank 0 shows its progress.
         sys.__stderr__.write("\n")
     return None

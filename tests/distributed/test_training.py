@@ -103,10 +103,13 @@ def test_unsupported_settings_are_refused_in_both_ranks(processes):
 
 
 def test_what_ranks_have_in_common_is_printed_once(processes, tmp_path):
-    texts = processes.run_ranks(cases_training.print_shared_error, 2, tmp_path)
+    texts = processes.run_ranks(cases_training.print_error, 2, tmp_path)
     assert sorted(text.count("Traceback") for text in texts) == [0, 1], texts
     assert sorted(text.count("UserWarning: a warning of each rank") for text in texts) == [0, 1], texts
     assert "RuntimeError: everywhere (The traceback is the same as that of rank" in "".join(texts)
+    lost, first = processes.run_ranks(cases_training.print_error, 2, tmp_path, cases_training.FailsInOne)
+    assert "lost the other ranks (rank 1 failed first: RuntimeError: only here)" in lost and "Traceback" not in lost
+    assert "Traceback" in first and "RuntimeError: only here" in first
 
 
 @pytest.mark.parametrize("method", ["train", "evaluate"])
