@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -45,10 +46,38 @@ def main(words: Sequence[str] | None = None) -> None:
     Args:
         words: the command-line arguments; default `sys.argv[1:]`.
     """
-    parser = make_parser()
     words = list(sys.argv[1:] if words is None else words)
     if not words or words[0] == "help":
         words = [*words[1:2], "--help"]
+    parser = make_parser()
+    # The output of `run` is the script's.
+    if words[0] == "run" and words[1:2] not in (["-h"], ["--help"]):
+        _execute(parser, words)
+        return
+    if sys.stdout is None:
+        parser.fail("cannot write the output: it is closed")
+    # Folders and texts may have characters that the output's encoding lacks.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        try:
+            _execute(parser, words)
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        # Errors of files have names.
+        if error.filename is not None:
+            raise
+        # Python flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The process that reads the output, such as `head`, has ended.
+        if isinstance(error, BrokenPipeError):
+            sys.exit(141)
+        Parser.writes_json = False
+        parser.fail(f"cannot write the output: {str(error.strerror).lower()}")
+
+
+def _execute(parser: Parser, words: list[str]) -> None:
     Parser.writes_json = "--json" in words and words[0] != "run"
     names = [*COMMANDS, "completion", "help", *parser._option_string_actions]
     if words[0] == "--json":
@@ -62,25 +91,13 @@ def main(words: Sequence[str] | None = None) -> None:
         parsers = parser.get_default("parsers").items()
         parser.epilog = next((each.epilog % {"prog": each.prog} for name, each in parsers if repr(name) in hint), None)
         parser.error(f"{problem}{hint}")
-    try:
-        options, remaining = parser.parse_known_args(words)
-        if options.command in ("run", "explain"):
-            # This parser does not know the script's options: argparse returns those before the first value separately.
-            options.script_words = remaining + options.script_words
-        elif remaining:
-            options.parser.refuse(remaining[0])
-        try:
-            options.execute(options.parser, options)
-        finally:
-            if options.command != "run":
-                sys.stdout.flush()
-    # The process that reads the output, such as `head`, has ended.
-    except BrokenPipeError:
-        if words[0] == "run":
-            raise
-        # Python flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    options, remaining = parser.parse_known_args(words)
+    if options.command in ("run", "explain"):
+        # This parser does not know the script's options: argparse returns those before the first value separately.
+        options.script_words = remaining + options.script_words
+    elif remaining:
+        options.parser.refuse(remaining[0])
+    options.execute(options.parser, options)
 
 
 if __name__ == "__main__":

@@ -212,6 +212,23 @@ def test_closed_output_pipe_ends_the_command_quietly(words, processes):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
+@pytest.mark.parametrize("words", ["completion bash", "run --help", "nosuch --json"])
+@pytest.mark.parametrize(("output", "reason"), [("/dev/full", "no space left on device"), ("&-", "it is closed")])
+def test_output_that_cannot_be_written_is_an_error(words, output, reason, processes):
+    command = ["sh", "-c", f'"{sys.executable}" -m hftrainer {words} >{output}']
+    done = subprocess.run(command, env=processes.environment(), stderr=subprocess.PIPE, text=True)
+    error = f"python -m hftrainer: error: cannot write the output: {reason}\n"
+    assert (done.returncode, done.stderr) == (2, error)
+
+
+def test_characters_that_the_output_lacks_are_replaced(processes):
+    command = [sys.executable, "-m", "hftrainer", "run", "--help"]
+    environment = processes.environment() | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert b"SCRIPT [arguments ?]" in done.stdout
+
+
 @pytest.mark.parametrize(("typed", "prog"), [("/bin/hftrainer", "hftrainer"), ("x/__main__.py", "python -m hftrainer")])
 def test_usage_shows_the_program_name_that_was_typed(monkeypatch, typed, prog):
     monkeypatch.setattr(sys, "argv", [typed])
