@@ -87,6 +87,9 @@ def _execute(parser: Parser, words: list[str]) -> None:
         problem = f"unknown option {words[0]}" if is_option else f"{words[0]!r} is not a command"
         allowed = [name for name in names if name.startswith("-") is is_option]
         hint = suggest(words[0].lower(), [*names, "--json"], f": use {', '.join(allowed)}", cutoff=0.65)
+        scripts = [word for word in words[:2] if word.endswith(".py")]
+        if scripts and words[0] in ("train", scripts[0]):
+            hint = f": run a script with {parser.prog} run {scripts[0]}"
         # The example is that of the suggested command.
         parsers = parser.get_default("parsers").items()
         parser.epilog = next((each.epilog % {"prog": each.prog} for name, each in parsers if repr(name) in hint), None)

@@ -23,6 +23,7 @@ SYNONYMS: dict[str, str] = {
     "max_epochs": "num_train_epochs",
     "metrics": "compute_metrics",
     "resume": "resume_from_checkpoint",
+    "train": "run",
     "-n": "--nproc",
     "-o": "--out",
     "-v": "--version",

@@ -453,7 +453,7 @@ def plot(
         folder, name = os.path.normpath(os.path.join(folder, "..")), f"{name}-{step}"
     picture = Path(out) if out is not None else Path(folder) / f"{name}.png"
     if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise InvalidArgument(f"--out {picture}: the file name must end in .png, .svg or .pdf.")
+        raise InvalidArgument(f"{picture}: the file name must end in .png, .svg or .pdf.")
     run_curves = read or read_curves(folders, x)
     title = Path(os.path.realpath(folders[0])).name
     picture.parent.mkdir(parents=True, exist_ok=True)

@@ -126,7 +126,7 @@ def test_folder_without_logs_is_refused(tmp_path):
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "epoch": 1.0}]}))
     with pytest.raises(InvalidArgument, match="has nothing to draw"):
         plot([str(tmp_path)])
-    with pytest.raises(InvalidArgument, match=r"must end in \.png, \.svg or \.pdf"):
+    with pytest.raises(InvalidArgument, match=r"^picture\.gif: the file name must end in \.png, \.svg or \.pdf"):
         plot([str(tmp_path)], out="picture.gif")
 
 
