@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import sys
@@ -66,8 +67,6 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
 
 
 def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> TrainingArguments:
-    from hftrainer.arguments.explain import TITLES, WIDTH
-    from hftrainer.arguments.table import ARGUMENTS
     from hftrainer.hf_argparser import HfArgumentParser
     from hftrainer.training_args import TrainingArguments
 
@@ -85,14 +84,10 @@ def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> Trai
     arguments_parser.add_argument("--help-all", action="help", help="show this help message and exit")
     dashes = "" if is_name else "--"
     parser.epilog = "example: %(prog)s --learning_rate 3e-5 --optim sgd"
-    action = None if Parser.writes_json or len(words) != 1 else arguments_parser._option_string_actions.get(words[0])
+    action = arguments_parser._option_string_actions.get(words[0]) if len(words) == 1 else None
     # A name alone asks for its help, and so does an option without its value.
     if action is not None and (is_name or (isinstance(action, argparse._StoreAction) and action.nargs != "?")):
-        formatter = arguments_parser._get_formatter()
-        formatter.add_argument(action)
-        print(formatter.format_help(), end="")
-        if argument := ARGUMENTS.get(action.dest):
-            print(textwrap.fill(": ".join(filter(None, (TITLES[argument.kind], argument.detail))), WIDTH))
+        _show_help(arguments_parser, action)
         parser.exit()
     try:
         args: TrainingArguments
@@ -108,6 +103,23 @@ def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> Trai
         hint = hint or "; a script must come first: explain train.py --fp16"
         parser.error(f"unknown {'argument' if is_name else 'option'} {unknown[0].removeprefix('--' * is_name)}{hint}")
     return args
+
+
+def _show_help(parser: argparse.ArgumentParser, action: argparse.Action) -> None:
+    """Print the help of an argument and how it is handled."""
+    from hftrainer.arguments.explain import TITLES, WIDTH
+    from hftrainer.arguments.table import ARGUMENTS
+
+    argument = ARGUMENTS.get(action.dest)
+    handling = ": ".join(filter(None, (TITLES[argument.kind], argument.detail))) if argument else ""
+    if Parser.writes_json:
+        default = None if action.default == argparse.SUPPRESS else action.default
+        texts = {"argument": action.dest, "help": action.help, "handling": handling}
+        print(json.dumps({**texts, "default": default, "choices": action.choices}, indent=2, default=str))
+        return
+    formatter = parser._get_formatter()
+    formatter.add_argument(action)
+    print(formatter.format_help() + textwrap.fill(handling, WIDTH))
 
 
 def _check_like_trainer(args: TrainingArguments) -> None:

@@ -112,7 +112,13 @@ def test_name_of_an_argument_alone_shows_its_help(explain):
         assert shown.startswith(f"--{name} ") and shown.splitlines()[-1].startswith(handled)
     text = " ".join(explain("optim").stdout.split())
     assert "galore" in text and "'adamw_torch' until v4.53. (default: adamw_torch_fused)" in text
-    assert explain("optim", "--json").returncode == 2
+    shown = json.loads(explain("optim", "--json").stdout)
+    assert (shown["argument"], shown["default"], shown["handling"]) == (
+        "optim",
+        "adamw_torch_fused",
+        "Handled by hftrainer",
+    )
+    assert "sgd" in shown["choices"] and "always AdamW" in shown["help"]
     assert explain("--help").stdout.count("\n") < 24 and explain("--help-all").stdout.count("\n") > 500
 
 
