@@ -19,6 +19,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.argument import EARLIER_SUBJECT, LAST_SUBJECTS, arguments_of
 from hftrainer.arguments.old_fields import OldArguments
 from hftrainer.base.config_files import parse_bool, read_mapping
+from hftrainer.base.tracebacks import HideEngineFrames
 from hftrainer.errors import InvalidArgument, suggest
 
 
@@ -106,15 +107,18 @@ class HfArgumentParser(argparse.ArgumentParser):
             files += named_files
         file_words = [word for path in files if path.exists() for word in path.read_text().split()]
         namespace, remaining = self.parse_known_args(args=file_words + words)
-        objects = [self._make_dataclass(dataclass_type, namespace) for dataclass_type in self.dataclass_types]
-        if vars(namespace):
-            objects.append(namespace)
-        if return_remaining_strings:
-            return (*objects, remaining)
-        if remaining:
-            hints = "".join(suggest(word, self._option_string_actions) for word in remaining if word.startswith("-"))
-            raise ValueError(f"Unrecognized command-line arguments: {remaining}{hints}")
-        return (*objects,)
+        with HideEngineFrames():
+            objects = [self._make_dataclass(dataclass_type, namespace) for dataclass_type in self.dataclass_types]
+            if vars(namespace):
+                objects.append(namespace)
+            if return_remaining_strings:
+                return (*objects, remaining)
+            if remaining:
+                hints = "".join(
+                    suggest(word, self._option_string_actions) for word in remaining if word.startswith("-")
+                )
+                raise InvalidArgument(f"Unrecognized command-line arguments: {remaining}{hints}")
+            return (*objects,)
 
     def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
         """Parse a mapping into an instance of each dataclass.
@@ -124,14 +128,15 @@ class HfArgumentParser(argparse.ArgumentParser):
         """
         extra_keys = set(args)
         objects = []
-        for dataclass_type in self.dataclass_types:
-            names = {field.name for field in dataclasses.fields(dataclass_type) if field.init}
-            names |= _find_hidden_fields(dataclass_type).keys()
-            extra_keys -= names
-            objects.append(dataclass_type(**{name: value for name, value in args.items() if name in names}))
-        if extra_keys and not allow_extra_keys:
-            raise InvalidArgument(f"No dataclass has a field {', '.join(map(repr, sorted(extra_keys)))}.")
-        return (*objects,)
+        with HideEngineFrames():
+            for dataclass_type in self.dataclass_types:
+                names = {field.name for field in dataclasses.fields(dataclass_type) if field.init}
+                names |= _find_hidden_fields(dataclass_type).keys()
+                extra_keys -= names
+                objects.append(dataclass_type(**{name: value for name, value in args.items() if name in names}))
+            if extra_keys and not allow_extra_keys:
+                raise InvalidArgument(f"No dataclass has a field {', '.join(map(repr, sorted(extra_keys)))}.")
+            return (*objects,)
 
     def parse_json_file(self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
         """Parse a JSON file into an instance of each dataclass.
@@ -139,11 +144,13 @@ class HfArgumentParser(argparse.ArgumentParser):
         Raises:
             InvalidArgument: if the file is not a JSON object, or as for `parse_dict`.
         """
-        return self.parse_dict(read_mapping(json_file, "JSON"), allow_extra_keys)
+        with HideEngineFrames():
+            return self.parse_dict(read_mapping(json_file, "JSON"), allow_extra_keys)
 
     def parse_yaml_file(self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
         """Parse a YAML file into an instance of each dataclass; raises as `parse_json_file` does."""
-        return self.parse_dict(read_mapping(yaml_file, "YAML"), allow_extra_keys)
+        with HideEngineFrames():
+            return self.parse_dict(read_mapping(yaml_file, "YAML"), allow_extra_keys)
 
     @staticmethod
     def _make_dataclass(dataclass_type: Any, namespace: argparse.Namespace) -> Any:

@@ -33,9 +33,9 @@ VARIABLE = "HFTRAINER_TRACEBACK"
 
 
 class HideEngineFrames(contextlib.AbstractContextManager[None]):
-    """Context manager that removes the engine's frames from tracebacks, except the first and the last.
+    """Context manager that removes the engine's frames from tracebacks, except the last.
 
-    An error of `hftrainer.errors` has neither: its message says what to change, in the line of the script that is left.
+    An error of `hftrainer.errors` has none: its message says what to change, in the line of the script that is left.
     Before Python 3.11 tracebacks stay complete, since changes in `__exit__` are lost.
     """
 
@@ -51,14 +51,12 @@ class HideEngineFrames(contextlib.AbstractContextManager[None]):
             # The last frames handle the signal, or stop the run after it.
             while isinstance(link, KeyboardInterrupt) and frames and _package(frames[-1]) in _ENGINE - {"torch"}:
                 frames.pop()
-            # The first frame is that of `train()`.
-            start, end = link is error, max(len(frames) - 1, 0)
-            kept = [] if type(link).__module__ == "hftrainer.errors" else [*frames[:start], *frames[end:]]
+            kept = [] if type(link).__module__ == "hftrainer.errors" else frames[-1:]
             link.__traceback__ = _join_frames(
                 [each for each in frames if each in kept or _package(each) not in _ENGINE]
             )
             # Errors of arguments pass through these too, where no engine runs.
-            is_shorter |= bool({*map(_package, frames[start:end])} & _ENGINE - _WITHOUT_NOTE)
+            is_shorter |= bool({*map(_package, frames[:-1])} & _ENGINE - _WITHOUT_NOTE)
             link = link.__cause__ or link.__context__
         if is_shorter and isinstance(error, Exception):
             add_note(error, f"(The engine's frames are hidden: {VARIABLE}=full shows them.)")

@@ -55,29 +55,29 @@ READING_LATER = READING.replace("0, 1, 2, 3", "20, 21, 22, 23")
 CASES = {
     "model": (
         {"model": Fails()},
-        ["train", "forward", "forward", "forward"],
+        ["forward", "forward", "forward"],
         "in training step 1, with the batch x: float32 (4, 8), labels: int64 (4,).",
     ),
-    "collator": ({"data_collator": fail}, ["train", "fail"], READING),
+    "collator": ({"data_collator": fail}, ["fail"], READING),
     "collator that reads another key": (
         {"data_collator": lambda samples: {"x": torch.stack([sample["y"] for sample in samples])}},
-        ["train", "<lambda>", "<listcomp>"][: 2 + (sys.version_info < (3, 12))],
+        ["<lambda>", "<listcomp>"][: 1 + (sys.version_info < (3, 12))],
         f"{READING[:-1]}; the first has x, labels.",
     ),
     "collator that reads an attribute": (
         {"train_dataset": Computed(), "data_collator": lambda samples: samples[0].y},
-        ["train", "<lambda>"],
+        ["<lambda>"],
         f"{READING[:-1]}; the first has x, labels (remove_unused_columns has removed extra).",
     ),
     "loss function": (
         {"compute_loss_func": lambda outputs, labels: outputs["loss"]},
-        ["train", "<lambda>"],
+        ["<lambda>"],
         "while compute_loss_func ran; the outputs of the model are logits. The model gets no labels then and returns",
     ),
-    "dataset": ({"train_dataset": Data(plain_data())}, ["train", "__getitem__"], "while sample 0 was read."),
+    "dataset": ({"train_dataset": Data(plain_data())}, ["__getitem__"], "while sample 0 was read."),
     "metrics": (
         {"compute_metrics": fail},
-        ["train", "fail"],
+        ["fail"],
         "while compute_metrics ran, with predictions: float32 (10, 3), label_ids: int64 (10,).",
     ),
     "nested tensors": (
@@ -85,16 +85,16 @@ CASES = {
             "data_collator": lambda _: {"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])},
             "model": Fails(),
         },
-        ["train", "forward"],
+        ["forward"],
         "in training step 1, with the batch x: a Tensor.",
     ),
-    "callback": (fail_at("on_step_end"), ["train", "fail"], "after training step 1."),
-    "start": (fail_at("on_train_begin"), ["train", "fail"], "before training step 1."),
-    "optimizer": (fail_at("on_optimizer_step"), ["train", "fail"], "in training step 1."),
+    "callback": (fail_at("on_step_end"), ["fail"], "after training step 1."),
+    "start": (fail_at("on_train_begin"), ["fail"], "before training step 1."),
+    "optimizer": (fail_at("on_optimizer_step"), ["fail"], "in training step 1."),
     "list": ({"data_collator": lambda samples: samples}, [], "in training step 1."),
     "evaluation": (
         {"eval_dataset": [{"x": torch.zeros(3), "labels": 0}]},
-        ["train", "forward", "forward"],
+        ["forward", "forward"],
         "in batch 1 of an evaluation, with the batch x: float32 (1, 3), labels: int64 (1,).",
     ),
 }
@@ -233,8 +233,17 @@ def test_refused_construction_shows_where_the_script_made_it(tmp_path):
     with pytest.raises(ValueError, match="learning_rate=-1") as of_trainer:
         Own(model=make_plain(), args=hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=-1))
     assert not hasattr(of_trainer.value, "__notes__")  # of hidden frames of an engine, as none ran
-    names = [[frame.name for frame in traceback.extract_tb(each.tb)][1:] for each in (of_arguments, of_trainer)]
-    assert names == [[], ["__init__"]]  # the script's own
+    parser = hftrainer.HfArgumentParser(hftrainer.TrainingArguments)
+    with pytest.raises(ValueError, match="load_best_model_at_end needs") as of_values:
+        parser.parse_args_into_dataclasses(["--load_best_model_at_end"])
+    with pytest.raises(ValueError, match="did you mean '--optim'") as of_words:
+        parser.parse_args_into_dataclasses(["--optin", "sgd"])
+    (tmp_path / "x.json").write_text('{"optin": "sgd"}')
+    with pytest.raises(ValueError, match="No dataclass has a field 'optin'") as of_file:
+        parser.parse_json_file(tmp_path / "x.json")
+    caught = (of_arguments, of_values, of_words, of_file, of_trainer)
+    names = [[frame.name for frame in traceback.extract_tb(each.tb)][1:] for each in caught]
+    assert names == [[], [], [], [], ["__init__"]]  # the script's own
 
 
 @pytest.mark.parametrize(("error", "is_shown"), [(ModuleNotFoundError("no"), False), (ImportError("broken"), True)])
