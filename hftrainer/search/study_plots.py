@@ -8,6 +8,7 @@ import os
 import textwrap
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,8 @@ PLOTS = {
 MANY_TRIALS = 20
 #: Optuna's state of a trial → a word, if it is another.
 STATES = {"complete": "completed", "fail": "failed"}
-LEFT_OUT = "pruned, failed or far worse: the last value in range"
+#: Optuna's state of a trial that is not drawn as the others → why, in the order of a legend.
+REASONS = {"PRUNED": "pruned", "FAIL": "failed", "COMPLETE": "far worse", "RUNNING": "running", "WAITING": "waiting"}
 
 
 def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", html: bool | str = False) -> list[str]:
@@ -58,7 +60,10 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
     if not count:
         raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial yet to plot.")
     os.makedirs(out, exist_ok=True)
-    objectives: list[dict[str, Any]] = [{"target_name": name} for name in _names(study)]
+    names, directions = _names(study), [direction.name.lower() for direction in study.directions]
+    objectives: list[dict[str, Any]] = [
+        {"target_name": f"{name} ({direction})"} for name, direction in zip(names, directions, strict=True)
+    ]
     for number, objective in enumerate(objectives if len(objectives) > 1 else ()):
         objective["target"] = partial(_value, number)
     prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
@@ -70,7 +75,7 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
         for number, objective in enumerate(objectives):
             path = Path(out) / f"{prefix}{name}{f'_{number}' * (len(objectives) > 1)}.png"
             shown, left_out, limits = _without_far_trials(study, number)
-            heading = title.format(objective["target_name"])
+            heading = title.format(names[number])
             if name == "importance":
                 shown, heading = study, heading + f" (a rough guess: only {count} trials)" * (count < MANY_TRIALS)
             _draw_png(function, shown, objective, path, heading, left_out, limits)
@@ -86,8 +91,9 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
                 figure.update_traces(opacity=1, selector={"type": "scatter"})
                 figure.update_traces(line_shape="hv", selector={"name": "Best Value"})
                 if name == "history" and left_out:
-                    marks = {"x": list(left_out), "y": [*left_out.values()], "mode": "markers", "marker_symbol": "x"}
-                    figure.add_scatter(**marks, name=LEFT_OUT).update_yaxes(range=limits)
+                    x, (y, reasons) = list(left_out), zip(*left_out.values(), strict=True)
+                    marks = {"x": x, "y": y, "mode": "markers", "marker_symbol": "x", "name": _either(reasons)}
+                    figure.add_scatter(**marks).update_yaxes(range=limits)
                 figure.write_html(page, include_plotlyjs=html)
     return paths
 
@@ -121,12 +127,16 @@ def _value(number: int, trial: FrozenTrial) -> float:
     return trial.values[number]
 
 
-def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, float], tuple[float, float]]:
+def _either(reasons: Iterable[str]) -> str:
+    return " or ".join(sorted(set(reasons), key=list(REASONS.values()).index))
+
+
+def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tuple[float, str]], tuple[float, float]]:
     """A copy without results so far beyond the third quarter that they would squeeze the others.
 
     Returns:
-        The copy; the last values of these trials and of unfinished ones by number, within those that are drawn; and
-        the range of the axis.
+        The copy; by number the last values of these trials and of unfinished ones, within those that are drawn, and
+        why they were left out; and the range of the axis.
     """
     optuna = import_plotting("optuna")
     copy, trials = optuna.create_study(directions=study.directions), study.get_trials(deepcopy=True)
@@ -138,7 +148,7 @@ def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, flo
     for trial in trials:
         if trial.state.name != "COMPLETE" or trial.values[number] not in near:
             last = trial.intermediate_values.get(trial.last_step or 0, near[-1])
-            left_out[trial.number] = min(max(near), max(min(near), last))
+            left_out[trial.number] = min(max(near), max(min(near), last)), REASONS[trial.state.name]
             trial.state, trial.values = optuna.trial.TrialState.PRUNED, None
         copy.add_trial(trial)
     return copy, left_out, axis_range(near)
@@ -170,9 +180,14 @@ def _draw_png(
             marks.set(color=COLOURS[marks in axes.lines], alpha=1)
         plt.setp(axes.lines, drawstyle="steps-post")
         if function == "plot_optimization_history" and left_out:
-            axes.scatter(list(left_out), list(left_out.values()), marker="x", color="0.5", label=LEFT_OUT)
+            values, reasons = zip(*left_out.values(), strict=True)
+            axes.scatter(list(left_out), values, marker="x", color="0.5", label=_either(reasons))
             axes.set_ylim(limits)
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=4, frameon=False)
+        if function == "plot_param_importances":
+            # It would name the objective, as the title does.
+            axes.get_legend().remove()
+        else:
+            axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=4, frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 

@@ -82,7 +82,9 @@ def test_axis_has_the_name_of_the_metric(url, tmp_path):
     assert all("eval_loss" in (tmp_path / f"{name}.html").read_text().split("newPlot")[-1] for name in NAMES)
 
 
-def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path):
+def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **settings: figures.append(figure))
     study = optuna.create_study(storage=(url := f"sqlite:///{tmp_path}/search.db"))
 
     def objective(trial):
@@ -95,8 +97,12 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path):
     plot_study(url, out=str(tmp_path), html=True)
     assert best_trials(url)[1] == "5 best of 9 trials: 8 completed, 1 pruned"
     page = (tmp_path / "history.html").read_text().split("newPlot")[-1]
-    assert '"name":"pruned, failed or far worse: the last value in range","x":[5,7]' in page
+    assert '"name":"pruned or far worse","x":[5,7]' in page and '"text":"objective (minimize)"' in page
     assert '"range":[-0.1,2.1]' in page and "1000000" not in page
+    legend, none = (figure.axes[0].get_legend() for figure in figures[:2])
+    words = [text.get_text() for text in legend.get_texts()]
+    # The bars of importances have one colour, which needs no legend.
+    assert words == ["objective (minimize)", "Best Value", "pruned or far worse"] and none is None
 
 
 def test_journal_storage_with_one_trial_draws_the_history(tmp_path, caplog):
