@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.base.messages import format_number
+from hftrainer.base.messages import count_of, format_number
 from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:
@@ -161,14 +161,19 @@ def _has_desktop() -> bool:
 
 
 def describe_curves(curves: list[Curve]) -> str:
-    """A text table of each curve: its steps, its first, last, lowest and highest value, and the non-finite count."""
-    rows: list[tuple[str, ...]] = [("", "steps", "first", "last", "lowest", "highest", "not finite")]
+    """A text table of each curve: its steps, its first, last, lowest and highest value; below, what is not finite."""
+    rows: list[tuple[str, ...]] = [("", "steps", "first", "last", "lowest", "highest")]
     for curve in curves:
         finite = curve.finite or [math.nan]
         values = (curve.values[0], curve.values[-1], min(finite), max(finite))
         steps = f"{format_number(curve.steps[0])} to {format_number(curve.steps[-1])}"
-        rows.append((curve.label, steps, *map(curve.format, values), str(len(curve.gaps) or "")))
-    return align(rows, shutil.get_terminal_size().columns)
+        rows.append((curve.label, steps, *map(curve.format, values)))
+    notes = [
+        f"{curve.label}: {count_of(count, 'values')} {'is' if count == 1 else 'are'} not finite, first {first[1]}"
+        for curve in curves
+        if (count := len(curve.gaps)) and (first := curve.non_finite)
+    ]
+    return "\n".join([align(rows, shutil.get_terminal_size().columns), *[""] * bool(notes), *notes])
 
 
 def align(rows: list[tuple[str, ...]], width: int | None = None) -> str:

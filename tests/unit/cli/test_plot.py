@@ -221,8 +221,9 @@ def test_values_that_are_not_numbers_are_left_out(tmp_path):
     log.insert(1, {"loss": float("nan"), "eval_matrix": [[1]], "eval_runtime": 3.0, "step": 2})
     (line,) = read_curves([write_log(tmp_path, log)])
     assert (line.name, line.steps, line.finite) == ("loss", [1, 2, 3], [2.0])
-    header, row = describe_curves([line]).splitlines()
-    assert header.endswith("highest  not finite") and row.endswith("nan       2        2           2")
+    header, row, _, note = describe_curves([line]).splitlines()
+    assert header.endswith("highest") and row.endswith("nan       2        2")
+    assert note == "loss: 2 values are not finite, first by step 2"
 
 
 def texts_in_svg(path):
