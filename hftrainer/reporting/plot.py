@@ -134,9 +134,8 @@ def _title(name: str, curves: list[Curve]) -> list[str]:
     if any(curve.restarts and curve.x in TIME_UNITS for curve in curves):
         title.append("the time leaves out the pauses before a run resumed")
     title += [curves[0].state] * bool(not curves[0].run and curves[0].state)
-    memory = [value for curve in curves if curve.panel == MEMORY for value in curve.finite]
-    if memory and MEMORY not in _group_by_panel(curves):
-        title.append(f"{MEMORY}: {format_number(max(memory))}")
+    # Of several runs, the legend has it.
+    title += filter(None, [_constant_memory("", curves)])
     observed = {curve.run for curve in curves if PANEL_OF.get(curve.name) in SPEEDS}
     if observed and (others := ", ".join(run for run in runs if run not in observed)):
         title.append(f"{others} ran without observe=True: no speed, time or memory")
@@ -149,11 +148,17 @@ def _opacity(curves: list[Curve]) -> float:
 
 
 def _group_by_panel(curves: list[Curve]) -> dict[str, list[Curve]]:
-    """The panels. A constant memory has none: the title names it."""
+    """The panels. A constant memory has none: the title or the legend names it."""
     panels = {panel: list(panel_curves) for panel, panel_curves in groupby(curves, key=lambda curve: curve.panel)}
     memory = [value for curve in panels.get(MEMORY, ()) for value in curve.finite]
     is_flat = memory and len(panels) > 1 and max(memory) < 1.05 * min(memory)
     return {panel: panel_curves for panel, panel_curves in panels.items() if panel != MEMORY or not is_flat}
+
+
+def _constant_memory(run: str, curves: list[Curve]) -> str:
+    """A run's peak memory in words, if it has no panel."""
+    memory = [value for curve in curves if curve.panel == MEMORY and curve.run == run for value in curve.finite]
+    return f"{MEMORY}: {format_number(max(memory))}" if memory and MEMORY not in _group_by_panel(curves) else ""
 
 
 def _vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str, str]]:
@@ -215,10 +220,11 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
 
 
 def _describe_run(run: str, curves: list[Curve]) -> str:
-    """The name of a run, the arguments in which it differs, and its best value."""
+    """The name of a run, the arguments in which it differs, its best value, and what no panel shows."""
     run_curves = [curve for curve in curves if curve.run == run]
     best = (f"★ best {c.name}\xa0{c.format(c.values[c.best])}" for c in run_curves if c.best is not None)
-    return " · ".join(filter(None, (run, describe(run_curves[0].settings), next(best, ""), run_curves[0].state)))
+    facts = (describe(run_curves[0].settings), next(best, ""), _constant_memory(run, curves), run_curves[0].state)
+    return " · ".join(filter(None, (run, *facts)))
 
 
 def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:

@@ -141,11 +141,11 @@ SPEEDS = {"tokens_per_second": 9000.5, "samples_per_second": 17.5, "step_seconds
 SPEEDS |= {"eval_share": 0.2, "save_share": 0.05, "peak_memory_mb": 812.0, "mfu": 0.4}
 
 
-def write_observed_run(folder):
+def write_observed_run(folder, **values):
     written = Journal(str(folder))
     written.write("begin", 0, max_steps=30, world_size=1, device="cpu", pid=1, host="there", resumed_from=None)
     for step, speed in ((10, 17.5), (20, 35.0)):
-        speeds = SPEEDS | {"samples_per_second": speed}
+        speeds = SPEEDS | {"samples_per_second": speed} | values
         written.write("log", step, logs={"loss": step / 10, "step": step, "epoch": step / 100, **speeds})
     time.sleep(0.002)  # times are in milliseconds; without any time there is no goodput
     written.write("interval", 20, steps=20, seconds=dict.fromkeys(ACTIVITIES, 0.0))
@@ -163,6 +163,11 @@ def test_observed_run_has_panels_for_speeds_and_shares(tmp_path):
     # A constant memory has no panel.
     labels = {"Tokens per second", "Share of time", "Model FLOPS utilization", "waiting for data"}
     assert labels | {"peak memory (MB): 812"} <= {*texts_in_svg(picture)}
+    others = [write_observed_run(tmp_path / "one"), write_observed_run(tmp_path / "two", peak_memory_mb=814.0)]
+    plot(others, out=picture)
+    texts = texts_in_svg(picture)
+    for run, memory in (("one", 812), ("two", 814)):
+        assert any(text.startswith(run) and f"peak memory (MB): {memory}" in text for text in texts)
 
 
 def test_speeds_are_left_out_of_compared_values(tmp_path):
