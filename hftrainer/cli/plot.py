@@ -99,7 +99,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     best, rates = [f"best {name}" for name in metrics], ("samples_per_second", "tokens_per_second")
     means = (f"mean {rate.replace('_', ' ')}" for rate in rates)
     titles = ("run", "differs in", "steps", "state", "last loss", *best, *means, "time", "downtime", "goodput")
-    rows, without_journal = [], []
+    rows, without_journal, unknown = [], [], []
     for run, name in zip(runs, run_names([run.folder for run in runs]), strict=True):
         page, logged = run.page, run.page["values"]
         last = page["metrics"].get("loss", {}).get("last")
@@ -107,6 +107,8 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
         if run.seconds is None and "train_runtime" in logged:
             speeds = [logged.get(f"train_{rate}") for rate in rates]
             without_journal.append(name)
+        elif run.seconds is None:
+            unknown.append(name)
         values = (
             *(name, next(curve.settings for curve in curves if curve.run == name)),
             *(page["step"], page["state"] if last is None or not math.isnan(last) else "diverged", last),
@@ -118,21 +120,26 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     meanings = "time: without pauses; downtime: pauses after failures; goodput: kept steps / (time + downtime)"
     notes = [meanings] * any(run.seconds is not None for run in runs)
     others = f"{', '.join(without_journal)}: train_runtime and the speed over it, with evaluations and saving"
-    return rows, "\n".join([*notes, *[others] * bool(without_journal)])
+    notes += [others] * bool(without_journal)
+    missing = f"{', '.join(unknown)}: without observe=True no speed, time or goodput"
+    return rows, "\n".join([*notes, *[missing] * (0 < len(unknown) < len(runs))])
 
 
 def _compare(runs: list[dict[str, Any]]) -> str:
-    """A table with one row per run."""
+    """A table with one row per run or trial; a hyphen is a value that only others have."""
     from hftrainer.base.messages import format_duration
     from hftrainer.checkpointing.saved_arguments import describe
 
     formats: dict[str, Any] = {"time": format_duration, "goodput": "{:.0%}".format, "differs in": describe}
     formats["downtime"] = format_duration
     formats["state"] = lambda state: "" if state in ("complete", "unobserved") else state
-    rows = [tuple(runs[0])] if "trial" in runs[0] else [("", *list(runs[0])[1:])]
+    # Trials may have different hyperparameters.
+    names = list(dict.fromkeys(name for run in runs for name in run))
+    rows = [tuple(names) if names[0] == "trial" else ("", *names[1:])]
+    missing = {name: "-" if any(run.get(name) is not None for run in runs) else "" for name in names}
     for run in runs:
         texts = {name: str if isinstance(each, str) else format_number for name, each in run.items()} | formats
-        rows.append(tuple("" if each is None else texts[name](each) for name, each in run.items()))
+        rows.append(tuple(missing[name] if run.get(name) is None else texts[name](run[name]) for name in names))
     return align(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
 
 

@@ -108,12 +108,15 @@ def test_command_prints_a_table_of_several_runs(runs, tmp_path, capsys):
     end = {"train_loss": 1.0, "train_runtime": 9.0, "train_samples_per_second": 8}
     log = [{"step": 20, "loss": 1.0}, {"step": 20, **end}]
     main(["plot", *runs, write_log(tmp_path / "saved", log, global_step=20), "--output", str(tmp_path / "a.png")])
-    path, empty, header, *rows, saved, _, note = capsys.readouterr().out.splitlines()
-    assert path == str(tmp_path / "a.png") and not empty and saved.split() == ["saved", "20", "1", "8", "9", "s"]
+    path, empty, header, *rows, saved, _, note, missing = capsys.readouterr().out.splitlines()
+    assert path == str(tmp_path / "a.png") and not empty and saved.split() == ["saved", *"20 1 - - 8 9 s".split()]
     titles = ["differs in", "steps", "last loss", "best eval_loss", "best eval_accuracy", "mean samples per second"]
     assert re.split("  +", header.strip()) == [*titles, "time"] and note.startswith(
         "saved: train_runtime and the speed"
     )
+    both = ", ".join(Path(run).name for run in runs)
+    assert missing == f"{both}: without observe=True no speed, time or goodput"
+    assert all(row.split()[-2:] == ["-", "-"] for row in rows)
     values = zip(runs, ("0.01", "0.1"), strict=True)
     assert [row.split()[:4] for row in rows] == [[Path(run).name, "learning_rate", rate, "20"] for run, rate in values]
     main(["plot", runs[0], "--output", str(tmp_path / "a.png")])

@@ -105,6 +105,18 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     assert words == ["objective (minimize)", "Best Value", "pruned or far worse"] and none is None
 
 
+def test_table_has_hyphens_for_hyperparameters_of_other_trials(tmp_path, capsys):
+    study = optuna.create_study(storage=(url := f"sqlite:///{tmp_path}/search.db"))
+    study.optimize(lambda trial: trial.suggest_int("ab"[trial.number], 3, 3) + trial.number, n_trials=2)
+    main(["plot", "--study", url, "--output", str(tmp_path)])
+    table = capsys.readouterr().out.split("\n\n")[1]
+    assert [row.split() for row in table.splitlines()] == [
+        ["trial", "objective", "a", "b"],
+        ["0", "3", "3", "-"],
+        ["1", "4", "-", "3"],
+    ]
+
+
 def test_journal_storage_with_one_trial_draws_the_history(tmp_path, caplog):
     path = str(tmp_path / "search.log")
     make_study(optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(path)), trials=1)
