@@ -45,9 +45,8 @@ def add_subcommand(commands: Any) -> None:
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
-    from hftrainer.base.messages import format_bytes
+    from hftrainer.base.messages import format_bytes, wrap_text
     from hftrainer.errors import InvalidArgument, MissingPackage
-    from hftrainer.monitoring.run_page import RunRecord
     from hftrainer.reporting.curves import read_curves
     from hftrainer.reporting.metrics import sort_pattern
     from hftrainer.reporting.plot import plot
@@ -60,6 +59,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         parser.error(f"{'--x is for runs' if options.x == wrong else '--study-name is for --study'}")
     # A folder that was given twice is one run.
     options.folders = sort_pattern(list({os.path.realpath(folder): folder for folder in options.folders}.values()))
+    left_out: list[str] = []
     try:
         if options.study is not None:
             from hftrainer.search.study_plots import best_trials, plot_study
@@ -67,25 +67,55 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
             paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
             rows, note, curves = *best_trials(options.study, options.study_name), []
         else:
-            runs, x = list(map(RunRecord, options.folders)), options.x or "step"
+            x = options.x or "step"
+            runs, left_out = _read_runs(options.folders, x)
+            options.folders = [run.folder for run in runs]
             curves = read_curves(runs)
             rows, note = _summarize_runs(runs, curves) if len(runs) > 1 else ([], "")
             read = curves if x == "step" else read_curves(runs, x)
             paths = plot(options.folders, html=options.html, out=options.output, x=x, read=read)
     except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
+    left_out = [f"left out: {problem}" for problem in left_out]
     if options.json:
         keyed = [{title.replace(" ", "_"): value for title, value in row.items()} for row in rows]
         strict = json.loads(json.dumps(keyed), parse_constant=lambda _: None)
         name = "runs" if options.study is None else "best_trials"
+        note = "\n".join(filter(None, (note, *left_out)))
         found = {"files": paths} | ({name: strict} if rows else {}) | ({"note": note} if note else {})
         print(json.dumps(found, indent=2))
         return
+    for line in left_out:
+        print(wrap_text(f"{parser.prog}: {line}", sys.stderr), file=sys.stderr)
     for path in paths:
         print(f"{path} ({format_bytes(os.path.getsize(path))})" if path.endswith(".html") else path)
     if rows:
         print(f"\n{_compare(rows)}" + f"\n\n{note}" * bool(note))
     _show(paths, curves if len(options.folders) == 1 else [])
+
+
+def _read_runs(folders: list[str], x: str) -> tuple[list[RunRecord], list[str]]:
+    """The runs that can be drawn, and what is wrong with the others.
+
+    Raises:
+        InvalidArgument: or another error of the first folder, if no run can be drawn.
+    """
+    from hftrainer.errors import InvalidArgument
+    from hftrainer.monitoring.run_page import RunRecord
+    from hftrainer.reporting.curves import read_curves
+
+    runs, errors = [], list[Exception]()
+    for folder in folders:
+        try:
+            run = RunRecord(folder)
+            read_curves([run], x)
+        except (InvalidArgument, OSError) as error:
+            errors.append(error)
+        else:
+            runs.append(run)
+    if not runs:
+        raise errors[0]
+    return runs, list(map(str, errors))
 
 
 def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[dict[str, Any]], str]:

@@ -133,6 +133,20 @@ def test_folder_without_logs_is_refused(tmp_path):
         plot([str(tmp_path)], out="picture.gif")
 
 
+def test_folder_without_logs_is_left_out_of_a_comparison(tmp_path, capsys):
+    runs = [write_log(tmp_path / run, [{"step": 1, "loss": 1.0}] * (run != "empty")) for run in ("empty", "a", "b")]
+    main(["plot", *runs])
+    shown = capsys.readouterr()
+    assert shown.out.startswith(str(tmp_path / "a" / "comparison.png"))
+    assert shown.err.startswith(f"python -m hftrainer plot: left out: {runs[0]}: the log has nothing to draw")
+    main(["plot", *runs, "--json"])
+    shown = capsys.readouterr()
+    assert f"left out: {runs[0]}" in json.loads(shown.out)["note"] and not shown.err
+    with pytest.raises(SystemExit):
+        main(["plot", runs[0], str(tmp_path)])
+    assert f"error: {runs[0]}: the log has nothing to draw" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("package", "html"), [("matplotlib.figure", False), ("plotly.graph_objects", True)])
 def test_missing_plot_package_is_named(runs, tmp_path, monkeypatch, package, html):
     monkeypatch.setitem(sys.modules, package, None)
