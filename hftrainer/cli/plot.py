@@ -76,7 +76,6 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
             paths = plot(options.folders, html=options.html, out=options.output, x=x, read=read)
     except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
-    left_out = [f"left out: {problem}" for problem in left_out]
     if options.json:
         keyed = [{title.replace(" ", "_"): value for title, value in row.items()} for row in rows]
         strict = json.loads(json.dumps(keyed), parse_constant=lambda _: None)
@@ -115,7 +114,7 @@ def _read_runs(folders: list[str], x: str) -> tuple[list[RunRecord], list[str]]:
             runs.append(run)
     if not runs:
         raise errors[0]
-    return runs, list(map(str, errors))
+    return runs, [f"left out: {error}" for error in errors]
 
 
 def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[dict[str, Any]], str]:

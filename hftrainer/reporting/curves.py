@@ -120,21 +120,21 @@ class Curve:
         return [indices[start : start + size] for start in indices[::size]]
 
     def points(self, values: list[float]) -> tuple[list[float], list[float]]:
-        """The steps and values that are drawn, with a break at restarts: NaN, or 0 as a share.
+        """The steps and values that are drawn.
 
-        Speeds and shares are of the time since the log line before, so that the first value begins there, and the first
-        after a break at the restart. A share of a long run is the mean of a part.
+        Speeds and shares are of the time since the log line before, so that the first value begins there, and over time
+        the first after a restart at the restart, before which stacked shares are 0. A share of a long run is the mean
+        of a part.
         """
         steps, shown = ([each[index] for index in self.drawn_indices] for each in (self.steps, values))
-        is_share = self.name in PANELS[SHARES]
-        if is_share:
+        if self.name in PANELS[SHARES]:
             shown = [statistics.fmean(values[part.start : part.stop]) for part in self._parts()]
         is_interval = PANEL_OF.get(self.name) in SPEEDS
-        for _, restart in self.restarts if self.x in TIME_UNITS else ():
+        for _, restart in self.restarts if self.x in TIME_UNITS and is_interval else ():
             place = bisect.bisect_right(steps, restart)
-            follows = is_interval and not is_share and place < len(steps)
-            steps[place:place] = [restart] * (1 + follows)
-            shown[place:place] = [0.0 if self.panel == SHARES else math.nan, *shown[place : place + follows]]
+            first = [0.0] if self.panel == SHARES else shown[place : place + 1]
+            steps[place:place] = [restart] * len(first)
+            shown[place:place] = first
         if is_interval and steps and steps[0] > self.start:
             steps, shown = [self.start, *steps], [shown[0], *shown]
         return steps, shown
@@ -229,12 +229,8 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
     """
     records = [RunRecord(run) if isinstance(run, str) else run for run in runs]
     folders = [record.folder for record in records]
-    names, logs, size, unit = (
-        run_names(folders) if len(runs) > 1 else [""],
-        [each.read_log(x) for each in records],
-        1,
-        x,
-    )
+    names = run_names(folders) if len(runs) > 1 else [""]
+    logs, size, unit = [each.read_log(x) for each in records], 1, x
     if x == "time":
         last = max(line["step"] for state, _ in logs for line in state.log_history)
         unit, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))

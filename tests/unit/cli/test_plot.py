@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -601,7 +602,10 @@ def test_time_axis_breaks_at_restarts_without_their_pauses(tmp_path):
     saving = next(share for share in shares if share.name == "save_share")
     assert saving.points(saving.values) == ([0, 10, 20, 50, 60], [0, 0, 0, 0, 0.75])
     assert (curve.steps, curve.restarts) == ([10, 50], [(10, 20)])
-    assert curve.points(curve.values) == ([10, 20, 50], [1.0, pytest.approx(math.nan, nan_ok=True), 1.0])
+    # Not broken at the restart, as over steps; a speed of the time since then begins there.
+    assert curve.points(curve.values) == ([10, 50], [1.0, 1.0])
+    speed = replace(curve, name="samples_per_second", values=[4.0, 2.0])
+    assert speed.points(speed.values) == ([0, 10, 20, 50], [4.0, 4.0, 2.0, 2.0])
     plot([str(tmp_path)], x="time", html=True, out=str(tmp_path / "a.svg"))
     resumed = "resumed (shaded: steps done again)"
     assert {resumed, "the time leaves out the pauses before a run resumed"} <= {*texts_in_svg(tmp_path / "a.svg")}
