@@ -43,8 +43,8 @@ COLUMN_WIDTHS = {3: 1500, 2: 900, 1: 0}
 #: Say why a page is blank.
 OFFLINE = """<script>window.Plotly || document.querySelector("h1").after("The plot needs https://cdn.plot.ly, which "
 + "did not load. Make a page that works offline: hftrainer plot OUTPUT_DIR --html ")</script></body>"""
-#: Number of losses from which a few high ones may leave a panel, and of marks that say so.
-MIN_POINTS, MAX_PEAKS, MAX_TRIANGLES = 10, 4, 30
+#: Number of losses from which a few high ones may leave a panel, their least ratio to its end, and numbers of marks.
+MIN_POINTS, CUT, MAX_PEAKS, MAX_TRIANGLES = 10, 1.5, 4, 30
 MEMORY = "peak memory (MB)"
 #: Inches of a picture: the edges, the gap between columns, the height of a panel, and the space below it.
 LEFT, RIGHT, GAP, HIGH, LOW = 0.9, 0.25, 1.05, 2.75, 0.55
@@ -55,12 +55,12 @@ MAX_METRICS = 12
 def _vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     """The scale of a panel, 'linear' or 'log', and its range.
 
-    Speeds and memory begin at 0, and end at most at twice the 95th percentile of a curve. If that is ten times the
-    median of a curve, the scale is logarithmic instead. Losses and gradient norms end at most at three times its
-    height, so that a few high ones do not flatten the others. If the others span two orders of magnitude, the scale is
-    logarithmic instead, and ends at a third of the lowest mean; so it is if the peak learning rates of curves differ
-    50-fold. Of several runs, losses and gradient norms that reach 1000 times the median of the curves' highest values
-    leave the panel.
+    Speeds and memory begin at 0, and end at twice the 95th percentile of a curve if others are `CUT` times as high. If
+    that is ten times the median of a curve, the scale is logarithmic instead. Losses and gradient norms end at three
+    times its height if others are `CUT` times as high, so that a few do not flatten the rest. If these span two orders
+    of magnitude, the scale is logarithmic instead, and ends at a third of the lowest mean; so it is if the peak
+    learning rates of curves differ 50-fold. Of several runs, losses and gradient norms that reach 1000 times the median
+    of the curves' highest values leave the panel.
     """
     curves, name, panel = [curve for curve in curves if curve.finite], curves[0].name, curves[0].panel
     if name in PANELS[SHARES] or not curves:
@@ -71,12 +71,14 @@ def _vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     if PANEL_OF.get(name) in SPEEDS:
         if 0 < 10 * min(map(statistics.median, parts)) <= usual:
             return _log_axis(min(value for value in values if value > 0), max(highs))
-        return "linear", (0, 1.05 * (min(max(highs), 2 * usual) or max(highs)) or 1)
+        return "linear", (0, 1.05 * (max(highs) if max(highs) <= 2 * CUT * usual else 2 * usual or max(highs)) or 1)
     bottom, high, is_steep = min(values), max(highs), panel in ("loss", "gradient norm")
     if curves[0].run and is_steep:
         high = max(high for high in highs if high <= abs(1000 * statistics.median_low(highs)))
-    is_squeezed = is_steep and len(values) >= MIN_POINTS and high - bottom > 3 * (usual - bottom) > 0
-    top = max(value for value in values if value - bottom <= 3 * (usual - bottom)) if is_squeezed else high
+    top = max(value for value in values if value - bottom <= 3 * (usual - bottom))
+    # To cut off less would not show the others larger.
+    is_squeezed = is_steep and len(values) >= MIN_POINTS and usual > bottom and high - bottom > CUT * (top - bottom)
+    top = top if is_squeezed else high
     # A warm-up from 0 and a decay to 0 go below the panel.
     lows = [min(filter(is_finite, c.mean or c.drawable)) / (3 if c.mean else 1) for c in curves]
     low = min(highs) / 100 if panel == "learning rate" else min(lows)
@@ -263,7 +265,9 @@ def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
     axis.set(xlabel=X_AXES[curves[0].x], ylabel=_label(curves, scale), yscale=scale, ylim=limits)
     for curve, step, text, anchor, row in _clipped_peaks(curves, limits[1]):
         axis.plot(step, 0.98, "^", color=curve.colour, markersize=5, transform=axis.get_xaxis_transform())
-        axis.text(step, limits[1], "\n" * row * bool(text) + text, color=curve.colour, fontsize=9, va="top", ha=anchor)
+        style = {"color": curve.colour, "fontsize": 9, "va": "top", "ha": anchor, "textcoords": "offset points"}
+        style["bbox"] = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1}
+        axis.annotate(text, (step, limits[1]), (0, -11 * row), **style)
     axis.xaxis.set_major_formatter("{x:,.7g}")
     _format_ticks(axis.yaxis, scale, limits, is_share=curves[0].name in PANELS[SHARES])
     axis.xaxis.get_major_locator().set_params(integer=curves[0].x == "step", min_n_ticks=1)

@@ -296,6 +296,13 @@ def test_mean_leaves_out_an_isolated_spike_which_has_one_mark(tmp_path):
     assert "2 spikes, max 90" in texts_in_svg(tmp_path / "a.svg")
 
 
+@pytest.mark.parametrize(("highest", "tops"), [(4.4, [4.57, 4.62]), (6.0, [3.8875, 4.095])])
+def test_only_values_far_above_the_others_leave_a_panel(highest, tops):
+    values = [*(1 + step / 100 for step in range(100)), 3.5, highest]
+    curves = [Curve(name, name, list(map(float, range(102))), values) for name in ("loss", "step_seconds")]
+    assert [_vertical_axis([curve])[1][1] for curve in curves] == pytest.approx(tops)
+
+
 def test_evaluation_that_the_last_checkpoint_lacks_is_named(tmp_path):
     """As of transformers: the checkpoint of the last step is written before the evaluation of the epoch."""
     settings = {"num_train_epochs": 1, "eval_strategy": "epoch", "logging_steps": 1, "use_cpu": True}
