@@ -73,6 +73,7 @@ class Curve:
         non_finite: where it was first not finite, which of a loss may be before a log line, and that step in words.
         start: where the interval of the first value began.
         state: what became of the run, if not its end; and an evaluation that was not saved.
+        width: of its line; more if later curves coincide with it, so that it is seen below them.
     """
 
     panel: str
@@ -91,6 +92,7 @@ class Curve:
     non_finite: tuple[float, str] | None = None
     start: float = 0
     state: str = ""
+    width: float = 1.5
 
     @property
     def marked(self) -> list[int]:
@@ -311,14 +313,18 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     panels = {curve.panel: {other.run for other in curves if other.panel == curve.panel} for curve in curves}
     last = {panel for panel, owners in panels.items() if len(owners) < len(runs)} - {"loss"}
     curves.sort(key=lambda curve: (curve.panel in last, list(panels).index(curve.panel)))
-    for curve in curves:
+    for place, curve in enumerate(curves, 1):
+        points = (curve.name, curve.steps, curve.finite)
+        covers = sum((later.name, later.steps, later.finite) == points for later in curves[place:])
         names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
         run, dash = runs.index(curve.run), names.index(curve.name)
         is_alone = len(panels[curve.panel]) == 1 < len(runs)
         owner = (curve.run if len(names) == 1 else f"{curve.run}: {curve.name}") if is_alone else ""
         colour, mark = COLOURS[(run if curve.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
         colour = "#d9d9d9" if curve.panel == SHARES and curve.name == "step_share" else colour
-        styled = replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, owner=owner)
+        styled = replace(
+            curve, colour=colour, dash=dash % len(DASHES), mark=mark, owner=owner, width=1.5 + 2 * min(covers, 3)
+        )
         styled_curves.append(styled)
     return styled_curves
 

@@ -241,14 +241,14 @@ def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
         areas = axis.stackplot(points[0][0], [values for _, values in points], colors=colours, step="pre")
         handles = dict(zip((curve.label for curve in curves), areas, strict=True))
     for curve in curves if not is_stacked else ():
-        style = {"color": curve.colour, "linestyle": list(DASHES)[curve.dash], "linewidth": 1.5}
+        style = {"color": curve.colour, "linestyle": list(DASHES)[curve.dash], "linewidth": curve.width}
         # A share is of the time since the value before.
         style["drawstyle"] = "steps-pre" if curve.name in PANELS[SHARES] else "default"
         marks = {"marker": curve.mark, "markersize": 5 if curve.run else 3, "markevery": curve.marked}
         if curve.mean:
             axis.plot(*curve.points(curve.drawable), color=curve.colour, linewidth=0.8, alpha=faint)
         axis.plot(*curve.points(curve.mean or curve.drawable), **marks, **style)
-        style |= {"color": curve.legend_colour, "marker": curve.mark if curve.owner else ""}
+        style |= {"color": curve.legend_colour, "marker": curve.mark if curve.owner else "", "linewidth": 1.5}
         handles.setdefault(curve.legend_entry, axis.plot([], [], **style)[0])
         if curve.best is not None:
             star = {"color": curve.colour, "markeredgecolor": "black", "markersize": 10, "zorder": 3}
@@ -383,7 +383,7 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
     """Plotly's curves, stars and entries of the legend of a panel."""
     named = {curve.legend_entry: curve for curve in curves}
     for curve in curves:
-        style = {"color": curve.colour, "dash": list(DASHES.values())[curve.dash]}
+        style = {"color": curve.colour, "dash": list(DASHES.values())[curve.dash], "width": curve.width + 0.5}
         style |= {"shape": "vh"} if curve.name in PANELS[SHARES] else {}
         group = curve.run or curve.name
         steps, values = curve.points(curve.drawable)

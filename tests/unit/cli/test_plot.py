@@ -95,6 +95,9 @@ def test_curves_have_colours_dashes_and_a_best_value(tmp_path):
     assert dashes == {"a: loss": 0, "a: eval_loss": 1, "a: eval_f1": 0, "b: eval_loss": 1, "b: loss": 0}
     assert {line.run: line.best for line in both if line.name == "eval_loss"} == {"a": 1, "b": 0}  # b: the lowest
     assert {(line.run, line.mark) for line in both} == {("a", "o"), ("b", "s")}
+    # The first of curves that coincide is wider.
+    wider = {line.label for line in both if line.width > 1.5}
+    assert wider == {"a: loss", "a: eval_loss"} and {line.width for line in read_curves([str(tmp_path / "a")])} == {1.5}
 
 
 def test_marks_separate_coinciding_curves_of_runs():

@@ -110,11 +110,8 @@ def test_table_has_hyphens_for_hyperparameters_of_other_trials(tmp_path, capsys)
     study.optimize(lambda trial: trial.suggest_int("ab"[trial.number], 3, 3) + trial.number, n_trials=2)
     main(["plot", "--study", url, "--output", str(tmp_path)])
     table = capsys.readouterr().out.split("\n\n")[1]
-    assert [row.split() for row in table.splitlines()] == [
-        ["trial", "objective", "a", "b"],
-        ["0", "3", "3", "-"],
-        ["1", "4", "-", "3"],
-    ]
+    rows = [" ".join(row.split()) for row in table.splitlines()]
+    assert rows == ["trial objective a b", "0 3 3 -", "1 4 - 3"]
 
 
 def test_journal_storage_with_one_trial_draws_the_history(tmp_path, caplog):
