@@ -315,16 +315,14 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     curves.sort(key=lambda curve: (curve.panel in last, list(panels).index(curve.panel)))
     for place, curve in enumerate(curves, 1):
         points = (curve.name, curve.steps, curve.finite)
-        covers = sum((later.name, later.steps, later.finite) == points for later in curves[place:])
+        width = 1.5 + 2 * min(3, sum((later.name, later.steps, later.finite) == points for later in curves[place:]))
         names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
         run, dash = runs.index(curve.run), names.index(curve.name)
         is_alone = len(panels[curve.panel]) == 1 < len(runs)
         owner = (curve.run if len(names) == 1 else f"{curve.run}: {curve.name}") if is_alone else ""
         colour, mark = COLOURS[(run if curve.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
         colour = "#d9d9d9" if curve.panel == SHARES and curve.name == "step_share" else colour
-        styled = replace(
-            curve, colour=colour, dash=dash % len(DASHES), mark=mark, owner=owner, width=1.5 + 2 * min(covers, 3)
-        )
+        styled = replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, owner=owner, width=width)
         styled_curves.append(styled)
     return styled_curves
 

@@ -60,10 +60,9 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
     if not count:
         raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial yet to plot.")
     os.makedirs(out, exist_ok=True)
-    names, directions = _names(study), [direction.name.lower() for direction in study.directions]
-    objectives: list[dict[str, Any]] = [
-        {"target_name": f"{name} ({direction})"} for name, direction in zip(names, directions, strict=True)
-    ]
+    names = _names(study)
+    pairs = zip(names, study.directions, strict=True)
+    objectives: list[dict[str, Any]] = [{"target_name": f"{name} ({way.name.lower()})"} for name, way in pairs]
     for number, objective in enumerate(objectives if len(objectives) > 1 else ()):
         objective["target"] = partial(_value, number)
     prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
