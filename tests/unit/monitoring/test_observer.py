@@ -111,7 +111,9 @@ def test_observing_counts_operations_and_changes_no_bit(tmp_path, monkeypatch, n
     plain = train(tmp_path / "plain", make_model, data, **checkpointed)
     made = []
     monkeypatch.setattr(monitors, "peak_flops", lambda *_: 1e9)
-    monkeypatch.setattr(monitors, "Observer", lambda *given, **named: made.append(observer_class(*given, **named)) or made[-1])
+    monkeypatch.setattr(
+        monitors, "Observer", lambda *given, **named: made.append(observer_class(*given, **named)) or made[-1]
+    )
     trainer = train(tmp_path / "observed", make_model, data, observe=True, **checkpointed)
     assert_same_weights(trainer.model.state_dict(), plain.model.state_dict())
     for line, other in zip(loss_lines(trainer), loss_lines(plain), strict=True):
