@@ -3,6 +3,7 @@
 python scripts/compatibility_page.py
 """
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -271,7 +272,9 @@ def _argument(name: str, about: Argument) -> str:
 
 def _type(name: str) -> str:
     """The types that an argument takes, without those of items; enumerations are text."""
-    annotation = re.sub(r"\[.*?\]+", "", Seq2SeqTrainingArguments.__dataclass_fields__[name].type)
+    # An HfArgumentParser that runs before replaces the types in the fields.
+    declaring = next(each for each in Seq2SeqTrainingArguments.__mro__ if name in inspect.get_annotations(each))
+    annotation = re.sub(r"\[.*?\]+", "", inspect.get_annotations(declaring)[name])
     found = [{"Literal": "bool", "Path": "path"}.get(kind, kind) for kind in annotation.split(" | ")]
     named = [kind for kind in found if kind not in ("None", "Any")]
     return " or ".join(dict.fromkeys(kind if kind.islower() else "str" for kind in named))
