@@ -321,8 +321,6 @@ def check_types(args: BaseArguments) -> Iterator[str]:
             yield f"{name}={value!r} is text, which counts as true: write True or False, without quotes."
         elif kind == "bool" and (isinstance(value, (list, dict)) or (is_number and value not in (0, 1))):
             yield f"{name}={value!r}: use True or False."
-        elif kind == "str" and ARGUMENTS[name].choices is None and isinstance(value, list):
-            yield f"{name}={value!r} is a list: use text."
         elif isinstance(value, float) and kind == "int" and (value % 1 or (value > 0 and is_strict)):
             yield f"{name}={value!r} is a float: use a whole number{f', {value:.0f}' if value % 1 == 0 else ''}."
         elif value is None and name in ("num_train_epochs", "max_steps"):
