@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
-from hftrainer.arguments import old_fields
+from hftrainer.arguments import table
 from hftrainer.trainer_callback import ProgressCallback
 from tests.docs.documents.running import losses, make_args
 from tests.support import tiny
@@ -223,7 +223,7 @@ def test_documented_defaults_change_nothing(kind):
     assert given.keys() == left_out.keys()
     # The classes have these defaults too, except for two that have changed.
     assert set(documented) & {
-        name for name, about in old_fields.ARGUMENTS.items() if about.past_defaults and not about.until
+        name for name, about in table.ARGUMENTS.items() if about.past_defaults and not about.until
     } == {"log_level_replica", "report_to"}
 
 
