@@ -55,7 +55,7 @@ class TrainerModule(WithoutBatchTransfer):
     ) -> None:
         """Attach the training run for `fit`, and the state that its callbacks resume from."""
         self.loop = loop
-        self.resume_state = functools.partial(make_ckpt_entry, loop.parts, loop)
+        self.resume_state = functools.partial(make_ckpt_entry, loop)
         self._resumed_state = resumed_state
         self._optimizer = optimizer
         self._scheduler = scheduler

@@ -19,7 +19,7 @@ from hftrainer.arguments.choices import as_text
 from hftrainer.base.tracebacks import describe_type
 from hftrainer.compat.libraries import has_length
 from hftrainer.compat.overrides import is_overridden
-from hftrainer.data.loader_factory import check_dataset
+from hftrainer.data.loader_factory import check_dataset, evaluation_datasets
 from hftrainer.data.mixture import MixtureDataset, MixtureStream
 from hftrainer.errors import InvalidArgument, InvalidSetup, WrongObject
 from hftrainer.parallel.processes import Processes
@@ -131,10 +131,7 @@ def _check_datasets(trainer: Trainer) -> None:
     """Refuse what no loader can read in place of the datasets, unless overrides of the Trainer read them."""
     if isinstance(trainer.train_dataset, (str, os.PathLike)) and not is_overridden(trainer, "get_train_dataloader"):
         check_dataset(trainer.train_dataset, "training")
-    if is_overridden(trainer, "evaluate", "evaluation_loop", "get_eval_dataloader"):
-        return
-    datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-    for name, dataset in datasets.items():
+    for name, dataset in evaluation_datasets(trainer).items():
         # A run without evaluations may never read the others.
         if trainer.args.eval_strategy != "no" or isinstance(dataset, (str, os.PathLike)):
             check_dataset(dataset, f"{name!r} evaluation" if name else "evaluation")

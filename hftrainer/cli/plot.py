@@ -77,12 +77,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
     if options.json:
-        keyed = [{title.replace(" ", "_"): value for title, value in row.items()} for row in rows]
-        strict = json.loads(json.dumps(keyed), parse_constant=lambda _: None)
         name = "runs" if options.study is None else "best_trials"
-        note = "\n".join(filter(None, (note, *left_out)))
-        found = {"files": paths} | ({name: strict} if rows else {}) | ({"note": note} if note else {})
-        print(json.dumps(found, indent=2))
+        _print_json(paths, name, rows, "\n".join(filter(None, (note, *left_out))))
         return
     for line in left_out:
         print(wrap_text(f"{parser.prog}: {line}", sys.stderr), file=sys.stderr)
@@ -91,6 +87,14 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     if rows:
         print(f"\n{_compare(rows)}" + f"\n\n{note}" * bool(note))
     _show(paths, curves if len(options.folders) == 1 else [])
+
+
+def _print_json(paths: list[str], name: str, rows: list[dict[str, Any]], note: str) -> None:
+    """Print what was written and the rows of the table, named `name`; what is not finite is null."""
+    keyed = [{title.replace(" ", "_"): value for title, value in row.items()} for row in rows]
+    strict = json.loads(json.dumps(keyed), parse_constant=lambda _: None)
+    found = {"files": paths} | ({name: strict} if rows else {}) | ({"note": note} if note else {})
+    print(json.dumps(found, indent=2))
 
 
 def _read_runs(folders: list[str], x: str) -> tuple[list[RunRecord], list[str]]:
@@ -103,6 +107,9 @@ def _read_runs(folders: list[str], x: str) -> tuple[list[RunRecord], list[str]]:
     from hftrainer.monitoring.run_page import RunRecord
     from hftrainer.reporting.curves import read_curves
 
+    if len(folders) == 1:
+        # Its error ends the command, wherever it is raised.
+        return [RunRecord(folders[0])], []
     runs, errors = [], list[Exception]()
     for folder in folders:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import re
@@ -44,7 +43,7 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
     if (label := first.get(name)) is not None:
         labels = [sample[name] for sample in samples]
         kind = label if name == "label" else label[0]
-        batch["labels"] = _stack(name, labels, lambda: _stack_labels(labels, kind))
+        batch["labels"] = _stack(name, labels, _stack_labels, kind)
     for key, value in first.items():
         if isinstance(value, str) and key == "labels":
             log_once(logger, f"'labels' is dropped: its values are texts, such as {value!r}. A model needs numbers.")
@@ -54,7 +53,7 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
             except KeyError as error:
                 add_note(error, f"Not all samples of this batch have {key!r}, but the first has.")
                 raise
-            batch[key] = _stack(key, values, functools.partial(_stack_values, values))
+            batch[key] = _stack(key, values, _stack_values)
     if return_tensors == "np":
         return {key: value.numpy() for key, value in batch.items()}
     return batch
@@ -88,14 +87,14 @@ def _stack_values(values: list[Any]) -> torch.Tensor:
     return torch.tensor(values)
 
 
-def _stack(key: str, values: list[Any], stack: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The result of `stack`.
+def _stack(key: str, values: list[Any], stack: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """The result of `stack(values, *args)`.
 
     Raises:
         InvalidSetup: if it fails; the error names the key, and the first value that is no number, or the lengths.
     """
     try:
-        return stack()
+        return stack(values, *args)
     except (TypeError, ValueError, RuntimeError) as error:
         reason = "pass processing_class=tokenizer to pad them, or a data_collator that does"
         others = [(place, other) for place, value in enumerate(values, start=1) if (other := _describe_other(value))]

@@ -194,10 +194,7 @@ class LoaderFactory(Part):
         """Refuse an empty evaluation dataset before the first step, if the run will evaluate it."""
         trainer, args = self.trainer, self.trainer.args
         is_due = args.eval_strategy != "no" and self.parts.policy.evaluates_last_step and not args.eval_delay
-        if not is_due or is_overridden(trainer, "evaluate", "evaluation_loop", "get_eval_dataloader"):
-            return
-        datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-        for name, dataset in datasets.items():
+        for name, dataset in evaluation_datasets(trainer).items() if is_due else ():
             if has_length(dataset) and not len(dataset):
                 raise InvalidArgument(
                     f"eval_dataset{[name] if name else ''} is empty: add samples, or use eval_strategy='no'."
@@ -420,6 +417,13 @@ def _find_evaluation_dataset(datasets: Any, name: str) -> Any:
         text = f"eval_dataset={name!r}: Trainer has no evaluation dataset of that name, {description}"
         suggestion = suggest(name, names, ".")
         raise UnknownDataset(f"{text}{suggestion} Pass a dataset, or pass Trainer a dict of datasets.") from None
+
+
+def evaluation_datasets(trainer: Any) -> dict[str, Any]:
+    """The Trainer's evaluation datasets by name, "" for a single one; empty if overrides may read others."""
+    if is_overridden(trainer, "evaluate", "evaluation_loop", "get_eval_dataloader"):
+        return {}
+    return trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
 
 
 def check_dataset(dataset: Any, description: str) -> None:

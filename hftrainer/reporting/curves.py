@@ -200,7 +200,7 @@ class Curve:
         """A value as text."""
         return f"{value:.1%}" if self.name in PANELS[SHARES] else format_number(value)
 
-    @property
+    @cached_property
     def gaps(self) -> list[int]:
         """The indices of the values that are not finite."""
         return [index for index, value in enumerate(self.values) if not is_finite(value)]

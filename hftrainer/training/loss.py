@@ -54,8 +54,9 @@ def _check_first_batch(parts: TrainerParts, model: nn.Module, inputs: Any, items
     """Check on a run's first batch, in its precision, what the run requires of the model."""
     # By now, callbacks have unfrozen what the first step trains. A script's loss may have weights of its own.
     has_own_loss = parts.trainer.compute_loss_func is not None or is_overridden(parts.trainer, "compute_loss")
-    requires_grad = {parameter.requires_grad for parameter in model.parameters()}
-    if requires_grad == {False} and not has_own_loss:
+    # Most models end this at their first parameter. One without parameters is not frozen.
+    requires_grad = (parameter.requires_grad for parameter in model.parameters())
+    if not has_own_loss and not next(requires_grad, True) and not any(requires_grad):
         name = type(parts.unwrapped_model).__name__
         raise InvalidSetup(f"All parameters of {name} are frozen: call requires_grad_(True) on some, or add adapters.")
     args, counts_items = parts.trainer.args, parts.trainer.model_accepts_loss_kwargs and items is not None

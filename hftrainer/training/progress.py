@@ -35,9 +35,9 @@ def position_settings(parts: TrainerParts, lengths: RunLengths) -> dict[str, Any
     }
 
 
-def make_progress(parts: TrainerParts, loop: TrainingLoop) -> RunProgress:
+def make_progress(loop: TrainingLoop) -> RunProgress:
     """The current progress for a checkpoint, in addition to the trainer's state."""
-    position = loop.batches.position
+    parts, position = loop.parts, loop.batches.position
     return RunProgress(
         settings=position_settings(parts, loop.lengths),
         epoch=loop.batches.epoch if position.window_size else None,
@@ -61,11 +61,11 @@ def make_progress(parts: TrainerParts, loop: TrainingLoop) -> RunProgress:
     )
 
 
-def make_ckpt_entry(parts: TrainerParts, loop: TrainingLoop) -> torch.Tensor:
+def make_ckpt_entry(loop: TrainingLoop) -> torch.Tensor:
     """The Trainer's entry in a Lightning checkpoint, packed so that any program can load the file."""
-    trainer = parts.trainer
+    trainer = loop.trainer
     trainer.store_flos()
-    trainer.state.stateful_callbacks = export_states(parts.stateful_callbacks())
+    trainer.state.stateful_callbacks = export_states(loop.parts.stateful_callbacks())
     state, scaler = dataclasses.asdict(trainer.state), trainer.accelerator.scaler
     # Lightning's callbacks may save before `end_step` counts the step.
     if loop.batches.phase == StepPhase.UNCOUNTED:
@@ -76,6 +76,6 @@ def make_ckpt_entry(parts: TrainerParts, loop: TrainingLoop) -> torch.Tensor:
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "rng": rng_state(),
-            "progress": vars(make_progress(parts, loop)),
+            "progress": vars(make_progress(loop)),
         }
     )

@@ -53,7 +53,7 @@ class CheckpointSaver(Part):
             return {}
         own_files: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
         if self.run.loop is not None:
-            own_files[names.progress_name(rank, size)] = vars(make_progress(self.parts, self.run.loop))
+            own_files[names.progress_name(rank, size)] = vars(make_progress(self.run.loop))
         files_by_rank = self.trainer.accelerator.processes.gather_objects([own_files])
         return {
             name: state
@@ -164,7 +164,7 @@ class CheckpointSaver(Part):
         # A checkpoint within a step resumes from the step count alone.
         if self.run.loop is not None and self.run.loop.batches.phase == StepPhase.NOT_BEGUN:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
-            torch.save(vars(make_progress(self.parts, self.run.loop)), os.path.join(folder, name))
+            torch.save(vars(make_progress(self.run.loop)), os.path.join(folder, name))
 
     def save_after_error(self, loop: TrainingLoop, error: Exception) -> None:
         """Save a checkpoint before an error ends the run, unless an optimizer step is incomplete.
