@@ -68,6 +68,9 @@ READERS = {
     },
     4: {"fsdp1 sharded": ("ddp", "fsdp1 sharded", "fsdp2 sharded"), "fsdp2 full": ("fsdp1 sharded", "fsdp2 full")},
 }
+#: Group and processes → those whose checkpoints they read. Tests run in any order.
+READ_FROM = {("exchange", count): ("save", 2) for count in READERS}
+READ_FROM |= {("change_sizes", 1): ("save_by_lightning", 2), ("change_sizes", 4): ("change_sizes", 1)}
 #: Strategies with which Lightning's own checkpoints are written.
 LIGHTNING = ("ddp", "fsdp1 full", "fsdp2 sharded")
 EVALUATED = ("ddp", "fsdp1 full", "fsdp1 sharded", "fsdp2 sharded")
