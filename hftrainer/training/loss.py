@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,17 +14,14 @@ from hftrainer.base.messages import log_once
 from hftrainer.base.part import Part
 from hftrainer.base.signatures import accepted_args
 from hftrainer.base.tracebacks import describe_type, note_batch
-from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.loaders import to_device
-from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
+from hftrainer.errors import InvalidArgument
 from hftrainer.model.inspection import LOSS_REMEDY, call_loss_func, extract_loss, is_training, smoothing_shifts_labels
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuild_container
 from hftrainer.training import loss_division
-
-if TYPE_CHECKING:
-    from hftrainer.assembly.trainer_parts import TrainerParts
+from hftrainer.training.first_batch import check_first_batch
 
 logger = logging.getLogger(__name__)
 
@@ -48,52 +46,6 @@ def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
         return loss, {}
     other_losses = {name: value for name, value in loss.items() if name != "loss"}
     return loss["loss"] if "loss" in loss else sum(other_losses.values()), other_losses
-
-
-def _check_first_batch(parts: TrainerParts, model: nn.Module, inputs: Any, items: torch.Tensor | int | None) -> None:
-    """Check on a run's first batch, in its precision, what the run requires of the model."""
-    # By now, callbacks have unfrozen what the first step trains. A script's loss may have weights of its own.
-    has_own_loss = parts.trainer.compute_loss_func is not None or is_overridden(parts.trainer, "compute_loss")
-    # Most models end this at their first parameter. One without parameters is not frozen.
-    requires_grad = (parameter.requires_grad for parameter in model.parameters())
-    if not has_own_loss and not next(requires_grad, True) and not any(requires_grad):
-        name = type(parts.unwrapped_model).__name__
-        raise InvalidSetup(f"All parameters of {name} are frozen: call requires_grad_(True) on some, or add adapters.")
-    args, counts_items = parts.trainer.args, parts.trainer.model_accepts_loss_kwargs and items is not None
-    needs_division = args.elastic and counts_items and isinstance(inputs, Mapping)
-    if not needs_division and not args.flatten_batches:
-        return
-    was_training = model.training
-    # Dropout would draw random numbers.
-    model.eval()
-    try:
-        with torch.no_grad():
-            if needs_division:
-                loss_division.detect_division(parts, model, inputs, items)
-            if args.flatten_batches:
-                _require_separate_samples(parts, model)
-    finally:
-        model.train(was_training)
-
-
-def _require_separate_samples(parts: TrainerParts, model: nn.Module) -> None:
-    """Raise UnsupportedArgument if a sample's logits depend on other samples in its row."""
-    model, collator = libraries.unwrap_compiled(model), parts.loaders.flat_collator()
-    name = type(parts.unwrapped_model).__name__
-    vocabulary = len(parts.unwrapped_model.get_input_embeddings().weight)
-    first, second, other = ([token % vocabulary for token in range(begin, begin + 4)] for begin in (1, 5, 9))
-    rows = []
-    for pair in ((first, second), (first, other), (other, second)):
-        batch = collator([{"input_ids": ids} for ids in pair])
-        del batch["labels"]
-        rows.append(model(**parts.trainer._prepare_inputs(batch))["logits"][0])
-    # Tokens, positions and shapes agree: the logits are equal to the bit, unless the model mixes samples.
-    if not torch.equal(rows[0][:4], rows[1][:4]) or not torch.equal(rows[0][4:], rows[2][4:]):
-        raise UnsupportedArgument(
-            f"flatten_batches=True: in {name}, the samples of a row attend to each other: it does not build its "
-            "mask from position_ids. Remove flatten_batches, or load the model with an attention implementation "
-            "that does, such as attn_implementation='flash_attention_2'."
-        )
 
 
 class LossComputer(Part):
@@ -128,17 +80,12 @@ class LossComputer(Part):
         _set_training_mode(model, trainer.optimizer)
         inputs = trainer._prepare_inputs(inputs)
         if not self.run.has_checked_model:
-            _check_first_batch(self.parts, model, inputs, num_items_in_batch)
+            check_first_batch(self.parts, model, inputs, num_items_in_batch)
             # A batch without labels cannot show whether the model divides its loss.
             self.run.has_checked_model = num_items_in_batch is not None or not trainer.args.elastic
         kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
-        try:
-            with trainer.compute_loss_context_manager():
-                loss = trainer.compute_loss(model, inputs, **kwargs)
-        except Exception as error:
-            step = trainer.state.global_step + 1
-            note_batch(error, f"training step {step}", inputs, getattr(trainer.model, "config", None))
-            raise
+        with self._describe_errors(inputs), trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, inputs, **kwargs)
         # A rank that hangs in the forward pass is behind those that wait for it in backward.
         self.run.heartbeat.beat()
         interval = trainer.args.torch_empty_cache_steps
@@ -151,6 +98,16 @@ class LossComputer(Part):
             if other_loss is not None:
                 self.run.logged_metrics.add(name, other_loss / divisor, count=0)
         return loss / divisor if divisor > 1 else loss
+
+    @contextlib.contextmanager
+    def _describe_errors(self, inputs: Any) -> Iterator[None]:
+        """Add the step, and a description of the batch, to an error of the forward pass."""
+        try:
+            yield
+        except Exception as error:
+            step = self.trainer.state.global_step + 1
+            note_batch(error, f"training step {step}", inputs, getattr(self.trainer.model, "config", None))
+            raise
 
     def _loss_remedy(self) -> str:
         if not is_overridden(self.trainer, "compute_loss"):
