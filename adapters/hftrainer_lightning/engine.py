@@ -108,7 +108,7 @@ class LightningEngine:
         self.module = module = TrainerModule(model)
         module.attach(loop, optimizer, loop.trainer.lr_scheduler, resumed_state)
         batches = loop.batches
-        install_training_loops(trainer, batches, is_epoch_overridden=is_overridden(loop.trainer, "_run_epoch"))
+        install_training_loops(trainer, loop, is_epoch_overridden=is_overridden(loop.trainer, "_run_epoch"))
         if batches.start.epoch or batches.start.finished_micro_batches:
             restore_progress(trainer, batches, loop.trainer.state.global_step)
         self.is_fitting = True

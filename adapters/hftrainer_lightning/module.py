@@ -121,17 +121,19 @@ class TrainerModule(WithoutBatchTransfer):
         return is_supported and self._scheduler.optimizer is self._optimizer
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Clip the gradients, run the optimizer's step, and step the schedule."""
+        """Clip the gradients, step the optimizer and the schedule, in the order of `TrainingLoop.step`."""
         trainer: Any = self.trainer
         precision = trainer.precision_plugin
+
+        def step() -> bool:
+            optimizer.step()
+            return bool(precision.has_skipped_step)
+
         precision.unscale_gradients(optimizer.optimizer)
         call_hooks(trainer, "on_before_optimizer_step", optimizer.optimizer)
-        with trainer.profiler.profile("[LightningModule]TrainerModule.configure_gradient_clipping"):
-            self.loop.before_optimizer_step(self.model)
-        optimizer.step()
         configs = trainer.strategy.lr_scheduler_configs
         is_replaced = self._gives_scheduler_to_lightning and not (configs and configs[0].scheduler is self._scheduler)
-        self.loop.after_optimizer_step(precision.has_skipped_step, is_schedule_replaced=is_replaced)
+        self.loop.step(self.model, step, is_schedule_replaced=is_replaced)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Step a scheduler by which a callback replaced the run's. The run steps its own scheduler."""
@@ -180,25 +182,9 @@ class TrainerModule(WithoutBatchTransfer):
         """Begin an epoch."""
         self.loop.begin_epoch(self.current_epoch)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin a micro-batch."""
-        self.loop.begin_micro_batch()
-
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """Run the forward and backward passes of a micro-batch; returns the detached loss."""
-        loss = self.loop.run_micro_batch(self.model, batch)
-        self.loop.end_micro_batch(loss, batch)
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End a micro-batch, and the optimizer step if it was its last."""
-        loop = self.loop
-        if loop.batches.position.is_last:
-            loop.end_step(self.model)
-        else:
-            loop.end_substep()
-        if loop.should_stop:
-            self.trainer.should_stop = True
+        return self.loop.run_micro_batch(self.model, batch)
 
     def on_train_epoch_end(self) -> None:
         """End an epoch."""

@@ -1,7 +1,7 @@
-"""`TrainingLoop`: what happens at each event of a training run.
+"""`TrainingLoop`: what happens in an epoch, a micro-batch and an optimizer step of a training run.
 
-Lightning's hooks call its methods. The loop over micro-batches itself is `private_api/epoch_loop.py` of the adapter for
-Lightning.
+Lightning's loops call its methods: `private_api/epoch_loop.py` of the adapter for Lightning those of a micro-batch, and
+the hooks of `TrainerModule` all others.
 
 The order of events, log lines and random draws is that of `transformers.Trainer` v5.24.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,22 +179,23 @@ class TrainingLoop(Part):
             self.parts.call_callbacks("on_step_begin")
 
     def run_micro_batch(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """Call `Trainer.training_step`, which runs forward and backward; returns the detached loss.
+        """Run forward and backward by `Trainer.training_step`, and count the loss, which is returned detached.
 
         Only the window's last micro-batch all-reduces gradients, unless `syncs_each_batch`.
         """
         position = self.batches.position
         is_local = not (position.is_last or self.syncs_each_batch)
-        step = self.trainer.training_step
-        arguments = accepted_args(step, {"num_items_in_batch": position.num_items})
+        training_step = self.trainer.training_step
+        arguments = accepted_args(training_step, {"num_items_in_batch": position.num_items})
         with self.trainer.accelerator.no_sync(model=model) if is_local else contextlib.nullcontext():
-            loss = step(model, inputs, **arguments)
+            loss = training_step(model, inputs, **arguments)
         if loss is None:
             raise InvalidSetup(f"{type(self.trainer).__name__}.training_step must return the loss.")
-        return loss.detach()
+        loss = loss.detach()
+        self._count_micro_batch(loss, inputs)
+        return loss
 
-    def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
-        """Count the micro-batch after its backward pass, and add its loss."""
+    def _count_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         self.divergence.add_loss(loss)
         self.monitors.end_micro_batch(self.loss_accumulator.add_loss(loss, inputs), inputs)
         self.step_end_values.add_micro_batch(loss, inputs)
@@ -201,47 +203,55 @@ class TrainingLoop(Part):
         # Reads the arguments at each step, since a callback may have changed them.
         self.trainer._track_num_input_tokens(inputs)
 
-    def end_substep(self) -> None:
-        """Call `on_substep_end`, after a micro-batch without an optimizer step."""
-        self.parts.strategy.run_recorded_operations()
-        self.parts.call_callbacks("on_substep_end")
+    def end_micro_batch(self, model: torch.nn.Module) -> None:
+        """End the optimizer step after the last micro-batch of a window; call `on_substep_end` after any other."""
+        if self.batches.position.is_last:
+            self._end_step(model)
+        else:
+            self.parts.strategy.run_recorded_operations()
+            self.parts.call_callbacks("on_substep_end")
 
     # ---- Optimizer steps ---------------------------------------------------------------------------------------
 
-    def before_optimizer_step(self, model: torch.nn.Module) -> None:
-        """Clip the gradients, and call `on_pre_optimizer_step`."""
+    def step(
+        self, model: torch.nn.Module, optimizer_step: Callable[[], bool], *, is_schedule_replaced: bool = False
+    ) -> None:
+        """Clip the gradients, step the optimizer, and step the learning-rate schedule.
+
+        Args:
+            model: the model.
+            optimizer_step: steps the optimizer, and returns whether the loss scaler skipped the step because of
+                infinite gradients. The schedule does not step then.
+            is_schedule_replaced: whether a Lightning callback sets the learning rate instead of the schedule.
+        """
         self.batches.phase = StepPhase.STEPPING
+        self._clip_gradients(model)
+        self.divergence.check_step(model, self.grad_norm)
+        self.parts.call_callbacks("on_pre_optimizer_step")
+        is_skipped = self.trainer.accelerator.optimizer_step_was_skipped = optimizer_step()
+        self.batches.phase = StepPhase.UNCOUNTED
+        self.parts.call_callbacks("on_optimizer_step")
+        if is_schedule_replaced:
+            self.learning_rate = float(self.trainer.get_learning_rates()[0])
+        else:
+            self._step_schedule(is_skipped)
+
+    def _clip_gradients(self, model: torch.nn.Module) -> None:
         # Until v4.57, max_grad_norm may be None.
         should_clip = self.trainer.args.max_grad_norm is not None and self.trainer.args.max_grad_norm > 0
         norm = self.trainer._clip_grad_norm(model) if should_clip else None
         needs_norm = norm is not None or self.parts.policy.logs_grad_norm_without_clipping
         self.grad_norm = self.trainer._get_grad_norm(model, grad_norm=norm) if needs_norm else None
-        self.divergence.check_step(model, self.grad_norm)
-        self.parts.call_callbacks("on_pre_optimizer_step")
 
-    def after_optimizer_step(self, is_skipped: bool, *, is_schedule_replaced: bool) -> None:
-        """Call `on_optimizer_step`, and step the learning-rate schedule.
-
-        Args:
-            is_skipped: whether the loss scaler skipped the step because of infinite gradients. The schedule does not
-                step then.
-            is_schedule_replaced: whether a Lightning callback sets the learning rate instead of the schedule.
-        """
-        trainer = self.trainer
-        trainer.accelerator.optimizer_step_was_skipped = is_skipped
-        self.batches.phase = StepPhase.UNCOUNTED
-        self.parts.call_callbacks("on_optimizer_step")
-        if is_schedule_replaced:
-            self.learning_rate = float(trainer.get_learning_rates()[0])
-            return
+    def _step_schedule(self, is_skipped: bool) -> None:
         # In other releases, the log line reads the learning rate after the scheduler's step.
         if self.parts.policy.logs_rate_of_step:
-            self.learning_rate = trainer._get_learning_rate()
+            self.learning_rate = self.trainer._get_learning_rate()
         # Metric-driven schedules step after evaluations.
-        if not is_skipped and not needs_metric(trainer.lr_scheduler):
-            trainer.lr_scheduler.step()
+        if not is_skipped and not needs_metric(self.trainer.lr_scheduler):
+            self.trainer.lr_scheduler.step()
 
-    def end_step(self, model: torch.nn.Module) -> None:
+    def _end_step(self, model: torch.nn.Module) -> None:
         """Count the step, call `on_step_end`, then log, evaluate, save or stop as requested."""
         state = self.trainer.state
         clear_gradients(model)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -35,8 +36,8 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     step hooks would then see no gradients, and optimizers that ignore closures would not train.
     """
 
-    batches: MicroBatches
-    #: Whether callbacks of Lightning or a profiler follow the run. If not, only the module's own hooks are called.
+    loop: TrainingLoop
+    #: Whether callbacks of Lightning or a profiler follow the run.
     has_listeners: bool
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -52,15 +53,16 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         if self.has_listeners:
             trainer._logger_connector.on_batch_start(batch)
             call._call_callback_hooks(trainer, "on_train_batch_start", batch, index)
-        self._call_hook(module, "on_train_batch_start", batch, index)
+        with self._profile("on_train_batch_start"):
+            self.loop.begin_micro_batch()
         progress.increment_started()
         with trainer.profiler.profile("run_training_batch"):
             loss = self._run_training_step(batch, index)
-            if self.batches.position.is_last:
+            if self.loop.batches.position.is_last:
                 steps = self.automatic_optimization.optim_progress.optimizer.step
                 steps.increment_ready()
-                optimizer = trainer.strategy._lightning_optimizers[0]
-                self._call_hook(module, "optimizer_step", trainer.current_epoch, index, optimizer)
+                with self._profile("optimizer_step"):
+                    module.optimizer_step(trainer.current_epoch, index, trainer.strategy._lightning_optimizers[0])
                 steps.increment_completed()
         progress.increment_processed()
         if self.has_listeners:
@@ -68,7 +70,10 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
                 # Schedulers that callbacks add. The run steps its own.
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
             call._call_callback_hooks(trainer, "on_train_batch_end", {"loss": loss}, batch, index)
-        self._call_hook(module, "on_train_batch_end", {"loss": loss}, batch, index)
+        with self._profile("on_train_batch_end"):
+            self.loop.end_micro_batch(module.model)
+        if self.loop.should_stop:
+            trainer.should_stop = True
         if self.has_listeners:
             trainer._logger_connector.on_batch_end()
         progress.increment_completed()
@@ -80,33 +85,32 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         trainer: Any = self.trainer
         if not self.has_listeners:
             return trainer.strategy.training_step(batch, index)
-        if self.batches.position.is_first:
+        if self.loop.batches.position.is_first:
             # Only announced: the run clears the gradients after the step.
             self.automatic_optimization._on_before_zero_grad(trainer.optimizers[0])
         return call._call_strategy_hook(trainer, "training_step", batch, index)
 
-    def _call_hook(self, module: pl.LightningModule, name: str, *args: Any) -> None:
-        """Call a hook of the module, and let a profiler record it."""
-        if self.has_listeners:
-            call._call_lightning_module_hook(self.trainer, name, *args)
-        else:
-            getattr(module, name)(*args)
+    def _profile(self, hook: str) -> AbstractContextManager[Any]:
+        """Let a profiler record what happens at a hook of the module."""
+        return self.trainer.profiler.profile(f"[LightningModule]TrainerModule.{hook}")
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Save the loggers. The Trainer's callbacks decide when to validate."""
         self._save_loggers_on_train_batch_end()
 
     def _should_accumulate(self) -> bool:
-        return not self.batches.position.is_last
+        return not self.loop.batches.position.is_last
 
 
 class _OverriddenEpochFitLoop(_FitLoop):
     """Runs each epoch within an override of `Trainer._run_epoch`, whose `super()._run_epoch` calls `run_epoch`."""
 
+    loop: TrainingLoop
+
     def advance(self) -> None:
         """Call the override."""
-        self._has_run_epoch, training_loop = False, self._training_loop
-        training_loop.trainer._run_epoch(**training_loop.epoch_arguments())
+        self._has_run_epoch = False
+        self.loop.trainer._run_epoch(**self.loop.epoch_arguments())
         if not self._has_run_epoch:
             raise UnsupportedArgument(
                 "_run_epoch: Lightning's loop runs the epochs, so an override must call super()._run_epoch(...) "
@@ -116,7 +120,7 @@ class _OverriddenEpochFitLoop(_FitLoop):
 
     def run_epoch(self, arguments: dict[str, Any]) -> None:
         """Run the epoch and its end hooks, once. `arguments` are those that `Trainer._run_epoch` received."""
-        expected = self._training_loop.epoch_arguments()
+        expected = self.loop.epoch_arguments()
         if changed := [
             name for name, value in arguments.items() if not (value is expected[name] or value == expected[name])
         ]:
@@ -131,12 +135,6 @@ class _OverriddenEpochFitLoop(_FitLoop):
 
     def on_advance_end(self) -> None:
         """Do nothing: the epoch has ended within `advance`."""
-
-    @property
-    def _training_loop(self) -> TrainingLoop:
-        module: Any = self.trainer.lightning_module
-        training_loop: TrainingLoop = module.loop
-        return training_loop
 
 
 class _StepLoggerConnector(_LoggerConnector):
@@ -158,19 +156,20 @@ class _StepLoggerConnector(_LoggerConnector):
         self.trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
 
 
-def install_training_loops(trainer: Any, batches: MicroBatches, *, is_epoch_overridden: bool) -> None:
+def install_training_loops(trainer: Any, loop: TrainingLoop, *, is_epoch_overridden: bool) -> None:
     """Put our loops in place of those that `lightning.Trainer` makes.
 
     Args:
         trainer: a trainer that has not run.
-        batches: the micro-batches of the run, whose windows decide when the optimizer steps.
+        loop: the loop of the run, whose methods they call.
         is_epoch_overridden: whether an override of `Trainer._run_epoch` runs the epochs.
     """
     fit_loop = trainer.fit_loop
     if is_epoch_overridden:
         trainer.fit_loop = _OverriddenEpochFitLoop(trainer, fit_loop.min_epochs, fit_loop.max_epochs)
+        trainer.fit_loop.loop = loop
     epoch_loop = _WindowedEpochLoop(trainer, fit_loop.min_steps, fit_loop.max_steps)
-    epoch_loop.batches, epoch_loop.has_listeners = batches, needs_lightning_hooks(trainer)
+    epoch_loop.loop, epoch_loop.has_listeners = loop, needs_lightning_hooks(trainer)
     epoch_loop.val_loop = make_evaluation_loop(trainer, TrainerFn.FITTING, RunningStage.VALIDATING)
     trainer.fit_loop.epoch_loop = epoch_loop
     trainer._logger_connector = _StepLoggerConnector(trainer)
