@@ -61,11 +61,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made."""
     _check_members()
     differences, _, arguments = (ROOT / "COMPATIBILITY.md").read_text(encoding="utf-8").partition(_ARGUMENTS)
-    body = differences.partition("\n## Where hftrainer differs\n")[2].replace("\n### ", "\n## ")
-    for title in re.findall(r"(?m)^- ([^:\n]+):$", body):  # of the summary, to its table below
-        anchor = f"numbers-{title.lower().replace(' ', '-')}"
-        body = body.replace(f"- {title}:\n", f"- [{title}](#{anchor}):\n", 1)
-        body = body.replace(f"| {title} | why |", f"### {title} {{#{anchor}}}\n\n| what | why |", 1)
+    body = re.sub(r"(?m)^###", "##", differences.partition("\n## Where hftrainer differs\n")[2])
     measure = "The measure is `transformers` 5.24, and equal means exactly equal."
     pages = {
         "differences.md": f"# Where it differs\n\n{measure}\n{body}",
@@ -119,7 +115,7 @@ def _arguments(text: str) -> str:
         if name in guides:
             text += f" Guide: {guides[name]}"
         if not is_own:
-            about += f", {'in' if ' to ' in since else 'since'} {since}"
+            about += f", in transformers {since}" + ("" if " to " in since else " and newer")
         # A name is a heading, so that the search finds its row.
         link = f'<a class="headerlink" href="#{name}" title="Permanent link">&para;</a>'
         row = f'| <h3 id="{name}"><code>{name}</code>{link}</h3> {about} | {text} |'
@@ -130,7 +126,7 @@ def _arguments(text: str) -> str:
     page.append(f'<div class="subjects" markdown>{subjects_links}</div>')
     links = " · ".join(f'<a href="#{name}">{name}</a>' for name in sorted(rows))
     page.append(f"<details><summary>All names, by alphabet</summary><p>{links}</p></details>")
-    page.append(intro.replace(" Those of `hftrainer` alone come first.", "").strip())
+    page.append(intro.replace(" Arguments of `hftrainer` alone come first.", "").strip())
     for title, lines in parts.items():
         lines = ["| argument | what it does |", "| --- | --- |", *lines]
         page += [f"## {title} {{#{_anchor(title)}}}", '<div class="arguments" markdown>', "\n".join(lines), "</div>"]

@@ -37,11 +37,10 @@ of the cases below. None of them concerns a script that
 - trains one model in float32, and sees at most one GPU;
 - has the default optimizer, loss and loaders;
 - evaluates on one dataset, with one row of predictions for each sample;
-- uses no argument or method that is named below;
+- uses no argument or method that is named in [What changes numbers](#what-changes-numbers);
 - is compared with transformers 4.52 or newer under `run` and `install()`, or with 5.24 if it imports hftrainer.
 
-These are all cases, by subject. Search the list for the names of the arguments and methods that you use: if none is
-there, and the points above hold, your numbers are the same.
+For another script, read the parts that concern it. They say what differs, and often what to do about it:
 
 """
 #: What a difference changes → its heading, and a sentence.
@@ -203,8 +202,8 @@ unless its row says otherwise:
 - **refused**: only its default is accepted; anything else is refused when the Trainer is built, with the reason and
   what to use instead
 
-`since` is the first release of transformers that has the argument, of those compared: 4.1, 4.15, 4.30, 4.40, 4.48,
-4.57, 5.0, 5.23. "4.2 to 4.57": only these releases had it. Those of `hftrainer` alone come first.
+Releases are those of transformers: the first that has the argument, of 4.1, 4.15, 4.30, 4.40, 4.48, 4.57, 5.0 and 5.23
+("4.2 to 4.57": only these had it). Arguments of `hftrainer` alone come first.
 
 """
 #: Kind of argument → the words before its detail.
@@ -214,10 +213,7 @@ DETAILS = {"mapped": "*Lightning*: ", "inert": "**No effect**: ", "refused": "**
 def page() -> str:
     """The text of COMPATIBILITY.md."""
     differences = "".join(_differences(changes) for changes in GROUPS)
-    uses = "".join(
-        "\n    - ".join([f"- {subject}:", *found]) + "\n" for subject, found in DIFFERENCES["numbers"].items()
-    )
-    rows = "| argument | type | what it does | default | since |\n| --- | --- | --- | --- | --- |\n"
+    rows = "| argument | type | what it does | default | in transformers since |\n| --- | --- | --- | --- | --- |\n"
     arguments = sorted(
         arguments_of(Seq2SeqTrainingArguments).items(), key=lambda pair: (pair[1].since != OURS, pair[0])
     )
@@ -233,7 +229,6 @@ def page() -> str:
     )
     attributes = "".join(_attribute(row) for row in differing.ATTRIBUTES)
     tables = (
-        uses,
         _summary(),
         differences,
         RELEASES,
@@ -281,15 +276,18 @@ def _type(name: str) -> str:
 
 
 def _summary() -> str:
+    parts = "".join(f"- [{subject}](#{_anchor(subject)})\n" for subject in DIFFERENCES["numbers"])
     counts = {changes: sum(map(len, subjects.values())) for changes, subjects in DIFFERENCES.items()}
     rows = "".join(f"| [{title}](#{_anchor(title)}) | {counts[changes]} |\n" for changes, (title, _) in GROUPS.items())
-    return f"\n| all differences, with reasons | rows |\n| --- | --- |\n{rows}"
+    return f"{parts}\n| all differences, with reasons | rows |\n| --- | --- |\n{rows}"
 
 
 def _differences(changes: str) -> str:
     title, sentence = GROUPS[changes]
+    # The other subjects recur, and some are headings of the page.
+    head = "#### {}\n\n| where | what differs |" if changes == "numbers" else "| {} | why |"
     tables = (
-        f"\n| {subject} | why |\n| --- | --- |\n" + "".join(f"| {what} | {why} |\n" for what, why in found.items())
+        f"\n{head.format(subject)}\n| --- | --- |\n" + "".join(f"| {what} | {why} |\n" for what, why in found.items())
         for subject, found in DIFFERENCES[changes].items()
     )
     return f"\n### {title}\n\n{sentence}\n{''.join(tables)}"
