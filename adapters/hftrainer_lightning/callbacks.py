@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
-from hftrainer.base.safe_loading import name_file_in_errors
+from hftrainer.base.content_checks import name_file_in_errors
 from hftrainer.base.signatures import can_call
 from hftrainer.base.tracebacks import add_note
 from hftrainer.checkpointing.names import MODEL_PREFIX

@@ -7,8 +7,6 @@ import re
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from huggingface_hub import constants
-
 from hftrainer.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -78,6 +76,9 @@ def explain_unreadable_url(path: str) -> str | None:
 
 def staging_folder_of(url: str) -> str:
     """The local folder for the files of a URL, in the cache of Hugging Face (HF_HOME)."""
+    # Imported late, since most runs have no URL.
+    from huggingface_hub import constants
+
     parts = urlsplit(url)
     relative_path = os.path.normpath(f"/{parts.netloc.rpartition('@')[2]}/{parts.path}").lstrip("/")
     return os.path.join(constants.HF_HOME, "hftrainer", parts.scheme, relative_path)

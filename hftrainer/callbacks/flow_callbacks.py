@@ -7,7 +7,7 @@ from typing import Any
 
 from hftrainer.arguments.choices import IntervalStrategy, SaveStrategy
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.callbacks.state import ExportableState, TrainerCallback
+from hftrainer.callbacks.state import ExportableState, TrainerCallback, evaluation_key
 from hftrainer.errors import MissingMonitoredMetric
 
 logger = logging.getLogger(__name__)
@@ -115,8 +115,3 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             },
             "attributes": {"early_stopping_patience_counter": self.early_stopping_patience_counter},
         }
-
-
-def evaluation_key(metric: str) -> str:
-    """The name of a metric in the results of an evaluation, with the prefix 'eval_'."""
-    return metric if metric.startswith("eval_") else f"eval_{metric}"

@@ -9,14 +9,14 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from hftrainer.arguments.base import BaseArguments
+from hftrainer.base.content_checks import check_fields, name_file_in_errors
 from hftrainer.base.messages import log_once
-from hftrainer.base.safe_loading import check_fields, name_file_in_errors
 from hftrainer.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from hftrainer.arguments.base import BaseArguments
 
 #: Required fields of `trainer_state.json`.
 _REQUIRED_FIELDS = {"global_step", "max_steps", "num_train_epochs", "total_flos"}
@@ -311,6 +311,9 @@ def as_json(value: Any, name: str) -> Any:
         value = sorted(value, key=repr)
     if isinstance(value, (list, tuple)):
         return [as_json(item, name) for item in value]
+    # Imported late: commands read states, whose values are plain, without torch.
+    import torch
+
     if isinstance(value, torch.Tensor):
         value = value.detach().to_dense() if value.layout != torch.strided else value.detach()
     elif callable(getattr(value, "toarray", None)):
@@ -338,3 +341,8 @@ def is_measurement(name: str) -> bool:
     """Whether a metric is a measurement of time or memory."""
     has_time = name.endswith(("_runtime", "_per_second", "_model_preparation_time"))
     return has_time or "_mem_cpu" in name or "_mem_gpu" in name
+
+
+def evaluation_key(metric: str) -> str:
+    """The name of a metric in the results of an evaluation, with the prefix 'eval_'."""
+    return metric if metric.startswith("eval_") else f"eval_{metric}"

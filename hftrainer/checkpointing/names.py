@@ -1,7 +1,9 @@
-"""File names in a checkpoint folder, as `transformers.Trainer` reads and writes them."""
+"""The names of checkpoint folders and of the files in them, as `transformers.Trainer` reads and writes them."""
 
 import os
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 PREFIX_CHECKPOINT_DIR = "checkpoint"
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
@@ -49,6 +51,33 @@ def step_of(path: str) -> int | None:
     """The optimizer step in the name of a `checkpoint-xxx` folder; None for other names."""
     match = _CHECKPOINT.fullmatch(path.rstrip("/").rpartition("/")[2])
     return int(match[1]) if match is not None else None
+
+
+def _step_of_folder(folder: Path) -> int | None:
+    step = step_of(folder.name)
+    return step if step is not None and folder.is_dir() else None
+
+
+def checkpoints_newest_first(folder: str) -> Iterator[str]:
+    """The `checkpoint-xxx` folders, the one with the most optimizer steps first."""
+    steps = {step: path for path in Path(folder).iterdir() if (step := _step_of_folder(path)) is not None}
+    return (os.path.join(folder, steps[step].name) for step in sorted(steps, reverse=True))
+
+
+def sort_checkpoints(run_folder: str) -> list[str]:
+    """The checkpoint folders that a Trainer has written, oldest first.
+
+    They are sorted by modification time, so that an earlier run's higher step in the same folder does not count as
+    newer. If all times lie within a second, as on file systems that do not keep them, they are sorted by step.
+    """
+    folders = [
+        (path.stat().st_mtime, step, str(path))
+        for path in Path(run_folder).iterdir()
+        if (step := _step_of_folder(path)) is not None and (path / TRAINER_STATE_NAME).is_file()
+    ]
+    times = [time for time, _, _ in folders]
+    has_times = bool(times) and max(times) - min(times) >= 1.0
+    return [path for _, _, path in sorted(folders if has_times else ((0.0, step, path) for _, step, path in folders))]
 
 
 def has_state_files(files: dict[str, str], state_name: str, folder: str) -> bool:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from hftrainer.arguments.choices import as_text
-from hftrainer.base.safe_loading import load_torch_file, name_file_in_errors, projectors
+from hftrainer.base.content_checks import name_file_in_errors
+from hftrainer.base.safe_loading import load_torch_file, projectors
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.file_checks import FRESH_OPTIMIZER, check_optimizer_state, check_value_types
 from hftrainer.checkpointing.names import FULL_STATE_FILES, has_state_files

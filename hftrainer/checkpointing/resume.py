@@ -10,18 +10,15 @@ import warnings
 from typing import Any
 
 from hftrainer.arguments.choices import as_text
+from hftrainer.base.content_checks import name_file_in_errors
 from hftrainer.base.messages import command_name, log_once
-from hftrainer.base.safe_loading import load_torch_file, name_file_in_errors
+from hftrainer.base.safe_loading import load_torch_file
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.file_checks import check_value_types
 from hftrainer.checkpointing.inspection import Inspection, inspect_checkpoint
-from hftrainer.checkpointing.run_checkpoints import (
-    checkpoints_newest_first,
-    find_intact,
-    get_last_checkpoint,
-    sort_checkpoints,
-)
+from hftrainer.checkpointing.names import checkpoints_newest_first, sort_checkpoints
+from hftrainer.checkpointing.run_checkpoints import find_intact, get_last_checkpoint
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from hftrainer.training_args import TrainingArguments
 

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folder import CheckpointFolder
 from hftrainer.checkpointing.inspection import inspect_checkpoint
+from hftrainer.checkpointing.names import checkpoints_newest_first, sort_checkpoints
 
 logger = logging.getLogger(__name__)
-
-
-def _step_of(folder: Path) -> int | None:
-    step = names.step_of(folder.name)
-    return step if step is not None and folder.is_dir() else None
-
-
-def checkpoints_newest_first(folder: str) -> Iterator[str]:
-    """The `checkpoint-xxx` folders, the one with the most optimizer steps first."""
-    steps = {step: path for path in Path(folder).iterdir() if (step := _step_of(path)) is not None}
-    return (os.path.join(folder, steps[step].name) for step in sorted(steps, reverse=True))
 
 
 def get_last_checkpoint(folder: str) -> str | None:
@@ -44,22 +32,6 @@ def find_intact(folder: str) -> tuple[str | None, list[str]]:
         logger.warning("%s is damaged and is skipped: %s.", path, reason)
         damages.append(f"{os.path.basename(path)} is damaged: {reason}")
     return None, damages
-
-
-def sort_checkpoints(run_folder: str) -> list[str]:
-    """The checkpoint folders that a Trainer has written, oldest first.
-
-    They are sorted by modification time, so that an earlier run's higher step in the same folder does not count as
-    newer. If all times lie within a second, as on file systems that do not keep them, they are sorted by step.
-    """
-    folders = [
-        (path.stat().st_mtime, step, str(path))
-        for path in Path(run_folder).iterdir()
-        if (step := _step_of(path)) is not None and (path / names.TRAINER_STATE_NAME).is_file()
-    ]
-    times = [time for time, _, _ in folders]
-    has_times = bool(times) and max(times) - min(times) >= 1.0
-    return [path for _, _, path in sorted(folders if has_times else ((0.0, step, path) for _, step, path in folders))]
 
 
 def rotate_checkpoints(

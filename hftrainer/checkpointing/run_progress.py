@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from hftrainer.base.safe_loading import check_fields, load_torch_file, name_file_in_errors
+from hftrainer.base.content_checks import check_fields, name_file_in_errors
+from hftrainer.base.safe_loading import load_torch_file
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.file_checks import check_value_types
 from hftrainer.data.randomness import numpy_state_types

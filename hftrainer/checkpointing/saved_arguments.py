@@ -12,7 +12,7 @@ from typing import Any
 
 from hftrainer.arguments.accelerator_config import CONSTRUCTION_KEY
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.run_checkpoints import checkpoints_newest_first
+from hftrainer.checkpointing.names import checkpoints_newest_first
 from hftrainer.errors import DamagedCheckpoint
 
 #: Attributes that are not arguments: objects of accelerate, a copy of DeepSpeed's configuration, and

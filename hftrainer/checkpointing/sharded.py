@@ -24,15 +24,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, loa
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 
-from hftrainer.base.safe_loading import (
-    check_file_name,
-    load_torch_file,
-    name_file_in_errors,
-    projectors,
-    read_pickle,
-    read_weights,
-    weights_only,
-)
+from hftrainer.base.content_checks import check_file_name, name_file_in_errors
+from hftrainer.base.safe_loading import load_torch_file, projectors, read_pickle, read_weights, weights_only
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.names import FULL_STATE_FILES, SHARD_FOLDERS, has_state_files
 from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files

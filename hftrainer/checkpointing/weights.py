@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from hftrainer.base.safe_loading import check_file_name, name_file_in_errors, read_weights
+from hftrainer.base.content_checks import check_file_name, name_file_in_errors
+from hftrainer.base.safe_loading import read_weights
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.names import FULL_STATE_FILES, SHARD_FOLDERS, has_state_files
 from hftrainer.compat import libraries

@@ -37,7 +37,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.arguments.storage_url import explain_unreadable_url
     from hftrainer.checkpointing.inspection import not_a_checkpoint_reason
-    from hftrainer.checkpointing.run_checkpoints import checkpoints_newest_first
+    from hftrainer.checkpointing.names import checkpoints_newest_first
     from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsafeCheckpoint
 
     folder = options.folder

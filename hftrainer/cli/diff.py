@@ -247,7 +247,7 @@ def _saved(a: str, b: str) -> list[tuple[int, str, str]]:
 
 def _folders(run: str) -> list[str]:
     """The folder itself and its checkpoints, newest first."""
-    from hftrainer.checkpointing.run_checkpoints import checkpoints_newest_first
+    from hftrainer.checkpointing.names import checkpoints_newest_first
 
     return [run, *checkpoints_newest_first(run)]
 

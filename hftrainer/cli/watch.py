@@ -204,7 +204,7 @@ def _parts(page: dict[str, Any], width: int, colour: str, lines: int) -> Iterato
     """The lines above the curves, from top to bottom; a message has at most `lines` of them."""
     from rich.text import Text
 
-    from hftrainer.callbacks.progress_bar import format_values
+    from hftrainer.callbacks.log_lines import format_values
     from hftrainer.reporting.metrics import SHARES, SPEEDS
 
     now, values = time.time(), page["values"]

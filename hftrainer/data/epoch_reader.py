@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from hftrainer.base.safe_loading import name_file_in_errors
+from hftrainer.base.content_checks import name_file_in_errors
 from hftrainer.compat import libraries
 from hftrainer.data.collators import draws_nothing, holds_samples
 from hftrainer.data.loaders import PreparedDataLoader, skip_first

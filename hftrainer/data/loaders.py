@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
-from hftrainer.base.safe_loading import name_file_in_errors
+from hftrainer.base.content_checks import name_file_in_errors
 from hftrainer.base.signatures import can_call
 from hftrainer.base.tracebacks import add_note, read_variable
 from hftrainer.compat.libraries import has_length

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from hftrainer.base.content_checks import name_file_in_errors
 from hftrainer.base.messages import log_once
-from hftrainer.base.safe_loading import load_torch_file, name_file_in_errors
+from hftrainer.base.safe_loading import load_torch_file
 from hftrainer.compat import libraries
 from hftrainer.data.samplers import innermost
 from hftrainer.parallel import devices

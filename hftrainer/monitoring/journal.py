@@ -28,7 +28,7 @@ from typing import Any
 from hftrainer.arguments.storage_url import explain_unreadable_url
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.run_checkpoints import checkpoints_newest_first
+from hftrainer.checkpointing.names import checkpoints_newest_first
 from hftrainer.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 logger = logging.getLogger(__name__)
 
 #: The folder of requests in the run's folder. A request is an empty file `<name>`, its answer a file `<name>.done`.
@@ -114,6 +112,9 @@ class _Profile:
     def __init__(self, folder: Path, step: int) -> None:
         self._folder, self._last_step = folder, step + _PROFILED_STEPS
         self._first_step = step + 1
+        # Imported late: `ask` needs no torch.
+        import torch
+
         self._profiler = torch.profiler.profile(record_shapes=True)
         self._profiler.start()
 

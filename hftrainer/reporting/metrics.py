@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hftrainer.callbacks.flow_callbacks import evaluation_key
-from hftrainer.callbacks.state import TrainerState, as_json, is_measurement
+from hftrainer.callbacks.state import TrainerState, as_json, evaluation_key, is_measurement
 from hftrainer.errors import MetricNotFound, WrongObject
 
 #: Panel → the log entries that it shows. 'metrics' shows all others; a plot has a panel for each.

@@ -12,9 +12,8 @@ from typing import Any
 
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import count_of, format_bytes, format_duration, format_number
-from hftrainer.callbacks.flow_callbacks import evaluation_key
-from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing.run_checkpoints import checkpoints_newest_first
+from hftrainer.callbacks.state import TrainerState, evaluation_key
+from hftrainer.checkpointing.names import checkpoints_newest_first
 from hftrainer.monitoring.journal import goodput, select_last_run
 from hftrainer.parallel import devices
 

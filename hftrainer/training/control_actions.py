@@ -13,7 +13,8 @@ import torch
 from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.base.part import Part
 from hftrainer.base.signatures import call_with_accepted, has_parameter
-from hftrainer.callbacks.flow_callbacks import EarlyStoppingCallback, evaluation_key
+from hftrainer.callbacks.flow_callbacks import EarlyStoppingCallback
+from hftrainer.callbacks.state import evaluation_key
 from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.errors import InvalidArgument, MetricNotFound

@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 import hftrainer
 from hftrainer import ProgressCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
+from hftrainer.callbacks.log_lines import format_log_line
 from hftrainer.callbacks.notebook import _find_callback
-from hftrainer.callbacks.progress_bar import format_log_line
 from tests.support.parity import comparable
 from tests.support.tiny import make_plain, plain_data
 

@@ -5,7 +5,8 @@ import os
 import pytest
 
 from hftrainer import Trainer
-from hftrainer.checkpointing.run_checkpoints import rotate_checkpoints, sort_checkpoints
+from hftrainer.checkpointing.names import sort_checkpoints
+from hftrainer.checkpointing.run_checkpoints import rotate_checkpoints
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import make_trainer, train_to_end, truncate
 from tests.support.jobs import names_in

@@ -10,6 +10,7 @@ import pytest
 
 from hftrainer.__main__ import main, make_parser
 from hftrainer.base.messages import command_name
+from hftrainer.monitoring.journal import Journal
 
 
 def test_every_command_but_run_and_completion_has_json():
@@ -141,9 +142,18 @@ def test_bash_completes_commands_options_and_values(capsys):
     assert complete("help", "wa") == ["watch"] and complete("completion", "z") == ["zsh"]
 
 
-def test_completion_imports_no_torch():
-    code = "import sys, hftrainer.__main__ as m; m.main(['completion', 'bash']); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+@pytest.mark.parametrize("words", ["completion bash", "explain --help", "ask {} save", "watch --once --json {}"])
+def test_command_without_tensors_imports_no_torch(words, tmp_path):
+    journal = Journal(str(tmp_path))
+    journal.write(
+        "begin", 0, max_steps=2, logging_steps=1, world_size=1, device="cpu", pid=1, host="", resumed_from=None
+    )
+    journal.write("log", 1, logs={"loss": 0.5})
+    journal.write("end", 2, reason="complete")
+    code = "import sys, hftrainer.__main__ as m\ntry: m.main()\nfinally: print('torch' in sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code, *words.format(tmp_path).split()], capture_output=True, text=True)
+    assert done.stdout or "the run completed at step 2" in done.stderr
+    assert done.stderr.endswith("False\n")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""Formats log lines for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hftrainer.base.messages import format_bytes, format_duration
+from hftrainer.callbacks.state import TrainerState, is_measurement
+
+
+def _fit(value: float, digits: int, width: int) -> str:
+    """A number in at most `width` characters, with `digits` significant digits where these fit."""
+    forms = [",.0f", *(f".{count}g" for count in range(digits, 0, -1))][abs(value) < 1000 :]
+    return next((text for form in forms if len(text := f"{value:{form}}") <= width), f"{value:.0e}")
+
+
+def _duration(seconds: float) -> str:
+    return f"{_fit(1000 * seconds, 3, 6):>6} ms" if 0 < seconds < 0.1 else f"{_fit(seconds, 3, 7):>7} s"
+
+
+def format_place(state: TrainerState) -> str:
+    """The step, in a constant width."""
+    total = f"{state.max_steps:,}"
+    return f"{state.global_step:>{len(total)},}/{total}"
+
+
+def _rate(unit: str) -> Callable[[float], str]:
+    return lambda value: f"{f'{value / 1e6:.2f}M' if value >= 999_999.5 else _fit(value, 3, 7):>7} {unit}"
+
+
+#: Part of a line for an observed run → its format, of a constant width. `_key` finds it.
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "grad_norm": lambda value: f"grad {_fit(value, 3, 6):<6}",
+    "learning_rate": "lr {:.2e}".format,
+    "epoch": "ep {:<6.2f}".format,
+    "runtime": lambda value: f"time{_duration(value)}",
+    "tokens_per_second": _rate("tokens/s"),
+    "samples_per_second": _rate("samples/s"),
+    "mfu": "{:>5.1%} MFU".format,
+    "peak_memory_mb": lambda value: f"mem {format_bytes(value * 1e6):>7}",
+    "step_seconds": lambda value: f"{_duration(value)}/step",
+    "steps_per_second": _rate("steps/s"),
+    "model_preparation_time": lambda value: f"prepare {format_duration(value)}",
+    # Shares of the time. The last two are in few lines.
+    "data_wait": "data {:>4.0%}".format,
+    "eval_share": "eval {:>3.0%}".format,
+    "save_share": "save {:>3.0%}".format,
+}
+#: What a narrow terminal leaves out, in this order: first what follows from other parts, the data wait last.
+_LEFT_OUT = (
+    "model_preparation_time save_share eval_share of_time steps_per_second step_seconds epoch peak_memory_mb "
+    "learning_rate mfu runtime grad_norm samples_per_second tokens_per_second data_wait"
+).split()
+
+
+def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | None = None) -> str:
+    """A human-readable log line: the step first, values rounded and aligned. `log_history` keeps the numbers.
+
+    Args:
+        logs: the log line.
+        state: the state of the run.
+        width: terminal columns; parts that do not fit are left out. None shows all.
+    """
+    values = unfilter(logs, state)
+    parts = {"": format_place(state), **format_values(values)}
+    if note := note_nan(values, state):
+        parts["loss"] += f"  {note}"
+    if any(name.endswith(("_share", "data_wait")) for name in parts):
+        parts["of_time"] = "of time"
+    for name in _LEFT_OUT:
+        if width is not None and len(_join(parts)) > width:
+            parts.pop(name, None)
+    return _join(parts)
+
+
+def _join(parts: Mapping[str, str]) -> str:
+    return "  ".join(parts.values()).rstrip().replace("%  of time", "% of time")
+
+
+def note_nan(values: Mapping[str, Any], state: TrainerState) -> str:
+    """Which step had a loss that the mean in this line leaves out; empty if none, or if the line shows NaN."""
+    step = getattr(state, "_non_finite_step", 0)
+    return f"NaN at step {step:,}" if step and math.isfinite(values.get("loss", math.nan)) else ""
+
+
+def unfilter(logs: Mapping[str, Any], state: TrainerState) -> Mapping[str, Any]:
+    """The log line, with NaN for a loss of 0 that `logging_nan_inf_filter` made of losses that are not finite."""
+    name, lines = ("train_loss", state.log_history) if "train_loss" in logs else ("loss", [logs])
+    # With such a loss, the gradient norm is not finite either.
+    norms = [line.get("grad_norm") for line in lines if line.get("loss") == 0]
+    is_filtered = any(isinstance(norm, float) and not math.isfinite(norm) for norm in norms)
+    return {**logs, name: math.nan} if is_filtered else logs
+
+
+def format_values(logs: Mapping[str, Any]) -> dict[str, str]:
+    """Part of a log line → its text, with short names or units, and without the step."""
+    values = {key: value for name, value in logs.items() if (key := _key(name)) is not None}
+    values = {key: value for key, value in values.items() if not key.endswith("_share") or value >= 0.005}
+    texts = {key: form(values[key]) for key, form in _FORMATS.items() if key in values}
+    others = {
+        name: f"{name} {_fit(value, 4, 7):<7}" if isinstance(value, (int, float)) else f"{name} {value}"
+        for name, value in logs.items()
+        if _key(name) is None and name != "total_flos"
+    }
+    return others | texts
+
+
+def _key(name: str) -> str | None:
+    """The key in `_FORMATS` of a log entry, or None if it has none."""
+    if name in _FORMATS:
+        return name
+    return next((key for key in _FORMATS if is_measurement(name) and name.endswith(f"_{key}")), None)
