@@ -36,7 +36,8 @@ def make_parser() -> Parser:
     completion.epilog = "example, for a line of ~/.bashrc: source <(hftrainer completion bash)"
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="its name")
     completion.set_defaults(execute=print_completion, parser=completion, missing="name a shell: bash, zsh or fish")
-    parser.set_defaults(parsers=commands.choices)
+    helps = {action.dest: action.help for action in commands._choices_actions}
+    parser.set_defaults(parsers=commands.choices, helps=helps)
     return parser
 
 

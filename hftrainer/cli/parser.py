@@ -6,17 +6,21 @@ import argparse
 import difflib
 import json
 import re
+import shlex
 import sys
 from typing import Any, NoReturn
 
 from hftrainer.base.messages import BOLD, DIM, RED, paint, wrap_text
 from hftrainer.errors import suggest
 
-#: What completes a value, if not a list of words alone; the metavars of values that are folders.
-_FILE, _FOLDER, _FILE_OR = "file", "folder", "file or "
-_FOLDERS = ("OUTPUT_DIR", "CHECKPOINT", "DIR")
+#: State, as in `_BASH` → words, or one of the following; '' for an option without a value; and its description.
+_Completions = dict[str, tuple[str, str]]
+#: What completes a value, if not a list of words alone; the metavars of values that are folders, and of free ones.
+_FILE, _FOLDER, _FREE, _FILE_OR = "file", "folder", "free", "file or "
+_FOLDERS, _FREES = ("OUTPUT_DIR", "CHECKPOINT", "DIR"), ("N", "SECONDS", "NAME", "HOST")
+_COUNTS = "1 2 4 8 auto cpu gpu xpu"
 #: `state` is an option whose value is completed, or else the number of words before, after "option" for an option.
-#: bash splits words at "=", zsh does not; a name before it is that of an option, as in `explain optim=sgd`.
+#: bash splits words at "="; a name before it is that of an option, as in `explain optim=sgd`.
 _BASH = """\
 _hftrainer() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" words="" state=0 i
@@ -37,6 +41,24 @@ _hftrainer() {{
     COMPREPLY=($(compgen -P "${{name:+$name=}}" -W "$words" -- "$current"))
 }}
 complete -o default -F _hftrainer hftrainer"""
+#: `words` and `CURRENT` are zsh's: the line without the command's name, and the position in it.
+_ZSH = """\
+(( $+functions[compdef] )) || {{ autoload -U +X compinit && compinit; }}
+_hftrainer_argument() {{
+    local -A values=({values})
+    if [[ $PREFIX == *=* ]]; then compset -P '*='; compadd -- ${{=values[--${{IPREFIX%=}}]}}
+    else _files; compadd -- {names}; fi
+}}
+_hftrainer() {{
+    local -a commands=({commands})
+    if ((CURRENT == 2)) && [[ $PREFIX != -* ]]; then _describe command commands; return; fi
+    ((CURRENT == 2)) || {{ shift words; ((CURRENT--)); }}
+    case $words[1] in
+        {cases}
+        *) _arguments --help --version ;;
+    esac
+}}
+compdef _hftrainer hftrainer"""
 
 
 def paint_headings(text: str) -> str:
@@ -101,50 +123,92 @@ class Parser(argparse.ArgumentParser):
 
 def print_completion(_: Parser, options: argparse.Namespace) -> None:
     """Print the script with which a shell completes the commands of `hftrainer`, their options and values."""
-    commands, folders = " ".join(options.parsers), "compopt -o dirnames +o default 2>/dev/null"
+    helps = {**options.helps, "help": "show the help of a command"}
     completions = {name: _completions(name, parser) for name, parser in options.parsers.items()}
-    completions["help"] = {"0": commands}
-    rows = [(name, *row) for name, values_of_state in completions.items() for row in values_of_state.items()]
-    if options.shell == "fish":
-        print(f"complete -c hftrainer -f -n __fish_use_subcommand -a '{commands} --help --version'")
-        print("\n".join(_fish_line(*row) for row in rows if not row[1].startswith("option")))
-        return
-    actions = {row: folders if row[2] == _FOLDER else f'words="{row[2]}"' for row in rows if row[2] not in ("", _FILE)}
+    completions["help"] = {"0": (" ".join(options.parsers), "")}
+    {"bash": _print_bash, "zsh": _print_zsh, "fish": _print_fish}[options.shell](helps, completions)
+
+
+def _print_bash(helps: dict[str, str], completions: dict[str, _Completions]) -> None:
+    commands, no_default = " ".join(helps), "compopt {}+o default 2>/dev/null"
+    special = {_FOLDER: no_default.format("-o dirnames "), _FREE: no_default.format("")}
+    rows = [(name, state, values) for name, words in completions.items() for state, (values, _) in words.items()]
+    for name, parts in completions.items():
+        count = "*" if any(not state.startswith("-") for state in parts) else 0
+        # Options after a script are the script's.
+        rows.append((name, f"option{count}", " ".join(state for state in parts if state.startswith("-"))))
+    actions = {row: special.get(row[2], f'words="{row[2]}"') for row in rows if row[2] not in ("", _FILE)}
     cases = "\n        ".join(f'"{name} "{state}) {action} ;;' for (name, state, _), action in actions.items())
     cases = cases.replace(f'words="{_FILE_OR}', 'compopt -o filenames 2>/dev/null; words="$(compgen -f -- "$current") ')
     valued = " ".join({state: None for _, state, values in rows if values and state.startswith("-")})
-    print("autoload -U +X compinit bashcompinit && compinit && bashcompinit\n" * (options.shell == "zsh"), end="")
     print(_BASH.format(commands=commands, cases=cases, valued=valued))
 
 
-def _fish_line(name: str, state: str, values: str) -> str:
-    option = f" -{'s' if len(state) == 2 else 'l'} {state.lstrip('-')}" if state.startswith("-") else ""
-    position = f"; and test (count (commandline -opc)) -eq {int(state) + 2}" if state.isdecimal() else ""
-    words = {"": "", _FILE: " -r", _FOLDER: " -xa '(__fish_complete_directories)'"}.get(values, f" -xa '{values}'")
-    words = words.replace(f" -xa '{_FILE_OR}", " -a '")
-    return f"complete -c hftrainer -n '__fish_seen_subcommand_from {name}{position}'{option}{words}"
+def _print_zsh(helps: dict[str, str], completions: dict[str, _Completions]) -> None:
+    actions = {_FILE: "_files", _FOLDER: "_files -/", _FREE: " "}
+    cases = []
+    for name, parts in completions.items():
+        specs = []
+        for state, (values, text) in parts.items():
+            action = "_hftrainer_argument" if values.startswith(_FILE_OR) else actions.get(values, f"({values})")
+            position = "*" if state == "[0-9]*" else str(int(state) + 1) if state.isdecimal() else ""
+            option = state + "[" + re.sub(r"([][:])", r"\\\1", text) + "]"
+            specs.append(shlex.quote(f"{position or option}{f': :{action}' if position or values else ''}"))
+        # Words after a script are the script's.
+        script = "'1: :_files' '*:: :_files'" if name == "run" else ""
+        cases.append(f"{name}) _arguments {' '.join(specs)} {script} ;;")
+    explained = {state: values for state, (values, _) in completions["explain"].items() if " " in values}
+    names = explained.pop("0").removeprefix(_FILE_OR)
+    choices = " ".join(f"{state} {shlex.quote(values)}" for state, values in explained.items())
+    commands = " ".join(shlex.quote(f"{name}:{text}") for name, text in helps.items())
+    print(_ZSH.format(commands=commands, values=choices, names=names, cases="\n        ".join(cases)))
 
 
-def _completions(name: str, parser: argparse.ArgumentParser) -> dict[str, str]:
-    """State, as in `_BASH` → words, `_FILE` or `_FOLDER`; '' for an option without a value."""
+def _print_fish(helps: dict[str, str], completions: dict[str, _Completions]) -> None:
+    start = "complete -c hftrainer"
+    for name, text in helps.items():
+        print(f"{start} -f -n __fish_use_subcommand -a {name} -d {shlex.quote(text)}")
+    print(f"{start} -f -n __fish_use_subcommand -a '--help --version'")
+    special = {"": "", _FILE: " -r", _FREE: " -x", _FOLDER: " -xa '(__fish_complete_directories)'"}
+    for name, parts in completions.items():
+        for state, (values, text) in parts.items():
+            option = f" -{'s' if len(state) == 2 else 'l'} {state.lstrip('-')}" if state.startswith("-") else ""
+            position = f"; and test (count (commandline -opc)) -eq {int(state) + 2}" if state.isdecimal() else ""
+            words = special.get(values, f" -xa '{values}'").replace(f" -xa '{_FILE_OR}", " -a '")
+            description = f" -d {shlex.quote(text)}" if option and text else ""
+            print(f"{start} -n '__fish_seen_subcommand_from {name}{position}'{option}{words}{description}")
+
+
+def _completions(name: str, parser: argparse.ArgumentParser) -> _Completions:
     # The parsers of `run` and `explain` do not declare their options.
-    described = re.findall(r"(--[a-z-]+)( [A-Z]+)?", f"--help {parser.usage} {parser.description}")
-    options, names = {option: _FILE if value else "" for option, value in described}, {}
+    text = f"--help  show this help message\n{parser.description}\n{parser.usage}"
+    options: _Completions = {}
+    for option, metavar, help in re.findall(r"(--[a-z-]+)(?: ([A-Z]+))?(?: {2,}(.*))?", text):
+        values = _COUNTS if option == "--nproc" else _FREE if metavar in _FREES else _FILE if metavar else ""
+        options.setdefault(option, (values, _shorten(help)))
+    names: _Completions = {}
     if name == "explain":
         from hftrainer.arguments.choices import as_text
         from hftrainer.arguments.table import ARGUMENTS
 
-        choices = {f"--{name}": map(as_text, argument.choices or ()) for name, argument in ARGUMENTS.items()}
-        options |= {option: " ".join(words) or _FILE for option, words in choices.items()}
-        names = {"0": f"{_FILE_OR}{' '.join(ARGUMENTS)}"}
-    words: dict[str, str] = {}
+        for argument_name, argument in ARGUMENTS.items():
+            values = " ".join(map(as_text, argument.choices or ())) or _FILE
+            options[f"--{argument_name}"] = values, _shorten(argument.help)
+        names = {"0": (f"{_FILE_OR}{' '.join(ARGUMENTS)}", "")}
+    words: _Completions = {}
     for action in parser._actions:
-        values = " ".join(map(str, action.choices or ())) or (_FOLDER if action.metavar in _FOLDERS else _FILE)
+        kinds = _FOLDER if action.metavar in _FOLDERS else _FREE if action.metavar in _FREES else _FILE
+        values = " ".join(map(str, action.choices or ())) or kinds
         if action.option_strings:
-            options[action.option_strings[-1]] = "" if action.nargs == 0 else values
+            long = [option for option in action.option_strings if option.startswith("--")] or action.option_strings
+            options |= dict.fromkeys(long, ("" if action.nargs == 0 else values, _shorten(action.help or "")))
         elif action.nargs != argparse.REMAINDER:
             count = action.nargs if isinstance(action.nargs, int) else 1
             positions = ["[0-9]*"] if action.nargs in ("+", "*") else map(str, range(len(words), len(words) + count))
-            words |= dict.fromkeys(positions, values)
-    # Options after a script are the script's.
-    return {**options, **names, **words, f"option{'*' if words else 0}": " ".join(options)}
+            words |= dict.fromkeys(positions, (values, ""))
+    return {**options, **names, **words}
+
+
+def _shorten(help: str) -> str:
+    """The first sentence of a help text."""
+    return re.split(r"[.;]\s|\.$", help)[0]

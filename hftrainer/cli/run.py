@@ -30,7 +30,7 @@ What follows SCRIPT is for the script.
                  on each host
   --num-cores N  with --tpu: 1 core, or all cores of this machine
 
-Torchrun's options are accepted too, such as --nnodes and --rdzv-endpoint:
+Torchrun's options are accepted too, such as --nnodes N and --rdzv-endpoint HOST;
 torchrun --help lists them.
 """
 #: torchrun's names of the options that say which program to start.
