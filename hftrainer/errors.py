@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
+import re
 from collections.abc import Iterable
 
 #: A name in other libraries or programs → our name, which is too different for `difflib`.
@@ -50,6 +51,20 @@ def suggest(name: object, known: Iterable[str], otherwise: str = "", *, cutoff: 
 def suggest_nearest(word: str, allowed: Iterable[str]) -> str:
     """The end of an error message about an unknown word: the nearest allowed word, or all of them."""
     return suggest(word, allowed, f": use one of {', '.join(sorted(allowed))}.")
+
+
+def explain_choice(message: str) -> str:
+    """An error message of argparse, which for a value that is not among the choices names the nearest."""
+    if not (choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)):
+        return message
+    allowed = re.findall(r"[\w-]+", choice[2])
+    names, nearest = f"one of {', '.join(allowed)}", ""
+    if len(allowed) > 12:
+        names, nearest = (
+            "allowed",
+            f"; the nearest are {', '.join(difflib.get_close_matches(choice[1], allowed, 3, 0))}",
+        )
+    return f"{message[: choice.start()]}{choice[1]!r} is not {names}{suggest(choice[1], allowed, nearest)}"
 
 
 class InvalidArgument(ValueError):

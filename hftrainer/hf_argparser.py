@@ -20,7 +20,7 @@ from hftrainer.arguments.argument import EARLIER_SUBJECT, LAST_SUBJECTS, argumen
 from hftrainer.arguments.old_fields import OldArguments
 from hftrainer.base.config_files import parse_bool, read_mapping
 from hftrainer.base.tracebacks import HideEngineFrames
-from hftrainer.errors import InvalidArgument, suggest
+from hftrainer.errors import InvalidArgument, explain_choice, suggest
 
 
 def string_to_bool(value: str | bool) -> bool:
@@ -77,6 +77,7 @@ class HfArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2. A long usage is not printed, since it would hide the message."""
+        message = explain_choice(message)
         if self.format_usage().count("\n") < _LONG_USAGE:
             super().error(message)
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 import shlex
@@ -11,13 +10,14 @@ import sys
 from typing import Any, NoReturn
 
 from hftrainer.base.messages import BOLD, DIM, RED, paint, wrap_text
-from hftrainer.errors import suggest
+from hftrainer.errors import explain_choice, suggest
 
 #: State, as in `_BASH` → words, or one of the following; '' for an option without a value; and its description.
 _Completions = dict[str, tuple[str, str]]
-#: What completes a value, if not a list of words alone; the metavars of values that are folders, and of free ones.
+#: What completes a value, if not a list of words alone.
 _FILE, _FOLDER, _FREE, _FILE_OR = "file", "folder", "free", "file or "
-_FOLDERS, _FREES = ("OUTPUT_DIR", "CHECKPOINT", "DIR"), ("N", "SECONDS", "NAME", "HOST")
+#: The metavars of values that are not files.
+_KINDS = dict.fromkeys(("OUTPUT_DIR", "CHECKPOINT"), _FOLDER) | dict.fromkeys(("N", "SECONDS", "NAME", "HOST"), _FREE)
 _COUNTS = "1 2 4 8 auto cpu gpu xpu"
 #: `state` is an option whose value is completed, or else the number of words before, after "option" for an option.
 #: bash splits words at "="; a name before it is that of an option, as in `explain optim=sgd`.
@@ -84,14 +84,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 after an error in the command line."""
-        message = message.removeprefix("argument ")
-        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            allowed = re.findall(r"[\w-]+", choice[2])
-            hint = suggest(choice[1], allowed)
-            if len(allowed) > 12:
-                hint = hint or f"; the nearest are {', '.join(difflib.get_close_matches(choice[1], allowed, 3, 0))}"
-            names = "allowed" if len(allowed) > 12 else f"one of {', '.join(allowed)}"
-            message = f"{message[: choice.start()]}{choice[1]!r} is not {names}{hint}"
+        message = explain_choice(message).removeprefix("argument ")
         if (option := self._option_string_actions.get(message.split(": expected")[0])) and option.choices:
             *others, last = option.choices
             message = f"{option.option_strings[0]} needs a value: {', '.join(others)} or {last}"
@@ -134,9 +127,9 @@ def _print_bash(helps: dict[str, str], completions: dict[str, _Completions]) -> 
     special = {_FOLDER: no_default.format("-o dirnames "), _FREE: no_default.format("")}
     rows = [(name, state, values) for name, words in completions.items() for state, (values, _) in words.items()]
     for name, parts in completions.items():
-        count = "*" if any(not state.startswith("-") for state in parts) else 0
         # Options after a script are the script's.
-        rows.append((name, f"option{count}", " ".join(state for state in parts if state.startswith("-"))))
+        state = "option0" if name == "run" else "option*"
+        rows.append((name, state, " ".join(option for option in parts if option.startswith("-"))))
     actions = {row: special.get(row[2], f'words="{row[2]}"') for row in rows if row[2] not in ("", _FILE)}
     cases = "\n        ".join(f'"{name} "{state}) {action} ;;' for (name, state, _), action in actions.items())
     cases = cases.replace(f'words="{_FILE_OR}', 'compopt -o filenames 2>/dev/null; words="$(compgen -f -- "$current") ')
@@ -153,7 +146,7 @@ def _print_zsh(helps: dict[str, str], completions: dict[str, _Completions]) -> N
             action = "_hftrainer_argument" if values.startswith(_FILE_OR) else actions.get(values, f"({values})")
             position = "*" if state == "[0-9]*" else str(int(state) + 1) if state.isdecimal() else ""
             option = state + "[" + re.sub(r"([][:])", r"\\\1", text) + "]"
-            specs.append(shlex.quote(f"{position or option}{f': :{action}' if position or values else ''}"))
+            specs.append(shlex.quote((position or option) + f": :{action}" * bool(position or values)))
         # Words after a script are the script's.
         script = "'1: :_files' '*:: :_files'" if name == "run" else ""
         cases.append(f"{name}) _arguments {' '.join(specs)} {script} ;;")
@@ -165,10 +158,9 @@ def _print_zsh(helps: dict[str, str], completions: dict[str, _Completions]) -> N
 
 
 def _print_fish(helps: dict[str, str], completions: dict[str, _Completions]) -> None:
-    start = "complete -c hftrainer"
     for name, text in helps.items():
-        print(f"{start} -f -n __fish_use_subcommand -a {name} -d {shlex.quote(text)}")
-    print(f"{start} -f -n __fish_use_subcommand -a '--help --version'")
+        print(f"complete -c hftrainer -f -n __fish_use_subcommand -a {name} -d {shlex.quote(text)}")
+    print(f"complete -c hftrainer -f -n __fish_use_subcommand -a '--help --version'")
     special = {"": "", _FILE: " -r", _FREE: " -x", _FOLDER: " -xa '(__fish_complete_directories)'"}
     for name, parts in completions.items():
         for state, (values, text) in parts.items():
@@ -176,7 +168,9 @@ def _print_fish(helps: dict[str, str], completions: dict[str, _Completions]) -> 
             position = f"; and test (count (commandline -opc)) -eq {int(state) + 2}" if state.isdecimal() else ""
             words = special.get(values, f" -xa '{values}'").replace(f" -xa '{_FILE_OR}", " -a '")
             description = f" -d {shlex.quote(text)}" if option and text else ""
-            print(f"{start} -n '__fish_seen_subcommand_from {name}{position}'{option}{words}{description}")
+            print(
+                f"complete -c hftrainer -n '__fish_seen_subcommand_from {name}{position}'{option}{words}{description}"
+            )
 
 
 def _completions(name: str, parser: argparse.ArgumentParser) -> _Completions:
@@ -184,9 +178,9 @@ def _completions(name: str, parser: argparse.ArgumentParser) -> _Completions:
     text = f"--help  show this help message\n{parser.description}\n{parser.usage}"
     options: _Completions = {}
     for option, metavar, help in re.findall(r"(--[a-z-]+)(?: ([A-Z]+))?(?: {2,}(.*))?", text):
-        values = _COUNTS if option == "--nproc" else _FREE if metavar in _FREES else _FILE if metavar else ""
+        values = _COUNTS if option == "--nproc" else _KINDS.get(metavar, _FILE if metavar else "")
         options.setdefault(option, (values, _shorten(help)))
-    names: _Completions = {}
+    words: _Completions = {}
     if name == "explain":
         from hftrainer.arguments.choices import as_text
         from hftrainer.arguments.table import ARGUMENTS
@@ -194,11 +188,9 @@ def _completions(name: str, parser: argparse.ArgumentParser) -> _Completions:
         for argument_name, argument in ARGUMENTS.items():
             values = " ".join(map(as_text, argument.choices or ())) or _FILE
             options[f"--{argument_name}"] = values, _shorten(argument.help)
-        names = {"0": (f"{_FILE_OR}{' '.join(ARGUMENTS)}", "")}
-    words: _Completions = {}
+        words["0"] = f"{_FILE_OR}{' '.join(ARGUMENTS)}", ""
     for action in parser._actions:
-        kinds = _FOLDER if action.metavar in _FOLDERS else _FREE if action.metavar in _FREES else _FILE
-        values = " ".join(map(str, action.choices or ())) or kinds
+        values = " ".join(map(str, action.choices or ())) or _KINDS.get(str(action.metavar), _FILE)
         if action.option_strings:
             long = [option for option in action.option_strings if option.startswith("--")] or action.option_strings
             options |= dict.fromkeys(long, ("" if action.nargs == 0 else values, _shorten(action.help or "")))
@@ -206,7 +198,7 @@ def _completions(name: str, parser: argparse.ArgumentParser) -> _Completions:
             count = action.nargs if isinstance(action.nargs, int) else 1
             positions = ["[0-9]*"] if action.nargs in ("+", "*") else map(str, range(len(words), len(words) + count))
             words |= dict.fromkeys(positions, (values, ""))
-    return {**options, **names, **words}
+    return options | words
 
 
 def _shorten(help: str) -> str:

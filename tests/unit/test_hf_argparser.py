@@ -215,3 +215,16 @@ def test_dict_field_is_read_as_json(capsys):
     with pytest.raises(SystemExit):
         HfArgumentParser(kind).parse_args_into_dataclasses(["--first", "[1]"])
     assert "'[1]' is not a JSON object" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--optim", "sdg"], "--optim: 'sdg' is not allowed; the nearest are sgd, "),
+        (["--lr_scheduler_type", "cosin"], "'cosin' is not one of linear, cosine, "),
+    ],
+)
+def test_wrong_choice_names_the_nearest(words, message, capsys):
+    with pytest.raises(SystemExit):
+        HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words, look_for_args_file=False)
+    assert message in capsys.readouterr().err
