@@ -23,7 +23,7 @@ def make_parser() -> Parser:
     prog = "hftrainer" if os.path.basename(sys.argv[0]) in ("hftrainer", "hftrainer.exe") else "python -m hftrainer"
     parser = Parser(prog=prog, description="The Hugging Face Trainer API, with PyTorch Lightning as its engine.")
     parser.epilog = "example: %(prog)s run train.py"
-    parser.add_argument("-V", "--version", action="version", version=f"hftrainer {__version__}")
+    parser.add_argument("-V", "--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, module in COMMANDS.items():
         module.add_subcommand(commands)
@@ -36,8 +36,7 @@ def make_parser() -> Parser:
     completion.epilog = "example, for a line of ~/.bashrc: source <(hftrainer completion bash)"
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="its name")
     completion.set_defaults(execute=print_completion, parser=completion, missing="name a shell: bash, zsh or fish")
-    helps = {action.dest: action.help for action in commands._choices_actions}
-    parser.set_defaults(parsers=commands.choices, helps=helps)
+    parser.set_defaults(parsers=commands.choices, helps={each.dest: each.help for each in commands._choices_actions})
     return parser
 
 
@@ -95,6 +94,10 @@ def _execute(parser: Parser, words: list[str]) -> None:
         parsers = parser.get_default("parsers").items()
         parser.epilog = next((each.epilog % {"prog": each.prog} for name, each in parsers if repr(name) in hint), None)
         parser.error(f"{problem}{hint}")
+    # Argparse ignores errors of the output.
+    if words[0] in ("-V", "--version"):
+        print(f"hftrainer {__version__}")
+        return
     options, remaining = parser.parse_known_args(words)
     if options.command in ("run", "explain"):
         # This parser does not know the script's options: argparse returns those before the first value separately.

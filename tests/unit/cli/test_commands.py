@@ -241,11 +241,13 @@ def test_closed_output_pipe_ends_the_command_quietly(words, processes):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
-@pytest.mark.parametrize("words", ["completion bash", "run --help", "nosuch --json"])
+@pytest.mark.parametrize("words", ["completion bash", "run --help", "nosuch --json", "--version"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(("output", "reason"), [("/dev/full", "no space left on device"), ("&-", "it is closed")])
-def test_output_that_cannot_be_written_is_an_error(words, output, reason, processes):
+def test_output_that_cannot_be_written_is_an_error(words, unbuffered, output, reason, processes):
     command = ["sh", "-c", f'"{sys.executable}" -m hftrainer {words} >{output}']
-    done = subprocess.run(command, env=processes.environment(), stderr=subprocess.PIPE, text=True)
+    environment = processes.environment() | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
     error = f"python -m hftrainer: error: cannot write the output: {reason}\n"
     assert (done.returncode, done.stderr) == (2, error)
 
