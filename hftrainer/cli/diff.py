@@ -80,10 +80,8 @@ class Difference:
         # Only models of transformers record versions.
         recorded = [("arguments", self.arguments), ("versions", self.versions)][: 1 + (self.versions is not None)]
         for title, differences in recorded:
-            parts.append(
-                f"{title:<14} "
-                + ("not recorded" if differences is None else f"{len(differences)} differ" if differences else "equal")
-            )
+            count = f"{len(differences)} differ{'s' if len(differences) == 1 else ''}" if differences else "equal"
+            parts.append(f"{title:<14} {'not recorded' if differences is None else count}")
             parts += [f"  {name}: {_pair(values)}" for name, values in (differences or {}).items()]
         return "\n".join(parts)
 
@@ -254,10 +252,8 @@ def _folders(run: str) -> list[str]:
 
 def _versions(run: str) -> dict[str, Any] | None:
     """The release of transformers that saved the model; other versions are not recorded."""
-    for folder in _folders(run):
-        if (release := release_that_saved(folder)) is not None:
-            return {"transformers": release}
-    return None
+    releases = filter(None, map(release_that_saved, _folders(run)))
+    return next(({"transformers": release} for release in releases), None)
 
 
 def _find_differences(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, tuple[Any, Any]] | None:

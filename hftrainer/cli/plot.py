@@ -71,14 +71,15 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
             runs, left_out = _read_runs(options.folders, x)
             options.folders = [run.folder for run in runs]
             curves = read_curves(runs)
-            rows, note = _summarize_runs(runs, curves) if len(runs) > 1 else ([], "")
+            rows, note = _summarize_runs(runs, curves) if len(runs) > 1 or options.json else ([], "")
             read = curves if x == "step" else read_curves(runs, x)
             paths = plot(options.folders, html=options.html, out=options.output, x=x, read=read)
     except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
     if options.json:
-        name = "runs" if options.study is None else "best_trials"
-        _print_json(paths, name, rows, "\n".join(filter(None, (note, *left_out))))
+        _print_json(
+            paths, "runs" if options.study is None else "best_trials", rows, "\n".join(filter(None, (note, *left_out)))
+        )
         return
     for line in left_out:
         print(wrap_text(f"{parser.prog}: {line}", sys.stderr), file=sys.stderr)
@@ -128,7 +129,9 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     """The values of each run by which they are compared, and what they mean."""
     from hftrainer.monitoring.journal import run_names
 
-    named = {(curve.run, curve.name): curve for curve in curves}
+    names = run_names([run.folder for run in runs])
+    # The curves of a single run do not name it.
+    named = {(curve.run or names[0], curve.name): curve for curve in curves}
     marked = {key: curve.values[curve.best] for key, curve in named.items() if curve.best is not None}
     evaluated = [name for run in runs for name in run.page["metrics"] if name.startswith("eval_")]
     metrics = list(dict.fromkeys([*(name for _, name in marked), *evaluated]))[:2] or ["loss"]
@@ -136,7 +139,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     means = (f"mean {rate.replace('_', ' ')}" for rate in rates)
     titles = ("run", "differs in", "steps", "state", "last loss", *best, *means, "time", "downtime", "goodput")
     rows, without_journal, unknown = [], [], []
-    for run, name in zip(runs, run_names([run.folder for run in runs]), strict=True):
+    for run, name in zip(runs, names, strict=True):
         page, logged = run.page, run.page["values"]
         last = page["metrics"].get("loss", {}).get("last")
         speeds = [curve.mean_rate if (curve := named.get((name, rate))) else None for rate in rates]
@@ -146,7 +149,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
         elif run.seconds is None:
             unknown.append(name)
         values = (
-            *(name, next(curve.settings for curve in curves if curve.run == name)),
+            *(name, next(curve.settings for (run_name, _), curve in named.items() if run_name == name)),
             *(page["step"], page["state"] if last is None or not math.isnan(last) else "diverged", last),
             *(marked.get((name, metric), page["metrics"].get(metric, {}).get("best")) for metric in metrics),
             *(*speeds, logged.get("train_runtime") if run.seconds is None else run.seconds),

@@ -424,7 +424,11 @@ def test_callback_needs_matplotlib(monkeypatch):
 
 def test_json_lists_the_written_files(runs, tmp_path, capsys):
     main(["plot", runs[0], "--html", "--json", "--output", str(tmp_path / "a.png")])
-    assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / "a.png"), str(tmp_path / "a.html")]}
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["files"] == [str(tmp_path / "a.png"), str(tmp_path / "a.html")]
+    main(["plot", *runs, "--json", "--output", str(tmp_path / "b.png")])
+    first = json.loads(capsys.readouterr().out)["runs"][0]
+    assert shown["runs"] == [first | {"differs_in": {}}] and first["best_eval_accuracy"] > 0 and first["steps"] == 20
 
 
 @pytest.fixture
