@@ -160,17 +160,15 @@ def _print_zsh(helps: dict[str, str], completions: dict[str, _Completions]) -> N
 def _print_fish(helps: dict[str, str], completions: dict[str, _Completions]) -> None:
     for name, text in helps.items():
         print(f"complete -c hftrainer -f -n __fish_use_subcommand -a {name} -d {shlex.quote(text)}")
-    print(f"complete -c hftrainer -f -n __fish_use_subcommand -a '--help --version'")
+    print("complete -c hftrainer -f -n __fish_use_subcommand -a '--help --version'")
     special = {"": "", _FILE: " -r", _FREE: " -x", _FOLDER: " -xa '(__fish_complete_directories)'"}
     for name, parts in completions.items():
         for state, (values, text) in parts.items():
             option = f" -{'s' if len(state) == 2 else 'l'} {state.lstrip('-')}" if state.startswith("-") else ""
             position = f"; and test (count (commandline -opc)) -eq {int(state) + 2}" if state.isdecimal() else ""
             words = special.get(values, f" -xa '{values}'").replace(f" -xa '{_FILE_OR}", " -a '")
-            description = f" -d {shlex.quote(text)}" if option and text else ""
-            print(
-                f"complete -c hftrainer -n '__fish_seen_subcommand_from {name}{position}'{option}{words}{description}"
-            )
+            words += f" -d {shlex.quote(text)}" if option and text else ""
+            print(f"complete -c hftrainer -n '__fish_seen_subcommand_from {name}{position}'{option}{words}")
 
 
 def _completions(name: str, parser: argparse.ArgumentParser) -> _Completions:
