@@ -1,4 +1,4 @@
-"""The names of checkpoint folders and of the files in them, as `transformers.Trainer` reads and writes them."""
+"""The names of checkpoint folders and of the files in them, as `transformers.Trainer` reads and writes them; a run's folders."""
 
 import os
 import re
@@ -78,6 +78,23 @@ def sort_checkpoints(run_folder: str) -> list[str]:
     times = [time for time, _, _ in folders]
     has_times = bool(times) and max(times) - min(times) >= 1.0
     return [path for _, _, path in sorted(folders if has_times else ((0.0, step, path) for _, step, path in folders))]
+
+
+def describe_nearest(missing: str, *folders: str) -> str:
+    """At most five checkpoints in place of a missing one, nearest step first; '' if there are none.
+
+    Args:
+        missing: the path of the missing checkpoint, in whose parent they are searched first.
+        folders: other folders to search.
+    """
+    step, missing = step_of(missing), os.path.normpath(missing)
+    for folder in (os.path.dirname(missing) or os.getcwd(), *folders):
+        if os.path.isdir(folder) and (found := sort_checkpoints(folder)):
+            steps = {os.path.basename(path): step_of(path) or 0 for path in reversed(found)}
+            # Without a step, the newest come first.
+            nearest = sorted(steps, key=lambda name: 0 if step is None else abs(steps[name] - step))
+            return f"nearest in {folder}: {', '.join(nearest[:5])}"
+    return ""
 
 
 def has_state_files(files: dict[str, str], state_name: str, folder: str) -> bool:

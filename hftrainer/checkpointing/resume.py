@@ -17,7 +17,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.file_checks import check_value_types
 from hftrainer.checkpointing.inspection import Inspection, inspect_checkpoint
-from hftrainer.checkpointing.names import checkpoints_newest_first, sort_checkpoints
+from hftrainer.checkpointing.names import checkpoints_newest_first, describe_nearest, sort_checkpoints
 from hftrainer.checkpointing.run_checkpoints import find_intact, get_last_checkpoint
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from hftrainer.training_args import TrainingArguments
@@ -81,16 +81,16 @@ def find_folder(resume_from_checkpoint: str | bool | None, args: Any) -> str | N
             "the newest one, or 'auto'. Data goes to Trainer(train_dataset=...)."
         )
     folder = os.fspath(resume_from_checkpoint)
-    _check_given_folder(folder)
+    _check_given_folder(folder, output_dir)
     return folder
 
 
-def _check_given_folder(folder: str) -> None:
+def _check_given_folder(folder: str, output_dir: str) -> None:
     """Raise CheckpointNotFound unless a run can resume from the folder that the script names."""
     if not os.path.isdir(folder):
         raise CheckpointNotFound(
             f"Can't find a valid checkpoint at {folder}: the folder does not exist (resume_from_checkpoint)."
-            f"{_hint_for_missing(folder)}"
+            f"{_hint_for_missing(folder, output_dir)}"
         )
     if not os.path.isfile(os.path.join(folder, names.TRAINER_STATE_NAME)):
         hint = f" Did you mean {inner_checkpoint!r}?" if (inner_checkpoint := get_last_checkpoint(folder)) else ""
@@ -100,6 +100,7 @@ def _check_given_folder(folder: str) -> None:
         )
     inspection = inspect_checkpoint(folder)
     if (reason := inspection.unusable_reason) is not None:
+        reason = reason.replace(os.path.join(folder, ""), "")
         accept_hint = f"; or, if you changed the file yourself, run: {_accept_command(folder)}"
         raise CheckpointNotFound(
             f"resume_from_checkpoint={folder!r} is damaged: {reason}. Use another one (True selects the newest intact "
@@ -108,15 +109,15 @@ def _check_given_folder(folder: str) -> None:
     _warn_about_changes(inspection)
 
 
-def _hint_for_missing(path: str) -> str:
+def _hint_for_missing(path: str, output_dir: str) -> str:
     """What to pass instead of a path that is not a folder."""
     if path.lower() in ("1", "last"):
         return " On a command line, true or auto means the newest checkpoint; in Python, True."
     parent = os.path.dirname(path)
     if os.path.isfile(os.path.join(parent, names.TRAINER_STATE_NAME)):
         return f" Did you mean {parent!r}?"
-    checkpoints = [os.path.basename(each) for each in sort_checkpoints(parent)] if os.path.isdir(parent) else []
-    return f" There are {', '.join(checkpoints)}." if checkpoints else ""
+    nearest = describe_nearest(path, output_dir)
+    return f" The {nearest}." if nearest else ""
 
 
 def warn_about_earlier_run(args: Any) -> None:

@@ -37,7 +37,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.arguments.storage_url import explain_unreadable_url
     from hftrainer.checkpointing.inspection import not_a_checkpoint_reason
-    from hftrainer.checkpointing.names import checkpoints_newest_first
+    from hftrainer.checkpointing.names import checkpoints_newest_first, describe_nearest
     from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsafeCheckpoint
 
     folder = options.folder
@@ -45,7 +45,9 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         parser.fail(f"{folder}: {reason}.")
     if (reason := not_a_checkpoint_reason(folder)) is not None:
         found = ", ".join(map(str, checkpoints_newest_first(folder))) if os.path.isdir(folder) else ""
-        hint = f"the checkpoints in it, newest first: {found}" if found else "name a checkpoint-xxx folder"
+        nearest = describe_nearest(folder)
+        hint = f"the {nearest}" if nearest else "name a checkpoint-xxx folder"
+        hint = f"the checkpoints in it, newest first: {found}" if found else hint
         parser.fail(f"{folder} is not a checkpoint: {reason}; {hint}.")
     try:
         if options.accept:

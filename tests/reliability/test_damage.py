@@ -346,7 +346,12 @@ def test_accept_allows_weights_edited_in_place(checkpoint, run_command):
 
 
 @pytest.mark.parametrize(
-    ("folder", "said"), [("missing", "the folder does not exist"), ("..", "it lacks trainer_state.json")]
+    ("folder", "said"),
+    [
+        ("missing", "the folder does not exist; name"),
+        ("../checkpoint-9", "the folder does not exist; the nearest in"),
+        ("..", "it lacks trainer_state.json"),
+    ],
 )
 def test_accept_refuses_a_folder_without_checkpoint(checkpoint, run_command, folder, said):
     status, _, errors = run_command("--accept", checkpoint / folder)
