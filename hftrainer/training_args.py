@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from hftrainer.arguments import legacy
@@ -119,7 +120,8 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         return {name: value for name, value in vars(self).items() if name != "_resolved"}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an argument; an old name also sets the current one."""
+        """Set an argument; an old name also sets the current one. numpy's numbers become Python's, as JSON needs."""
+        value = value.item() if isinstance(value, np.generic) else value
         is_initialized = "_legacy_done" in vars(self)
         if name == "accelerator_config" and is_initialized:
             value = as_accelerator_config(value)

@@ -366,13 +366,13 @@ def read_deepspeed(source: Any, environment: Mapping[str, str] = os.environ) -> 
         raise InvalidConfig(f"deepspeed={source!r}: use a dict, the path of a JSON or YAML file, JSON, or True.")
     for decode in (str, lambda text: base64.urlsafe_b64decode(text).decode()):
         try:
-            config = json.loads(decode(source))
+            config = json.loads(decode(str(source)))
         except ValueError:
             continue
         if isinstance(config, dict):
             return config
     raise InvalidConfig(
-        f"deepspeed={source!r} is neither an existing file nor a JSON object: use one of them, or a dict."
+        f"deepspeed={str(source)!r} is neither an existing file nor a JSON object: use one of them, or a dict."
     )
 
 

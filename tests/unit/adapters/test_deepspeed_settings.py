@@ -215,8 +215,9 @@ def test_unreadable_files_are_named(tmp_path, text, words):
     path = tmp_path / "ds_config.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(InvalidArgument, match=re.escape(str(path)) + ".*" + words):
-        make_args(str(path))
+    for given in (str(path), path):
+        with pytest.raises(InvalidArgument, match=re.escape(str(path)) + ".*" + words):
+            make_args(given)
 
 
 def test_config_file_of_accelerate_is_refused(tmp_path):
