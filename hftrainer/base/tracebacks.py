@@ -59,7 +59,12 @@ class HideEngineFrames(contextlib.AbstractContextManager[None]):
             is_shorter |= bool({*map(_package, frames[:-1])} & _ENGINE - _WITHOUT_NOTE)
             link = link.__cause__ or link.__context__
         if is_shorter and isinstance(error, Exception):
-            add_note(error, f"(The engine's frames are hidden: {VARIABLE}=full shows them.)")
+            # Before the other notes, so that the last line says what to do.
+            text, notes = (
+                f"(The engine's frames are hidden: {VARIABLE}=full shows them.)",
+                getattr(error, "__notes__", []),
+            )
+            vars(error)["__notes__"] = [text, *(note for note in notes if note != text)]
 
 
 def _shorten_worker_text(error: BaseException) -> None:
@@ -143,16 +148,21 @@ _REMEDIES = {
 #: Pattern of the messages of losses that get one-hot labels where they need class indices.
 _ONE_HOT_ERRORS = "batch_size .* to match target|class probabilities, got Long|multi-target not supported"
 
-#: Pattern of an error's message → what has probably caused it, and the remedy, with the pattern's groups.
+#: Pattern of an error's message → what has probably caused it, and the remedy, with the pattern's groups. {columns} are
+#: those that have one of the groups as a size, except n, which the model needs.
 _EXPLANATIONS = {
     "device-side assert": "A label or another index is probably out of range: with use_cpu=True, the error names it.",
     r"'target' \(position 2\) must be Tensor, not None": "The loss gets no labels: add them to the batch.",
     "but got Double and Float": "The input is float64, the weights are float32: convert it with .float().",
     "no padding token": "Set the tokenizer's pad_token, and model.config.pad_token_id = tokenizer.pad_token_id.",
-    r"multiplied \(\d+x(\d+) and (\d+)x": r"A linear layer got \1 features but takes \2: compare the batch's shapes.",
+    r"multiplied \(\d+x(\d+) and (?P<n>\d+)x": r"A linear layer got \1 features but takes \2: correct {columns}.",
+    r"to have (?P<n>\d+) channels, but got (\d+)": r"Dimension 1 must have the \1 channels: permute {columns}.",
+    r"tensor a \((\d+)\) must match the size of tensor b \((\d+)\)": r"Sizes \1 and \2 differ: compare {columns}.",
+    "'indices' to have one of .* Long": "Indices such as input_ids must be integers: convert them with .long().",
+    r"^Unexpected keyword arguments: [\w,]+$": "If gradient_checkpointing_kwargs has these names, correct them.",
     "class probabilities, got Long": "The labels have a number for each class: convert these with .float().",
     "cast to the desired output type Long": "This loss needs float labels: convert them with .float().",
-    r"batch_size \((\d+)\) to .* \((\d+)\)": r"The loss got \1 rows of logits and \2 labels: compare their shapes.",
+    r"batch_size \((\d+)\) to .* \((\d+)\)": r"The loss got \1 rows of logits and \2 labels: compare {columns}.",
     "same as input size": "The labels need a column for each class of the model: load it with num_labels to match.",
     "multi-target not supported": "The labels have a dimension too many: pass one class index per sample.",
 }
@@ -202,7 +212,18 @@ def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:
         remedy = "pass the index of the class, labels.argmax(-1)"
         return f"The labels are one-hot, {describe_shapes(labels)}, but the loss takes one class per sample: {remedy}."
     matches = ((re.search(pattern, str(error)), text) for pattern, text in _EXPLANATIONS.items())
-    return next((match.expand(text) for match, text in matches if match), None)
+    match, text = next((each for each in matches if each[0]), (None, ""))
+    return match and match.expand(text).format(columns=_columns_of_size(columns, match))
+
+
+def _columns_of_size(columns: Mapping[str, Any], match: re.Match[str]) -> str:
+    """The columns with a size in the message, and their shapes."""
+    sizes = {int(size) for size in match.groups()} - {int(size) for size in match.groupdict().values()}
+    tensors = {
+        name: value for name, value in columns.items() if isinstance(value, torch.Tensor) and not value.is_nested
+    }
+    found = [name for name, value in tensors.items() if sizes & {value.numel(), *value.shape[1:]}]
+    return ", ".join(f"{name} {tuple(tensors[name].shape)}" for name in found) or "the batch's shapes"
 
 
 def _is_one_hot(labels: Any) -> bool:

@@ -29,6 +29,8 @@ Shares = Callable[[int], Any]
 
 #: Keys of a dict that holds the splits of one dataset, rather than sources.
 _SPLITS = {"train", "validation", "test"}
+#: Columns of samples, which are no sources.
+_COLUMNS = {"input_ids", "label", "labels"}
 
 
 class MixtureDataset(ConcatDataset[Any]):
@@ -120,6 +122,11 @@ def as_mixture(dataset: Any) -> Any:
         raise InvalidArgument(
             f"The training dataset is a {type(dataset).__name__} with the keys {', '.join(map(str, dataset))}: pass "
             f"one of its sets, such as dataset[{min(split)!r}]. In a mixture, each key names a source to train on."
+        )
+    if columns := _COLUMNS & set(map(str, dataset)):
+        raise InvalidArgument(
+            f"The training dataset is a {type(dataset).__name__} with the column {min(columns)!r}: pass "
+            "datasets.Dataset.from_dict(data), or a list of samples. In a mixture, each key names a source to train on."
         )
     sources = {str(name): source for name, source in dataset.items()}
     for name, source in sources.items():

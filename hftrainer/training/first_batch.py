@@ -30,7 +30,8 @@ def check_first_batch(parts: TrainerParts, model: nn.Module, inputs: Any, items:
     requires_grad = (parameter.requires_grad for parameter in model.parameters())
     if not has_own_loss and not next(requires_grad, True) and not any(requires_grad):
         name = type(parts.unwrapped_model).__name__
-        raise InvalidSetup(f"All parameters of {name} are frozen: call requires_grad_(True) on some, or add adapters.")
+        adapters = "load the adapters with is_trainable=True" if hasattr(model, "peft_config") else "add adapters"
+        raise InvalidSetup(f"All parameters of {name} are frozen: call requires_grad_(True) on some, or {adapters}.")
     args, counts_items = parts.trainer.args, parts.trainer.model_accepts_loss_kwargs and items is not None
     needs_division = args.elastic and counts_items and isinstance(inputs, Mapping)
     if not needs_division and not args.flatten_batches:

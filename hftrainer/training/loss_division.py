@@ -29,7 +29,9 @@ def count_items(parts: TrainerParts, micro_batches: list[Any], device: torch.dev
     """Number of labels that are not -100, over all micro-batches of a step; None if unused."""
     policy, trainer = parts.policy, parts.trainer
     is_used = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    if (not is_used and policy.counts_items_only_if_used) or not micro_batches or "labels" not in micro_batches[0]:
+    if (not is_used and policy.counts_items_only_if_used) or not micro_batches:
+        return None
+    if micro_batches[0] is None or "labels" not in micro_batches[0]:
         return None
     labels = [policy.counted_labels(batch, shifts=trainer._loss_shifts_labels) for batch in micro_batches]
     if not all(isinstance(each, torch.Tensor) for each in labels):

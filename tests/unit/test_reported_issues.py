@@ -15,7 +15,17 @@ from torch import nn
 import hftrainer
 from hftrainer import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import InvalidSetup
-from tests.support.tiny import Stream, make_bert, make_plain, pad, plain_data, text_data, varied_language_data
+from tests.support.tiny import (
+    Stream,
+    language_data,
+    make_bert,
+    make_llama,
+    make_plain,
+    pad,
+    plain_data,
+    text_data,
+    varied_language_data,
+)
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
@@ -264,6 +274,10 @@ MISFITS = {
     ),
     "a list as batch": (lambda: collated(lambda batch: [*batch.values()]), "The batch is a list"),
     "no batch": (lambda: collated(lambda batch: None), "data_collator returned None"),
+    "no batch for a model that counts labels": (
+        lambda: {"data_collator": lambda _: None, "data": language_data(), "model": make_llama()},
+        "data_collator returned None",
+    ),
     "another key": (
         lambda: collated(lambda batch: {**batch, "names": []}),
         "The batch has 'names', which Plain.forward does not accept: let data_collator drop it",

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import hftrainer
 from hftrainer.base import tracebacks
@@ -116,9 +117,9 @@ def test_error_shows_frames_of_the_script_and_where_it_happened(tmp_path, given,
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without this test's own
     assert [frame.name for frame in frames] == shown
     assert not any("lightning" in frame.filename for frame in frames)
-    first, *notes = error.__notes__
+    hidden, first, *notes = error.__notes__
     assert f"This happened {note}" in first
-    assert "(The engine's frames are hidden: HFTRAINER_TRACEBACK=full shows them.)" in notes
+    assert hidden == "(The engine's frames are hidden: HFTRAINER_TRACEBACK=full shows them.)"
     saved = [text for text in notes if text.startswith("Last checkpoint: ")]
     assert [bool(text) for text in saved] == [True for _ in tmp_path.glob("checkpoint-*")]
 
@@ -296,7 +297,7 @@ INDICES = {
 def test_index_beyond_the_model_is_named(tmp_path, given, note):
     for settings in ({}, {"eval_on_start": True}):
         notes = fail_to_train(tmp_path, given, **settings).__notes__
-        assert re.search(note, notes[1]), notes
+        assert re.search(note, notes[2]), notes
 
 
 def refuse(message):
@@ -309,8 +310,18 @@ REFUSED = {
     "Set the tokenizer's pad_": lambda: refuse("Cannot handle batch sizes > 1 if no padding token is defined."),
     "The loss gets no labels: add them": lambda: functional.cross_entropy(torch.ones(1, 3), None),
     "labels is 5, but the model accepts 0 to 2": lambda: functional.nll_loss(torch.ones(1, 3), torch.tensor([5])),
-    "got 5 features but takes 8": lambda: functional.linear(torch.ones(4, 5), torch.ones(16, 8)),
-    "got 7 rows of logits and 8 labels": lambda: functional.cross_entropy(torch.ones(7, 3), torch.ones(8).long()),
+    "got 5 features but takes 8: correct x (4, 5).": lambda: functional.linear(torch.ones(4, 5), torch.ones(16, 8)),
+    "got 7 rows of logits and 8 labels: compare y (8,).": lambda: functional.cross_entropy(
+        torch.ones(7, 3), torch.ones(8).long()
+    ),
+    "Dimension 1 must have the 3 channels: permute": lambda: functional.conv2d(
+        torch.ones(1, 5, 5, 3), torch.ones(4, 3, 3, 3)
+    ),
+    "Sizes 5 and 9 differ: compare x (4, 5).": lambda: torch.ones(4, 5) + torch.ones(4, 9),
+    "convert them with .long()": lambda: functional.embedding(torch.ones(2), torch.ones(3, 2)),
+    "If gradient_checkpointing_kwargs has": lambda: checkpoint(
+        torch.sin, torch.ones(1), use_reentrant=True, reentran=1
+    ),
     "one class index per sample": lambda: functional.cross_entropy(torch.ones(8, 3), torch.ones(8, 2).long()),
     "with num_labels": lambda: functional.binary_cross_entropy_with_logits(torch.ones(8, 3), torch.ones(8, 2)),
 }
@@ -320,7 +331,7 @@ REFUSED = {
 def test_known_error_gets_a_hint(hint):
     with pytest.raises((IndexError, RuntimeError, TypeError, ValueError)) as caught:
         REFUSED[hint]()
-    note_batch(caught.value, "training step 1", {}, None)
+    note_batch(caught.value, "training step 1", {"x": torch.ones(4, 5), "y": torch.ones(8)}, None)
     assert hint in caught.value.__notes__[1]
 
 

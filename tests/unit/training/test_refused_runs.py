@@ -16,6 +16,12 @@ from tests.support.tiny import Plain, SizedStream, Stream, make_plain, plain_dat
 STEPS = {"eval_strategy": "steps", "save_strategy": "steps"}
 
 
+def frozen_adapter():
+    model = make_plain().requires_grad_(False)
+    model.peft_config = {}
+    return model
+
+
 class Returns(nn.Module):
     def __init__(self, make_output):
         super().__init__()
@@ -60,7 +66,10 @@ METRICS = {
             {"settings": {"torch_compile_backend": "inductr"}},
             "'inductr' is not a backend of torch; did you mean 'inductor'",
         ),
-        ({"train_dataset": {"x": torch.zeros(8, 8), "labels": torch.zeros(8)}}, "A sample is a Tensor, but the model"),
+        (
+            {"train_dataset": {"x": torch.zeros(8, 8), "labels": torch.zeros(8)}},
+            "the column 'labels': pass .*from_dict",
+        ),
         ({"train_dataset": TensorDataset(torch.zeros(8, 8))}, "A sample is a tuple, .* data_collator=lambda samples"),
         ({"train_dataset": DataLoader(plain_data())}, "is a DataLoader: pass its dataset, with its collate_fn"),
         (
@@ -81,6 +90,7 @@ METRICS = {
             "The 'b' evaluation dataset is None",
         ),
         ({"model": make_plain().requires_grad_(False)}, "All parameters of Plain are frozen: call requires_grad_"),
+        ({"model": frozen_adapter()}, "frozen: call requires_grad_.*, or load the adapters with is_trainable=True"),
         ({"compute_loss_func": lambda outputs, labels: None}, "compute_loss_func returned None. The model gets no la"),
         ({"train_dataset": ROWS}, r"have pixels, category; the model accepts label.*, x\."),
         *(
