@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -37,6 +38,9 @@ _STORAGE_TYPES = (torch.Tensor, torch.nn.Parameter)
 FLUSH_BYTES = 1 << 26
 
 
+_REMEDY = "Pass another folder, or change its permissions."
+
+
 def make_output_dir(folder: str) -> None:
     """Create a folder that the script passes as `output_dir`, with its parents, unless it exists.
 
@@ -51,7 +55,16 @@ def make_output_dir(folder: str) -> None:
             f"output_dir={folder!r}: this path, or one of its parents, is a file. Pass a folder, which need not exist."
         ) from None
     except OSError as error:
-        raise FolderNotCreated(error.errno, f"output_dir={folder!r} cannot be created: {error.strerror}") from None
+        raise FolderNotCreated(
+            error.errno, f"output_dir={folder!r} cannot be created: {error.strerror}. {_REMEDY}"
+        ) from None
+
+
+def check_writable(folder: str) -> None:
+    """Raise FolderNotCreated if nothing can be saved in a folder that exists, `output_dir`."""
+    if os.path.isdir(folder) and not os.access(folder, os.W_OK | os.X_OK):
+        reason = f"output_dir={folder!r} cannot be written to: no permission, or a read-only disk. {_REMEDY}"
+        raise FolderNotCreated(errno.EACCES, reason)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -439,4 +439,7 @@ class CheckpointWriter:
             message = f"{path} could not be written ({reason}); its partial files were removed."
             if self.stop_on_error:
                 raise CheckpointNotWritten(message) from error
-            logger.error("%s Training continues, and the next checkpoint is saved as scheduled.", message)
+            advice = (
+                "Training continues, and the next checkpoint is saved as scheduled: free space, or correct the folder."
+            )
+            logger.error("%s %s", message, advice)

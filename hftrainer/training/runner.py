@@ -19,6 +19,7 @@ from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.checkpointing import resume
+from hftrainer.checkpointing.files import check_writable
 from hftrainer.checkpointing.folder import clear_stale
 from hftrainer.checkpointing.run_checkpoints import delete_all_but_best
 from hftrainer.checkpointing.run_progress import read_global_batch_size
@@ -106,6 +107,8 @@ class TrainingRunner(Part):
         if args.should_save:
             clear_stale(str(args.output_dir))
         processes.barrier()
+        if args.save_strategy != "no" and not is_overridden(self.trainer, "_save_checkpoint"):
+            processes.broadcast_from_main(lambda: check_writable(str(args.output_dir)))
         resume_from_checkpoint = self.parts.storage_sync.fetch_checkpoint(resume_from_checkpoint)
         if not (isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.startswith("hub:")):
             return processes.broadcast_from_main(lambda: resume.find_folder(resume_from_checkpoint, args))
@@ -406,6 +409,8 @@ class TrainingRunner(Part):
         is_complete = state.global_step >= state.max_steps or bool(stopper)
         hint = summary.make_resume_hint(run.checkpoints_written, is_complete=is_complete)
         lines.append((hint, logging.INFO))
+        if not hint and self.parts.checkpoint_writer.has_failed:
+            lines.append((f"No checkpoint was saved in {self.trainer.args.output_dir}.", logging.WARNING))
         if sys.stderr.isatty() and (hint or (observer and observer.journal.folder)) and len(state.log_history) > 1:
             folder = shlex.quote(str(self.trainer.args.output_dir))
             advice = "; observe=True logs speeds too" if observer is None else ""

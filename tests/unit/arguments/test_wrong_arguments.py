@@ -199,6 +199,15 @@ def test_output_dir_that_cannot_be_created_is_named(tmp_path, monkeypatch):
     assert caught.value.errno == errno.EACCES and isinstance(caught.value, InvalidArgument)
 
 
+def test_output_dir_that_cannot_be_written_is_named_before_training(make_args, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)
+    args = make_args(save_strategy="steps")
+    with pytest.raises(PermissionError, match=r"output_dir=.* cannot be written to: .*Pass another folder"):
+        Trainer(make_plain(), args, train_dataset=plain_data()).train()
+    args.save_strategy = "no"
+    assert Trainer(make_plain(), args, train_dataset=plain_data()).train().global_step
+
+
 def test_numbers_of_numpy_are_accepted(make_args):
     args = make_args(
         save_steps=np.int64(4), learning_rate=np.float32(0.5), bf16=np.bool_(False), warmup_steps=np.int32(1)
