@@ -155,7 +155,7 @@ _EXPLANATIONS = {
     r"'target' \(position 2\) must be Tensor, not None": "The loss gets no labels: add them to the batch.",
     "but got Double and Float": "The input is float64, the weights are float32: convert it with .float().",
     "no padding token": "Set the tokenizer's pad_token, and model.config.pad_token_id = tokenizer.pad_token_id.",
-    r"multiplied \(\d+x(\d+) and (?P<n>\d+)x": r"A linear layer got \1 features but takes \2: correct {columns}.",
+    r"multiplied \(\d+x(\d+) and (?P<n>\d+)x": r"A layer got \1 features but takes \2: correct {columns} or the layer.",
     r"to have (?P<n>\d+) channels, but got (\d+)": r"Dimension 1 must have the \1 channels: permute {columns}.",
     r"tensor a \((\d+)\) must match the size of tensor b \((\d+)\)": r"Sizes \1 and \2 differ: compare {columns}.",
     "'indices' to have one of .* Long": "Indices such as input_ids must be integers: convert them with .long().",
@@ -222,7 +222,9 @@ def _columns_of_size(columns: Mapping[str, Any], match: re.Match[str]) -> str:
     tensors = {
         name: value for name, value in columns.items() if isinstance(value, torch.Tensor) and not value.is_nested
     }
-    found = [name for name, value in tensors.items() if sizes & {value.numel(), *value.shape[1:]}]
+    # Rows of labels are counted in all; a feature or a channel has a dimension.
+    totals = {} if match.groupdict() else {name: value.numel() for name, value in tensors.items()}
+    found = [name for name, value in tensors.items() if sizes & {totals.get(name), *value.shape[1:]}]
     return ", ".join(f"{name} {tuple(tensors[name].shape)}" for name in found) or "the batch's shapes"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from hftrainer.arguments.validation import ALIASES, normalize
 from hftrainer.base.config_files import parse_bool
 from hftrainer.base.signatures import number_of_arguments
-from hftrainer.errors import InvalidArgument, UnknownArgument
+from hftrainer.errors import InvalidArgument, UnknownArgument, suggest
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -81,11 +81,8 @@ def _fields(args: Any) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _describe_unknown_name(args: Any, name: str, suggestions: list[str]) -> str:
-    hint = (
-        f"; did you mean {suggestions[0]!r}?"
-        if suggestions
-        else "; suggest hyperparameters of the model in model_init(trial)"
-    )
+    otherwise = suggest(name, _fields(args), "; suggest hyperparameters of the model in model_init(trial)")
+    hint = f"; did you mean {suggestions[0]!r}?" if suggestions else otherwise
     return f"hp_space: {type(args).__name__} has no argument {name!r}{hint}"
 
 

@@ -310,13 +310,13 @@ REFUSED = {
     "Set the tokenizer's pad_": lambda: refuse("Cannot handle batch sizes > 1 if no padding token is defined."),
     "The loss gets no labels: add them": lambda: functional.cross_entropy(torch.ones(1, 3), None),
     "labels is 5, but the model accepts 0 to 2": lambda: functional.nll_loss(torch.ones(1, 3), torch.tensor([5])),
-    "got 5 features but takes 8: correct x (4, 5).": lambda: functional.linear(torch.ones(4, 5), torch.ones(16, 8)),
+    "got 5 features but takes 8: correct x (4, 5) or the layer.": lambda: functional.linear(
+        torch.ones(4, 5), torch.ones(16, 8)
+    ),
     "got 7 rows of logits and 8 labels: compare y (8,).": lambda: functional.cross_entropy(
         torch.ones(7, 3), torch.ones(8).long()
     ),
-    "Dimension 1 must have the 3 channels: permute": lambda: functional.conv2d(
-        torch.ones(1, 5, 5, 3), torch.ones(4, 3, 3, 3)
-    ),
+    "the 3 channels: permute x (4, 5).": lambda: functional.conv2d(torch.ones(1, 5, 5, 3), torch.ones(4, 3, 3, 3)),
     "Sizes 5 and 9 differ: compare x (4, 5).": lambda: torch.ones(4, 5) + torch.ones(4, 9),
     "convert them with .long()": lambda: functional.embedding(torch.ones(2), torch.ones(3, 2)),
     "If gradient_checkpointing_kwargs has": lambda: checkpoint(

@@ -54,6 +54,7 @@ REFUSED = {
     "no end": ({"n_trials": None}, InvalidArgument, "n_trials=None: the search would never end"),
     "no name to go on with": ({"load_if_exists": True}, InvalidArgument, "needs a study_name"),
     "a space that is none": ({"hp_space": {"learning_rate": 1}}, InvalidArgument, "hp_space=.*: pass a function"),
+    "a short name": (choose(lr=1), UnknownArgument, "has no argument 'lr'; did you mean 'learning_rate'"),
     "a method": (choose(to_dict=1), UnknownArgument, "has no argument 'to_dict'"),
     "of the model": (choose(zebras=1), UnknownArgument, r"'zebras'; suggest hyperparameters of the model in model_in"),
     "no number": (choose(num_train_epochs="many"), InvalidArgument, "num_train_epochs='many' is not of type float"),
