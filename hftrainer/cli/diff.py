@@ -150,7 +150,7 @@ def compare(a: str, b: str) -> Difference:
     # Name → optimizer step → value.
     logs: tuple[dict[str, dict[float, Any]], ...] = {}, {}
     for values, state in zip(logs, states, strict=True):
-        for step, name, value in logged(state):
+        for step, name, value in logged(state.log_history):
             values.setdefault(name, {})[step] = value
     partings: dict[str, ComparedValues] = {}
     compared = dict.fromkeys(SUBJECTS, 0)

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,58 +44,83 @@ def add_subcommand(commands: Any) -> None:
     parser.add_argument("--output", "--out", metavar="PATH", help=output)
 
 
+@dataclass
+class _Drawn:
+    """What was drawn.
+
+    Attributes:
+        paths: the new files.
+        rows: of the table that compares runs or trials: title → value.
+        note: what is below the table.
+        left_out: what is wrong with runs that were not drawn.
+        curves: of a single run.
+    """
+
+    paths: list[str]
+    rows: list[dict[str, Any]]
+    note: str
+    left_out: list[str] = field(default_factory=list)
+    curves: list[Curve] = field(default_factory=list)
+
+
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.base.messages import format_bytes, wrap_text
     from hftrainer.errors import InvalidArgument, MissingPackage
-    from hftrainer.reporting.curves import read_curves
-    from hftrainer.reporting.metrics import sort_pattern
-    from hftrainer.reporting.plot import plot
 
-    if options.folders and options.study is not None:
+    is_search = options.study is not None
+    if options.folders and is_search:
         parser.error(f"{options.folders[0]} and --study cannot go together: remove one of them")
-    if not options.folders and options.study is None:
+    if not options.folders and not is_search:
         parser.error("pass the output folders of runs, or --study for a search")
-    if wrong := options.x if options.study is not None else options.study_name:
+    if wrong := options.x if is_search else options.study_name:
         parser.error(f"{'--x is for runs' if options.x == wrong else '--study-name is for --study'}")
-    # A folder that was given twice is one run.
-    options.folders = sort_pattern(list({os.path.realpath(folder): folder for folder in options.folders}.values()))
-    left_out: list[str] = []
     try:
-        if options.study is not None:
-            from hftrainer.search.study_plots import best_trials, plot_study
-
-            paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
-            rows, note, curves = *best_trials(options.study, options.study_name), []
-        else:
-            x = options.x or "step"
-            runs, left_out = _read_runs(options.folders, x)
-            options.folders = [run.folder for run in runs]
-            curves = read_curves(runs)
-            rows, note = _summarize_runs(runs, curves) if len(runs) > 1 or options.json else ([], "")
-            read = curves if x == "step" else read_curves(runs, x)
-            paths = plot(options.folders, html=options.html, out=options.output, x=x, read=read)
+        drawn = _draw_study(options) if is_search else _draw_runs(options)
     except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
     if options.json:
-        _print_json(
-            paths, "runs" if options.study is None else "best_trials", rows, "\n".join(filter(None, (note, *left_out)))
-        )
+        _print_json(drawn, "best_trials" if is_search else "runs")
         return
-    for line in left_out:
+    for line in drawn.left_out:
         print(wrap_text(f"{parser.prog}: {line}", sys.stderr), file=sys.stderr)
-    for path in paths:
+    for path in drawn.paths:
         print(f"{path} ({format_bytes(os.path.getsize(path))})" if path.endswith(".html") else path)
-    if rows:
-        print(f"\n{_compare(rows)}" + f"\n\n{note}" * bool(note))
-    _show(paths, curves if len(options.folders) == 1 else [])
+    if drawn.rows:
+        print(f"\n{_compare(drawn.rows)}" + f"\n\n{drawn.note}" * bool(drawn.note))
+    _show(drawn.paths, drawn.curves)
 
 
-def _print_json(paths: list[str], name: str, rows: list[dict[str, Any]], note: str) -> None:
+def _draw_study(options: argparse.Namespace) -> _Drawn:
+    """Draw a search, and compare its best trials."""
+    from hftrainer.search.study_plots import best_trials, plot_study
+
+    paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
+    return _Drawn(paths, *best_trials(options.study, options.study_name))
+
+
+def _draw_runs(options: argparse.Namespace) -> _Drawn:
+    """Draw runs, and compare several; a folder that was given twice is one run."""
+    from hftrainer.reporting.curves import read_charts, read_curves
+    from hftrainer.reporting.metrics import sort_pattern
+    from hftrainer.reporting.plot import plot
+
+    folders, x = {os.path.realpath(folder): folder for folder in options.folders}, options.x or "step"
+    runs, left_out = _read_runs(sort_pattern(list(folders.values())), x)
+    charts = read_charts(runs, x, with_others=bool(options.html))
+    # The tables are by step.
+    curves = charts.get("step") or read_curves(runs)
+    rows, note = _summarize_runs(runs, curves) if len(runs) > 1 or options.json else ([], "")
+    paths = plot([run.folder for run in runs], html=options.html, out=options.output, x=x, charts=charts)
+    return _Drawn(paths, rows, note, left_out, curves if len(runs) == 1 else [])
+
+
+def _print_json(drawn: _Drawn, name: str) -> None:
     """Print what was written and the rows of the table, named `name`; what is not finite is null."""
-    keyed = [{title.replace(" ", "_"): value for title, value in row.items()} for row in rows]
+    keyed = [{title.replace(" ", "_"): value for title, value in row.items()} for row in drawn.rows]
     strict = json.loads(json.dumps(keyed), parse_constant=lambda _: None)
-    found = {"files": paths} | ({name: strict} if rows else {}) | ({"note": note} if note else {})
+    note = "\n".join(filter(None, (drawn.note, *drawn.left_out)))
+    found = {"files": drawn.paths} | ({name: strict} if drawn.rows else {}) | ({"note": note} if note else {})
     print(json.dumps(found, indent=2))
 
 
@@ -106,18 +132,17 @@ def _read_runs(folders: list[str], x: str) -> tuple[list[RunRecord], list[str]]:
     """
     from hftrainer.errors import InvalidArgument
     from hftrainer.monitoring.run_page import RunRecord
-    from hftrainer.reporting.curves import read_curves
+    from hftrainer.reporting.curves import explain_empty
 
-    if len(folders) == 1:
-        # Its error ends the command, wherever it is raised.
-        return [RunRecord(folders[0])], []
     runs, errors = [], list[Exception]()
     for folder in folders:
         try:
             run = RunRecord(folder)
-            read_curves([run], x)
         except (InvalidArgument, OSError) as error:
             errors.append(error)
+            continue
+        if reason := explain_empty(run, x):
+            errors.append(InvalidArgument(reason))
         else:
             runs.append(run)
     if not runs:

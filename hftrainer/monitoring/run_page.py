@@ -18,7 +18,7 @@ from hftrainer.checkpointing.names import sort_checkpoints
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring import journal
 from hftrainer.parallel.environment import has_ended
-from hftrainer.reporting.metrics import choose_best, is_number, logged_curves, sort_names
+from hftrainer.reporting.metrics import choose_best, is_number, logged_values, sort_names
 
 Event = dict[str, Any]
 
@@ -98,11 +98,11 @@ class JournalSummary:
 
     def _add_log(self, event: Event) -> None:
         line = {"step": event["step"], **event["logs"]}
-        panels = logged_curves(TrainerState(log_history=[line]))
-        for name, (steps, values) in (panels["loss"] | panels["metrics"]).items():
-            curve = self.curves.setdefault(name, ([], []))
-            curve[0].extend(steps)
-            curve[1].extend(values)
+        for panel, name, step, value in logged_values([line]):
+            if panel in ("loss", "metrics"):
+                steps, values = self.curves.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
         for name, value in line.items():
             is_shown = name not in self.curves and (name == "eval_share" or not name.startswith("eval_"))
             if is_shown and name != "step" and isinstance(value, (int, float)):
@@ -295,18 +295,12 @@ class RunRecord:
         """The state with places on the axis `x` as the steps of log lines; and place → optimizer step.
 
         Args:
-            x: 'step', 'epoch' or 'time', in seconds without pauses before restarts.
-
-        Raises:
-            InvalidArgument: if there is no journal for `x="time"`.
+            x: 'step', 'epoch' or 'time', in seconds without pauses before restarts, for which it needs a journal.
         """
         pairs: list[tuple[Any, dict[str, Any]]] = [(line.get("step"), line) for line in self.state.log_history]
         if x == "epoch":
             pairs = [(line["epoch"], line) for _, line in pairs if "epoch" in line]
         elif x == "time":
-            if not self._logs:
-                reason = "has no times (it ran without observe=True): leave out --x time or that run."
-                raise InvalidArgument(f"{self.folder} {reason}")
             pairs = [(event["time"], {**event["logs"], "step": event["step"]}) for event in self._logs]
             pairs = sorted([*pairs, *self._last_shares()], key=lambda pair: pair[0])
         log = [line if x == "step" else {**line, "step": place} for place, line in pairs]

@@ -26,7 +26,8 @@ from hftrainer.reporting.metrics import (
     SHARES,
     SPEEDS,
     choose_best,
-    is_finite,
+    is_number,
+    logged,
     logged_curves,
     sort_names,
 )
@@ -158,7 +159,7 @@ class Curve:
         windows = np.lib.stride_tricks.sliding_window_view(np.pad(finite, 5, mode="reflect"), 11)
         low, median, high = np.percentile(windows, (20, 50, 80), axis=1)
         usual = iter(np.where(abs(finite - median) > 4 * (high - low), median, finite).tolist())
-        return [next(usual) if is_finite(value) else math.nan for value in self.values]
+        return [next(usual) if math.isfinite(value) else math.nan for value in self.values]
 
     @cached_property
     def mean(self) -> list[float] | None:
@@ -173,10 +174,10 @@ class Curve:
         """
         least, count, mean, means = 2 / (len(self.values) / parts + 1), 2, 0.0, []
         for value in self.usual:
-            if is_finite(value):
+            if math.isfinite(value):
                 count += 1
                 mean += max(least, 3 / count) * (value - mean)
-            means.append(mean if is_finite(value) else math.nan)
+            means.append(mean if math.isfinite(value) else math.nan)
         return means
 
     def peaks(self, top: float) -> list[int]:
@@ -203,12 +204,17 @@ class Curve:
     @cached_property
     def gaps(self) -> list[int]:
         """The indices of the values that are not finite."""
-        return [index for index, value in enumerate(self.values) if not is_finite(value)]
+        return [index for index, value in enumerate(self.values) if not math.isfinite(value)]
 
     @property
     def legend_colour(self) -> str:
         """The colour of its entry: black for a curve of several runs."""
         return "black" if self.run and not self.owner else self.colour
+
+    @property
+    def has_large_marks(self) -> bool:
+        """Whether the marks are all that tells a run from others, or is seen of a curve of one point."""
+        return bool(self.run) or len(self.values) == 1
 
     @property
     def mean_rate(self) -> float:
@@ -218,7 +224,7 @@ class Curve:
     @cached_property
     def finite(self) -> list[float]:
         """The finite values."""
-        return list(filter(is_finite, self.values))
+        return list(filter(math.isfinite, self.values))
 
 
 def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]:
@@ -230,6 +236,9 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
         InvalidArgument: if there is no run, or its log has nothing to draw.
     """
     records = [RunRecord(run) if isinstance(run, str) else run for run in runs]
+    for record in records:
+        if reason := explain_empty(record, x):
+            raise InvalidArgument(reason)
     folders = [record.folder for record in records]
     names = run_names(folders) if len(runs) > 1 else [""]
     logs, size, unit = [each.read_log(x) for each in records], 1, x
@@ -248,15 +257,34 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
         facts: dict[str, Any] = {"run": name, "settings": settings, "x": unit}
         facts |= {"restarts": [(lost / size, restart / size) for lost, restart in restarts]}
         facts |= {"state": _describe_state(record, known)}
-        run_curves = list(_plain_curves(state, known, places))
-        if not run_curves:
-            raise InvalidArgument(f"{record.folder}: the log has nothing to draw: set logging_steps.")
-        for curve in run_curves:
+        for curve in _plain_curves(state, known, places):
             found = [each for each in (curve.non_finite, curve.name == "loss" and non_finite) if each]
             first = min(((place / size, text) for place, text in found), default=None)
             scaled = [step / size for step in curve.steps]
             plain_curves.append(replace(curve, steps=scaled, start=curve.start / size, non_finite=first, **facts))
     return _with_styles(plain_curves)
+
+
+def read_charts(runs: Sequence[RunRecord | str], x: str, *, with_others: bool) -> dict[str, list[Curve]]:
+    """Horizontal axis → the curves of runs: over `x`, and over the others if all runs have something to draw there.
+
+    Raises:
+        InvalidArgument: if a run has nothing to draw over `x`.
+    """
+    records = [RunRecord(run) if isinstance(run, str) else run for run in runs]
+    others = [other for other in ("step", "epoch", "time") if other != x] if with_others else []
+    found = [x, *(other for other in others if not any(explain_empty(record, other) for record in records))]
+    return {each: read_curves(records, each) for each in found}
+
+
+def explain_empty(record: RunRecord, x: str) -> str | None:
+    """Why a run has nothing to draw over the axis `x`, if so."""
+    state, _ = record.read_log(x)
+    if any(name != "epoch" and is_number(value) for _, name, value in logged(state.log_history, with_speeds=True)):
+        return None
+    if x == "time" and not state.log_history:
+        return f"{record.folder} has no times (it ran without observe=True): leave out --x time or that run."
+    return f"{record.folder}: the log has nothing to draw: set logging_steps."
 
 
 def _describe_state(record: RunRecord, arguments: dict[str, Any]) -> str:
@@ -339,7 +367,7 @@ def _in_milliseconds(curves: list[Curve]) -> list[Curve]:
 
 def _best_index(state: TrainerState, arguments: dict[str, Any], name: str, values: list[float]) -> int | None:
     """The index of the best value of `metric_for_best_model`, or without it of losses and known metrics; else None."""
-    finite = [value for value in values if is_finite(value)]
+    finite = [value for value in values if math.isfinite(value)]
     if name in PANEL_OF or not finite:
         return None
     choose = choose_best(name, arguments)

@@ -137,20 +137,12 @@ def choose_best(name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def logged_curves(state: TrainerState) -> Curves:
-    """The curves of a log: panel → label → optimizer steps and values.
-
-    A non-finite number is NaN, a gap in its curve. So is a loss in a log line with a non-finite gradient norm, since
-    `logging_nan_inf_filter` logs 0 instead.
-    """
+    """The curves of a log: panel → label → optimizer steps and values."""
     panels: Curves = {panel: {} for panel in PANELS}
-    all_values = list(logged(state, with_speeds=True))
-    diverged_steps = {step for step, name, value in all_values if name == "grad_norm" and not is_finite(value)}
-    for step, name, value in all_values:
-        if name != "epoch" and is_number(value):
-            panel = PANEL_OF.get(name, "loss" if name.endswith("_loss") else "metrics")
-            steps, values = panels[panel].setdefault(name, ([], []))
-            steps.append(step)
-            values.append(math.nan if not is_finite(value) or (name == "loss" and step in diverged_steps) else value)
+    for panel, name, step, value in logged_values(state.log_history):
+        steps, values = panels[panel].setdefault(name, ([], []))
+        steps.append(step)
+        values.append(value)
     shares = list(panels[SHARES].values())
     if shares and all(steps == shares[0][0] for steps, _ in shares):
         # What is left is training.
@@ -159,10 +151,24 @@ def logged_curves(state: TrainerState) -> Curves:
     return panels
 
 
-def logged(state: TrainerState, *, with_speeds: bool = False) -> Iterator[tuple[float, str, Any]]:
+def logged_values(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, float, float]]:
+    """Panel, label, optimizer step and value of each number in log lines.
+
+    A non-finite number is NaN, a gap in its curve. So is a loss in a log line with a non-finite gradient norm, since
+    `logging_nan_inf_filter` logs 0 instead.
+    """
+    diverged_steps = {step for step, name, value in logged(lines) if name == "grad_norm" and not is_finite(value)}
+    for step, name, value in logged(lines, with_speeds=True):
+        if name != "epoch" and is_number(value):
+            is_gap = not is_finite(value) or (name == "loss" and step in diverged_steps)
+            panel = PANEL_OF.get(name, "loss" if name.endswith("_loss") else "metrics")
+            yield panel, name, step, math.nan if is_gap else value
+
+
+def logged(lines: Iterable[dict[str, Any]], *, with_speeds: bool = False) -> Iterator[tuple[float, str, Any]]:
     """Optimizer step, name and value of each log entry, except the final summary and measurements."""
     step: float = 0
-    for line in state.log_history:
+    for line in lines:
         # Lines that a script added may have no step.
         if is_number(line.get("step")):
             step = line["step"]

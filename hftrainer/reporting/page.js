@@ -1,25 +1,40 @@
-// What the page of `hftrainer plot --html` does. `plot.py` sets `layouts`, pairs of a window's least width and its layout.
-const plot = document.getElementById("{plot_id}"), axis = plot.layout.yaxis2;
-const [box, select] = ["input", "select"].map(name => document.querySelector(name));
+// What the page of `hftrainer plot --html` does. `page.py` sets `shown`, the horizontal axis at first; `others`: each other axis
+// → its data and layout; `layouts`: axis → pairs of a window's least width and its layout; and `notes`: axis → text.
+const plot = document.getElementById("{plot_id}");
+const [box, smoothing, axis] = ["log_scale", "smoothing", "axis"].map(id => document.getElementById(id));
+const charts = {[shown]: {data: plot.data, layout: structuredClone(plot.layout)}, ...others};
+let x = shown, columns;
 
 // As many columns as are readable in the window.
-let layout = layouts[0][1];
-onresize = () => {
-    const fitting = layouts.find(([width]) => innerWidth >= width)[1];
-    if (fitting !== layout) Plotly.relayout(plot, layout = fitting);
-};
-onresize();
+const fitting = () => layouts[x].find(([width]) => innerWidth >= width)[1];
+onresize = () => fitting() !== columns && Plotly.relayout(plot, columns = fitting());
 
 // The scale of the losses, whose panel is the first.
-const first = {"yaxis2.type": axis.type, "yaxis2.range": axis.range, "yaxis2.title.text": axis.title.text};
-const [type, title] = axis.type === "log" ? ["linear", "Loss"] : ["log", "Loss (log scale)"];
-const other = {"yaxis2.type": type, "yaxis2.title.text": title, "yaxis2.autorange": true};
-if (box) box.onchange = () => Plotly.relayout(plot, box.checked === box.defaultChecked ? first : other);
+const setScale = () => {
+    const {type, range, title} = charts[x].layout.yaxis2;
+    const [other, text] = type === "log" ? ["linear", "Loss"] : ["log", "Loss (log scale)"];
+    Plotly.relayout(plot, box.checked === box.defaultChecked
+        ? {"yaxis2.type": type, "yaxis2.range": range, "yaxis2.title.text": title.text}
+        : {"yaxis2.type": other, "yaxis2.title.text": text, "yaxis2.autorange": true});
+};
 
 // The means: `meta` names the choices at which a curve is shown. Runs hidden by the legend remain hidden.
-if (select) select.onchange = () => {
-    const hidden = new Set(plot.data.filter(each => each.visible === "legendonly").map(each => each.legendgroup));
-    const isShown = each => !each.meta || each.meta.includes(select.value);
-    const visible = plot.data.map(each => isShown(each) && (hidden.has(each.legendgroup) ? "legendonly" : true));
-    Plotly.restyle(plot, {visible});
+const findHidden = () => new Set(plot.data.filter(each => each.visible === "legendonly").map(each => each.legendgroup));
+const isShown = each => !each.meta || each.meta.includes(smoothing.value);
+const choose = (data, hidden) => data.map(each => isShown(each) && (hidden.has(each.legendgroup) ? "legendonly" : true));
+
+// The curves over another axis, with the other choices as they are.
+const setAxis = async () => {
+    const hidden = findHidden();
+    x = axis.value;
+    const visible = choose(charts[x].data, hidden), layout = structuredClone(charts[x].layout);
+    await Plotly.react(plot, charts[x].data.map((each, index) => ({...each, visible: visible[index]})), layout);
+    await Plotly.relayout(plot, columns = fitting());
+    document.querySelector("h1 + small").textContent = notes[x];
+    if (box) setScale();
 };
+
+if (box) box.onchange = setScale;
+if (smoothing) smoothing.onchange = () => Plotly.restyle(plot, {visible: choose(plot.data, findHidden())});
+if (axis) axis.onchange = setAxis;
+onresize();

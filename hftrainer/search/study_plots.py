@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument
 from hftrainer.reporting.curves import COLOURS
-from hftrainer.reporting.plot import axis_range, import_plotting
+from hftrainer.reporting.panels import axis_range, import_plotting
 from hftrainer.search.studies import open_journal
 
 if TYPE_CHECKING:

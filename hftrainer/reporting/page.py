@@ -1,0 +1,235 @@
+"""Draws curves as an interactive page, with plotly."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hftrainer.reporting import panels
+from hftrainer.reporting.curves import DASHES, MARKS, X_AXES, Curve
+from hftrainer.reporting.metrics import PANELS, SHARES
+
+#: Let a phone show one column without plotly's buttons, and turn white into black where the reader prefers that.
+PAGE_STYLE = """<meta name="viewport" content="width=device-width"><style>html { scrollbar-gutter: stable; }
+html body { background: white; font: 14px sans-serif; height: auto; } h1 { font-size: 16px; margin: 0; }
+@media (max-width: 600px) { .modebar { display: none !important; } }
+@media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }</style>"""
+#: Controls of a page, which `page.js` handles.
+LOG_SCALE_BOX = '<label><input id="log_scale" type="checkbox" autocomplete="off"%s>losses on a log scale</label>'
+SMOOTHING_LIST = (
+    'smoothing <select id="smoothing" autocomplete="off"><option>off<option selected>light<option>strong</select>'
+)
+AXIS_LIST = 'axis <select id="axis" autocomplete="off">%s</select>'
+#: Smoothing of a page → the number of parts of a curve, over one of which its mean goes.
+SMOOTHING = {"light": 30, "strong": 8}
+#: Columns of a page → the least width of its window, in pixels.
+COLUMN_WIDTHS = {3: 1500, 2: 900, 1: 0}
+#: Say why a page is blank.
+OFFLINE_NOTICE = """<script>window.Plotly || document.querySelector("h1").after("The plot needs https://cdn.plot.ly, "
++ "which did not load. Make a page that works offline: hftrainer plot OUTPUT_DIR --html ")</script></body>"""
+
+
+def draw_html(charts: dict[str, list[Curve]], path: str, title: str, *, plotlyjs: bool | str = True) -> None:
+    """Write the panels as an interactive page, whose file has plotly's script or, for "cdn", fetches it.
+
+    Args:
+        charts: horizontal axis → the curves. The page shows the first, until the reader chooses another.
+        path: the file.
+        title: the name of the run.
+        plotlyjs: True, or "cdn".
+    """
+    figures = {x: _make_figure(curves) for x, curves in charts.items()}
+    shown = next(iter(charts))
+    titles = {x: panels.title_and_notes(title, curves) for x, curves in charts.items()}
+    settings: dict[str, Any] = {
+        "shown": shown,
+        "others": {x: json.loads(figure.to_json()) for x, figure in figures.items() if x != shown},
+        "layouts": {x: _layouts(curves) for x, curves in charts.items()},
+        "notes": {x: " · ".join(notes) for x, (_, *notes) in titles.items()},
+    }
+    layout = settings["layouts"][shown][0][1]
+    figures[shown].update_layout({name.replace(".", "_"): value for name, value in layout.items()})
+    # The name of a run could end the script.
+    script = f"const {{shown, others, layouts, notes}} = {json.dumps(settings)};\n".replace("<", r"\u003c")
+    script += Path(__file__).with_name("page.js").read_text("utf-8")
+    page = figures[shown].to_html(include_plotlyjs=plotlyjs, config={"responsive": True}, post_script=script)
+    title, note = html.escape(titles[shown][0]), html.escape(settings["notes"][shown])
+    page = page.replace("<head>", f"<head><title>{title}</title>{PAGE_STYLE}", 1)
+    heading = f"<h1>{title}</h1><small style='color: gray'>{note}</small>{_controls(charts)}"
+    page = page.replace("<body>", f"<body>{heading}", 1)
+    Path(path).write_text(page.replace("</body>", OFFLINE_NOTICE) if plotlyjs == "cdn" else page, encoding="utf-8")
+
+
+def _controls(charts: dict[str, list[Curve]]) -> str:
+    """The choices of a page, as far as it has any."""
+    shown, controls = next(iter(charts.values())), list[str]()
+    if losses := panels.group_by_panel(shown).get("loss"):
+        controls.append(LOG_SCALE_BOX % (" checked" * (panels.vertical_axis(losses)[0] == "log")))
+    controls += [SMOOTHING_LIST] * any(curve.mean for curves in charts.values() for curve in curves)
+    controls += [AXIS_LIST % "".join(f"<option>{x}" for x in charts)] * (len(charts) > 1)
+    return "".join(f"&emsp;<small>{control}</small>" for control in controls)
+
+
+def _make_figure(curves: list[Curve]) -> Any:
+    """The panels over one horizontal axis, without their places."""
+    figure = panels.import_plotting("plotly.graph_objects").Figure()
+    for name, curve in _legend_of_runs(curves).items():
+        style = {"line_color": curve.colour, "marker": {"symbol": MARKS[curve.mark], "size": 9}}
+        figure.add_scatter(x=[None], y=[None], xaxis="x2", yaxis="y2", name=name, legendgroup=curve.run, **style)
+    title_of_x = {"text": X_AXES[curves[0].x], "standoff": 2}
+    x_axis = {"title": title_of_x, "range": panels.horizontal_range(curves), "matches": "x2", "tickformat": ","}
+    for number, panel_curves in enumerate(panels.group_by_panel(curves).values(), 2):
+        x, y, legend = f"x{number}", f"y{number}", f"legend{number}"
+        figure.add_traces([trace | {"xaxis": x, "yaxis": y} for trace in _traces(panel_curves, legend)])
+        y_axis, top = _vertical_axis(panel_curves)
+        for curve, step, text, anchor, row in panels.clipped_peaks(panel_curves, top):
+            place = {"xref": x, "x": step, "yref": f"{y} domain", "y": 1, "yanchor": "top", "showarrow": False}
+            figure.add_annotation(text="▲", font_color=curve.colour, **place)
+            if text:
+                place |= {"text": text, "xanchor": anchor, "yshift": -14 * row, "bgcolor": "rgba(255, 255, 255, 0.8)"}
+                figure.add_annotation(font_color=curve.colour, **place)
+        axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis | {"anchor": x}}
+        figure.update_layout(axes | {legend: {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
+    figure.update_layout(
+        legend={"x": 0, "y": 1, "yanchor": "bottom", "orientation": "h", "tracegroupgap": 0},
+        **{"margin": {"b": 0, "l": 70, "r": 40}, "template": "plotly_white", "modebar": {"orientation": "v"}},
+        **{"hovermode": "x unified", "hoverlabel": {"namelength": -1}},
+    )
+    return figure
+
+
+def _legend_of_runs(curves: list[Curve]) -> dict[str, Curve]:
+    """Text → a curve of the run; empty for one run."""
+    return {panels.describe_run(curve.run, curves): curve for curve in curves if curve.run}
+
+
+def _vertical_axis(curves: list[Curve]) -> tuple[dict[str, Any], float]:
+    """Plotly's settings of a panel's vertical axis, and its upper end."""
+    scale, limits = panels.vertical_axis(curves)
+    axis: dict[str, Any] = {"title_text": panels.axis_label(curves, scale), "type": scale, "range": limits}
+    axis |= {"tickformat": "~e" if max(map(abs, limits)) < 0.001 else ",", "hoverformat": ",.4~g"}
+    axis |= {"tickformat": ".0%", "hoverformat": ".1%"} if curves[0].name in PANELS[SHARES] else {}
+    if scale == "log":
+        # plotly takes powers of ten. For two ticks per decade it chooses 1, 2 and 5.
+        low, high = map(math.log10, limits)
+        ticks = round(2 * (high - low)) if high - low < 3 else min(8, math.ceil(high - low))
+        axis |= {"range": [low, high], "nticks": ticks, "tickformat": ","}
+    return axis, limits[1]
+
+
+def _layouts(curves: list[Curve]) -> list[tuple[int, dict[str, Any]]]:
+    """The least width of a window, and where it has the panels and legends; the widest first."""
+    groups = panels.group_by_panel(curves).values()
+    lines = ([text for _, _, text, *_ in panels.vertical_lines(panel) if text] for panel in groups)
+    legends = ([*_legend_entries(panel), *texts] for panel, texts in zip(groups, lines, strict=True))
+    counts, texts = (
+        range(3 if len(groups) > 6 else 2, 0, -1),
+        ([*_legend_of_runs(curves)], next(filter(None, legends), [])),
+    )
+    return [(COLUMN_WIDTHS[count], _place_panels(len(groups), count, *texts)) for count in counts]
+
+
+def _place_panels(count: int, columns: int, runs: list[str], entries: list[str]) -> dict[str, Any]:
+    """Where a page of so many columns has its panels and the legends, of runs and of the first panel.
+
+    Returns:
+        plotly's names → values.
+    """
+    # The least width of the legends, which have 50 pixels per sample and 6 per letter, the font, and the space above.
+    least, font, top = (300, 10, 30) if columns == 1 else (COLUMN_WIDTHS[columns], 12, 10 if runs else 30)
+    row_lengths = [max(1, least // (50 + 6 * max(map(len, texts), default=0))) for texts in (runs, entries)]
+    # One row of the panel has its place below that of the runs.
+    shift = 20 * max(0, math.ceil(len(entries) / row_lengths[1]) - 1)
+    top += 20 * math.ceil(len(runs) / row_lengths[0]) + shift
+    columns, gap = min(columns, count), 0.24 / max(2, columns)
+    rows, missing = -(-count // columns), -count % columns
+    layout: dict[str, Any] = {"height": 310 * rows + top, "margin.t": top, "legend.font.size": font}
+    layout["legend.y"] = 1 + shift / 310 / rows
+    for number in range(count):
+        # If a row has fewer panels it is the first, and they are wider.
+        row, column = divmod(number + missing, columns) if number >= columns - missing else (0, number)
+        width = (1 + gap) / (columns if row else columns - missing)
+        # A legend is above its panel, and the label of the horizontal axis below.
+        left, high = column * width, 1 - (row + 0.1) / rows
+        layout[f"xaxis{number + 2}.domain"] = [left, left + width - gap]
+        layout[f"yaxis{number + 2}.domain"] = [high - 0.73 / rows, high]
+        layout |= {f"legend{number + 2}.x": left, f"legend{number + 2}.y": high}
+    return layout
+
+
+def _legend_entries(curves: list[Curve]) -> dict[str, Curve]:
+    """Text → curve, of the legend of a panel; empty if the label of the axis has it."""
+    named = {curve.label if curve.panel == SHARES else curve.legend_entry: curve for curve in curves}
+    return named if named.keys() != {curves[0].name} else {}
+
+
+def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
+    """Plotly's curves, stars and entries of the legend of a panel."""
+    for curve in curves:
+        yield from _share_traces(curve, legend) if curve.panel == SHARES else _curve_traces(curve, curves)
+    # Entries without points, since a curve may have two traces and, of several runs, the colour of its run.
+    for curve in _legend_entries(curves).values() if curves[0].panel != SHARES else ():
+        style = {"color": curve.legend_colour, "dash": list(DASHES.values())[curve.dash]}
+        entry = {"x": [None], "y": [None], "name": curve.legend_entry, "mode": "lines", "line": style}
+        entry |= {"mode": "lines+markers", "marker": {"symbol": MARKS[curve.mark], "size": 9}} if curve.owner else {}
+        yield entry | {"legend": legend, "legendgroup": f"legend {curve.name}" if curve.run else curve.name}
+    yield from _incident_traces(curves, legend)
+
+
+def _base_trace(curve: Curve) -> dict[str, Any]:
+    """What all traces of a curve have."""
+    style = {"color": curve.colour, "dash": list(DASHES.values())[curve.dash], "width": curve.width + 0.5}
+    style |= {"shape": "vh"} if curve.name in PANELS[SHARES] else {}
+    steps, values = curve.points(curve.drawable)
+    group = curve.run or curve.name
+    return {"x": steps, "y": values, "name": curve.label, "legendgroup": group, "showlegend": False, "line": style}
+
+
+def _share_traces(curve: Curve, legend: str) -> Iterator[dict[str, Any]]:
+    """One of the areas on top of each other."""
+    area = {"stackgroup": "time", "fillcolor": curve.colour, "legend": legend, "showlegend": True}
+    yield _base_trace(curve) | area | {"line": {"width": 0, "shape": "vh"}}
+
+
+def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]:
+    """A curve, its means and its star. `meta` names the choices of smoothing at which a trace is shown."""
+    trace = _base_trace(curve)
+    marked, size = set(curve.marked), 9 if curve.has_large_marks else 4
+    sizes = [size * (point in marked) for point in range(len(trace["x"]))]
+    marks = {"size": sizes, "symbol": MARKS[curve.mark], "opacity": 1, "line_width": 0}
+    trace |= {"mode": "lines+markers", "marker": marks}
+    if not curve.mean:
+        yield trace
+    else:
+        faint = {"mode": "lines", "opacity": panels.opacity_under_mean(curves), "line": trace["line"] | {"width": 1}}
+        yield from (trace | faint | {"meta": "light strong"}, trace | {"meta": "off", "visible": False})
+        for level, parts in SMOOTHING.items():
+            mean = {"y": curve.points(curve.smooth(parts))[1], "name": f"{curve.label}, mean"}
+            yield trace | mean | {"meta": level, "visible": level == "light"}
+    if curve.best is not None:
+        point = {"x": [curve.steps[curve.best]], "y": [curve.drawable[curve.best]], "name": f"best {curve.label}"}
+        star = {"symbol": "star", "size": 12, "color": curve.colour, "line": {"width": 1, "color": "black"}}
+        yield trace | point | {"mode": "markers", "marker": star}
+
+
+def _incident_traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
+    """Restarts, and what is not finite."""
+    low, high = panels.vertical_axis(curves)[1]
+    for start, step, text, colour, dash in panels.vertical_lines(curves):
+        # A line, or the outline of what was lost.
+        outline: dict[str, Any] = {"x": [step, step], "y": [low, high], "name": text, "showlegend": bool(text)}
+        if start < step:
+            outline |= {"x": [step, step, start, start], "y": [low, high, high, low], "fill": "toself"}
+        outline |= {"line": {"color": colour, "dash": DASHES[dash], "width": 2 if dash == ":" else 1}}
+        outline |= {"hoverinfo": "skip", "fillcolor": "rgba(128, 128, 128, 0.15)"}
+        yield outline | {"mode": "lines", "legend": legend}
+    for curve in (curve for curve in curves if curve.gaps):
+        yield {
+            **{"x": [curve.steps[index] for index in curve.gaps], "y": [low] * len(curve.gaps), "mode": "markers"},
+            **{"marker": {"symbol": "x", "size": 7, "color": curve.colour}, "cliponaxis": False, "showlegend": False},
+            **{"legendgroup": curve.run or curve.name, "name": f"{curve.label}: not finite"},
+        }

@@ -1,0 +1,191 @@
+"""The curves of logs, and their colours, marks and best values."""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+
+from hftrainer import TrainingArguments
+from hftrainer.callbacks.state import TrainerState
+from hftrainer.checkpointing.saved_arguments import differing_arguments
+from hftrainer.monitoring.journal import Journal
+from hftrainer.monitoring.run_page import RunRecord
+from hftrainer.reporting.curves import Curve, read_curves
+from hftrainer.reporting.metrics import SHARES, logged, logged_curves
+from hftrainer.reporting.panels import vertical_axis
+from tests.support.run_logs import SPEEDS, train_two_runs, write_log, write_observed_run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return train_two_runs(tmp_path_factory)
+
+
+def test_logs_without_weights_are_drawn(tmp_path):
+    """As kept in git: checkpoint folders with the log alone, and lines that scripts have added."""
+    log = [{"epoch": 1, "loss": 3.0, "step": 4}, {"predict_loss": 0.5}, {"epoch": 2, "loss": 2.0, "step": 8}]
+    for step in (8, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": log}))
+    drawn = logged_curves(RunRecord(str(tmp_path)).state)["loss"]
+    assert drawn == {"loss": ([4, 8], [3.0, 2.0]), "predict_loss": ([4], [0.5])}
+
+
+def test_run_has_curves_of_loss_metrics_rate_and_norm(runs):
+    found = logged_curves(RunRecord(runs[0]).state)
+    panels = {panel: sorted(lines) for panel, lines in found.items() if lines}
+    others = {"metrics": ["eval_accuracy"], "learning rate": ["learning_rate"], "gradient norm": ["grad_norm"]}
+    assert panels == {"loss": ["eval_loss", "loss"], **others}
+    steps, values = found["loss"]["loss"]
+    assert steps == list(range(2, 21, 2)) and len(values) == 10
+    assert found["metrics"]["eval_accuracy"][0] == [5, 10, 15, 20]
+
+
+def test_curves_have_colours_dashes_and_a_best_value(tmp_path):
+    """One run has a colour for each curve; of several each has one, and a curve the same dash in all."""
+    logs = {"a": ["loss", "eval_loss", "eval_f1"], "b": ["eval_loss", "loss"]}
+    for run, names in logs.items():
+        history = [{name: 3.0 - step % 3, "step": step} for step in (2, 4, 6) for name in names]
+        (tmp_path / run).mkdir()
+        # The value of eval_f1 at step 4; eval_loss is the same.
+        state = {"log_history": history, "best_metric": 2.0 if run == "a" else None}
+        (tmp_path / run / "trainer_state.json").write_text(json.dumps(state))
+    alone = {line.label: line for line in read_curves([str(tmp_path / "a")])}
+    assert alone["loss"].colour != alone["eval_loss"].colour
+    assert {name: line.best for name, line in alone.items()} == {"loss": None, "eval_loss": 1, "eval_f1": 1}
+    both = read_curves([str(tmp_path / "a"), str(tmp_path / "b")])
+    dashes = {line.label: line.dash for line in both}
+    assert dashes == {"a: loss": 0, "a: eval_loss": 1, "a: eval_f1": 0, "b: eval_loss": 1, "b: loss": 0}
+    assert {line.run: line.best for line in both if line.name == "eval_loss"} == {"a": 1, "b": 0}  # b: the lowest
+    assert {(line.run, line.mark) for line in both} == {("a", "o"), ("b", "s")}
+    # The first of curves that coincide is wider.
+    wider = {line.label for line in both if line.width > 1.5}
+    assert wider == {"a: loss", "a: eval_loss"} and {line.width for line in read_curves([str(tmp_path / "a")])} == {1.5}
+
+
+def test_marks_separate_coinciding_curves_of_runs():
+    """Each has about ten marks, at other points than the other; one run has marks only where points are few."""
+    steps = [float(step) for step in range(100)]
+    first, second = (Curve("loss", "loss", steps, steps, run=mark, mark=mark).marked for mark in "os")
+    assert len(first) == len(second) == 10 and not set(first) & set(second)
+    assert [len(Curve("loss", "loss", steps[:count], steps[:count]).marked) for count in (29, 30)] == [29, 0]
+
+
+def test_speeds_are_left_out_of_compared_values(tmp_path):
+    """For `diff`, which compares what is computed."""
+    state = TrainerState(log_history=[{"loss": 1.0, "step": 1, **SPEEDS}])
+    assert [name for _, name, _ in logged(state.log_history)] == ["loss"]
+
+
+def test_journal_continues_the_log_of_the_checkpoint(tmp_path):
+    (tmp_path / "checkpoint-10").mkdir()
+    write_log(tmp_path / "checkpoint-10", [{"loss": 7.0, "step": 10}])
+    loss = next(line for line in read_curves([write_observed_run(tmp_path)]) if line.name == "loss")
+    assert (loss.steps, loss.values) == ([10, 20], [7.0, 2.0])
+
+
+@pytest.mark.parametrize(("loss", "evaluated"), [(2.0, [10, 20]), (9.0, [])])
+def test_evaluations_after_the_last_save_come_from_the_journal(tmp_path, loss, evaluated):
+    """The journal alone has them, before a resume too. A journal of an earlier run, with other losses, is not shown."""
+    write_log(tmp_path / "checkpoint-20", [{"loss": loss, "step": step, "epoch": 1.0} for step in (10, 20)])
+    written = Journal(str(tmp_path))
+    for start, step in ((0, 10), (10, 20)):
+        written.write("begin", start, resumed_from=f"checkpoint-{start}" if start else None)
+        for name, value in (("loss", 2.0), ("eval_loss", 1.0)):
+            written.write("log", step, logs={name: value, "epoch": 1.0})
+    found = logged_curves(RunRecord(str(tmp_path)).state)["loss"]
+    assert found["loss"] == ([10, 20], [loss] * 2) and found.get("eval_loss", ([],))[0] == evaluated
+
+
+def test_loss_hidden_by_the_nan_filter_is_not_drawn():
+    lines = [{"loss": 1.0, "grad_norm": 2.0, "step": 1}, {"loss": 0.0, "grad_norm": math.nan, "step": 2}]
+    steps, values = logged_curves(TrainerState(log_history=lines))["loss"]["loss"]
+    assert steps == [1, 2] and values[0] == 1.0 and math.isnan(values[1])
+
+
+def test_each_metric_has_a_panel(tmp_path):
+    metrics = {"eval_f1": 0.5, "eval_tokens": 54_321}
+    one = write_log(tmp_path / "one", [{"step": 1, "loss": 1.0, "grad_norm": 1.0, **metrics}])
+    panels = ["loss", "eval_f1", "eval_tokens", "gradient norm"]
+    assert [line.panel for line in read_curves([one])] == panels
+    # The loss stays first; other panels that lack a run are last.
+    other = write_log(tmp_path / "other", [{"step": 1, "eval_tokens": 1e300}])
+    order = ["loss", "eval_tokens", "eval_f1", "gradient norm"]
+    assert list(dict.fromkeys(line.panel for line in read_curves([one, other]))) == order
+
+
+def test_curves_and_runs_differ_in_black_and_white(tmp_path):
+    """Where colours repeat, losses differ in their dash and runs in their mark."""
+    losses = {f"{name}_loss": 1.0 for name in "abcdefghijkl"}
+    runs = [write_log(tmp_path / str(number), [{"step": 1, "loss": 1.0, **losses}]) for number in range(9)]
+    assert len({(line.colour, line.dash) for line in read_curves(runs[:1])}) == 13
+    assert len({(line.colour, line.mark) for line in read_curves(runs)}) == 9
+
+
+@pytest.mark.parametrize(("span", "unit", "last"), [(100, "seconds", 100), (120, "minutes", 2), (9000, "hours", 2.5)])
+def test_time_axis_unit_follows_the_span(tmp_path, span, unit, last):
+    begin = {"time": 1000.0, "event": "begin", "step": 0, "max_steps": 1, "host": "there", "pid": 1}
+    log = {"time": 1000.0 + span, "event": "log", "step": 1, "logs": {"loss": 1.0}}
+    (tmp_path / "journal.jsonl").write_text(f"{json.dumps(begin)}\n{json.dumps(log)}\n")
+    assert [(line.x, line.steps) for line in read_curves([str(tmp_path)], "time")] == [(unit, [last])]
+
+
+@pytest.mark.parametrize(("metric", "is_greater", "best"), [("f1", None, 1), ("eval_f1", False, 2), ("loss", None, 0)])
+def test_star_marks_the_best_value_of_metric_for_best_model(tmp_path, metric, is_greater, best):
+    log = [{"step": step, "loss": 1.0, "eval_loss": step, "eval_f1": f1} for step, f1 in ((1, 0.5), (2, 0.7), (3, 0.2))]
+    write_log(tmp_path, log)
+    args = TrainingArguments(str(tmp_path), metric_for_best_model=metric, greater_is_better=is_greater, use_cpu=True)
+    torch.save(args, tmp_path / "training_args.bin")
+    marked = {line.name: line.best for line in read_curves([str(tmp_path)]) if line.best is not None}
+    assert marked == {f"eval_{metric.removeprefix('eval_')}": best}
+
+
+def test_git_lfs_pointer_in_place_of_training_args_is_ignored(runs, tmp_path):
+    write_log(tmp_path, [{"step": 1, "loss": 1.0}])
+    (tmp_path / "training_args.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert not any(line.settings for line in read_curves([runs[0], str(tmp_path)]))
+
+
+def test_short_steps_are_in_milliseconds(tmp_path):
+    """All runs have the same unit."""
+    runs = [write_log(tmp_path / str(time), [{"step": 1, "loss": 1.0, "step_seconds": time}]) for time in (0.002, 0.2)]
+    assert [(line.label, line.values) for line in read_curves(runs[:1])[1:]] == [("milliseconds per step", [2.0])]
+    curves = [line for line in read_curves(runs) if line.panel == "seconds per step"]
+    assert [line.values for line in curves] == [[0.002], [0.2]] and vertical_axis(curves)[0] == "log"
+    # The value is of the interval since the start, which has no mark.
+    assert (curves[0].points(curves[0].values), curves[0].marked[:1]) == (([0, 1], [0.002, 0.002]), [1])
+
+
+def test_100_losses_or_more_get_a_running_mean():
+    values = [float(step % 2) for step in range(100)]
+    values[50] = math.nan
+    steps = list(map(float, range(100)))
+    assert Curve("loss", "loss", steps[1:], values[1:]).mean is None
+    for panel, name in (("learning rate", "learning_rate"), (SHARES, "data_wait"), ("loss", "eval_loss")):
+        assert Curve(panel, name, steps, values).mean is None
+    mean = Curve("loss", "loss", steps, values).mean
+    # The weights are 1, 3/4, 3/5, ..., and at least 2 / (100 / 30 + 1).
+    assert mean[:4] == pytest.approx([0, 3 / 4, 3 / 10, 13 / 20])
+    assert math.isnan(mean[50]) and mean[51] == pytest.approx(mean[49] + 6 / 13 * (1 - mean[49]))
+
+
+@pytest.mark.parametrize("loss", [1.0, 2.0])
+def test_last_of_several_runs_in_a_folder_is_read(tmp_path, loss):
+    """The times of files do not count for a copy, whose log begins like the other's."""
+    for step, value in ((20, 1.0), (10, loss)):
+        folder = tmp_path / f"checkpoint-{step}"
+        write_log(folder, [{"step": each, "loss": value} for each in range(step)])
+        os.utime(folder / "trainer_state.json", (0, 1000 - step))
+    assert len(RunRecord(str(tmp_path)).state.log_history) == (20 if loss == 1.0 else 10)
+
+
+def test_argument_in_the_names_of_runs_is_not_repeated():
+    """It is not repeated, unless it is only a part of a number, or not in the names of all. Nor are unset steps."""
+    lengths = differing_arguments([{"max_steps": -1, "num_train_epochs": 3}, {"max_steps": 50}], ["a", "b"])
+    assert lengths == [{"num_train_epochs": 3}, {"max_steps": 50}]
+    rates = [{"learning_rate": rate} for rate in (0.01, 0.001)]
+    assert differing_arguments(rates, ["lr-0.01", "lr-0.001"]) == [{}, {}]
+    assert differing_arguments(rates, ["lr-0.01", "lr-0.0013"]) == rates

@@ -1,0 +1,66 @@
+"""Interactive pages of runs."""
+
+import json
+import re
+
+import pytest
+
+from hftrainer.reporting.plot import plot
+from tests.support.run_logs import write_log, write_observed_run
+
+
+def test_runs_without_speeds_are_named_and_the_mean_of_a_page_can_be_chosen(tmp_path):
+    log = [{"step": step, "loss": 0.01 ** (step / 99)} for step in range(100)]
+    runs = [write_log(tmp_path / run, log) for run in "bcd"] + [write_observed_run(tmp_path / "a")]
+    plot(runs, html=True)
+    page = (tmp_path / "b" / "comparison.html").read_text()
+    assert "b, c, d ran without observe=True: no speed, time or memory" in page and '"opacity":0.12' in page
+    assert "<option>off<option selected>light<option>strong" in page
+    assert [page.count(f'"meta":"{choice}"') for choice in ("off", "light", "strong", "light strong")] == [3] * 4
+    plot(runs[:3], html=True)
+    page = (tmp_path / "b" / "comparison.html").read_text()
+    assert '"opacity":0.3' in page and "no speed, time" not in page
+
+
+def test_page_in_a_narrow_window_has_one_column(tmp_path):
+    plot([write_log(tmp_path / "run", [{"step": 1, "loss": 1.0, "eval_f1": 0.5}])], html=True)
+    (_, wide), (_, narrow) = read_settings(tmp_path / "run" / "training.html")["layouts"]["step"]
+    assert [layout["xaxis3.domain"] for layout in (wide, narrow)] == [[pytest.approx(0.56), 1.0], [0.0, 1.0]]
+    assert narrow["yaxis3.domain"][1] < narrow["yaxis2.domain"][0] and narrow["height"] > wide["height"]
+
+
+def read_settings(page):
+    """What a page tells its script."""
+    return json.JSONDecoder().raw_decode(page.read_text().split("notes} = ")[1])[0]
+
+
+def test_page_has_a_choice_of_the_axes_that_all_runs_have(tmp_path):
+    """The one of `--x` is shown first."""
+    observed, page = write_observed_run(tmp_path / "a"), tmp_path / "a" / "training.html"
+    plot([observed], x="time", html=True)
+    assert "<option>time<option>step<option>epoch</select>" in page.read_text()
+    settings = read_settings(page)
+    losses = {
+        x: each["x"] for x, chart in settings["others"].items() for each in chart["data"] if each["name"] == "loss"
+    }
+    assert (settings["shown"], losses) == ("time", {"step": [10, 20], "epoch": [0.1, 0.2]})
+    other = write_log(tmp_path / "b", [{"step": 1, "epoch": 0.5, "loss": 1.0}])
+    plot([observed, other], html=True)
+    assert "<option>step<option>epoch</select>" in page.with_name("comparison.html").read_text()
+    plot([write_log(tmp_path / "c", [{"step": 1, "loss": 1.0}])], html=True)
+    assert "<option>" not in (tmp_path / "c" / "training.html").read_text().split("<h1>")[1]
+
+
+def test_names_cannot_end_the_script_of_a_page(tmp_path):
+    plot([write_log(tmp_path, [{"step": 1, "epoch": 1, "eval_</script>": 1.0}])], html=True)
+    assert "eval_</script>" not in (tmp_path / "training.html").read_text()
+
+
+def test_text_of_a_spike_has_a_ground_and_other_spikes_have_no_text(tmp_path):
+    losses = [90.0 if step in (50, 60) else 1 + step % 5 / 10 for step in range(100)]
+    plot([write_log(tmp_path, [{"step": step, "loss": loss} for step, loss in enumerate(losses)])], html=True)
+    page = (tmp_path / "training.html").read_text()
+    assert re.findall(r'"bgcolor":"([^"]+)"[^}]*\}[^}]*"text":"([^"]+)"', page) == [
+        ("rgba(255, 255, 255, 0.8)", "2 spikes, max 90")
+    ]
+    assert page.count('"text":"\\u25b2"') == 2

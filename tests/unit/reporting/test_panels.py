@@ -1,0 +1,157 @@
+"""The axes of panels, and what leaves them."""
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+
+from hftrainer.monitoring.journal import append_line
+from hftrainer.monitoring.run_page import RunRecord
+from hftrainer.reporting.curves import Curve, read_curves
+from hftrainer.reporting.panels import vertical_axis
+from hftrainer.reporting.plot import plot
+from tests.support.run_logs import texts_in_svg, write_log, write_observed_run
+
+
+def test_first_loss_that_is_not_finite_is_marked(tmp_path):
+    log = [{"loss": float("nan") if step > 4 else 1.0, "step": step} for step in range(1, 9)]
+    plot([write_log(tmp_path / "run", log)], html=True, out=str(tmp_path / "a.svg"))
+    assert "loss is not finite by step 5" in texts_in_svg(tmp_path / "a.svg")
+    assert "loss is not finite by step 5" in (tmp_path / "a.html").read_text()
+
+
+def test_mean_leaves_out_an_isolated_spike_which_has_one_mark(tmp_path):
+    losses = [1 + step % 5 / 10 for step in range(100)]
+    usual = Curve("loss", "loss", list(map(float, range(100))), losses).mean
+    losses[20] = losses[60] = losses[61] = 90.0
+    folder = write_log(tmp_path / "run", [{"step": step, "loss": loss} for step, loss in enumerate(losses)])
+    (curve,) = read_curves([folder])
+    assert max(curve.mean) < 1.5 and curve.mean[-1] == pytest.approx(usual[-1], abs=0.05)
+    plot([folder], out=str(tmp_path / "a.svg"))
+    assert "2 spikes, max 90" in texts_in_svg(tmp_path / "a.svg")
+
+
+@pytest.mark.parametrize(("highest", "tops"), [(4.4, [4.57, 4.62]), (6.0, [3.8875, 4.095])])
+def test_only_values_far_above_the_others_leave_a_panel(highest, tops):
+    values = [*(1 + step / 100 for step in range(100)), 3.5, highest]
+    curves = [Curve(name, name, list(map(float, range(102))), values) for name in ("loss", "step_seconds")]
+    assert [vertical_axis([curve])[1][1] for curve in curves] == pytest.approx(tops)
+
+
+@pytest.mark.parametrize(("other", "scale"), [(1e-3, "linear"), (2e-5, "log")])
+def test_learning_rates_that_differ_50_fold_get_a_log_scale(tmp_path, other, scale):
+    rates = {"a": [0.0, 1e-3, 1e-5, 0.0], "b": [0.0, other, other / 2, 0.0]}
+    for run, values in rates.items():
+        write_log(tmp_path / run, [{"step": step, "learning_rate": rate} for step, rate in enumerate(values)])
+    plot([str(tmp_path / run) for run in rates], html=True, out=str(tmp_path / "c.png"))
+    assert f'"type":"{scale}","range"' in (tmp_path / "c.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("norms", "scale"),
+    [([1.0, 1.2, 2.0, 0.8], "linear"), ([1.0, 1.2, 2.0, 0.01], "log"), ([500.0, *[1.0] * 9, *[0.8] * 9], "linear")],
+)
+def test_losses_and_norms_that_span_decades_get_a_log_scale(tmp_path, norms, scale):
+    """A few high ones leave the panel instead."""
+    log = [{"step": step, "grad_norm": norm, "loss": norm} for step, norm in enumerate(norms)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    plot([str(tmp_path)], html=True)
+    page = (tmp_path / "training.html").read_text()
+    assert re.findall(r'"yaxis\d?":\{[^}]*"title":\{"text":"([\w ()]+)"[^}]*\},"type":"(\w+)"', page) == [
+        (label + " (log scale)" * (scale == "log"), scale) for label in ("Loss", "Gradient norm")
+    ]
+    marks = page.count('"text":"500"')
+    assert marks == 2 * norms.count(500.0) and f"<title>Training run {tmp_path.name}</title>" in page
+
+
+def test_run_that_diverged_does_not_squeeze_the_others(tmp_path):
+    """Its values beyond the others' are cut off; alone it gets a log scale, though its `eval_loss` has no values."""
+    for run, losses in {"good": [2.0, 1.0, 0.5], "other": [1.0, 1.0, 0.9], "bad": [1.0, 7e35, math.nan]}.items():
+        write_log(tmp_path / run, [{"step": 1, "loss": loss, "eval_loss": losses[2]} for loss in losses])
+    runs = [str(tmp_path / run) for run in ("good", "other", "bad")]
+    assert vertical_axis(read_curves(runs)) == ("linear", pytest.approx((0.425, 2.075)))
+    assert vertical_axis(read_curves(runs[2:]))[0] == "log"
+    plot(runs, out=str(tmp_path / "a.svg"))
+    assert "7e+35" in texts_in_svg(tmp_path / "a.svg")
+
+
+def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **settings: figures.append(figure))
+
+    def to_html(figure, **settings):
+        figures.append(figure)
+        return "<body>{post_script}".format_map(settings)
+
+    monkeypatch.setattr("plotly.graph_objects.Figure.to_html", to_html)
+    write_observed_run(tmp_path)
+    losses = [{"step": step, "loss": loss, "eval_f1": 0.5} for step, loss in ((5, 1000.0), (10, 0.1))]
+    write_log(tmp_path, losses)
+    plot([str(tmp_path)], html=True)
+    picture, page = figures
+    # The first of three rows has one panel, which fills it.
+    assert len(picture.axes) == 7 and picture.axes[0].get_position().x1 == pytest.approx(1 - 0.25 / 13.5)
+    # The first axes of a page, which are not numbered, are not used.
+    for axis, x, y in zip(picture.axes, [*page.select_xaxes()][1:], [*page.select_yaxes()][1:], strict=True):
+        limits = [10**limit for limit in y.range] if y.type == "log" else y.range
+        assert (axis.get_ylabel(), axis.get_yscale()) == (y.title.text, y.type)
+        assert (*axis.get_xlim(), *axis.get_ylim()) == pytest.approx((*x.range, *limits))
+    at_zero = {"Tokens per second", "Samples per second", "Seconds per step", "Share of time"}
+    at_zero |= {"Model FLOPS utilization"}
+    assert {axis.get_ylabel() for axis in picture.axes if axis.get_ylim()[0] == 0} == at_zero
+    scales = [(axis.get_ylabel(), axis.get_yscale()) for axis in picture.axes[:2]]
+    assert scales == [("Loss (log scale)", "log"), ("eval_f1", "linear")]
+    assert 'autocomplete="off" checked>losses on a log scale' in (tmp_path / "training.html").read_text()
+    share = next(axis for axis in picture.axes if axis.get_ylabel() == "Share of time")
+    assert picture.axes[0].get_xlim()[0] == 0 and share.yaxis.get_major_formatter()(0.5) == "50%"
+
+
+def test_time_axis_breaks_at_restarts_without_their_pauses(tmp_path):
+    """The time of steps that a resume undid counts: they took it."""
+    journal = [(1000, "begin", 0), (1010, "log", 1), (1020, "log", 2), (9000, "begin", 1), (9030, "log", 2)]
+    journal += [(9030, "interval", 2), (9040, "interval", 2)]
+    for time_of_event, event, step in journal:
+        facts = {"max_steps": 9, "host": "", "pid": 1, "resumed_from": "checkpoint-1" if step else None}
+        logs = {"loss": 1.0, "epoch": step / 2, "data_wait": 0.25, "eval_share": 0.0, "save_share": 0.0}
+        facts |= {"logs": logs, "steps": 0, "seconds": {"steps": 0.0, "data": 0.0, "evaluation": 1.0, "saving": 3.0}}
+        append_line(str(tmp_path / "journal.jsonl"), {"time": time_of_event, "event": event, "step": step, **facts})
+    # On other axes nothing is lost.
+    assert [read_curves([str(tmp_path)], x)[0].restarts for x in ("step", "epoch")] == [[(1, 1)], [(0.5, 0.5)]]
+    curve, *shares = read_curves([str(tmp_path)], "time")
+    run = RunRecord(str(tmp_path))
+    assert (run.seconds, run.downtime) == (60, 7980)
+    # After the last log line too, and from the start and the restart on.
+    saving = next(share for share in shares if share.name == "save_share")
+    assert saving.points(saving.values) == ([0, 10, 20, 50, 60], [0, 0, 0, 0, 0.75])
+    assert (curve.steps, curve.restarts) == ([10, 50], [(10, 20)])
+    # Not broken at the restart, as over steps; a speed of the time since then begins there.
+    assert curve.points(curve.values) == ([10, 50], [1.0, 1.0])
+    speed = replace(curve, name="samples_per_second", values=[4.0, 2.0])
+    assert speed.points(speed.values) == ([0, 10, 20, 50], [4.0, 4.0, 2.0, 2.0])
+    plot([str(tmp_path)], x="time", html=True, out=str(tmp_path / "a.svg"))
+    resumed = "resumed (shaded: steps done again)"
+    assert {resumed, "the time leaves out the pauses before a run resumed"} <= {*texts_in_svg(tmp_path / "a.svg")}
+    assert f'"name":"{resumed}"' in (tmp_path / "a.html").read_text()
+
+
+def test_slow_first_interval_does_not_squeeze_the_others(tmp_path):
+    """Each run that leaves the panel has a mark with its highest value at the upper edge."""
+    slow = {"a": 12.0, "b": 1612.4, "c": 0.1}
+    times = {run: [slow[run], *[0.1] * 28] for run in slow}
+    logs = {run: [{"step": step, "step_seconds": time} for step, time in enumerate(times[run], 1)] for run in slow}
+    runs = [write_log(tmp_path / run, log) for run, log in logs.items()]
+    plot(runs, html=True, out=str(tmp_path / "a.svg"))
+    assert {"12", "1,612", "Seconds per step"} <= {*texts_in_svg(tmp_path / "a.svg")}
+    page = (tmp_path / "a.html").read_text()
+    assert '"Seconds per step"},"type":"linear","range":[0,0.21' in page
+    marks = re.findall(r'"color":"(.{7})"},"showarrow":false,"text":"([\d,]+)"', page)
+    assert marks == [(line.colour, mark) for line, mark in zip(read_curves(runs)[1::-1], ("1,612", "12"), strict=True)]
+
+
+@pytest.mark.parametrize(("value", "limits"), [(0.8, (-0.08, 1.68)), (-2.0, (-4.2, 0.2)), (0.0, (-0.05, 1.05))])
+def test_single_value_has_a_large_mark_and_an_axis_from_0(value, limits):
+    curve = Curve("eval_f1", "eval_f1", [40.0], [value])
+    assert vertical_axis([curve]) == ("linear", pytest.approx(limits)) and curve.has_large_marks
+    assert not replace(curve, steps=[40.0, 50.0], values=[value, value]).has_large_marks
