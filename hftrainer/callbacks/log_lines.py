@@ -43,15 +43,15 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "step_seconds": lambda value: f"{_duration(value)}/step",
     "steps_per_second": _rate("steps/s"),
     "model_preparation_time": lambda value: f"prepare {format_duration(value)}",
-    # Shares of the time. The last two are in few lines.
+    # Shares of the time. The last two are in few lines, at the end.
     "data_wait": "data {:>4.0%}".format,
-    "eval_share": "eval {:>3.0%}".format,
-    "save_share": "save {:>3.0%}".format,
+    "eval_share": "eval {:.0%}".format,
+    "save_share": "save {:.0%}".format,
 }
 #: What a narrow terminal leaves out, in this order: first what follows from other parts, the data wait last.
 _LEFT_OUT = (
-    "model_preparation_time save_share eval_share of_time steps_per_second step_seconds epoch peak_memory_mb "
-    "learning_rate mfu runtime grad_norm samples_per_second tokens_per_second data_wait"
+    "model_preparation_time of_time steps_per_second step_seconds epoch peak_memory_mb learning_rate mfu runtime "
+    "grad_norm samples_per_second tokens_per_second data_wait"
 ).split()
 
 
@@ -61,18 +61,20 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
     Args:
         logs: the log line.
         state: the state of the run.
-        width: terminal columns; parts that do not fit are left out. None shows all.
+        width: terminal columns; parts that do not fit are left out, except the shares of evaluation and saving, which
+            stay at the end, to be wrapped. None shows all.
     """
     values = unfilter(logs, state)
     parts = {"": format_place(state), **format_values(values)}
     if note := note_nan(values, state):
         parts["loss"] += f"  {note}"
-    if any(name.endswith(("_share", "data_wait")) for name in parts):
+    shares = ", ".join(parts.pop(name) for name in ("eval_share", "save_share") if name in parts)
+    if "data_wait" in parts and not shares:
         parts["of_time"] = "of time"
     for name in _LEFT_OUT:
         if width is not None and len(_join(parts)) > width:
             parts.pop(name, None)
-    return _join(parts)
+    return f"{_join(parts)}  {shares} of time" if shares else _join(parts)
 
 
 def _join(parts: Mapping[str, str]) -> str:

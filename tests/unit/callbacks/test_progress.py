@@ -68,7 +68,7 @@ FILTERED = {"loss": 0.0, "grad_norm": float("nan")}
         ),
         (
             {"loss": 1.0, "data_wait": 0.25, "eval_share": 0.05, "save_share": 0.001, "mfu": 0.417, "total_flos": 1e9},
-            "   20/1,000  loss 1        41.7% MFU  data  25%  eval  5% of time",
+            "   20/1,000  loss 1        41.7% MFU  data  25%  eval 5% of time",
         ),
         (
             {"eval_loss": 2.5, "eval_text": "a b", "eval_runtime": 0.5, "eval_samples_per_second": 64.0},
@@ -96,7 +96,11 @@ def test_log_line_shows_measurements(logs, line):
 def test_narrow_terminal_keeps_the_most_useful_parts(width, shown):
     logs = {"loss": 1.0, "grad_norm": 0.5, "learning_rate": 5e-5, "epoch": 6.67}
     logs |= {"tokens_per_second": 12345.6, "data_wait": 0.03}
-    assert format_log_line(logs, TrainerState(global_step=20, max_steps=40), width) == shown
+    state = TrainerState(global_step=20, max_steps=40)
+    assert format_log_line(logs, state, width) == shown
+    shares = "  eval 40%, save 12% of time"
+    longer = format_log_line(logs | {"eval_share": 0.4, "save_share": 0.12}, state, width)
+    assert longer == shown.removesuffix(" of time") + shares
 
 
 def test_columns_keep_their_places():
