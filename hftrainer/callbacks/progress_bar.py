@@ -197,4 +197,14 @@ def _make_bar(**kwargs: Any) -> Any:
     from tqdm.auto import tqdm
 
     # With disable=None, tqdm shows no bar outside a terminal; a notebook can show it anyway.
-    return tqdm(**{"dynamic_ncols": True, "disable": False if is_in_notebook() else None} | kwargs)
+    bar = tqdm(**{"dynamic_ncols": True, "disable": False if is_in_notebook() else None} | kwargs)
+    # A hidden bar has no function that measures the terminal.
+    if measure := getattr(bar, "dynamic_ncols", None):
+
+        def leave_room(file: Any) -> tuple[int | None, int | None]:
+            columns, lines = measure(file)
+            # The "^C" of the terminal stays in the bar's line.
+            return columns and max(columns - 3, 1), lines
+
+        bar.dynamic_ncols = leave_room
+    return bar

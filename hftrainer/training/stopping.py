@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -117,6 +118,9 @@ class SignalListener:
             is_ctrl_c = signal_number == signal.SIGINT
             self.signal_name = "Ctrl-C" if is_ctrl_c else signal.Signals(signal_number).name
             again = "press it again" if is_ctrl_c else "send it again"
+            if is_ctrl_c and sys.stderr is not None and sys.stderr.isatty():
+                # Erase the progress bar with the "^C" behind it; the bar is drawn again below the message.
+                sys.stderr.write("\r\x1b[K")
             # Not a warning, which `watch` would show after a resume too.
             tell(f"{self.signal_name}: saving after this step, then stopping; {again} to stop at once.")
             return

@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import signal
 import struct
 import sys
 import termios
@@ -19,6 +20,8 @@ import hftrainer
 from hftrainer import ProgressCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 from hftrainer.callbacks.log_lines import format_log_line
 from hftrainer.callbacks.notebook import _find_callback
+from hftrainer.callbacks.progress_bar import _make_bar
+from hftrainer.training.stopping import SignalListener
 from tests.support.parity import comparable
 from tests.support.tiny import make_plain, plain_data
 
@@ -159,6 +162,23 @@ def test_terminal_bar_counts_optimizer_steps(tmp_path, processes):
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+
+def test_ctrl_c_erases_the_bar(monkeypatch):
+    """The bar leaves room for the "^C" of the terminal, so that both are in one line."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        bar = _make_bar(total=4)
+        bar.refresh()
+        bar.refresh()  # the first pads the line that it replaces
+        with SignalListener(should_save=True).handle_signals():
+            signal.raise_signal(signal.SIGINT)
+        bar.close()
+        drawn, erased, _ = os.read(ours, 65536).decode().partition("\r\x1b[K")
+    os.close(ours)
+    assert erased and "0/4" in drawn and len(drawn.split("\r")[-1]) <= 37
 
 
 @pytest.mark.parametrize("steps", [4, 9])
