@@ -64,6 +64,9 @@ def main(words: Sequence[str] | None = None) -> None:
             _execute(parser, words)
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        sys.exit(130)
     except OSError as error:
         # Errors of files have names.
         if error.filename is not None:

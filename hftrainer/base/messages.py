@@ -21,6 +21,8 @@ from typing import Any
 #: Values of `TRANSFORMERS_VERBOSITY`; in transformers 'detail' also has its own format.
 LEVELS = {"detail": logging.DEBUG, "debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 LEVELS |= {"error": logging.ERROR, "critical": logging.CRITICAL}
+#: Environment variable that is "full" for tracebacks with all frames.
+TRACEBACK_VARIABLE = "HFTRAINER_TRACEBACK"
 _PACKAGES = ("hftrainer", "hftrainer_lightning")
 #: Logs the messages about a run that a user should see by default.
 run_logger = logging.getLogger("hftrainer.run")

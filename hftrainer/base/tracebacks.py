@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, embedding, nll_loss
 
+from hftrainer.base.messages import TRACEBACK_VARIABLE
+
 logger = logging.getLogger(__name__)
 
 #: Packages whose frames lead from `train()` to the script's code, and from there to the function that fails.
@@ -29,7 +31,6 @@ _ENGINE = frozenset(
     """.split()
 )
 _WITHOUT_NOTE = {"hftrainer", "contextlib", "enum", "functools"}
-VARIABLE = "HFTRAINER_TRACEBACK"
 
 
 class HideEngineFrames(contextlib.AbstractContextManager[None]):
@@ -40,7 +41,7 @@ class HideEngineFrames(contextlib.AbstractContextManager[None]):
     """
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is None or sys.version_info < (3, 11) or os.environ.get(VARIABLE) == "full":
+        if error is None or sys.version_info < (3, 11) or os.environ.get(TRACEBACK_VARIABLE) == "full":
             return
         is_shorter, visited_ids = False, set()
         link: BaseException | None = error
@@ -60,11 +61,8 @@ class HideEngineFrames(contextlib.AbstractContextManager[None]):
             link = link.__cause__ or link.__context__
         if is_shorter and isinstance(error, Exception):
             # Before the other notes, so that the last line says what to do.
-            text, notes = (
-                f"(The engine's frames are hidden: {VARIABLE}=full shows them.)",
-                getattr(error, "__notes__", []),
-            )
-            vars(error)["__notes__"] = [text, *(note for note in notes if note != text)]
+            text = f"(The engine's frames are hidden: {TRACEBACK_VARIABLE}=full shows them.)"
+            vars(error)["__notes__"] = [text, *(note for note in getattr(error, "__notes__", []) if note != text)]
 
 
 def _shorten_worker_text(error: BaseException) -> None:

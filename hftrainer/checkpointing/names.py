@@ -1,4 +1,4 @@
-"""The names of checkpoint folders and of the files in them, as `transformers.Trainer` reads and writes them; a run's folders."""
+"""Checkpoint folders: their names and those of their files, as in `transformers.Trainer`, and which a run has."""
 
 import os
 import re

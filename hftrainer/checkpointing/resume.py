@@ -17,7 +17,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.file_checks import check_value_types
 from hftrainer.checkpointing.inspection import Inspection, inspect_checkpoint
-from hftrainer.checkpointing.names import checkpoints_newest_first, describe_nearest, sort_checkpoints
+from hftrainer.checkpointing.names import checkpoints_newest_first, describe_nearest
 from hftrainer.checkpointing.run_checkpoints import find_intact, get_last_checkpoint
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from hftrainer.training_args import TrainingArguments

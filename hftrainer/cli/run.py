@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import logging
 import os
 import re
 import runpy
@@ -13,6 +14,7 @@ from collections.abc import Collection
 from types import TracebackType
 from typing import Any, NoReturn
 
+from hftrainer.base.messages import TRACEBACK_VARIABLE, wrap_text
 from hftrainer.cli.parser import Parser
 from hftrainer.errors import suggest
 from hftrainer.plugins import load
@@ -82,13 +84,17 @@ def run_script(target: str, arguments: list[str], prog: str, *, as_module: bool 
     """
     from hftrainer.parallel.environment import find_rank_info
 
+    sys.excepthook = _print_script_traceback
     # The ranks have the same warnings of torch's C++ code, which reads this variable when it is imported.
     if find_rank_info({}, int).rank:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from hftrainer.cli.install import install
 
     install()
-    sys.excepthook = _print_script_traceback
+    if find_rank_info({}, int).world_size > 1:
+        from hftrainer.parallel.process_group import show_errors_once
+
+        show_errors_once()
     sys.argv = [target, *arguments]
     if as_module:
         sys.path[0] = os.getcwd()
@@ -105,7 +111,7 @@ def run_script(target: str, arguments: list[str], prog: str, *, as_module: bool 
 
 
 def _print_script_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught exception without the frames outside the script."""
+    """Print an uncaught exception without the frames outside the script, and of a Ctrl-C only where the script was."""
     from hftrainer.parallel.environment import find_rank_info
 
     # The first rank's training notes below a Ctrl-C what is saved, and on Python 3.10 logs it. Another Ctrl-C may end
@@ -114,8 +120,15 @@ def _print_script_traceback(kind: type[BaseException], error: BaseException, tra
     if isinstance(error, KeyboardInterrupt) and (notes or find_rank_info({}, int).rank):
         sys.stderr.writelines(f"{note}\n" for note in notes if sys.version_info >= (3, 11))
         return
+    frames = _script_frames(trace)
+    if isinstance(error, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE) != "full":
+        place = "before the script began"
+        if frames is not None and frames.tb_frame.f_globals.get("__name__") == "__main__":
+            place = f"in line {frames.tb_lineno} of {frames.tb_frame.f_code.co_filename}"
+        print(f"\nInterrupted {place}.", file=sys.stderr)
+        return
     # A script that cannot be parsed has no frame.
-    traceback.print_exception(kind, error, _script_frames(trace) or (None if issubclass(kind, SyntaxError) else trace))
+    traceback.print_exception(kind, error, frames or (None if issubclass(kind, SyntaxError) else trace))
 
 
 def _script_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -141,6 +154,8 @@ def launch(parser: Parser, words: list[str]) -> NoReturn:
     Raises:
         SystemExit: with 0, with the status of the first process that failed, or with 128 + the number of a signal.
     """
+    # Ctrl-C may come during the import.
+    sys.excepthook = _print_script_traceback
     from torch.distributed.run import get_args_parser
 
     launcher = _Launcher(
@@ -182,10 +197,19 @@ def run_torchrun(options: argparse.Namespace) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run
 
+    # Torchrun's variable for the level of its messages.
+    if "LOGLEVEL" not in os.environ:
+        # The processes say why they end, and the line below which was the first.
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+        logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
     try:
         run(options)
     except ChildFailedError as error:
-        status = error.get_first_failure()[1].exitcode
+        rank, failure = error.get_first_failure()
+        status, name = failure.exitcode, failure.signal_name()
+        how = f"by {name}" if status < 0 else f"with status {status}"
+        hint = ", as when the memory is full" if name == "SIGKILL" else ""
+        print(wrap_text(f"[hftrainer] Rank {rank} ended first, {how}{hint}.", sys.stderr), file=sys.stderr)
         raise SystemExit(status if status > 0 else 128 - status) from None
     except SignalException as error:
         raise SystemExit(128 + error.sigval) from None

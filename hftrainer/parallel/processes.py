@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -106,9 +107,11 @@ class Processes(RankInfo):
                 store = PrefixStore(f"meeting {next(_group_numbers)}", store)
             distributed.init_process_group(backend_name, store=store, rank=self.rank, world_size=size, timeout=timeout)
 
-        # Before torch's hook, which adds the rank to each line.
         show_errors_once()
+        hook = sys.excepthook
         wait_for_ranks(join, timeout, message)
+        # torch's hook adds the rank to each line, as ours does, and adds it again for each further group.
+        sys.excepthook = hook
         disconnect_at_exit()
 
     def barrier(self) -> None:

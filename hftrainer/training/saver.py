@@ -27,7 +27,7 @@ from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.randomness import rng_state
 from hftrainer.errors import CheckpointNotWritten, RanksLost
 from hftrainer.parallel.devices import is_out_of_memory
-from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
+from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message, read_first_error
 from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training.progress import make_progress
 from hftrainer.training.step_position import StepPhase
@@ -172,7 +172,9 @@ class CheckpointSaver(Part):
         Distributed runs save no checkpoint: other ranks may be at a different step, and exit with this rank.
         """
         is_distributed = loop.control_sync.is_distributed
-        if is_distributed and is_communication_error(error) and not isinstance(error, RanksLost):
+        is_lost = is_distributed and is_communication_error(error) and not isinstance(error, RanksLost)
+        # If a rank has printed its error, the traceback names that.
+        if is_lost and not read_first_error(os.getpid()):
             logger.error(lost_ranks_message("gradients or weights of all ranks"))
         should_restart = self.trainer.args.auto_find_batch_size and is_out_of_memory(error)
         has_changed_weights = loop.batches.phase >= StepPhase.STEPPING

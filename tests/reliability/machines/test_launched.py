@@ -59,4 +59,13 @@ def test_signal_to_the_first_process_ends_all(before, after, number, tmp_path):
 def test_run_command_exits_with_the_status_of_the_failed_process(tmp_path, processes):
     path = tmp_path / "script.py"
     path.write_text("import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(7)\ntime.sleep(60)\n")
-    assert processes.run("-m", "hftrainer", "run", "--nproc", "2", path, cwd=tmp_path, fresh=True).returncode == 7
+    done = processes.run("-m", "hftrainer", "run", "--nproc", "2", path, cwd=tmp_path, fresh=True)
+    assert (done.returncode, done.stderr) == (7, "[hftrainer] Rank 1 ended first, with status 7.\n")
+
+
+def test_run_command_prints_an_error_before_training_once(tmp_path, processes):
+    path = tmp_path / "script.py"
+    path.write_text("from transformers import TrainingArguments\nTrainingArguments(learning_rat=1)\n")
+    done = processes.run("-m", "hftrainer", "run", "--nproc", "2", path, cwd=tmp_path, fresh=True)
+    assert done.stderr.count("]: Traceback") == 1 and done.stderr.count("(The traceback is the same as that") == 1
+    assert done.stderr.count("learning_rat=1") == 1 and "torch/" not in done.stderr
