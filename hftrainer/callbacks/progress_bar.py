@@ -20,7 +20,7 @@ from hftrainer.callbacks.log_lines import format_log_line, format_place, note_na
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.compat import transformers_names
 from hftrainer.compat.libraries import has_length
-from hftrainer.parallel.process_group import find_rank_that_prints
+from hftrainer.parallel.rank_errors import find_rank_that_prints
 
 
 def is_in_notebook() -> bool:
@@ -196,15 +196,13 @@ def _format_logs(logs: dict[str, Any] | None, args: BaseArguments, *, above_bar:
 def _make_bar(**kwargs: Any) -> Any:
     from tqdm.auto import tqdm
 
+    class Bar(tqdm):
+        """Leaves room at the end of the terminal's line for its "^C", so that a Ctrl-C can erase both."""
+
+        @property
+        def format_dict(self) -> dict[str, Any]:
+            values: dict[str, Any] = super().format_dict
+            return values | {"ncols": values["ncols"] and max(values["ncols"] - 3, 1)}
+
     # With disable=None, tqdm shows no bar outside a terminal; a notebook can show it anyway.
-    bar = tqdm(**{"dynamic_ncols": True, "disable": False if is_in_notebook() else None} | kwargs)
-    # A hidden bar has no function that measures the terminal.
-    if measure := getattr(bar, "dynamic_ncols", None):
-
-        def leave_room(file: Any) -> tuple[int | None, int | None]:
-            columns, lines = measure(file)
-            # The "^C" of the terminal stays in the bar's line.
-            return columns and max(columns - 3, 1), lines
-
-        bar.dynamic_ncols = leave_room
-    return bar
+    return Bar(**{"dynamic_ncols": True, "disable": False if is_in_notebook() else None} | kwargs)

@@ -92,7 +92,7 @@ def run_script(target: str, arguments: list[str], prog: str, *, as_module: bool 
 
     install()
     if find_rank_info({}, int).world_size > 1:
-        from hftrainer.parallel.process_group import show_errors_once
+        from hftrainer.parallel.rank_errors import show_errors_once
 
         show_errors_once()
     sys.argv = [target, *arguments]

@@ -27,10 +27,10 @@ from hftrainer.parallel.process_group import (
     CollectiveCall,
     cpu_group,
     disconnect_at_exit,
-    show_errors_once,
     start_in_thread,
     wait_for_ranks,
 )
+from hftrainer.parallel.rank_errors import show_errors_once
 
 T = TypeVar("T")
 #: Seconds between two messages of a busy rank 0 to the other ranks.

@@ -27,7 +27,8 @@ from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.randomness import rng_state
 from hftrainer.errors import CheckpointNotWritten, RanksLost
 from hftrainer.parallel.devices import is_out_of_memory
-from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message, read_first_error
+from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
+from hftrainer.parallel.rank_errors import read_first_error
 from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training.progress import make_progress
 from hftrainer.training.step_position import StepPhase

@@ -29,6 +29,7 @@ _XLA = {"_XLAC": "torch_xla", "_xla_get_tensor_id": "torch_xla", "_metadata": "t
 OF_OTHERS = {
     "hftrainer.parallel.accelerator": {"_orig_mod": "torch, in compiled models"},
     "hftrainer.parallel.process_group": {"_get_default_store": "torch, whose processes have met there"},
+    "hftrainer.parallel.rank_errors": {"_get_default_store": "torch, whose processes have met there"},
     "hftrainer_deepspeed.engine_holder": {
         "_copy_recovery_script": "DeepSpeed",
         "_last_lr": "torch's schedules",

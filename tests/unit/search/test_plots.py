@@ -74,8 +74,8 @@ def test_study_must_be_chosen_and_each_objective_is_drawn(tmp_path):
     assert written == [str(tmp_path / f"b_{name}_{number}.png") for name in NAMES for number in (0, 1)]
 
 
-def test_axis_has_the_name_of_the_metric(url, tmp_path):
-    study = optuna.load_study(study_name="a", storage=url)
+def test_axis_has_the_name_of_the_metric(tmp_path):
+    study = make_study(url := f"sqlite:///{tmp_path}/search.db")
     with pytest.warns(optuna.exceptions.ExperimentalWarning):
         study.set_metric_names(["eval_loss"])
     plot_study(url, out=str(tmp_path), html=True)
