@@ -18,7 +18,7 @@ from hftrainer.base.tracebacks import note_batch
 from hftrainer.cli import run
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage
 from hftrainer.monitoring.journal import read_events
-from hftrainer.reporting import plot
+from hftrainer.reporting import panels
 from tests.support.tiny import Plain, language_data, make_bert, make_llama, make_plain, plain_data, text_data
 
 
@@ -265,9 +265,9 @@ def test_missing_package_error_shows_its_cause(monkeypatch, error, is_shown):
     def fail_to_import(*_):
         raise error
 
-    monkeypatch.setattr(plot.importlib, "import_module", fail_to_import)
+    monkeypatch.setattr(panels.importlib, "import_module", fail_to_import)
     with pytest.raises(MissingPackage, match="pip install") as caught:
-        plot.import_plotting("matplotlib.pyplot")
+        panels.import_plotting("matplotlib.pyplot")
     assert ("broken" in "".join(traceback.format_exception(caught.value))) is is_shown
 
 
