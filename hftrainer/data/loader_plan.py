@@ -55,8 +55,10 @@ class LoaderPlan:
             return
         assert self.processes is not None
         sentinel: Any = object()
-        while not self.processes.start_max_over_ranks([(batch := next(batches, sentinel)) is sentinel])()[0]:
+        batch = next(batches, sentinel)
+        while not self.processes.any_rank(batch is sentinel):
             yield batch
+            batch = next(batches, sentinel)
         if batch is not sentinel:
             logger.warning(
                 "The epoch ends with the shortest shard of the stream; this process drops the rest of its shard. "

@@ -139,6 +139,10 @@ class Processes(RankInfo):
 
         return result
 
+    def any_rank(self, value: bool) -> bool:
+        """Whether `value` is true on any rank. Waits for the other ranks, but not for the accelerator."""
+        return bool(self.start_max_over_ranks([int(value)])()[0]) if self.is_distributed else value
+
     def broadcast_from_main(self, decide: Callable[[], T]) -> T:
         """The result of `decide` on rank 0, broadcast to all ranks. If it raises, all ranks raise."""
         if not self.is_distributed:

@@ -133,8 +133,7 @@ class DivergenceWatch(Part):
         norm = torch.as_tensor(0.0 if norm is None else norm).to(self._loss.device)
         loss, norm = torch.stack([self._loss.float(), norm.float()]).tolist()
         reason, value = self._judge_step(loss, 0.0 if has_scaler else norm)
-        processes = self.trainer.accelerator.processes
-        if processes.start_max_over_ranks([int(reason)])()[0] if processes.is_distributed else reason:
+        if self.trainer.accelerator.processes.any_rank(reason != _Reason.NONE):
             step = self.trainer.state.global_step + 1
             raise Diverged(DivergedStep(step, reason, value, self._windows, self._step_samples()))
         self.recent_losses.append(loss)
