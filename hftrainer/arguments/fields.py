@@ -43,15 +43,17 @@ class CurrentArguments:
         False, "Whether your script overwrites the folder.", "4.0", "inert: a switch for your script", until="4.57"
     )
     do_train: bool = arg(
-        *(False, "Whether your script trains.", "4.1", "inert: a switch for your script"), subject=SCRIPT_SUBJECT
+        False, "Whether your script trains.", "4.1", "inert: a switch for your script", subject=SCRIPT_SUBJECT
     )
     do_eval: bool = arg(
-        *(False, "Whether your script evaluates.", "4.1"),
+        False,
+        "Whether your script evaluates.",
+        "4.1",
         "inert: a switch for your script, which eval_strategy sets too",
         subject=SCRIPT_SUBJECT,
     )
     do_predict: bool = arg(
-        *(False, "Whether your script predicts.", "4.1", "inert: a switch for your script"), subject=SCRIPT_SUBJECT
+        False, "Whether your script predicts.", "4.1", "inert: a switch for your script", subject=SCRIPT_SUBJECT
     )
     eval_strategy: IntervalStrategy | str = arg(
         "no", "When to evaluate: 'no', 'steps' or 'epoch'.", "4.48", choices=IntervalStrategy, subject=_EVALUATION
@@ -138,7 +140,9 @@ class CurrentArguments:
         None, "Allow TF32 matrix products; None allows them in compiled models.", "4.15", read_once=True
     )
     activation_checkpointing: bool | None = arg(
-        *(None, "Recompute activations to save memory; older name: `gradient_checkpointing`; either works.", "5.23"),
+        None,
+        "Recompute activations to save memory; older name: `gradient_checkpointing`; either works.",
+        "5.23",
         const=True,
         neutral_value=False,
     )
@@ -146,7 +150,9 @@ class CurrentArguments:
         None, "Keyword arguments of `activation_checkpointing`, as a dict or a JSON object.", "5.23", json=True
     )
     gradient_checkpointing: bool | None = arg(
-        *(None, "Recompute activations to save memory; since v5.23 also named `activation_checkpointing`.", "4.15"),
+        None,
+        "Recompute activations to save memory; since v5.23 also named `activation_checkpointing`.",
+        "4.15",
         const=True,
         neutral_value=False,
     )
@@ -388,7 +394,9 @@ class CurrentArguments:
 
     # With None as the second member, both argument parsers use `str`; `arg` sets `nargs`.
     debug: str | None | list[str] = arg(
-        *("", "Debugging aids, separated by spaces: 'underflow_overflow', on TPUs 'tpu_metrics_debug'.", "4.1"),
+        "",
+        "Debugging aids, separated by spaces: 'underflow_overflow', on TPUs 'tpu_metrics_debug'.",
+        "4.1",
         const=True,
         accepts_several=True,
     )

@@ -160,27 +160,32 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     marked = {key: curve.values[curve.best] for key, curve in named.items() if curve.best is not None}
     evaluated = [name for run in runs for name in run.page["metrics"] if name.startswith("eval_")]
     metrics = list(dict.fromkeys([*(name for _, name in marked), *evaluated]))[:2] or ["loss"]
-    best, rates = [f"best {name}" for name in metrics], ("samples_per_second", "tokens_per_second")
-    means = (f"mean {rate.replace('_', ' ')}" for rate in rates)
-    titles = ("run", "differs in", "steps", "state", "last loss", *best, *means, "time", "downtime", "goodput")
+    rates = ("samples_per_second", "tokens_per_second")
     rows, without_journal, unknown = [], [], []
     for run, name in zip(runs, names, strict=True):
-        page, logged = run.page, run.page["values"]
+        page, logged, seconds = run.page, run.page["values"], run.seconds
         last = page["metrics"].get("loss", {}).get("last")
-        speeds = [curve.mean_rate if (curve := named.get((name, rate))) else None for rate in rates]
-        if run.seconds is None and "train_runtime" in logged:
-            speeds = [logged.get(f"train_{rate}") for rate in rates]
+        speeds = {rate: curve.mean_rate if (curve := named.get((name, rate))) else None for rate in rates}
+        if seconds is None and "train_runtime" in logged:
+            speeds = {rate: logged.get(f"train_{rate}") for rate in rates}
+            seconds = logged["train_runtime"]
             without_journal.append(name)
-        elif run.seconds is None:
+        elif seconds is None:
             unknown.append(name)
-        values = (
-            *(name, next(curve.settings for (run_name, _), curve in named.items() if run_name == name)),
-            *(page["step"], page["state"] if last is None or not math.isnan(last) else "diverged", last),
-            *(marked.get((name, metric), page["metrics"].get(metric, {}).get("best")) for metric in metrics),
-            *(*speeds, logged.get("train_runtime") if run.seconds is None else run.seconds),
-            *(run.downtime or None, page["goodput"]),
-        )
-        rows.append(dict(zip(titles, values, strict=True)))
+        best = {each: marked.get((name, each), page["metrics"].get(each, {}).get("best")) for each in metrics}
+        row = {
+            "run": name,
+            "differs in": next(curve.settings for (run_name, _), curve in named.items() if run_name == name),
+            "steps": page["step"],
+            "state": page["state"] if last is None or not math.isnan(last) else "diverged",
+            "last loss": last,
+            **{f"best {metric}": value for metric, value in best.items()},
+            **{f"mean {rate.replace('_', ' ')}": value for rate, value in speeds.items()},
+            "time": seconds,
+            "downtime": run.downtime or None,
+            "goodput": page["goodput"],
+        }
+        rows.append(row)
     meanings = "time: without pauses; downtime: pauses after failures; goodput: kept steps / (time + downtime)"
     notes = [meanings] * any(run.seconds is not None for run in runs)
     others = f"{', '.join(without_journal)}: train_runtime and the speed over it, with evaluations and saving"

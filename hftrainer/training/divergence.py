@@ -220,11 +220,9 @@ class SkippedSamples:
             is_same_step = count_samples(saved) == count_samples(new)
             is_same_data = all(saved[name] == new[name] for name in new if name not in STEP_SETTINGS)
             if not (self.trainer.args.elastic and is_same_step and is_same_data):
-                logger.warning(
-                    "%s: the samples of step %s are not skipped, since their position differs with %s.%s",
-                    *(self.path, entry["step"], changes),
-                    "" if self.trainer.args.elastic else " elastic=True keeps the samples of a step.",
-                )
+                advice = "" if self.trainer.args.elastic else " elastic=True keeps the samples of a step."
+                text = "%s: the samples of step %s are not skipped, since their position differs with %s.%s"
+                logger.warning(text, self.path, entry["step"], changes, advice)
                 return
             ratio = new["gradient_accumulation_steps"] / saved["gradient_accumulation_steps"]
         for epoch, start, size in entry["windows"]:

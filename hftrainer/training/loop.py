@@ -156,7 +156,8 @@ class TrainingLoop(Part):
                 raise InvalidArgument(f"The training dataset yielded no batch: {problem}.")
             logger.warning(
                 "The training data yielded no batch in epoch %d: stopping training at step %d!",
-                *(batches.epoch, self.trainer.state.global_step),
+                batches.epoch,
+                self.trainer.state.global_step,
             )
             self.trainer.control.should_training_stop = True
         self._close_epoch()
