@@ -228,7 +228,8 @@ def follow_fields(ours: Any, seq2seq_class: Any) -> None:
 
 def earlier_defaults() -> dict[str, Any]:
     """Argument → its default in the followed release, where it differs from ours."""
-    release, defaults = followed.from_config({}).release, {}
+    release = followed.from_config({}).release
+    defaults = {}
     for name, argument in ARGUMENTS.items():
         for last_release, default in (argument.past_defaults or {}).items():
             if release <= Release.from_text(last_release):

@@ -43,7 +43,8 @@ def non_neutral_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]
 
 def refuse_unknown(method_name: str, function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
     """Raise `UnknownArgument`, with suggestions, for the keyword arguments in a method's `**unknown`."""
-    parameters, errors = list(inspect.signature(function).parameters)[1:-1], []
+    parameters = list(inspect.signature(function).parameters)[1:-1]
+    errors = []
     for name, value in unknown.items():
         of_arguments = suggest(name, BaseArguments.__dataclass_fields__).replace("?", " of TrainingArguments?")
         errors.append(f"{method_name} has no argument {name!r}{explain_keyword(name, value, parameters, of_arguments)}")

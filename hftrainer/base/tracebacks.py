@@ -195,7 +195,8 @@ def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:
         other = "labels" if is_label else "positions"
         name = next((name for name, value in columns.items() if value is indices), other)
         indices = indices[indices != call.get("ignore_index")]
-        low, high, allowed = indices.min(), indices.max(), rows[: 1 + is_label][-1] - 1
+        low, high = indices.min(), indices.max()
+        allowed = rows[: 1 + is_label][-1] - 1
         found = f"The values of {name} are {low} to {high}" if low < high else f"The value of {name} is {low}"
         return f"{found}, but the model accepts 0 to {allowed}: {_REMEDIES.get(name, 'correct them')}."
     if limit is not None and length > limit and str(limit) in str(error):

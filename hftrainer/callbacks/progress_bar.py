@@ -82,7 +82,8 @@ class ProgressCallback(TrainerCallback):
                 self.training_bar.clear()
         self.current_step = state.global_step
         if warnings.showwarning != self._write_warning:
-            self._show_warning, self._pid = warnings.showwarning, os.getpid()
+            self._show_warning = warnings.showwarning
+            self._pid = os.getpid()
             warnings.showwarning = self._write_warning
 
     def _write_warning(self, message, category, filename, lineno, file=None, line=None):

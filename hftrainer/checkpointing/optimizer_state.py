@@ -117,7 +117,8 @@ def explain_incompatible_state(folder: str, args: TrainingArguments, error: Exce
     """Raise InvalidSetup if a state did not load since it was written with another `optim` or `lr_scheduler_type`."""
     path = os.path.join(folder, names.TRAINING_ARGS_NAME)
     name = "lr_scheduler_type" if names.SCHEDULER_NAME in str(error) else "optim"
-    current, saved = as_text(getattr(args, name)), read_arguments(path).get(name) if os.path.isfile(path) else None
+    current = as_text(getattr(args, name))
+    saved = read_arguments(path).get(name) if os.path.isfile(path) else None
     if saved not in (None, current):
         problem = f"{folder} was written with {name}={saved!r}, whose state {name}={current!r} cannot use"
         raise InvalidSetup(f"{problem}: resume with {name}={saved!r}. {FRESH_OPTIMIZER}") from error

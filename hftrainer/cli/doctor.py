@@ -239,7 +239,8 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
         "processes by": detect_launcher(),
     }
     # Ask nvidia-smi, since torch would create a context on the first GPU to get the name.
-    names, problems = (collect_env.get_gpu_info(collect_env.run) or "").splitlines(), []
+    names = (collect_env.get_gpu_info(collect_env.run) or "").splitlines()
+    problems = []
     if names:
         report["NVIDIA GPUs"] = names
     if names and kind == "cpu":

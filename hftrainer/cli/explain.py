@@ -154,7 +154,8 @@ def _arguments_of_script(
     from hftrainer.training_args import TrainingArguments
 
     check_script(parser, script, as_module=as_module)
-    all_args, failure = _patch_trainer_to_stop(), None
+    all_args = _patch_trainer_to_stop()
+    failure = None
     try:
         # Only the explanation goes to stdout.
         with contextlib.redirect_stdout(sys.stderr):

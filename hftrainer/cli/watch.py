@@ -148,7 +148,8 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
 
     colour = "red" if _nan_place(page) else COLOURS.get(page["state"], "red")
     # The advice is at the end of a warning, but a low page needs its lines for the curves.
-    inner, texts = width - 4, 5 if height is None or height > 40 else 2
+    inner = width - 4
+    texts = 5 if height is None or height > 40 else 2
     parts: list[RenderableType] = (
         [Text(page["problem"])] if "problem" in page else [*_parts(page, inner, colour, texts)]
     )

@@ -255,7 +255,9 @@ class EvaluationRunner(Part):
         engine = self.parts.engine
         settings = {"prediction_loss_only": prediction_loss_only, "ignore_keys": ignore_keys}
         keywords = accepted_args(loop, {**settings, "metric_key_prefix": metric_key_prefix})
-        with engine.autocast_forward(trainer.model) if overrides_new or overrides_old else contextlib.nullcontext():
+        has_override = overrides_new or overrides_old
+        context = engine.autocast_forward(trainer.model) if has_override else contextlib.nullcontext()
+        with context:
             yield functools.partial(loop, dataloader, description, **keywords)
 
     def to_loop_output(self, output: Any, dataloader: DataLoader[Any]) -> EvalLoopOutput:

@@ -60,9 +60,18 @@ class Observer(TrainerCallback):
         journal: Journal,
         facts: Mapping[str, Any],
     ) -> None:
-        self.observations, self.journal, self.flops = observations, journal, flops
-        self._seconds, self._waits, self._sum_over_data, self._facts = seconds, waits, sum_over_data, facts
-        self._samples = self._tokens = self._first_elements = self._step = self._written_step = 0
+        self.observations = observations
+        self.journal = journal
+        self.flops = flops
+        self._seconds = seconds
+        self._waits = waits
+        self._sum_over_data = sum_over_data
+        self._facts = facts
+        self._samples = 0
+        self._tokens = 0
+        self._first_elements = 0
+        self._step = 0
+        self._written_step = 0
         self._median_step_seconds: float | None = None
         self._has_warned_of_data = False
         self._handler = _JournalHandler(self)
@@ -86,7 +95,9 @@ class Observer(TrainerCallback):
         return {"time": time.perf_counter(), **counters, "samples": self._samples, "tokens": self._tokens, **waits}
 
     def _begin_interval(self, counters: dict[str, float]) -> None:
-        self._start_counters, self._memory_peak, self._steps_in_interval = counters, 0, 0
+        self._start_counters = counters
+        self._memory_peak = 0
+        self._steps_in_interval = 0
         self._step_start = _step_seconds(counters)
 
     def pop_values(self) -> dict[str, float]:
@@ -129,7 +140,8 @@ class Observer(TrainerCallback):
         other_seconds = {name: differences[name] for name in ("data", "evaluation", "saving")}
         seconds = {"steps": differences["time"] - sum(other_seconds.values()), **other_seconds}
         self.journal.write("interval", self._step, steps=self._step - self._written_step, seconds=seconds)
-        self._written_counters, self._written_step = counters, self._step
+        self._written_counters = counters
+        self._written_step = self._step
 
     def read_events(self) -> list[dict[str, Any]]:
         """The events until now, also of earlier runs; none without a journal."""
@@ -177,7 +189,9 @@ class Observer(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         """Record the time of the step, and the memory."""
-        now, seconds, self._step = time.perf_counter(), self._seconds(), state.global_step
+        now = time.perf_counter()
+        seconds = self._seconds()
+        self._step = state.global_step
         step_seconds = now - seconds.get("evaluation", 0.0) - seconds.get("saving", 0.0)
         self._steps_in_interval += 1
         self._latest_step_seconds.append(step_seconds - self._step_start)

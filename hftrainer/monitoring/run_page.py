@@ -311,7 +311,9 @@ class RunRecord:
         """The shares of time between the last log line before each restart, and before the end, and that place."""
         if not any("data_wait" in event["logs"] for event in self._logs):
             return
-        seconds, last, is_logged = Counter[str](), self._kept[0], False
+        seconds = Counter[str]()
+        last = self._kept[0]
+        is_logged = False
         for event in [*self._kept, {"event": "begin"}]:
             if event["event"] == "interval":
                 # The interval of a log line is written after it.

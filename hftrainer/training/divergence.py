@@ -214,7 +214,9 @@ class SkippedSamples:
 
     def _skip_windows(self, entry: Mapping[str, Any]) -> None:
         """Skip the windows of an entry, if its positions apply to this run."""
-        saved, new, ratio = entry["settings"], self._position_settings(), 1.0
+        saved = entry["settings"]
+        new = self._position_settings()
+        ratio = 1.0
         if saved != new:
             changes = ", ".join(f"{name}={new[name]}, was {saved[name]}" for name in new if new[name] != saved[name])
             is_same_step = count_samples(saved) == count_samples(new)
@@ -282,7 +284,8 @@ class SkippedSamples:
         return f"{message}. {rollback}; {_describe_samples(samples)} are skipped"
 
     def _make_error_message(self, message: str, diverged_step: DivergedStep, samples: list[Any]) -> str:
-        args, reason = self.trainer.args, "on_divergence='stop'"
+        args = self.trainer.args
+        reason = "on_divergence='stop'"
         if args.on_divergence != "stop":
             reason = f"the run was rolled back {len(self.entries)} times, max_rollbacks={args.max_rollbacks}"
         skipped_steps = "".join(

@@ -51,8 +51,11 @@ class TrainingLoop(Part):
 
     def __init__(self, parts: TrainerParts, batches: MicroBatches, trial: Any, ignore_keys: list[str] | None) -> None:
         super().__init__(parts)
-        self.batches, self.trial, self.ignore_keys = batches, trial, ignore_keys
-        self.lengths, self.resume_folder = batches.lengths, batches.start.resume_folder
+        self.batches = batches
+        self.trial = trial
+        self.ignore_keys = ignore_keys
+        self.lengths = batches.lengths
+        self.resume_folder = batches.start.resume_folder
         self.control_sync = batches.control_sync
         self.start_time = time.time()
         self.syncs_each_batch = parts.resolved.accelerator_config.sync_each_batch
@@ -73,7 +76,8 @@ class TrainingLoop(Part):
         optimizer, scheduler = self.parts.require_optimizer(), self.trainer.lr_scheduler
         initial_groups = [dict(group) for group in optimizer.param_groups]
         add_missing_groups(scheduler, optimizer)
-        with contextlib.nullcontext() if self.trial is None else keep_argument_settings(optimizer, scheduler):
+        context = contextlib.nullcontext() if self.trial is None else keep_argument_settings(optimizer, scheduler)
+        with context:
             try:
                 self.trainer._load_optimizer_and_scheduler(self.resume_folder)
             except (DamagedCheckpoint, InvalidSetup) as error:
@@ -136,7 +140,8 @@ class TrainingLoop(Part):
 
     def begin_epoch(self, epoch: int) -> None:
         """Call `on_epoch_begin`, before the data iterator is created."""
-        self.batches.epoch, self.batches.position = epoch, MicroBatchPosition()
+        self.batches.epoch = epoch
+        self.batches.position = MicroBatchPosition()
         self.epoch_ended = False
         self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
@@ -185,10 +190,11 @@ class TrainingLoop(Part):
         Only the window's last micro-batch all-reduces gradients, unless `syncs_each_batch`.
         """
         position = self.batches.position
-        is_local = not (position.is_last or self.syncs_each_batch)
+        syncs_now = position.is_last or self.syncs_each_batch
+        context = contextlib.nullcontext() if syncs_now else self.trainer.accelerator.no_sync(model=model)
         training_step = self.trainer.training_step
         arguments = accepted_args(training_step, {"num_items_in_batch": position.num_items})
-        with self.trainer.accelerator.no_sync(model=model) if is_local else contextlib.nullcontext():
+        with context:
             loss = training_step(model, inputs, **arguments)
         if loss is None:
             raise InvalidSetup(f"{type(self.trainer).__name__}.training_step must return the loss.")

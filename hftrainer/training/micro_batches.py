@@ -56,7 +56,9 @@ class MicroBatches(Part):
         self.control_sync = control_sync
         self.lengths = lengths
         self.start = start
-        self.epoch, self.position, self.phase = start.epoch, MicroBatchPosition(), StepPhase.NOT_BEGUN
+        self.epoch = start.epoch
+        self.position = MicroBatchPosition()
+        self.phase = StepPhase.NOT_BEGUN
         #: Index of the first micro-batch of the next iteration.
         self._first_index = start.finished_micro_batches
         self.reader = EpochReader(loader)
@@ -87,7 +89,8 @@ class MicroBatches(Part):
     def _read_windows(self) -> Iterator[tuple[int, list[Any], Any]]:
         """Yields the windows that the run does not skip: index of the first micro-batch, micro-batches, and items."""
         start, self._first_index = self._first_index, 0
-        iterator, index = self._open_epoch(), start
+        iterator = self._open_epoch()
+        index = start
         for num_batches in self._window_sizes(start):
             micro_batches, num_items = self._get_window(iterator, num_batches)
             if index == start:
@@ -135,8 +138,10 @@ class MicroBatches(Part):
     def _get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
         """What `Trainer.get_batch_samples` returns."""
         phase, self.phase = self.phase, StepPhase.BEGUN
-        read, device = self.trainer.get_batch_samples, self.run.loss_since_log.device
-        micro_batches, num_items = call_with_accepted(read, iterator, num_batches, device=device)
+        device = self.run.loss_since_log.device
+        micro_batches, num_items = call_with_accepted(
+            self.trainer.get_batch_samples, iterator, num_batches, device=device
+        )
         self.run.accumulation_steps = len(micro_batches)
         if not micro_batches:
             # A stream without a length has ended.

@@ -114,7 +114,8 @@ class Restarts(Part):
             The checkpoint; None for the initial state.
         """
         assert self.run.skipped_samples is not None
-        initial_state, self.run.has_rolled_back = self.run.initial_state, True
+        initial_state = self.run.initial_state
+        self.run.has_rolled_back = True
         self.parts.saver.wait_for_save()
         processes, mirror = self.trainer.accelerator.processes, self.parts.storage_sync.mirror
         if mirror is not None:
@@ -175,5 +176,6 @@ class Restarts(Part):
         if isinstance(self.trainer.optimizer, LayerWiseDummyOptimizer):
             self.trainer.optimizer.remove_hooks()
         self.parts.engine.trainer = self.parts.engine.module = None
-        self.trainer.optimizer = self.trainer.lr_scheduler = handler.optimizer = handler.lr_scheduler = None
+        self.trainer.optimizer = self.trainer.lr_scheduler = None
+        handler.optimizer = handler.lr_scheduler = None
         self.parts.checkpoint_writer.close_ignoring_errors()

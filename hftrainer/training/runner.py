@@ -350,7 +350,8 @@ class TrainingRunner(Part):
         parts.checkpoint_writer.close()
         if parts.policy.loads_best_after_logging:
             parts.restorer.load_best_at_end()
-        run_folder, only_checkpoint = trainer._get_output_dir(trial), self._only_checkpoint()
+        run_folder = trainer._get_output_dir(trial)
+        only_checkpoint = self._only_checkpoint()
         if trainer.args.should_save and only_checkpoint is not None and parts.storage_sync.mirror is None:
             delete_all_but_best(only_checkpoint, run_folder)
         parts.call_callbacks("on_train_end")
