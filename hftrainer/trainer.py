@@ -690,7 +690,7 @@ class Trainer(EarlierMethods):
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         """Whether to clip each device mesh's gradients separately. False: the strategy clips them together."""
-        # A subclass may have set it.
+        # A subclass may have set it. transformers too finds it at the first clipping, and keeps it.
         if self._mixed_mesh_grads is None:
             self._mixed_mesh_grads = False
         return self._mixed_mesh_grads

@@ -171,10 +171,6 @@ def _stamps(folder: Path) -> dict[Path, _Stamp]:
     return {path.relative_to(folder): (path.lstat().st_ctime_ns, path.lstat().st_size) for path in paths}
 
 
-#: Makes an executor with one thread. The thread starts with the first task.
-_make_thread = functools.partial(ThreadPoolExecutor, max_workers=1, thread_name_prefix="checkpoint")
-
-
 @dataclass(eq=False)
 class CheckpointWriter:
     """Writes checkpoints atomically. If storage fails, the checkpoint is skipped and training continues.
@@ -199,11 +195,18 @@ class CheckpointWriter:
     _pending: CheckpointInProgress | None = None
     _uses_other_thread: bool = False
     _shard_future: Future[None] | None = None
-    _thread: ThreadPoolExecutor = field(default_factory=_make_thread)
-    _copies: files.HostCopies = field(default_factory=files.HostCopies)
-    _process: WriterProcess | None = None
+    _thread: ThreadPoolExecutor = field(init=False)
+    _copies: files.HostCopies = field(init=False)
+    _process: WriterProcess | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self._open()
+
+    def _open(self) -> None:
+        """Make what writes in the background. The thread and the process start with their first task."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._copies = files.HostCopies()
+        self._process = None
         if self.is_async and writer_process.IS_AVAILABLE:
             self._copies = copies = SharedCopies()
             self._process = WriterProcess(copies)
@@ -414,7 +417,7 @@ class CheckpointWriter:
             logger.exception("Writing the current checkpoint failed too.")
 
     def close(self) -> None:
-        """Wait, and release the thread and the copies."""
+        """Wait, and release the thread and the copies; a later checkpoint has new ones."""
         try:
             self.wait()
         finally:
@@ -422,8 +425,7 @@ class CheckpointWriter:
             if self._process is not None:
                 self._process.close()
             self._copies.close()
-            self._thread, self._copies = _make_thread(), files.HostCopies()
-            self.__post_init__()
+            self._open()
 
     @contextlib.contextmanager
     def _report_errors(self, path: str, on_failure: Callable[[], None]) -> Iterator[None]:

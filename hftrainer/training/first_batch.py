@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def check_first_batch(parts: TrainerParts, model: nn.Module, inputs: Any, items: torch.Tensor | int | None) -> None:
     """Check on a run's first batch, in its precision, what the run requires of the model.
 
+    With `elastic`, it also sets `model_accepts_loss_kwargs`.
+
     Raises:
         InvalidSetup: if all parameters are frozen.
         UnsupportedArgument: for `flatten_batches`, if the samples of a row attend to each other.
@@ -42,7 +44,8 @@ def check_first_batch(parts: TrainerParts, model: nn.Module, inputs: Any, items:
     try:
         with torch.no_grad():
             if needs_division:
-                loss_division.detect_division(parts, model, inputs, items)
+                # Do not pass the number of items to a model that ignores it.
+                parts.trainer.model_accepts_loss_kwargs = loss_division.divides_by_items(parts, model, inputs, items)
             if args.flatten_batches:
                 _require_separate_samples(parts, model)
     finally:

@@ -76,8 +76,8 @@ def _function_accepts_items(function: Callable[..., Any] | None) -> bool:
     return is_parameter or (accepts(function, "num_items_in_batch") and not ignores_other_keywords(function))
 
 
-def detect_division(parts: TrainerParts, model: nn.Module, inputs: Mapping[str, Any], items: Any) -> None:
-    """Do not pass the number of items to a model that does not divide its loss by it.
+def divides_by_items(parts: TrainerParts, model: nn.Module, inputs: Mapping[str, Any], items: Any) -> bool:
+    """Whether a model that accepts the number of items divides its loss by it, on any rank.
 
     Classifiers such as BERT's accept `num_items_in_batch`, but return the mean of a micro-batch. transformers sums
     these means, so that the loss depends on the number of micro-batches and processes.
@@ -86,4 +86,4 @@ def detect_division(parts: TrainerParts, model: nn.Module, inputs: Mapping[str, 
         extract_loss(model(**{**inputs, "num_items_in_batch": count}), inputs) for count in (items, 2 * items)
     )
     dividing_ranks = parts.counters.sum_over_data(torch.tensor([not torch.equal(loss, loss_for_double)]).int())
-    parts.trainer.model_accepts_loss_kwargs = bool(dividing_ranks.item())
+    return bool(dividing_ranks.item())
