@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -125,44 +125,56 @@ def make_replicas(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     return replicas
 
 
+class TorchAccelerator(Accelerator):
+    """A device type with the API of `torch.cuda` (`torch.xpu`, ...).
+
+    Lightning calls some of these methods on the class, so each device type needs a subclass.
+    """
+
+    device_type: ClassVar[str]
+
+    def setup_device(self, device: torch.device) -> None:
+        """Make it the current device."""
+        device_module(self.device_type).set_device(device)
+
+    def teardown(self) -> None:
+        """Release cached memory."""
+        device_module(self.device_type).empty_cache()
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        """The memory statistics of a device."""
+        return dict(device_module(self.device_type).memory_stats(device))
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        """The number of devices."""
+        return int(devices)
+
+    @classmethod
+    def get_parallel_devices(cls, devices: int) -> list[torch.device]:
+        """The first `devices` devices."""
+        return [torch.device(cls.device_type, index) for index in range(devices)]
+
+    @classmethod
+    def auto_device_count(cls) -> int:
+        """The number of devices in this machine."""
+        return int(device_module(cls.device_type).device_count())
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether there is a device."""
+        return bool(device_module(cls.device_type).is_available())
+
+    @classmethod
+    def name(cls) -> str:
+        """The device type."""
+        return cls.device_type
+
+
 def make_accelerator(device_type: str) -> Any:
     """Lightning's accelerator: its name, or an object of our class."""
     if device_type == "xla":
         return load("xla", "lightning").Accelerator()
     if device_type not in UNSUPPORTED_BY_LIGHTNING:
         return device_type
-    module = device_module(device_type)
-
-    class TorchAccelerator(Accelerator):
-        """A device type with the API of `torch.cuda` (`torch.xpu`, ...)."""
-
-        def setup_device(self, device: torch.device) -> None:
-            module.set_device(device)
-
-        def teardown(self) -> None:
-            module.empty_cache()
-
-        def get_device_stats(self, device: Any) -> dict[str, Any]:
-            return dict(module.memory_stats(device))
-
-        @staticmethod
-        def parse_devices(devices: Any) -> Any:
-            return int(devices)
-
-        @staticmethod
-        def get_parallel_devices(devices: int) -> list[torch.device]:
-            return [torch.device(device_type, index) for index in range(devices)]
-
-        @staticmethod
-        def auto_device_count() -> int:
-            return int(module.device_count())
-
-        @staticmethod
-        def is_available() -> bool:
-            return bool(module.is_available())
-
-        @staticmethod
-        def name() -> str:
-            return device_type
-
-    return TorchAccelerator()
+    return type("TorchAccelerator", (TorchAccelerator,), {"device_type": device_type})()

@@ -6,12 +6,14 @@ import logging
 import math
 import numbers
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hftrainer.arguments.choices import as_text
-from hftrainer.base.messages import count_of, format_bytes, format_duration, format_number
+from hftrainer.base.messages import command_name, count_of, format_bytes, format_duration, format_number
 from hftrainer.callbacks.state import TrainerState, evaluation_key
 from hftrainer.checkpointing.names import checkpoints_newest_first
 from hftrainer.monitoring.journal import goodput, select_last_run
@@ -31,50 +33,88 @@ def make_resume_message(folder: str, state: TrainerState, epochs: float) -> str:
     return f"{folder} is {how} ({place}): nothing to train. Increase max_steps or num_train_epochs to continue."
 
 
-def make_summary(
-    state: TrainerState,
-    args: Any,
-    metrics: Mapping[str, Any],
-    seconds: Mapping[str, float],
-    steps: int,
-    share: float,
-    stopper: str = "",
-    non_finite_since: int | None = None,
-) -> Iterator[tuple[str, int]]:
-    """Lines that summarize a finished run, with their levels for `logging`.
+@dataclass
+class FinishedRun:
+    """What the summary of a run tells.
 
-    Args:
+    Attributes:
         state: the state of the run.
         args: the arguments.
         metrics: its last log line.
         seconds: activity other than training → its seconds.
         steps: optimizer steps of this call of `train()`.
         share: the ratio of `steps` to the steps that the speeds in `metrics` count.
-        stopper: the callback or request that stopped the run before its end; empty if unknown.
+        stopper: the callback that stopped the run before its end, on purpose; empty if unknown.
+        was_asked_to_stop: whether a request, `ask stop`, stopped it.
         non_finite_since: the step since which no loss was finite; 0 if only some were not, None if all were finite.
+        checkpoints: the checkpoint folders that it wrote, in order.
+        has_failed_save: whether the last checkpoint could not be written.
+        has_journal: whether it wrote a journal.
+        events: the events of the journal; None without `observe`.
     """
+
+    state: TrainerState
+    args: Any
+    metrics: Mapping[str, Any]
+    seconds: Mapping[str, float]
+    steps: int
+    share: float
+    stopper: str = ""
+    was_asked_to_stop: bool = False
+    non_finite_since: int | None = None
+    checkpoints: Sequence[str] = ()
+    has_failed_save: bool = False
+    has_journal: bool = False
+    events: list[dict[str, Any]] | None = None
+
+
+def make_summary(run: FinishedRun) -> Iterator[tuple[str, int]]:
+    """Lines that summarize a finished run, with their levels for `logging`."""
+    yield from _describe_training(run)
+    if text := make_goodput_message(run.events or []):
+        yield text, logging.INFO
+    yield from _describe_checkpoints(run)
+
+
+def _describe_training(run: FinishedRun) -> Iterator[tuple[str, int]]:
+    """The time and speed, where and why the run stopped, its best value, and whether losses were not finite."""
+    state, args, metrics = run.state, run.args, run.metrics
     runtime = float(metrics["train_runtime"])
     speeds = {"samples": "train_samples_per_second", "tokens": "train_tokens_per_second"}
-    speed = [f"{format_number(metrics[key] * share)} {name}/s" for name, key in speeds.items() if metrics.get(key)]
-    parts = {"training": runtime - sum(seconds.values()), **seconds}
+    speed = [f"{format_number(metrics[key] * run.share)} {name}/s" for name, key in speeds.items() if metrics.get(key)]
+    parts = {"training": runtime - sum(run.seconds.values()), **run.seconds}
     times = [f"{format_duration(time)} {name}" for name, time in parts.items() if time >= 0.01 * runtime]
-    yield (f"Trained {count_of(steps, 'steps')} in {format_duration(runtime)}: {', '.join(times)}.", logging.INFO)
+    yield (f"Trained {count_of(run.steps, 'steps')} in {format_duration(runtime)}: {', '.join(times)}.", logging.INFO)
     yield f"{', '.join([*speed, f'peak memory {_memory()}'])}.", logging.INFO
     if state.global_step < state.max_steps:
         place = f"step {state.global_step:,} of {state.max_steps:,}"
-        yield f"Stopped at {place}, by {stopper or 'a signal or the script'}.", logging.INFO
+        request = "`ask stop`" if run.was_asked_to_stop else ""
+        yield f"Stopped at {place}, by {run.stopper or request or 'a signal or the script'}.", logging.INFO
     # An override of `evaluate` may return an array of one element.
     best: Any = state.best_metric
     if args.metric_for_best_model is not None and isinstance(best, numbers.Real) and math.isfinite(best):
         place = f" at step {state.best_global_step:,}" if state.best_global_step else ""
         place += _place_of_best(state, args)
         yield f"Best {evaluation_key(args.metric_for_best_model)}: {best:.6g}{place}.", logging.INFO
-    if non_finite_since is not None:
-        place = f"since step {non_finite_since:,} of {state.max_steps:,}"
+    if run.non_finite_since is not None:
+        place = f"since step {run.non_finite_since:,} of {state.max_steps:,}"
         lasting = f"is not finite {place}: the last checkpoint's weights may be unusable"
         hidden = ". train_loss is too low" if args.logging_nan_inf_filter and not args.observe else ""
-        text = f"The loss {lasting if non_finite_since else 'was not finite in some steps'}{hidden}."
+        text = f"The loss {lasting if run.non_finite_since else 'was not finite in some steps'}{hidden}."
         yield text, logging.WARNING
+
+
+def _describe_checkpoints(run: FinishedRun) -> Iterator[tuple[str, int]]:
+    """The last checkpoint and how to resume from it, or that none was saved; and how to draw the curves."""
+    state, folder = run.state, str(run.args.output_dir)
+    hint = make_resume_hint(run.checkpoints, is_complete=state.global_step >= state.max_steps or bool(run.stopper))
+    if hint:
+        yield hint, logging.INFO
+    elif run.has_failed_save:
+        yield f"No checkpoint was saved in {folder}.", logging.WARNING
+    if sys.stderr.isatty() and (hint or run.has_journal) and len(state.log_history) > 1:
+        advice = "; observe=True logs speeds too" if run.events is None else ""
+        yield f"{command_name()} plot {shlex.quote(folder)} draws its curves{advice}.", logging.INFO
 
 
 def _place_of_best(state: TrainerState, args: Any) -> str:

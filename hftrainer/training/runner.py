@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import logging
-import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments import legacy
-from hftrainer.base.messages import command_name, tell, wrap_text
+from hftrainer.base.messages import tell, wrap_text
 from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.progress_bar import close_bars
@@ -145,7 +144,7 @@ class TrainingRunner(Part):
             trial: the hyperparameter trial, if any.
             ignore_keys: outputs of the model that evaluation leaves out.
         """
-        with self._training_context():
+        with self._watch_overflow(), self._training_context():
             self.restarts.prepare_run(resume_folder, trial)
             optimizers = self.trainer.optimizer, self.trainer.lr_scheduler
             while True:
@@ -171,15 +170,26 @@ class TrainingRunner(Part):
                 resume_folder = restart()
 
     @contextlib.contextmanager
+    def _watch_overflow(self) -> Iterator[None]:
+        """Check the values of all modules in the block, with `debug="underflow_overflow"`."""
+        if "underflow_overflow" not in (self.trainer.args.debug or ()):
+            yield
+            return
+        watcher = DebugUnderflowOverflow(self.trainer.model)
+        try:
+            yield
+        finally:
+            watcher.remove()
+
+    @contextlib.contextmanager
     def _training_context(self) -> Iterator[None]:
         """Apply model arguments and handle signals in the block, then release the run's objects."""
-        trainer = self.trainer
-        parts = self.parts
-        watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in (trainer.args.debug or ()) else None
+        trainer, parts = self.trainer, self.parts
         trainer.is_in_train = True
-        error_name = message = ""
         saves = parts.saver.should_save_on_interrupt()
-        self.run.signal_listener = SignalListener(saves, self._describe_saves, has_launcher=trainer.args.world_size > 1)
+        listener = SignalListener(saves, self._describe_saves, has_launcher=trainer.args.world_size > 1)
+        self.run.signal_listener = listener
+        failure = ("", "")
         try:
             with (
                 health.serve_health(
@@ -188,23 +198,25 @@ class TrainingRunner(Part):
                 apply_model_arguments(
                     parts.unwrapped_model, trainer.args, parts.engine.plan.read_once, trainer=trainer
                 ),
-                self.run.signal_listener.handle_signals(),
+                listener.handle_signals(),
                 parts.loaders.explain_removed_columns(trainer.train_dataset),
             ):
                 yield
                 # The signal arrived after the last step: everything is already saved.
-                if self.run.signal_listener.signal_number is not None:
-                    self.run.signal_listener.end_script()
+                if listener.signal_number is not None:
+                    listener.end_script()
         except BaseException as error:
-            is_signal = isinstance(error, (KeyboardInterrupt, SystemExit))
-            error_name = (is_signal and self.run.signal_listener.signal_name) or type(error).__name__
-            message = "" if is_signal else str(error).strip()
+            failure = self._describe_failure(error)
             self._finish_after_error(error)
             raise
         finally:
-            self._release_run(error_name, message)
-            if watcher is not None:
-                watcher.remove()
+            self._release_run(*failure)
+
+    def _describe_failure(self, error: BaseException) -> tuple[str, str]:
+        """The name and the message of what ended the run, for its journal. A signal has no message."""
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            return self.run.signal_listener.signal_name or type(error).__name__, ""
+        return type(error).__name__, str(error).strip()
 
     def _finish_after_error(self, error: BaseException) -> None:
         """Complete what the run has begun to write, and say what it has saved."""
@@ -360,8 +372,10 @@ class TrainingRunner(Part):
         else:
             trainer._finish_current_push()
         parts.storage_sync.finish_uploads(run_folder, only_checkpoint)
-        if trial is None and trainer.is_world_process_zero():
-            self._print_summary(metrics, self.run.loop)
+        has_trained = trainer.state.global_step != self.run.initial_step
+        if has_trained and trial is None and trainer.is_world_process_zero():
+            for text, level in summary.make_summary(self._describe_run(metrics, self.run.loop)):
+                tell(text, level)
         if getattr(trainer, "neftune_hook_handle", None) is not None:
             # Copies of transformers' `train` rely on this method to remove the hook and to reset `is_in_train`.
             trainer.neftune_hook_handle.remove()
@@ -374,51 +388,33 @@ class TrainingRunner(Part):
         keeps_others = self.trainer.args.save_total_limit != 1 or self.parts.checkpoint_writer.has_failed
         return None if keeps_others else self.trainer.state.best_model_checkpoint
 
-    def _print_summary(self, metrics: Mapping[str, float], loop: TrainingLoop) -> None:
-        """Print a summary of the run."""
-        run, state = self.run, self.trainer.state
-        steps = state.global_step - run.initial_step
-        if not steps:
-            return
-        share = 1 if self.parts.policy.averages_train_loss_over_call else steps / state.global_step
-        seconds = {
-            "waiting for data": sum(loop.batches.reader.wait_seconds_by_cause().values()),
-            "in evaluations": run.seconds.get("evaluation", 0.0),
-            "saving": run.seconds.get("saving", 0.0),
-        }
+    def _describe_run(self, metrics: Mapping[str, float], loop: TrainingLoop) -> summary.FinishedRun:
+        """What the summary of a run of at least one step tells."""
+        state = self.trainer.state
+        steps = state.global_step - self.run.initial_step
         # Lightning's EarlyStopping notes why it stops.
         stopped = [each for each in self.parts.engine.callbacks if vars(each).get("stopping_reason_message")]
-        stopper = self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else "")
         observer, requests = loop.monitors.observer, loop.monitors.requests
-        reason = stopper or ("`ask stop`" if requests is not None and requests.has_stopped else "")
         losses = loop.loss_accumulator
-        since = losses.non_finite_since if losses.has_warned else None
-        lines = [
-            *summary.make_summary(
-                state,
-                self.trainer.args,
-                metrics,
-                seconds=seconds,
-                steps=steps,
-                share=share,
-                stopper=reason,
-                non_finite_since=since,
-            )
-        ]
-        if observer is not None:
-            lines.append((summary.make_goodput_message(observer.read_events()), logging.INFO))
-        is_complete = state.global_step >= state.max_steps or bool(stopper)
-        hint = summary.make_resume_hint(run.checkpoints_written, is_complete=is_complete)
-        lines.append((hint, logging.INFO))
-        if not hint and self.parts.checkpoint_writer.has_failed:
-            lines.append((f"No checkpoint was saved in {self.trainer.args.output_dir}.", logging.WARNING))
-        if sys.stderr.isatty() and (hint or (observer and observer.journal.folder)) and len(state.log_history) > 1:
-            folder = shlex.quote(str(self.trainer.args.output_dir))
-            advice = "; observe=True logs speeds too" if observer is None else ""
-            lines.append((f"{command_name()} plot {folder} draws its curves{advice}.", logging.INFO))
-        for text, level in lines:
-            if text:
-                tell(text, level)
+        return summary.FinishedRun(
+            state,
+            self.trainer.args,
+            metrics,
+            seconds={
+                "waiting for data": sum(loop.batches.reader.wait_seconds_by_cause().values()),
+                "in evaluations": self.run.seconds.get("evaluation", 0.0),
+                "saving": self.run.seconds.get("saving", 0.0),
+            },
+            steps=steps,
+            share=1 if self.parts.policy.averages_train_loss_over_call else steps / state.global_step,
+            stopper=self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else ""),
+            was_asked_to_stop=requests is not None and requests.has_stopped,
+            non_finite_since=losses.non_finite_since if losses.has_warned else None,
+            checkpoints=self.run.checkpoints_written,
+            has_failed_save=self.parts.checkpoint_writer.has_failed,
+            has_journal=observer is not None and observer.journal.folder is not None,
+            events=None if observer is None else observer.read_events(),
+        )
 
     def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
         run = self.run

@@ -103,8 +103,8 @@ def test_summary_splits_the_time():
     metrics = {"train_runtime": 4000.0, "train_samples_per_second": 1234.56, "train_tokens_per_second": 98765.4}
     seconds = {"waiting for data": 30.0, "in evaluations": 600.0, "saving": 59.5}
     state = TrainerState(best_metric=0.5)  # of an earlier call, which compared by a metric
-    lines = summary.make_summary(state, TrainingArguments(), metrics, seconds, 12_000, 0.5, "", 7)
-    (spent, _), (speed, _), (loss, level) = lines
+    run = summary.FinishedRun(state, TrainingArguments(), metrics, seconds, 12_000, 0.5, non_finite_since=7)
+    (spent, _), (speed, _), (loss, level) = summary.make_summary(run)
     assert level == logging.WARNING and loss.startswith("The loss is not finite since step 7 of ")
     assert spent == "Trained 12,000 steps in 1 h 7 min: 55 min 10 s training, 10 min in evaluations, 59.5 s saving."
     assert [format_duration(time) for time in (0.0041, 0.5, 12.34, 120)] == ["4.1 ms", "0.5 s", "12.3 s", "2 min"]
