@@ -7,8 +7,6 @@ import functools
 import logging
 import math
 import os
-import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,7 +25,7 @@ from hftrainer.callbacks.handler import CallbackHandler, restore_callbacks, warn
 from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
-from hftrainer.checkpointing.lightning_ckpt import convert_ckpt
+from hftrainer.checkpointing.lightning_ckpt import unpacked_ckpt
 from hftrainer.checkpointing.optimizer_state import load_scheduler_or_scaler
 from hftrainer.compat.overrides import overridable_property, record_methods
 from hftrainer.data import collators, mixture
@@ -485,13 +483,10 @@ class Trainer(EarlierMethods):
         with HideEngineFrames():
             refuse_unknown("train()", Trainer.train, unknown)
             self._hftrainer.runner.check_one_process(resume_from_checkpoint)
-            if str(resume_from_checkpoint).endswith(".ckpt"):
-                with tempfile.TemporaryDirectory(prefix=f"{os.path.basename(str(resume_from_checkpoint))}-") as target:
-                    checkpoint = convert_ckpt(str(resume_from_checkpoint), target)
-                    return self.train(checkpoint, trial, ignore_keys_for_eval)
-            self._memory_tracker.start()
-            folder = self._hftrainer.runner.prepare(resume_from_checkpoint, trial)
-            return self._hftrainer.runner.train(folder, trial, ignore_keys_for_eval)
+            with unpacked_ckpt(resume_from_checkpoint) as checkpoint:
+                self._memory_tracker.start()
+                folder = self._hftrainer.runner.prepare(checkpoint, trial)
+                return self._hftrainer.runner.train(folder, trial, ignore_keys_for_eval)
 
     @overridable_property
     def fit(self) -> NoReturn:
@@ -763,12 +758,7 @@ class Trainer(EarlierMethods):
                 return evaluation.evaluate_sets(datasets, ignore_keys, metric_key_prefix, uses_names=uses_names)
         self._memory_tracker.start()
         with HideEngineFrames(), self._hftrainer.loaders.explain_removed_columns(datasets):
-            dataloader = self.get_eval_dataloader(eval_dataset)
-            start_time = time.time()
-            loss_only = True if self.compute_metrics is None else None
-            with evaluation.choose_loop(dataloader, "Evaluation", loss_only, ignore_keys, metric_key_prefix) as loop:
-                output = evaluation.to_loop_output(loop(), dataloader)
-            metrics = evaluation.report_metrics(output, metric_key_prefix, start_time)
+            metrics = evaluation.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         self._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 

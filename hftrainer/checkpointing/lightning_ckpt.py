@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,13 +26,25 @@ _LIGHTNING_KEYS = {
 }
 
 
-def convert_ckpt(path: str, folder: str) -> str:
-    """Convert a Lightning checkpoint to a Trainer checkpoint in `folder`, and return `folder`.
+@contextlib.contextmanager
+def unpacked_ckpt(resume_from_checkpoint: str | bool | None) -> Iterator[str | bool | None]:
+    """Yields a temporary folder with the Trainer checkpoint of a `.ckpt` file; any other value unchanged.
 
     Raises:
         CheckpointNotFound: if the file does not exist, or was not written by our LightningModule.
         UnsafeCheckpoint, DamagedCheckpoint: if the file cannot be read.
     """
+    path = str(resume_from_checkpoint)
+    if not path.endswith(".ckpt"):
+        yield resume_from_checkpoint
+        return
+    with tempfile.TemporaryDirectory(prefix=f"{os.path.basename(path)}-") as folder:
+        _convert_ckpt(path, folder)
+        yield folder
+
+
+def _convert_ckpt(path: str, folder: str) -> None:
+    """Convert a Lightning checkpoint to a Trainer checkpoint in `folder`."""
     saved, trainer_entry = _read_ckpt(path)
 
     def write(name: str, value: Any) -> None:
@@ -54,7 +69,6 @@ def convert_ckpt(path: str, folder: str) -> str:
         write(names.LIGHTNING_CALLBACKS_NAME, callback_states)
     with open(os.path.join(folder, names.TRAINER_STATE_NAME), "w", encoding="utf-8") as file:
         json.dump(trainer_entry["trainer_state"], file)
-    return folder
 
 
 def _read_ckpt(path: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -72,12 +72,23 @@ class EvaluationRunner(Part):
             group_metrics |= mean_loss(metrics, datasets, prefix)
         return metrics
 
+    def evaluate(self, dataset: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
+        """Evaluate one set, log the metrics and return them; see `Trainer.evaluate`."""
+        dataloader = self.trainer.get_eval_dataloader(dataset)
+        start_time = time.time()
+        loss_only = True if self.trainer.compute_metrics is None else None
+        output = self._run_loop(dataloader, "Evaluation", loss_only, ignore_keys, prefix)
+        metrics = self._add_speed(output, prefix, start_time)
+        self.trainer.log(metrics)
+        self.parts.print_xla_metrics()
+        self.parts.call_callbacks("on_evaluate", metrics)
+        return metrics
+
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None, prefix: str) -> PredictionOutput:
         """Predict, and compute the metrics if there are labels; see `Trainer.predict`."""
         dataloader = self.trainer.get_test_dataloader(test_dataset)
         start_time = time.time()
-        with self.choose_loop(dataloader, "Prediction", None, ignore_keys, prefix) as loop:
-            output = self.to_loop_output(loop(), dataloader)
+        output = self._run_loop(dataloader, "Prediction", None, ignore_keys, prefix)
         metrics = self._add_speed(output, prefix, start_time)
         self.parts.call_callbacks("on_predict", metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
@@ -237,49 +248,30 @@ class EvaluationRunner(Part):
         # Models for earlier releases list the cache under an old name; their outputs use the current name.
         return [*ignored_keys, cache] if set(ignored_keys) & {"past_key_values", "cache_params"} else ignored_keys
 
-    @contextlib.contextmanager
-    def choose_loop(
+    def _run_loop(
         self,
         dataloader: DataLoader[Any],
         description: str,
-        prediction_loss_only: bool | None,
+        loss_only: bool | None,
         ignore_keys: list[str] | None,
-        metric_key_prefix: str,
-    ) -> Iterator[Callable[[], Any]]:
-        """Yields a function that calls `evaluation_loop`, or `prediction_loop` where arguments or overrides need it."""
+        prefix: str,
+    ) -> EvalLoopOutput:
+        """Run `evaluation_loop`, or `prediction_loop` where arguments or overrides need it."""
         trainer = self.trainer
         overrides_new, overrides_old = (is_overridden(trainer, f"{name}_loop") for name in ("evaluation", "prediction"))
         is_asked_for = legacy.old_argument(trainer.args, "use_legacy_prediction_loop")
         uses_old = is_asked_for or (overrides_old and not overrides_new)
         loop: Callable[..., Any] = trainer.prediction_loop if uses_old else trainer.evaluation_loop
-        engine = self.parts.engine
-        settings = {"prediction_loss_only": prediction_loss_only, "ignore_keys": ignore_keys}
-        keywords = accepted_args(loop, {**settings, "metric_key_prefix": metric_key_prefix})
+        settings = {"prediction_loss_only": loss_only, "ignore_keys": ignore_keys, "metric_key_prefix": prefix}
+        keywords = accepted_args(loop, settings)
         has_override = overrides_new or overrides_old
-        context = engine.autocast_forward(trainer.model) if has_override else contextlib.nullcontext()
+        context = self.parts.engine.autocast_forward(trainer.model) if has_override else contextlib.nullcontext()
         with context:
-            yield functools.partial(loop, dataloader, description, **keywords)
-
-    def to_loop_output(self, output: Any, dataloader: DataLoader[Any]) -> EvalLoopOutput:
-        """The output of a loop. Overrides for v4.4 do not return the number of samples, so it is added."""
+            output = loop(dataloader, description, **keywords)
+        # Overrides for v4.4 do not return the number of samples.
         if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):
-            predictions, label_ids, metrics = output
-            return EvalLoopOutput(predictions, label_ids, metrics, self.trainer.num_examples(dataloader))
+            return EvalLoopOutput(*output, self.trainer.num_examples(dataloader))
         return cast("EvalLoopOutput", output)
-
-    def report_metrics(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
-        """Log the metrics of an evaluation with its speed, announce them, and return them.
-
-        Args:
-            output: the output of the loop.
-            prefix: prefix of each metric's name.
-            start_time: when the loop began, in seconds.
-        """
-        metrics = self._add_speed(output, prefix, start_time)
-        self.trainer.log(metrics)
-        self.parts.print_xla_metrics()
-        self.parts.call_callbacks("on_evaluate", metrics)
-        return metrics
 
     def _add_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
         """The metrics of a pass, with its speed."""
