@@ -611,7 +611,7 @@ class Trainer(EarlierMethods):
         """
         context, inputs = self._prepare_context_parallel_inputs(model, inputs)
         with context():
-            loss = self._hftrainer.loss_computer.loss(model, inputs, num_items_in_batch)
+            loss = self._hftrainer.loss_computer.micro_batch_loss(model, inputs, num_items_in_batch)
             is_fused = self.args.optim in ("lomo", "adalomo")
             self.accelerator.backward(loss, **({"learning_rate": self._get_learning_rate()} if is_fused else {}))
         return loss.detach()
@@ -654,7 +654,7 @@ class Trainer(EarlierMethods):
         Returns:
             The loss, or `(loss, outputs)`.
         """
-        loss, outputs = self._hftrainer.loss_computer.compute_loss_and_outputs(model, inputs, num_items_in_batch)
+        loss, outputs = self._hftrainer.loss_computer.loss_and_outputs(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:

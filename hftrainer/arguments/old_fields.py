@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.arguments.argument import (
-    Rename,
-    arg,
-    old_name,
-    split_words,
-    to_item,
-    to_key,
-    to_name,
-    to_value,
-)
+from hftrainer.arguments.argument import Rename, arg, old_name, split_words, to_item, to_key, to_name, to_value
 from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.own_fields import OwnArguments
 from hftrainer.errors import InvalidArgument

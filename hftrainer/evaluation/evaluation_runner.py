@@ -77,7 +77,8 @@ class EvaluationRunner(Part):
         dataloader = self.trainer.get_eval_dataloader(dataset)
         start_time = time.time()
         loss_only = True if self.trainer.compute_metrics is None else None
-        output = self._run_loop(dataloader, "Evaluation", loss_only, ignore_keys, prefix)
+        settings = {"prediction_loss_only": loss_only, "ignore_keys": ignore_keys, "metric_key_prefix": prefix}
+        output = self._run_loop(dataloader, "Evaluation", **settings)
         metrics = self._add_speed(output, prefix, start_time)
         self.trainer.log(metrics)
         self.parts.print_xla_metrics()
@@ -88,7 +89,8 @@ class EvaluationRunner(Part):
         """Predict, and compute the metrics if there are labels; see `Trainer.predict`."""
         dataloader = self.trainer.get_test_dataloader(test_dataset)
         start_time = time.time()
-        output = self._run_loop(dataloader, "Prediction", None, ignore_keys, prefix)
+        settings = {"prediction_loss_only": None, "ignore_keys": ignore_keys, "metric_key_prefix": prefix}
+        output = self._run_loop(dataloader, "Prediction", **settings)
         metrics = self._add_speed(output, prefix, start_time)
         self.parts.call_callbacks("on_predict", metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
@@ -248,21 +250,13 @@ class EvaluationRunner(Part):
         # Models for earlier releases list the cache under an old name; their outputs use the current name.
         return [*ignored_keys, cache] if set(ignored_keys) & {"past_key_values", "cache_params"} else ignored_keys
 
-    def _run_loop(
-        self,
-        dataloader: DataLoader[Any],
-        description: str,
-        loss_only: bool | None,
-        ignore_keys: list[str] | None,
-        prefix: str,
-    ) -> EvalLoopOutput:
-        """Run `evaluation_loop`, or `prediction_loop` where arguments or overrides need it."""
+    def _run_loop(self, dataloader: DataLoader[Any], description: str, **settings: Any) -> EvalLoopOutput:
+        """Run `evaluation_loop`, or `prediction_loop` where arguments or overrides need it, with these settings."""
         trainer = self.trainer
         overrides_new, overrides_old = (is_overridden(trainer, f"{name}_loop") for name in ("evaluation", "prediction"))
         is_asked_for = legacy.old_argument(trainer.args, "use_legacy_prediction_loop")
         uses_old = is_asked_for or (overrides_old and not overrides_new)
         loop: Callable[..., Any] = trainer.prediction_loop if uses_old else trainer.evaluation_loop
-        settings = {"prediction_loss_only": loss_only, "ignore_keys": ignore_keys, "metric_key_prefix": prefix}
         keywords = accepted_args(loop, settings)
         has_override = overrides_new or overrides_old
         context = self.parts.engine.autocast_forward(trainer.model) if has_override else contextlib.nullcontext()

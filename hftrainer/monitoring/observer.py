@@ -67,11 +67,8 @@ class Observer(TrainerCallback):
         self._waits = waits
         self._sum_over_data = sum_over_data
         self._facts = facts
-        self._samples = 0
-        self._tokens = 0
-        self._first_elements = 0
-        self._step = 0
-        self._written_step = 0
+        self._samples = self._tokens = self._first_elements = 0
+        self._step = self._written_step = 0
         self._median_step_seconds: float | None = None
         self._has_warned_of_data = False
         self._handler = _JournalHandler(self)

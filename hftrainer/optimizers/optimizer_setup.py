@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import reprlib
 import types
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -72,22 +72,14 @@ class OptimizerSetup(Part):
         """A new optimizer for the model's parameters."""
         args = self.trainer.args
         decayed_names = self.trainer.get_decay_parameter_names(model)
-        if self.trainer.optimizer_cls_and_kwargs is not None:
-            optimizer_cls, kwargs = _check_class_and_kwargs(self.trainer.optimizer_cls_and_kwargs)
-        else:
-            optimizer_cls, kwargs = call_with_accepted(self.trainer.get_optimizer_cls_and_kwargs, args, model=model)
+        optimizer_cls, kwargs = self._choose_class(model)
         # Since v5.0, get_optimizer_cls_and_kwargs may return a factory.
         is_factory = not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer))
         # GaLore, LOMO and layer-wise optimizers bring their own parameter groups.
         group_arguments = [name for name in ("params", "model", "optimizer_dict") if name in kwargs]
         if args.param_groups:
             if is_factory or group_arguments:
-                is_from_script = self.trainer.optimizer_cls_and_kwargs is not None
-                source = "optimizer_cls_and_kwargs" if is_from_script else f"optim={as_text(args.optim)!r}"
-                raise InvalidArgument(
-                    f"param_groups: {source} creates its own parameter groups: use another optimizer, such as "
-                    "optim='adamw_torch', or remove param_groups."
-                )
+                self._refuse_param_groups()
             return self._make_grouped_optimizer(model, decayed_names, optimizer_cls, kwargs)
         if is_factory:
             return optimizer_cls()(model, **kwargs)
@@ -97,6 +89,23 @@ class OptimizerSetup(Part):
         optimizer = optimizer_cls(groups, **kwargs)
         use_32bit_embedding_moments(model, optimizer_cls, kwargs)
         return optimizer
+
+    def _choose_class(self, model: nn.Module) -> tuple[Any, dict[str, Any]]:
+        """The class and keyword arguments that the script passed, or that `optim` selects."""
+        if self.trainer.optimizer_cls_and_kwargs is not None:
+            return _check_class_and_kwargs(self.trainer.optimizer_cls_and_kwargs)
+        get_class = self.trainer.get_optimizer_cls_and_kwargs
+        optimizer_cls, kwargs = call_with_accepted(get_class, self.trainer.args, model=model)
+        return optimizer_cls, kwargs
+
+    def _refuse_param_groups(self) -> NoReturn:
+        """Raise InvalidArgument: the optimizer brings its own groups."""
+        is_from_script = self.trainer.optimizer_cls_and_kwargs is not None
+        source = "optimizer_cls_and_kwargs" if is_from_script else f"optim={as_text(self.trainer.args.optim)!r}"
+        raise InvalidArgument(
+            f"param_groups: {source} creates its own parameter groups: use another optimizer, such as "
+            "optim='adamw_torch', or remove param_groups."
+        )
 
     def _make_grouped_optimizer(
         self, model: nn.Module, decayed_names: list[str], optimizer_cls: Any, kwargs: dict[str, Any]

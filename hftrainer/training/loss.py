@@ -74,16 +74,16 @@ class LossComputer(Part):
 
     # ---- The loss ----------------------------------------------------------------------------------------------
 
-    def loss(self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
+    def micro_batch_loss(self, model: nn.Module, inputs: Any, items: torch.Tensor | int | None) -> torch.Tensor:
         """The loss of one micro-batch, divided for accumulation unless already divided (`loss_division.py`)."""
         trainer = self.trainer
         _set_training_mode(model, trainer.optimizer)
         inputs = trainer._prepare_inputs(inputs)
         if not self.run.has_checked_model:
-            check_first_batch(self.parts, model, inputs, num_items_in_batch)
+            check_first_batch(self.parts, model, inputs, items)
             # A batch without labels cannot show whether the model divides its loss.
-            self.run.has_checked_model = num_items_in_batch is not None or not trainer.args.elastic
-        kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
+            self.run.has_checked_model = items is not None or not trainer.args.elastic
+        kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": items})
         with self._describe_errors(inputs), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, inputs, **kwargs)
         # A rank that hangs in the forward pass is behind those that wait for it in backward.
@@ -93,7 +93,7 @@ class LossComputer(Part):
             devices.empty_cache()
         loss, other_losses = split_losses(loss)
         loss = check_loss(loss, self._loss_remedy)
-        divisor = loss_division.micro_batch_divisor(self.parts, num_items_in_batch)
+        divisor = loss_division.micro_batch_divisor(self.parts, items)
         for name, other_loss in other_losses.items():
             if other_loss is not None:
                 self.run.logged_metrics.add(name, other_loss / divisor, count=0)
@@ -115,7 +115,7 @@ class LossComputer(Part):
         name = type(self.trainer).__name__
         return f"{name}.compute_loss must return the loss, or (loss, outputs) with return_outputs=True."
 
-    def compute_loss_and_outputs(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
+    def loss_and_outputs(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
         """Implements `Trainer.compute_loss` with `compute_loss_func`, the label smoother, or the model itself."""
         trainer = self.trainer
         if not isinstance(inputs, Mapping):

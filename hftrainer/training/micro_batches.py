@@ -138,10 +138,9 @@ class MicroBatches(Part):
     def _get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
         """What `Trainer.get_batch_samples` returns."""
         phase, self.phase = self.phase, StepPhase.BEGUN
+        get_samples = self.trainer.get_batch_samples
         device = self.run.loss_since_log.device
-        micro_batches, num_items = call_with_accepted(
-            self.trainer.get_batch_samples, iterator, num_batches, device=device
-        )
+        micro_batches, num_items = call_with_accepted(get_samples, iterator, num_batches, device=device)
         self.run.accumulation_steps = len(micro_batches)
         if not micro_batches:
             # A stream without a length has ended.

@@ -228,6 +228,6 @@ class TrialSteps(Part):
         run = self.parts.run
         run.accumulation_steps = 1
         items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
-        loss = self.parts.loss_computer.loss(model, inputs, items)
+        loss = self.parts.loss_computer.micro_batch_loss(model, inputs, items)
         run.logged_metrics = LoggedMetrics()
         return loss

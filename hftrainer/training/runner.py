@@ -169,17 +169,12 @@ class TrainingRunner(Part):
                 # Outside the `except` block, since the error references the tensors of the failed attempt.
                 resume_folder = restart()
 
-    @contextlib.contextmanager
-    def _watch_overflow(self) -> Iterator[None]:
-        """Check the values of all modules in the block, with `debug="underflow_overflow"`."""
-        if "underflow_overflow" not in (self.trainer.args.debug or ()):
-            yield
-            return
-        watcher = DebugUnderflowOverflow(self.trainer.model)
-        try:
-            yield
-        finally:
-            watcher.remove()
+    def _watch_overflow(self) -> contextlib.ExitStack:
+        """A context that checks the values of all modules, with `debug="underflow_overflow"`."""
+        stack = contextlib.ExitStack()
+        if "underflow_overflow" in (self.trainer.args.debug or ()):
+            stack.callback(DebugUnderflowOverflow(self.trainer.model).remove)
+        return stack
 
     @contextlib.contextmanager
     def _training_context(self) -> Iterator[None]:

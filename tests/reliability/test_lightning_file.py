@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
+from hftrainer import Trainer
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from tests.support.checkpoints import At, assert_same_end, make_trainer, train_to_end
 from tests.support.tiny import make_plain
@@ -35,9 +36,19 @@ def test_file_of_model_checkpoint_resumes_exactly(tmp_path, averaging):
     assert_same_end(train_to_end(make("b"), tmp_path / "five.ckpt"), whole)
 
 
+class CountsCalls(Trainer):
+    calls = 0
+
+    def train(self, *args, **kwargs):
+        self.calls += 1
+        return super().train(*args, **kwargs)
+
+
 def test_file_written_after_training_continues(tmp_path):
     train_to_end(make_trainer(tmp_path / "a")).save_lightning_checkpoint(str(tmp_path / "end.ckpt"))
-    further = train_to_end(make_trainer(tmp_path / "b", max_steps=12), tmp_path / "end.ckpt")
+    further = make_trainer(tmp_path / "b", trainer_class=CountsCalls, max_steps=12)
+    train_to_end(further, tmp_path / "end.ckpt")
+    assert further.calls == 1
     assert further.state.global_step == 12
 
 
