@@ -177,4 +177,5 @@ def make_accelerator(device_type: str) -> Any:
         return load("xla", "lightning").Accelerator()
     if device_type not in UNSUPPORTED_BY_LIGHTNING:
         return device_type
-    return type("TorchAccelerator", (TorchAccelerator,), {"device_type": device_type})()
+    attributes = {"device_type": device_type, "__module__": __name__}
+    return type("TorchAccelerator", (TorchAccelerator,), attributes)()

@@ -94,9 +94,7 @@ class OptimizerSetup(Part):
         """The class and keyword arguments that the script passed, or that `optim` selects."""
         if self.trainer.optimizer_cls_and_kwargs is not None:
             return _check_class_and_kwargs(self.trainer.optimizer_cls_and_kwargs)
-        get_class = self.trainer.get_optimizer_cls_and_kwargs
-        optimizer_cls, kwargs = call_with_accepted(get_class, self.trainer.args, model=model)
-        return optimizer_cls, kwargs
+        return call_with_accepted(self.trainer.get_optimizer_cls_and_kwargs, self.trainer.args, model=model)
 
     def _refuse_param_groups(self) -> NoReturn:
         """Raise InvalidArgument: the optimizer brings its own groups."""
