@@ -264,7 +264,8 @@ class EvaluationRunner(Part):
             output = loop(dataloader, description, **keywords)
         # Overrides for v4.4 do not return the number of samples.
         if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):
-            return EvalLoopOutput(*output, self.trainer.num_examples(dataloader))
+            predictions, label_ids, metrics = output
+            return EvalLoopOutput(predictions, label_ids, metrics, trainer.num_examples(dataloader))
         return cast("EvalLoopOutput", output)
 
     def _add_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
