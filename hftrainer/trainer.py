@@ -268,12 +268,12 @@ class Trainer(EarlierMethods):
     @overridable_property
     def lightning_trainer(self) -> Any:
         """The `lightning.Trainer` of the last training or evaluation; None before the first."""
-        return self._hftrainer.engine.trainer
+        return self._hftrainer.engine.pl_trainer
 
     @overridable_property
     def lightning_module(self) -> Any:
         """The `LightningModule` around the model in the last training or evaluation; None before the first."""
-        return self._hftrainer.engine.module
+        return self._hftrainer.engine.pl_module
 
     @overridable_property
     def loggers(self) -> list[Any]:

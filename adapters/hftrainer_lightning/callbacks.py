@@ -163,7 +163,7 @@ def _overrides_hook(callback: Callback, hook: str, *bases: type) -> bool:
 
 
 def collect_state(
-    trainer: pl.Trainer, module: TrainerModule, callbacks: Sequence[Callback]
+    pl_trainer: pl.Trainer, pl_module: TrainerModule, callbacks: Sequence[Callback]
 ) -> tuple[Any, dict[str, Any]]:
     """The callbacks' contribution to a checkpoint.
 
@@ -175,31 +175,31 @@ def collect_state(
     other_state: dict[str, Any] = {"callbacks": states} if states else {}
     if (
         find_callback(callbacks, _EPOCH_END_CALLBACKS) is not None
-        and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        and pl_trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     ):
-        other_state["epoch_ended"] = module.has_epoch_ended
+        other_state["epoch_ended"] = pl_module.has_epoch_ended
     if (pruning := find_callback(callbacks, ModelPruning)) is not None:
-        other_state["pruning"] = _pruning_state(pruning, module)
+        other_state["pruning"] = _pruning_state(pruning, pl_module)
     if not any(_overrides_hook(callback, "on_save_checkpoint") for callback in callbacks):
         return None, other_state
-    model_weights = _weights_for_callbacks(trainer, module)
+    model_weights = _weights_for_callbacks(pl_trainer, pl_module)
     checkpoint = {
         "state_dict": model_weights,
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
+        "epoch": pl_trainer.current_epoch,
+        "global_step": pl_trainer.global_step,
         **other_state,
     }
     for callback in callbacks:
-        callback.on_save_checkpoint(trainer, module, checkpoint)
+        callback.on_save_checkpoint(pl_trainer, pl_module, checkpoint)
     other_state = {name: value for name, value in checkpoint.items() if name not in _LIGHTNING_KEYS}
     if (weights := checkpoint["state_dict"]) is model_weights:
         return None, other_state
     return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in weights.items()}, other_state
 
 
-def _weights_for_callbacks(trainer: pl.Trainer, module: TrainerModule) -> dict[str, Any]:
+def _weights_for_callbacks(pl_trainer: pl.Trainer, pl_module: TrainerModule) -> dict[str, Any]:
     """The weights for callbacks; empty for a sharded model, since gathering them would be expensive."""
-    return {} if trainer.strategy.shards_model else module.state_dict()  # type: ignore[attr-defined]
+    return {} if pl_trainer.strategy.shards_model else pl_module.state_dict()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -233,17 +233,18 @@ def _swap_weights(model_weights: dict[str, torch.Tensor], weights: dict[str, tor
             weights[name].copy_(previous)
 
 
-def restore_state(trainer: pl.Trainer, module: TrainerModule, state: Mapping[str, Any]) -> None:
+def restore_state(pl_trainer: pl.Trainer, pl_module: TrainerModule, state: Mapping[str, Any]) -> None:
     """Restore the callbacks from the result of `collect_state`.
 
     Lightning does this after `setup` and before `on_fit_start`. The model must already hold the checkpoint's weights.
     """
-    if (pruning := find_callback(trainer.callbacks, ModelPruning)) is not None and "pruning" in state:  # type: ignore[attr-defined]
-        _restore_pruning(pruning, module, state["pruning"])
-    checkpoint = {"state_dict": _weights_for_callbacks(trainer, module), "callbacks": {}, **copy.deepcopy(dict(state))}
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if (pruning := find_callback(pl_trainer.callbacks, ModelPruning)) is not None and "pruning" in state:  # type: ignore[attr-defined]
+        _restore_pruning(pruning, pl_module, state["pruning"])
+    weights = _weights_for_callbacks(pl_trainer, pl_module)
+    checkpoint = {"state_dict": weights, "callbacks": {}, **copy.deepcopy(dict(state))}
+    callbacks: list[Callback] = pl_trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        callback.on_load_checkpoint(trainer, module, checkpoint)
+        callback.on_load_checkpoint(pl_trainer, pl_module, checkpoint)
     for callback in callbacks:
         if callback.state_key in checkpoint["callbacks"]:
             # lightning 2.6 restores into an attribute that does not exist.
@@ -269,30 +270,30 @@ def unfreeze_optimized_parameters(callbacks: Iterable[Callback], optimizer: torc
                 parameter.requires_grad_(True)
 
 
-def run_missed_epoch_start(trainer: pl.Trainer, module: TrainerModule) -> None:
+def run_missed_epoch_start(pl_trainer: pl.Trainer, pl_module: TrainerModule) -> None:
     """Call `on_train_epoch_start` for an epoch that resumes in the middle, since Lightning does not."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in pl_trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
-            callback.on_train_epoch_start(trainer, module)
+            callback.on_train_epoch_start(pl_trainer, pl_module)
 
 
-def run_missed_epoch_end(trainer: pl.Trainer, module: TrainerModule) -> None:
+def run_missed_epoch_end(pl_trainer: pl.Trainer, pl_module: TrainerModule) -> None:
     """Run callbacks that change weights at an epoch's end, after resuming from its last step."""
-    with use_previous_epoch(trainer):
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    with use_previous_epoch(pl_trainer):
+        for callback in pl_trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, _EPOCH_END_CALLBACKS):
-                callback.on_train_epoch_end(trainer, module)
+                callback.on_train_epoch_end(pl_trainer, pl_module)
 
 
-def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, loop: TrainingLoop) -> None:
+def update_batch_norm(pl_trainer: pl.Trainer, pl_module: TrainerModule, loop: TrainingLoop) -> None:
     """Recompute batch normalization's running statistics for weights that `StochasticWeightAveraging` averaged.
 
     Lightning computes them in an extra epoch, which would exceed the Trainer's number of steps.
     """
-    averaging = find_callback(trainer.callbacks, StochasticWeightAveraging)  # type: ignore[attr-defined]
+    averaging = find_callback(pl_trainer.callbacks, StochasticWeightAveraging)  # type: ignore[attr-defined]
     has_averaged = averaging is not None and averaging.n_averaged is not None
-    if has_averaged and any(isinstance(part, _BatchNorm) for part in module.modules()):
-        update_bn(loop.trainer.get_train_dataloader(), _BatchForward(module.model, loop.trainer))
+    if has_averaged and any(isinstance(part, _BatchNorm) for part in pl_module.modules()):
+        update_bn(loop.trainer.get_train_dataloader(), _BatchForward(pl_module.model, loop.trainer))
 
 
 class _BatchForward(torch.nn.Module):

@@ -59,8 +59,8 @@ class LightningEngine:
         plan: the training arguments, translated for Lightning; `update_plan` updates it.
         ignored_changes: argument → the value that stays in effect, for changes that were ignored with a warning.
         scaler: the loss scaler with float16, else None.
-        trainer: the `lightning.Trainer` of the last run, or None.
-        module: the `LightningModule` of the last run, or None.
+        pl_trainer: the `lightning.Trainer` of the last run, or None.
+        pl_module: the `TrainerModule` of the last run, or None.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class LightningEngine:
         self.callbacks = callbacks
         self._get_loggers = get_loggers
         self._fallback_logger = CallbackMetricsLogger(log_values, plan.default_root_dir)
-        self.trainer: pl.Trainer | None = None
-        self.module: TrainerModule | None = None
+        self.pl_trainer: pl.Trainer | None = None
+        self.pl_module: TrainerModule | None = None
         self.is_fitting = self.is_evaluating = False
         strategy.start()
         self.scaler = strategy.make_scaler()
@@ -95,7 +95,7 @@ class LightningEngine:
         optimizer, resumed_state = loop.parts.require_optimizer(), load_lightning_callbacks(loop.resume_folder)
         max_epochs = loop.lengths.num_train_epochs
         with quiet_lightning():
-            self.trainer = trainer = self._make_trainer(
+            self.pl_trainer = pl_trainer = self._make_pl_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
                 accumulate_grad_batches=self.plan.accumulate_grad_batches,
                 logger=self._loggers_or_fallback(),
@@ -104,27 +104,27 @@ class LightningEngine:
                     StrategySettings(self.scaler, loop.parts.model_setup.finds_unused_parameters())
                 ),
             )
-        loggers = trainer.loggers
-        self.module = module = TrainerModule(model)
-        module.attach(loop, optimizer, loop.trainer.lr_scheduler, resumed_state)
+        loggers = pl_trainer.loggers
+        self.pl_module = pl_module = TrainerModule(model)
+        pl_module.attach(loop, optimizer, loop.trainer.lr_scheduler, resumed_state)
         batches = loop.batches
-        install_training_loops(trainer, loop, is_epoch_overridden=is_overridden(loop.trainer, "_run_epoch"))
+        install_training_loops(pl_trainer, loop, is_epoch_overridden=is_overridden(loop.trainer, "_run_epoch"))
         if batches.start.epoch or batches.start.finished_micro_batches:
-            restore_progress(trainer, batches, loop.trainer.state.global_step)
+            restore_progress(pl_trainer, batches, loop.trainer.state.global_step)
         self.is_fitting = True
         callback_hooks.reset_averages(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
         try:
             with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
-                trainer.fit(module, train_dataloaders=batches, val_dataloaders=[])
+                pl_trainer.fit(pl_module, train_dataloaders=batches, val_dataloaders=[])
         except Exception as error:
             loop.parts.saver.save_after_error(loop, error)
             raise
         finally:
             self.is_fitting = False
-            trainer.loggers = loggers
-            module.detach()
+            pl_trainer.loggers = loggers
+            pl_module.detach()
             callback_hooks.release_callbacks(self.callbacks)
             # StochasticWeightAveraging changes initial_lr, with which the next run would start.
             for group, rate in zip(optimizer.param_groups, rates, strict=False):
@@ -132,8 +132,7 @@ class LightningEngine:
 
     def run_epoch(self, arguments: dict[str, Any]) -> None:
         """Run Lightning's epoch for an override of `Trainer._run_epoch`, which received `arguments`."""
-        fit_loop: Any = self.trainer.fit_loop  # type: ignore[union-attr]
-        fit_loop.run_epoch(arguments)
+        self.pl_trainer.fit_loop.run_epoch(arguments)  # type: ignore[union-attr]
 
     def update_plan(self, *, accumulate_grad_batches: int, default_root_dir: str) -> None:
         """Update the arguments that may change between runs and within one.
@@ -148,7 +147,7 @@ class LightningEngine:
 
     def release(self) -> None:
         """Release the last run's model and everything built around it."""
-        self.trainer = self.module = None
+        self.pl_trainer = self.pl_module = None
         self.strategy.release_model()
 
     @contextlib.contextmanager
@@ -167,7 +166,7 @@ class LightningEngine:
     @property
     def fitting_strategy(self) -> pl.strategies.Strategy | None:
         """Lightning's strategy within `fit`; None outside of it."""
-        return self.trainer.strategy if self.trainer is not None and self.is_fitting else None
+        return self.pl_trainer.strategy if self.pl_trainer is not None and self.is_fitting else None
 
     def evaluate(self, evaluation: EvaluationPass, model: torch.nn.Module, stage: Stage = "validate") -> None:
         """Run an evaluation, test or prediction pass, alone or within `fit`.
@@ -184,45 +183,43 @@ class LightningEngine:
         if not self.is_fitting:
             self._evaluate_alone(evaluation, batches, model, stage)
             return
-        assert self.trainer is not None and self.module is not None
+        assert self.pl_trainer is not None and self.pl_module is not None
         # limit_val_batches does not limit predictions.
         all_batches = stage == "predict"
         evaluation_loops.validate_in_fit(
-            self.trainer, self.module, batches, evaluation, self._validation_group, all_batches
+            self.pl_trainer, self.pl_module, batches, evaluation, self._validation_group, all_batches
         )
 
     def _evaluate_alone(
         self, evaluation: EvaluationPass, batches: _EvaluationBatches, model: torch.nn.Module, stage: Stage
     ) -> None:
         """Run one of Lightning's evaluation loops outside of `fit`, maybe within another evaluation."""
-        outer_trainer, outer_module, is_nested = self.trainer, self.module, self.is_evaluating
+        outer_pl_trainer, outer_pl_module, is_nested = self.pl_trainer, self.pl_module, self.is_evaluating
         with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
             # compute_metrics may start a nested evaluation, which needs a second trainer.
-            if self.trainer is None or is_nested:
-                self.trainer = self._make_trainer(max_epochs=1)
-            self.trainer.callbacks = [  # type: ignore[attr-defined]
-                callback
-                for callback in self._training_callbacks
-                if not isinstance(callback, lightning_callbacks.TRAINING_ONLY)
-            ]
-            evaluation_loops.install_evaluation_loops(self.trainer)
+            if self.pl_trainer is None or is_nested:
+                self.pl_trainer = self._make_pl_trainer(max_epochs=1)
+            training_only = lightning_callbacks.TRAINING_ONLY
+            callbacks = [each for each in self._training_callbacks if not isinstance(each, training_only)]
+            self.pl_trainer.callbacks = callbacks  # type: ignore[attr-defined]
+            evaluation_loops.install_evaluation_loops(self.pl_trainer)
             # Lightning opens its loggers, which starts a run. Only callbacks need them here.
-            self.trainer.loggers = loggers = self._loggers_or_fallback() if self.callbacks else []
-            self.module = module = TrainerModule(model)
-            module.attach_evaluation(evaluation, getattr(self.trainer, f"{stage}_loop"))
+            self.pl_trainer.loggers = loggers = self._loggers_or_fallback() if self.callbacks else []
+            self.pl_module = pl_module = TrainerModule(model)
+            pl_module.attach_evaluation(evaluation, getattr(self.pl_trainer, f"{stage}_loop"))
             self.is_evaluating = True
             options = {"return_predictions": False} if stage == "predict" else {"verbose": False}
             try:
-                getattr(self.trainer, stage)(module, dataloaders=batches, **options)
+                getattr(self.pl_trainer, stage)(pl_module, dataloaders=batches, **options)
             finally:
                 # Lightning attaches a validation's loader to the loop within `fit`, too.
-                for loop in (module.active_evaluation[1], self.trainer.fit_loop.epoch_loop.val_loop):
+                for loop in (pl_module.active_evaluation[1], self.pl_trainer.fit_loop.epoch_loop.val_loop):
                     evaluation_loops.release_data(loop)
-                self.trainer.loggers = loggers
-                module.detach()
+                self.pl_trainer.loggers = loggers
+                pl_module.detach()
                 self.is_evaluating = is_nested
                 if is_nested:
-                    self.trainer, self.module = outer_trainer, outer_module
+                    self.pl_trainer, self.pl_module = outer_pl_trainer, outer_pl_module
 
     @contextlib.contextmanager
     def evaluation_group(self) -> Iterator[dict[str, float]]:
@@ -240,8 +237,8 @@ class LightningEngine:
             yield metrics
         finally:
             self._validation_group = None
-        assert self.trainer is not None and self.module is not None
-        evaluation_loops.end_group(self.trainer, self.module, group, metrics)
+        assert self.pl_trainer is not None and self.pl_module is not None
+        evaluation_loops.end_group(self.pl_trainer, self.pl_module, group, metrics)
 
     @contextlib.contextmanager
     def apply_callback_weights(
@@ -258,8 +255,8 @@ class LightningEngine:
         if self._saved_values is not None or not self.is_fitting:
             yield self._saved_values or (None, {})
             return
-        assert self.trainer is not None and self.module is not None
-        weights, state = lightning_callbacks.collect_state(self.trainer, self.module, self._training_callbacks)
+        assert self.pl_trainer is not None and self.pl_module is not None
+        weights, state = lightning_callbacks.collect_state(self.pl_trainer, self.pl_module, self._training_callbacks)
         # The state may hold the model's tensors, which change while other weights are in the model.
         state = copy.deepcopy(state) if weights is not None else state
         with lightning_callbacks.put_weights_into_model(model, weights) as renamed_weights:
@@ -271,15 +268,15 @@ class LightningEngine:
 
     def save_lightning_checkpoint(self, path: str) -> bool:
         """Write a Lightning checkpoint of the current or last run. Returns False if there was no run."""
-        if self.trainer is None or self.module is None or self.module.resume_state is None:
+        if self.pl_trainer is None or self.pl_module is None or self.pl_module.resume_state is None:
             return False
-        self.trainer.save_checkpoint(path)
+        self.pl_trainer.save_checkpoint(path)
         return True
 
     def show_values(self, values: Mapping[str, Any]) -> None:
         """Show the numbers of a log line in Lightning's progress bars."""
-        if self.trainer is not None and self.is_fitting and self.callbacks:
-            evaluation_loops.show_values(self.trainer, values)
+        if self.pl_trainer is not None and self.is_fitting and self.callbacks:
+            evaluation_loops.show_values(self.pl_trainer, values)
 
     @property
     def _training_callbacks(self) -> list[pl.Callback]:
@@ -298,13 +295,13 @@ class LightningEngine:
     @property
     def should_stop(self) -> bool:
         """Lightning's `should_stop`, which a callback may have set; False outside of `fit`."""
-        return self.trainer is not None and self.is_fitting and self.trainer.should_stop
+        return self.pl_trainer is not None and self.is_fitting and self.pl_trainer.should_stop
 
     @should_stop.setter
     def should_stop(self, should_stop: bool) -> None:
         # Outside of `fit` (for a resumed run that was complete) there is nothing to stop.
-        if self.trainer is not None and self.is_fitting:
-            self.trainer.should_stop = should_stop
+        if self.pl_trainer is not None and self.is_fitting:
+            self.pl_trainer.should_stop = should_stop
 
     def accumulation_steps_of(self, epoch: int, argument_value: int | None = None) -> int:
         """Micro-batches per optimizer step in an epoch: a callback's value, else the argument's.
@@ -330,21 +327,21 @@ class LightningEngine:
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder)
         if finder is None:
             return None
-        return finders.search_batch_size(self._make_trainer, finder, trial_steps, model)
+        return finders.search_batch_size(self._make_pl_trainer, finder, trial_steps, model)
 
     def run_learning_rate_finder(self, trial_steps: TrialSteps, model: torch.nn.Module) -> float | None:
         """The learning rate that a `LearningRateFinder` callback suggests; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.LearningRateFinder)
         if finder is None:
             return None
-        return finders.search_learning_rate(self._make_trainer, finder, trial_steps, model)
+        return finders.search_learning_rate(self._make_pl_trainer, finder, trial_steps, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""
         if self.is_fitting:
-            trainer: Any = self.trainer
-            with trainer.profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.backward"):
-                trainer.strategy.backward(loss, None, **kwargs)
+            pl_trainer: Any = self.pl_trainer
+            with pl_trainer.profiler.profile(f"[Strategy]{type(pl_trainer.strategy).__name__}.backward"):
+                pl_trainer.strategy.backward(loss, None, **kwargs)
         else:
             loss.backward(**kwargs)
 
@@ -352,7 +349,7 @@ class LightningEngine:
         """The loggers, or a fallback, since some Lightning callbacks refuse to run without a logger."""
         return self._get_loggers() or ([self._fallback_logger] if self.callbacks else [])
 
-    def _make_trainer(
+    def _make_pl_trainer(
         self, max_epochs: int, callbacks: list[pl.Callback] | None = None, strategy: Any = None, **settings: Any
     ) -> pl.Trainer:
         options = {"logger": False, **self.plan.trainer_keywords(), **settings}

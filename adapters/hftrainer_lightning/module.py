@@ -122,16 +122,16 @@ class TrainerModule(WithoutBatchTransfer):
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Clip the gradients, step the optimizer and the schedule, in the order of `TrainingLoop.step`."""
-        trainer: Any = self.trainer
-        precision = trainer.precision_plugin
+        pl_trainer: Any = self.trainer
+        precision = pl_trainer.precision_plugin
 
         def step() -> bool:
             optimizer.step()
             return bool(precision.has_skipped_step)
 
         precision.unscale_gradients(optimizer.optimizer)
-        call_hooks(trainer, "on_before_optimizer_step", optimizer.optimizer)
-        configs = trainer.strategy.lr_scheduler_configs
+        call_hooks(pl_trainer, "on_before_optimizer_step", optimizer.optimizer)
+        configs = pl_trainer.strategy.lr_scheduler_configs
         is_replaced = self._gives_scheduler_to_lightning and not (configs and configs[0].scheduler is self._scheduler)
         self.loop.step(self.model, step, is_schedule_replaced=is_replaced)
 

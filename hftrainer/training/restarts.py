@@ -175,7 +175,7 @@ class Restarts(Part):
         handler = self.trainer.callback_handler
         if isinstance(self.trainer.optimizer, LayerWiseDummyOptimizer):
             self.trainer.optimizer.remove_hooks()
-        self.parts.engine.trainer = self.parts.engine.module = None
+        self.parts.engine.pl_trainer = self.parts.engine.pl_module = None
         self.trainer.optimizer = self.trainer.lr_scheduler = None
         handler.optimizer = handler.lr_scheduler = None
         self.parts.checkpoint_writer.close_ignoring_errors()

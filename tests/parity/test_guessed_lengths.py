@@ -109,7 +109,7 @@ def test_fractional_limit_val_batches_is_a_share_of_the_claimed_length(tmp_path)
     settings = {"trainer_class": make_class(10, 4), "lightning_config": {"limit_val_batches": 0.5}}
     trainer, _ = build("hftrainer", "plain", tmp_path, **settings)
     assert trainer.evaluate()
-    assert trainer._hftrainer.engine.trainer.validate_loop.batch_progress.total.completed == 2
+    assert trainer._hftrainer.engine.pl_trainer.validate_loop.batch_progress.total.completed == 2
 
 
 def test_has_exact_length_of_each_kind_of_loader(tmp_path):

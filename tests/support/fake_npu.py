@@ -142,7 +142,7 @@ def main(folder: Path, fp16: bool = True) -> None:
     found = {
         "device": str(trainer.args.device),
         "model on": str(next(trainer.model.parameters()).device),
-        "Lightning's": trainer._hftrainer.engine.trainer.accelerator.name(),
+        "Lightning's": trainer._hftrainer.engine.pl_trainer.accelerator.name(),
         "n_gpu": trainer.args.n_gpu,
         "measured": sorted(name for name in metrics if name.startswith("train_mem_gpu")),
         "calls": sorted(set(CALLS)),

@@ -31,16 +31,16 @@ class NoProfiler(PassThroughProfiler):
 _NULL_CONTEXT = contextlib.nullcontext()
 
 
-def needs_lightning_hooks(trainer: pl.Trainer) -> bool:
+def needs_lightning_hooks(pl_trainer: pl.Trainer) -> bool:
     """Whether a callback or a profiler needs the hooks of Lightning's loops. Neither changes while a trainer runs."""
-    return bool(trainer.callbacks) or not isinstance(trainer.profiler, NoProfiler)  # type: ignore[attr-defined]
+    return bool(pl_trainer.callbacks) or not isinstance(pl_trainer.profiler, NoProfiler)  # type: ignore[attr-defined]
 
 
-def call_hooks(trainer: pl.Trainer, name: str, *args: Any) -> None:
+def call_hooks(pl_trainer: pl.Trainer, name: str, *args: Any) -> None:
     """Call a hook of the callbacks, and the module's for a profiler."""
-    if needs_lightning_hooks(trainer):
-        call._call_callback_hooks(trainer, name, *args)
-        call._call_lightning_module_hook(trainer, name, *args)
+    if needs_lightning_hooks(pl_trainer):
+        call._call_callback_hooks(pl_trainer, name, *args)
+        call._call_lightning_module_hook(pl_trainer, name, *args)
 
 
 def copy_profiler(profiler: Any) -> Any:

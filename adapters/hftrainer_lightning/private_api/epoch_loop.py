@@ -42,8 +42,8 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Run a micro-batch, and after the last of a window the optimizer step."""
-        trainer: Any = self.trainer
-        module, progress = trainer.lightning_module, self.batch_progress
+        pl_trainer: Any = self.trainer
+        pl_module, progress = pl_trainer.lightning_module, self.batch_progress
         batch, _, _ = next(data_fetcher)
         index = progress.current.ready
         progress.is_last_batch = data_fetcher.done
@@ -51,44 +51,45 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         # Callbacks log within a step under its number, as in the Trainer's log lines. Lightning counts ended steps.
         self._batches_that_stepped = self.global_step + 1
         if self.has_listeners:
-            trainer._logger_connector.on_batch_start(batch)
-            call._call_callback_hooks(trainer, "on_train_batch_start", batch, index)
+            pl_trainer._logger_connector.on_batch_start(batch)
+            call._call_callback_hooks(pl_trainer, "on_train_batch_start", batch, index)
         with self._profile("on_train_batch_start"):
             self.loop.begin_micro_batch()
         progress.increment_started()
-        with trainer.profiler.profile("run_training_batch"):
+        with pl_trainer.profiler.profile("run_training_batch"):
             loss = self._run_training_step(batch, index)
             if self.loop.batches.position.is_last:
                 steps = self.automatic_optimization.optim_progress.optimizer.step
                 steps.increment_ready()
+                optimizer = pl_trainer.strategy._lightning_optimizers[0]
                 with self._profile("optimizer_step"):
-                    module.optimizer_step(trainer.current_epoch, index, trainer.strategy._lightning_optimizers[0])
+                    pl_module.optimizer_step(pl_trainer.current_epoch, index, optimizer)
                 steps.increment_completed()
         progress.increment_processed()
         if self.has_listeners:
             if self._num_ready_batches_reached():
                 # Schedulers that callbacks add. The run steps its own.
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-            call._call_callback_hooks(trainer, "on_train_batch_end", {"loss": loss}, batch, index)
+            call._call_callback_hooks(pl_trainer, "on_train_batch_end", {"loss": loss}, batch, index)
         with self._profile("on_train_batch_end"):
-            self.loop.end_micro_batch(module.model)
+            self.loop.end_micro_batch(pl_module.model)
         if self.loop.should_stop:
-            trainer.should_stop = True
+            pl_trainer.should_stop = True
         if self.has_listeners:
-            trainer._logger_connector.on_batch_end()
+            pl_trainer._logger_connector.on_batch_end()
         progress.increment_completed()
         if self.has_listeners:
-            trainer._logger_connector.update_train_step_metrics()
+            pl_trainer._logger_connector.update_train_step_metrics()
 
     def _run_training_step(self, batch: Any, index: int) -> torch.Tensor:
         """Run forward and backward; returns the loss."""
-        trainer: Any = self.trainer
+        pl_trainer: Any = self.trainer
         if not self.has_listeners:
-            return trainer.strategy.training_step(batch, index)
+            return pl_trainer.strategy.training_step(batch, index)
         if self.loop.batches.position.is_first:
             # Only announced: the run clears the gradients after the step.
-            self.automatic_optimization._on_before_zero_grad(trainer.optimizers[0])
-        return call._call_strategy_hook(trainer, "training_step", batch, index)
+            self.automatic_optimization._on_before_zero_grad(pl_trainer.optimizers[0])
+        return call._call_strategy_hook(pl_trainer, "training_step", batch, index)
 
     def _profile(self, hook: str) -> AbstractContextManager[Any]:
         """Let a profiler record what happens at a hook of the module."""
@@ -143,11 +144,11 @@ class _StepLoggerConnector(_LoggerConnector):
     @property
     def should_update_logs(self) -> bool:
         """Whether callbacks log in this step. The counter already includes it."""
-        trainer: Any = self.trainer
-        if trainer.state.stage is not RunningStage.TRAINING:
+        pl_trainer: Any = self.trainer
+        if pl_trainer.state.stage is not RunningStage.TRAINING:
             return super().should_update_logs
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        return bool(step % trainer.log_every_n_steps == 0 or trainer.should_stop)
+        step = pl_trainer.fit_loop.epoch_loop._batches_that_stepped
+        return bool(step % pl_trainer.log_every_n_steps == 0 or pl_trainer.should_stop)
 
     def update_train_epoch_metrics(self) -> None:
         # Lightning has decremented the number of the step, since it counts from zero.
@@ -156,34 +157,34 @@ class _StepLoggerConnector(_LoggerConnector):
         self.trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
 
 
-def install_training_loops(trainer: Any, loop: TrainingLoop, *, is_epoch_overridden: bool) -> None:
+def install_training_loops(pl_trainer: Any, loop: TrainingLoop, *, is_epoch_overridden: bool) -> None:
     """Put our loops in place of those that `lightning.Trainer` makes.
 
     Args:
-        trainer: a trainer that has not run.
+        pl_trainer: a trainer that has not run.
         loop: the loop of the run, whose methods they call.
         is_epoch_overridden: whether an override of `Trainer._run_epoch` runs the epochs.
     """
-    fit_loop = trainer.fit_loop
+    fit_loop = pl_trainer.fit_loop
     if is_epoch_overridden:
-        trainer.fit_loop = _OverriddenEpochFitLoop(trainer, fit_loop.min_epochs, fit_loop.max_epochs)
-        trainer.fit_loop.loop = loop
-    epoch_loop = _WindowedEpochLoop(trainer, fit_loop.min_steps, fit_loop.max_steps)
-    epoch_loop.loop, epoch_loop.has_listeners = loop, needs_lightning_hooks(trainer)
-    epoch_loop.val_loop = make_evaluation_loop(trainer, TrainerFn.FITTING, RunningStage.VALIDATING)
-    trainer.fit_loop.epoch_loop = epoch_loop
-    trainer._logger_connector = _StepLoggerConnector(trainer)
+        pl_trainer.fit_loop = _OverriddenEpochFitLoop(pl_trainer, fit_loop.min_epochs, fit_loop.max_epochs)
+        pl_trainer.fit_loop.loop = loop
+    epoch_loop = _WindowedEpochLoop(pl_trainer, fit_loop.min_steps, fit_loop.max_steps)
+    epoch_loop.loop, epoch_loop.has_listeners = loop, needs_lightning_hooks(pl_trainer)
+    epoch_loop.val_loop = make_evaluation_loop(pl_trainer, TrainerFn.FITTING, RunningStage.VALIDATING)
+    pl_trainer.fit_loop.epoch_loop = epoch_loop
+    pl_trainer._logger_connector = _StepLoggerConnector(pl_trainer)
 
 
-def restore_progress(trainer: pl.Trainer, micro_batches: MicroBatches, global_step: int) -> None:
+def restore_progress(pl_trainer: pl.Trainer, micro_batches: MicroBatches, global_step: int) -> None:
     """Set the loops' counters as a Lightning checkpoint would, from the values in `trainer_state.json`.
 
     Args:
-        trainer: a trainer that has not run.
+        pl_trainer: a trainer that has not run.
         micro_batches: the micro-batches of the run, with the position from which it resumes.
         global_step: completed optimizer steps.
     """
-    state = trainer.fit_loop.state_dict()
+    state = pl_trainer.fit_loop.state_dict()
     epoch, batch = micro_batches.start.epoch, micro_batches.start.finished_micro_batches
     started_epochs = epoch + 1 if batch else epoch
     epochs = {"ready": started_epochs, "started": started_epochs, "processed": epoch, "completed": epoch}
@@ -195,13 +196,13 @@ def restore_progress(trainer: pl.Trainer, micro_batches: MicroBatches, global_st
     optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
     optimizer["step"] |= {"total": dict(steps)}
     state["epoch_loop.state_dict"]["_batches_that_stepped"] = global_step
-    trainer.fit_loop.load_state_dict(state)
+    pl_trainer.fit_loop.load_state_dict(state)
 
 
 @contextlib.contextmanager
-def use_previous_epoch(trainer: pl.Trainer) -> Iterator[None]:
+def use_previous_epoch(pl_trainer: pl.Trainer) -> Iterator[None]:
     """Set Lightning's epoch number to the epoch that has just ended."""
-    progress: Any = trainer.fit_loop.epoch_progress.current
+    progress: Any = pl_trainer.fit_loop.epoch_progress.current
     progress.processed -= 1
     try:
         yield

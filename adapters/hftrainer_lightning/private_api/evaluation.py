@@ -68,21 +68,21 @@ class _FastEvaluationLoop(_TrainerEvaluationLoop):
         self._seen_batches_per_dataloader[dataloader_idx] += 1
 
 
-def make_evaluation_loop(trainer: pl.Trainer, function: TrainerFn, stage: RunningStage) -> _EvaluationLoop:
+def make_evaluation_loop(pl_trainer: pl.Trainer, function: TrainerFn, stage: RunningStage) -> _EvaluationLoop:
     """The loop for the evaluations of a trainer. Callbacks and profilers see each of its batches."""
-    loop = _TrainerEvaluationLoop if needs_lightning_hooks(trainer) else _FastEvaluationLoop
-    return loop(trainer, function, stage, verbose=False, inference_mode=False)
+    loop = _TrainerEvaluationLoop if needs_lightning_hooks(pl_trainer) else _FastEvaluationLoop
+    return loop(pl_trainer, function, stage, verbose=False, inference_mode=False)
 
 
-def install_evaluation_loops(trainer: pl.Trainer) -> None:
+def install_evaluation_loops(pl_trainer: pl.Trainer) -> None:
     """Put our loops in place of those that `lightning.Trainer` makes for `validate` and `test`."""
-    trainer.validate_loop = make_evaluation_loop(trainer, TrainerFn.VALIDATING, RunningStage.VALIDATING)
-    trainer.test_loop = make_evaluation_loop(trainer, TrainerFn.TESTING, RunningStage.TESTING)
+    pl_trainer.validate_loop = make_evaluation_loop(pl_trainer, TrainerFn.VALIDATING, RunningStage.VALIDATING)
+    pl_trainer.test_loop = make_evaluation_loop(pl_trainer, TrainerFn.TESTING, RunningStage.TESTING)
 
 
 def validate_in_fit(
-    trainer: pl.Trainer,
-    module: TrainerModule,
+    pl_trainer: pl.Trainer,
+    pl_module: TrainerModule,
     dataloader: Any,
     evaluation: EvaluationPass,
     group: ValidationGroup | None = None,
@@ -93,30 +93,30 @@ def validate_in_fit(
     Lightning runs it at fixed points, on one loader, and only from the epoch loop, but the Trainer evaluates when its
     callbacks request it. `all_batches` ignores `limit_val_batches`, for predictions.
     """
-    loop: Any = trainer.fit_loop.epoch_loop.val_loop
-    outer_evaluation, limit = module.active_evaluation, trainer.limit_val_batches
-    module.attach_evaluation(evaluation, loop)
+    loop: Any = pl_trainer.fit_loop.epoch_loop.val_loop
+    outer_evaluation, limit = pl_module.active_evaluation, pl_trainer.limit_val_batches
+    pl_module.attach_evaluation(evaluation, loop)
     loop._combined_loader = None
     loop._data_source.instance = dataloader
     loop.restarting = False
     loop.group = group
     if all_batches:
-        trainer.limit_val_batches = trainer.limit_predict_batches
+        pl_trainer.limit_val_batches = pl_trainer.limit_predict_batches
     try:
-        with _switch_to_validation(trainer, module):
+        with _switch_to_validation(pl_trainer, pl_module):
             loop.run()
     except BaseException:
         # WeightAveraging has put its averages into the model. Restore the weights, since a checkpoint may follow.
-        if module.is_validating:
-            module.is_validating = False
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if pl_module.is_validating:
+            pl_module.is_validating = False
+            for callback in pl_trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, WeightAveraging):
-                    callback.on_validation_epoch_end(trainer, module)
+                    callback.on_validation_epoch_end(pl_trainer, pl_module)
         raise
     finally:
-        loop.group, trainer.limit_val_batches = None, limit
+        loop.group, pl_trainer.limit_val_batches = None, limit
         release_data(loop)
-        module.attach_evaluation(*outer_evaluation)
+        pl_module.attach_evaluation(*outer_evaluation)
 
 
 class SeenBatches(_IndexBatchSamplerWrapper):
@@ -134,36 +134,38 @@ def release_data(loop: Any) -> None:
         loop._data_fetcher = None
 
 
-def end_group(trainer: pl.Trainer, module: TrainerModule, group: ValidationGroup, metrics: dict[str, float]) -> None:
+def end_group(
+    pl_trainer: pl.Trainer, pl_module: TrainerModule, group: ValidationGroup, metrics: dict[str, float]
+) -> None:
     """Announce the end of a group's validation.
 
     Args:
-        trainer: the trainer that runs `fit`.
-        module: the module that is trained.
+        pl_trainer: the trainer that runs `fit`.
+        pl_module: the module that is trained.
         group: the group.
         metrics: metrics that callbacks see besides those of each set.
     """
     numbers = {name: torch.tensor(float(value)) for name, value in metrics.items() if can_be_logged(name, value)}
-    with _switch_to_validation(trainer, module):
+    with _switch_to_validation(pl_trainer, pl_module):
         # An override of `evaluation_loop` skips Lightning's loop, so call its hooks here.
         if not group.has_begun and numbers:
-            call._call_callback_hooks(trainer, "on_validation_start")
-        trainer._logger_connector._callback_metrics.update(numbers)
+            call._call_callback_hooks(pl_trainer, "on_validation_start")
+        pl_trainer._logger_connector._callback_metrics.update(numbers)
         if group.has_begun:
-            trainer.fit_loop.epoch_loop.val_loop._on_evaluation_end()
+            pl_trainer.fit_loop.epoch_loop.val_loop._on_evaluation_end()
         elif numbers:
-            call._call_callback_hooks(trainer, "on_validation_end")
+            call._call_callback_hooks(pl_trainer, "on_validation_end")
 
 
 #: Suffixes of the names that a progress bar already shows, lacks space for, or rounds to zero.
 _NOT_IN_BARS = ("epoch", "learning_rate", "_per_second", "_runtime", "_time", "total_flos")
 
 
-def show_values(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
+def show_values(pl_trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
     """Show the numbers of a log line in Lightning's progress bars. These read only what a module's hooks log."""
     bar_values = {name: value for name, value in values.items() if not name.endswith(_NOT_IN_BARS)}
     numbers = {name: float(value) for name, value in bar_values.items() if can_be_logged(name, value)}
-    trainer._logger_connector._progress_bar_metrics.update(numbers)
+    pl_trainer._logger_connector._progress_bar_metrics.update(numbers)
 
 
 def can_be_logged(name: str, value: Any) -> bool:
@@ -175,14 +177,14 @@ def can_be_logged(name: str, value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _switch_to_validation(trainer: pl.Trainer, module: TrainerModule) -> Iterator[None]:
+def _switch_to_validation(pl_trainer: pl.Trainer, pl_module: TrainerModule) -> Iterator[None]:
     """Set Lightning's state to validating, and restore the state of training afterwards."""
-    connector = trainer._logger_connector
-    first_iteration, hook = connector._first_loop_iter, module._current_fx_name
-    trainer.validating = True
+    connector = pl_trainer._logger_connector
+    first_iteration, hook = connector._first_loop_iter, pl_module._current_fx_name
+    pl_trainer.validating = True
     try:
         yield
     finally:
-        trainer.training = True
+        pl_trainer.training = True
         connector._first_loop_iter = first_iteration
-        module._current_fx_name = hook
+        pl_module._current_fx_name = hook

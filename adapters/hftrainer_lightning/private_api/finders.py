@@ -27,22 +27,22 @@ class _FinderModule(pl.LightningModule):
     def __init__(self, model: torch.nn.Module, trial_steps: TrialSteps, size_name: str, rate_name: str) -> None:
         super().__init__()
         self.model = model
-        self._trial_steps = trial_steps
+        self.trial_steps = trial_steps
         self._size_name = size_name
         setattr(self, size_name, trial_steps.batch_size)
         setattr(self, rate_name, trial_steps.learning_rate)
 
     def train_dataloader(self) -> Any:
         """The Trainer's loader, with the batch size to try."""
-        return self._trial_steps.make_loader(getattr(self, self._size_name))
+        return self.trial_steps.make_loader(getattr(self, self._size_name))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The Trainer's optimizer."""
-        return self._trial_steps.optimizer()
+        return self.trial_steps.optimizer()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The Trainer's loss."""
-        return self._trial_steps.loss(self.model, batch)
+        return self.trial_steps.loss(self.model, batch)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Run forward and backward, which Lightning passes as a closure, then clip and step."""
@@ -58,49 +58,43 @@ TrainerFactory = Callable[..., pl.Trainer]
 
 
 def search_batch_size(
-    make_trainer: TrainerFactory, finder: BatchSizeFinder, trial_steps: TrialSteps, model: torch.nn.Module
+    make_pl_trainer: TrainerFactory, finder: BatchSizeFinder, trial_steps: TrialSteps, model: torch.nn.Module
 ) -> int:
     """Size in samples of the largest batch that fits into memory, found by `finder`."""
     argument = finder._batch_arg_name
     finder_module = _FinderModule(model, trial_steps, argument, "learning_rate")
-    _run_search(make_trainer, finder, trial_steps, finder_module)
+    _run_search(make_pl_trainer, finder, finder_module)
     return int(getattr(finder_module, argument))
 
 
 def search_learning_rate(
-    make_trainer: TrainerFactory, finder: LearningRateFinder, trial_steps: TrialSteps, model: torch.nn.Module
+    make_pl_trainer: TrainerFactory, finder: LearningRateFinder, trial_steps: TrialSteps, model: torch.nn.Module
 ) -> float | None:
     """The learning rate that `finder` suggests; None if it finds none, or with `update_attr=False`.
 
     The curve is in `finder.optimal_lr` afterwards.
     """
     # Without a name, the finder would choose one.
-    _run_search(
-        make_trainer,
-        finder,
-        trial_steps,
-        _FinderModule(model, trial_steps, "batch_size", finder._attr_name or "learning_rate"),
-    )
+    finder_module = _FinderModule(model, trial_steps, "batch_size", finder._attr_name or "learning_rate")
+    _run_search(make_pl_trainer, finder, finder_module)
     optimal_lr = finder.optimal_lr
     return optimal_lr.suggestion() if optimal_lr is not None and finder._update_attr else None
 
 
 def _run_search(
-    make_trainer: TrainerFactory,
-    finder: BatchSizeFinder | LearningRateFinder,
-    trial_steps: TrialSteps,
-    finder_module: pl.LightningModule,
+    make_pl_trainer: TrainerFactory, finder: BatchSizeFinder | LearningRateFinder, finder_module: _FinderModule
 ) -> None:
     """Run `fit` until the finder is done, and restore the random states. Lightning restores model and optimizer."""
     # With this flag, Lightning's Tuner skips training after the search.
     finder._early_exit = True
     with isolate_rng(), quiet_lightning(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The 'train_dataloader' does not have many workers")
-        trainer = make_trainer(max_epochs=-1, callbacks=[finder], gradient_clip_val=trial_steps.max_grad_norm or None)
+        max_norm = finder_module.trial_steps.max_grad_norm or None
+        pl_trainer = make_pl_trainer(max_epochs=-1, callbacks=[finder], gradient_clip_val=max_norm)
         level = _lightning_logger.level
         # The Trainer logs the result.
         _lightning_logger.setLevel(logging.WARNING)
         try:
-            trainer.fit(finder_module)
+            pl_trainer.fit(finder_module)
         finally:
             _lightning_logger.setLevel(level)

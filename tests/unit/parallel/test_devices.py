@@ -46,7 +46,7 @@ def test_lightnings_trainer_gets_the_mps_accelerator(mac, monkeypatch):
     assert (plan.device, plan.trainer_keywords()["devices"]) == ("mps", 1)
     assert plan_of(use_cpu=True).device == "cpu"
     monkeypatch.setattr(OfFabric, "is_available", staticmethod(lambda: True))
-    trainer = make_trainer(bf16=True)._hftrainer.engine._make_trainer(max_epochs=1)
+    trainer = make_trainer(bf16=True)._hftrainer.engine._make_pl_trainer(max_epochs=1)
     assert isinstance(trainer.accelerator, MPSAccelerator)
     assert trainer.strategy.root_device == torch.device("mps")
 
@@ -222,7 +222,7 @@ def test_intel_gpus_are_planned_with_xccl(xpu, two_processes, monkeypatch):
 def test_lightnings_trainer_gets_the_xpu_accelerator(xpu):
     trainer = make_trainer(lightning_config={"devices": 1})
     assert trainer.get_train_dataloader().pin_memory
-    built = trainer._hftrainer.engine._make_trainer(max_epochs=1)
+    built = trainer._hftrainer.engine._make_pl_trainer(max_epochs=1)
     assert (built.accelerator.name(), built.strategy.root_device) == ("xpu", torch.device("xpu:0"))
 
 

@@ -119,7 +119,7 @@ def test_lightning_config_chooses_the_environment(make):
 
 def test_lightnings_trainer_gets_our_environment(make):
     trainer = Trainer(make_plain(), make(f"WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 {MEET}"))
-    environment = trainer._hftrainer.engine._make_trainer(max_epochs=1)._accelerator_connector.cluster_environment
+    environment = trainer._hftrainer.engine._make_pl_trainer(max_epochs=1)._accelerator_connector.cluster_environment
     assert type(environment).__name__ == "LaunchedEnvironment"
     environment.teardown()
     assert os.environ["WORLD_SIZE"] == "1"
