@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
     from hftrainer.training.loop import TrainingLoop
 
-#: Attributes of the run, not of the model. Callbacks copy the module without them.
-_RUN_ATTRIBUTES = ("loop", "resume_state", "_optimizer", "_scheduler", "_resumed_state")
+#: Attributes of the run, not of the model, that a copy of the module lacks: callbacks copy it.
+_NOT_COPIED = ("loop", "resume_state", "_optimizer", "_scheduler", "_resumed_state")
 
 
 class TrainerModule(WithoutBatchTransfer):
@@ -67,7 +67,7 @@ class TrainerModule(WithoutBatchTransfer):
         self.active_evaluation = None, None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **dict.fromkeys(_RUN_ATTRIBUTES), "active_evaluation": (None, None)}
+        return {**super().__getstate__(), **dict.fromkeys(_NOT_COPIED), "active_evaluation": (None, None)}
 
     @property
     def backbone(self) -> torch.nn.Module:
