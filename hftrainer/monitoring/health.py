@@ -31,7 +31,8 @@ _GetState = Callable[[], TrainerState]
 _GetFolder = Callable[[], str | None]
 #: Name of the folder. Uploads to the Hub skip names that begin with '_'.
 HEALTH_FOLDER = "_health"
-PHASES = ("starting", "training", "evaluation", "saving", "ended")
+#: What the training thread may do; the values of "phase" in the records and answers.
+_ACTIVITIES = ("starting", "training", "evaluation", "saving", "ended")
 #: Event that every rank has → whether the next sign of progress may take minutes.
 _SIGNS = {
     "on_epoch_begin": True,  # the loader may start worker processes
@@ -63,25 +64,25 @@ class Heartbeat:
     """The progress of this rank's training thread.
 
     Attributes:
-        phase: one of `PHASES`.
+        activity: one of `_ACTIVITIES`.
         signs: number of signs of progress since the last optimizer step; the same on all ranks.
         step_time: end of the last optimizer step, on the monotonic clock.
     """
 
-    __slots__ = ("_is_slow", "_longest", "_time", "phase", "signs", "step_time")
+    __slots__ = ("_is_slow", "_longest", "_time", "activity", "signs", "step_time")
 
     def __init__(self) -> None:
-        self.phase = PHASES[0]
+        self.activity = _ACTIVITIES[0]
         self.signs = 0
         self.step_time = self._time = time.monotonic()
         self._is_slow = False
-        self._longest = dict.fromkeys(PHASES, 0.0)
+        self._longest = dict.fromkeys(_ACTIVITIES, 0.0)
 
     def beat(self, is_slow: bool = False) -> None:
         """Record progress; `is_slow` if the next sign may take minutes."""
         now = time.monotonic()
-        if now - self._time > self._longest[self.phase] and not self._is_slow:
-            self._longest[self.phase] = now - self._time
+        if now - self._time > self._longest[self.activity] and not self._is_slow:
+            self._longest[self.activity] = now - self._time
         self._time, self._is_slow = now, is_slow
         self.signs += 1
 
@@ -91,24 +92,24 @@ class Heartbeat:
             self.beat(is_slow=_SIGNS[event])
         if event == "on_step_end":
             self.signs, self.step_time = 0, self._time
-            if self.phase == "starting":
-                self.phase = "training"
+            if self.activity == "starting":
+                self.activity = "training"
 
-    def enter_phase(self, phase: str) -> None:
-        """Enter a phase."""
+    def begin_activity(self, activity: str) -> None:
+        """Record that an activity begins."""
         self.beat()
         # The first batch of an evaluation may start worker processes.
-        self.phase, self._is_slow = phase, phase in ("evaluation", "saving")
+        self.activity, self._is_slow = activity, activity in ("evaluation", "saving")
 
     @contextlib.contextmanager
-    def in_phase(self, phase: str) -> Iterator[None]:
-        """Enter a phase for the block, and return to the previous phase after it."""
-        previous_phase = self.phase
-        self.enter_phase(phase)
+    def in_activity(self, activity: str) -> Iterator[None]:
+        """Begin an activity for the block, and the previous one again after it."""
+        previous_activity = self.activity
+        self.begin_activity(activity)
         try:
             yield
         finally:
-            self.enter_phase(previous_phase)
+            self.begin_activity(previous_activity)
 
     def seconds_since_sign(self) -> float:
         """Seconds since the last sign."""
@@ -116,9 +117,9 @@ class Heartbeat:
 
     def limit(self) -> float | None:
         """Seconds without progress after which this rank is late; None for no limit."""
-        if self.phase in ("starting", "ended"):
+        if self.activity in ("starting", "ended"):
             return None
-        longest = self._longest[self.phase]
+        longest = self._longest[self.activity]
         return _SLOW_LIMIT if self._is_slow or not longest else max(_SHORTEST_LIMIT, _LIMIT_PER_PAUSE * longest)
 
 
@@ -172,7 +173,7 @@ class _Recorder(threading.Thread):
             "thread": self._thread,
             "step": self._state().global_step,
             "signs": heartbeat.signs,
-            "phase": heartbeat.phase,
+            "phase": heartbeat.activity,
             "seconds_since_sign": quiet,
             "limit": limit,
         }
@@ -247,7 +248,7 @@ class _Reporter:
         for path, (record, read_at) in self._records.items():
             age = max(0.0, time.monotonic() - read_at - (0 if record["host"] == self._host else _CACHED))
             quiet, limit = record["seconds_since_sign"] + age, record["limit"]
-            if record["phase"] == "starting" != self._heartbeat.phase:
+            if record["phase"] == "starting" != self._heartbeat.activity:
                 # Ranks finish the first step together, so a record that still says "starting" is stale.
                 quiet, limit = age, _SHORTEST_LIMIT
             is_late = limit is not None and quiet > limit
@@ -255,15 +256,15 @@ class _Reporter:
 
     def report(self) -> dict[str, Any]:
         """The response of `/health`. A run is stalled if the ranks furthest behind exceed their limits."""
-        state, phase, ranks = self._state(), self._heartbeat.phase, list(self._ranks())
+        state, activity, ranks = self._state(), self._heartbeat.activity, list(self._ranks())
         # When a slow rank continues, its record is newer than those of the ranks that waited for it, which seem behind.
         threshold = time.monotonic() - 2 * _INTERVAL
         late = [rank for rank in self._slowest_ranks() if self._late_since.get(_position(rank), math.inf) <= threshold]
         return {
-            "status": "stalled" if late else phase if phase in ("starting", "ended") else "ok",
+            "status": "stalled" if late else activity if activity in ("starting", "ended") else "ok",
             "step": state.global_step,
             "max_steps": state.max_steps,
-            "phase": phase,
+            "phase": activity,
             "seconds_since_step": round(time.monotonic() - self._heartbeat.step_time, 1),
             "ranks": [{name: rank[name] for name in ("rank", "step", "phase", "seconds_since_sign")} for rank in ranks],
             "late_ranks": [
@@ -292,8 +293,8 @@ class _Reporter:
                 yield GaugeMetricFamily(f"hftrainer_{name}", help_text, value=value)
         yield CounterMetricFamily("hftrainer_steps", "Optimizer steps done.", value=state.global_step)
         phases = GaugeMetricFamily("hftrainer_phase", "1 for the current phase.", labels=["phase"])
-        for phase in PHASES:
-            phases.add_metric([phase], int(phase == report["phase"]))
+        for activity in _ACTIVITIES:
+            phases.add_metric([activity], int(activity == report["phase"]))
         log_values = GaugeMetricFamily("hftrainer_log", "The numbers of the last log line.", labels=["name"])
         for name, value in (state.log_history or [{}])[-1].items():
             if isinstance(value, (int, float)):

@@ -146,8 +146,8 @@ class Observer(TrainerCallback):
         return [] if self.journal.folder is None else read_events(self.journal.folder)
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Write the start and end of a phase ('evaluation' or 'saving') to the journal."""
+    def activity(self, name: str) -> Iterator[None]:
+        """Write the start and end of an activity ('evaluation' or 'saving') to the journal."""
         self.write_interval()
         self.journal.write("phase", self._step, phase=name)
         try:

@@ -16,7 +16,7 @@ FOLDER = ".requests"
 #: Request → the control flag that it sets in `TrainerControl`.
 FLAGS = {"save": "should_save", "evaluate": "should_evaluate", "stop": "should_training_stop"}
 REQUESTS = (*FLAGS, "profile")
-_FLAG_OF_PHASE = {"saving": FLAGS["save"], "evaluation": FLAGS["evaluate"]}
+_FLAG_OF_ACTIVITY = {"saving": FLAGS["save"], "evaluation": FLAGS["evaluate"]}
 #: Seconds between two checks of the folder.
 _PERIOD = 1.0
 _PROFILED_STEPS = 10
@@ -60,16 +60,16 @@ class Requests:
         """
         return 0.0 if self._minutes["evaluation"] is None else time.monotonic() - self._last_times["evaluation"]
 
-    def record_phase_end(self, phase: str) -> None:
-        """Record the end of a phase, 'evaluation' or 'saving'."""
-        self._last_times[phase] = time.monotonic()
+    def record_end(self, activity: str) -> None:
+        """Record the end of an activity, 'evaluation' or 'saving'."""
+        self._last_times[activity] = time.monotonic()
 
     def poll(self, control: Any, step: int) -> None:
         """Set the control flags that are due after an optimizer step, and execute requests."""
         now = time.monotonic()
-        for phase, minutes in self._minutes.items():
-            if minutes is not None and now - self._last_times[phase] >= 60 * minutes:
-                setattr(control, _FLAG_OF_PHASE[phase], True)
+        for activity, minutes in self._minutes.items():
+            if minutes is not None and now - self._last_times[activity] >= 60 * minutes:
+                setattr(control, _FLAG_OF_ACTIVITY[activity], True)
         if self._profile is not None and self._profile.end_step(step):
             self._profile = None
         if now >= self._next_poll:

@@ -62,13 +62,13 @@ class Monitors(Part):
             self.requests.poll(self.trainer.control, self.trainer.state.global_step)
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def activity(self, name: str) -> Iterator[None]:
         """Time the block, an 'evaluation' or 'saving', and report it."""
-        block = contextlib.nullcontext() if self.observer is None else self.observer.phase(name)
-        with block, self.run.heartbeat.in_phase(name), self.run.measure_time(name):
+        block = contextlib.nullcontext() if self.observer is None else self.observer.activity(name)
+        with block, self.run.heartbeat.in_activity(name), self.run.measure_time(name):
             yield
         if self.requests is not None:
-            self.requests.record_phase_end(name)
+            self.requests.record_end(name)
 
     def log_values(self, steps: int) -> dict[str, float]:
         """The values for a log line over the last `steps` steps. A collective operation."""

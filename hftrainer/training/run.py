@@ -49,7 +49,7 @@ class Run:
         evaluation_metrics: metrics of the last evaluation of this run, which determined the best model.
         has_unfinished_evaluation: True if an evaluation of this run has begun but is not complete.
         logged_metrics: sums for the next log line, besides the loss.
-        seconds: phase besides training, such as 'saving' → its duration.
+        seconds: activity besides training, such as 'saving' → its duration.
         past: the model's memory of earlier batches, with `past_index`.
         heartbeat: the signs of progress, which the server of `metrics_port` reports.
         last_saved_step: optimizer step of the last checkpoint.
@@ -94,13 +94,13 @@ class Run:
         return {**vars(self), "signal_listener": signal_listener, "loop": None, "skipped_samples": None}
 
     @contextlib.contextmanager
-    def measure_time(self, phase: str) -> Iterator[None]:
-        """Add the duration of the block to the phase's `seconds`."""
+    def measure_time(self, activity: str) -> Iterator[None]:
+        """Add the duration of the block to the `seconds` of the activity."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + time.perf_counter() - start
 
     def reset_attempt(self) -> None:
         """Reset the state of one attempt at training."""

@@ -280,7 +280,7 @@ class TrainingRunner(Part):
             with _add_step_note(loop), recorder, devices.error_hints():
                 steps_between_logs = self.planner.steps_between_logs(loop.lengths)
                 self.parts.engine.fit(loop, model, log_every_n_steps=steps_between_logs)
-        self.run.heartbeat.enter_phase("ended")
+        self.run.heartbeat.begin_activity("ended")
         return trainer._finalize_training(trial, loop.lengths.num_train_samples, loop.start_time)
 
     def _prepare_attempt(
