@@ -81,7 +81,7 @@ def _mesh_of(parameter: nn.Parameter) -> Any:
 
 
 @dataclass
-class Request:
+class OptimizerInputs:
     """The inputs of an optimizer builder.
 
     Attributes:
@@ -142,6 +142,7 @@ class Request:
 
 
 OptimizerSpec = tuple[Any, dict[str, Any]]
+OptimizerBuilder = Callable[[OptimizerInputs], OptimizerSpec]
 
 
 def _load_class(name: str, module: str, attribute: str) -> Any:
@@ -158,21 +159,19 @@ def _load_class(name: str, module: str, attribute: str) -> Any:
         ) from cause_if_installed(error)
 
 
-def _builder(
-    module: str, attribute: str, *, has_betas: bool = True, **converters: Any
-) -> Callable[[Request], OptimizerSpec]:
+def _builder(module: str, attribute: str, *, has_betas: bool = True, **converters: Any) -> OptimizerBuilder:
     """A function that returns an optimizer class and its keyword arguments.
 
     Args:
         module: the module of the class, in torch or another library.
         attribute: the name of the class.
         has_betas: whether the class accepts Adam's betas and epsilon in addition to the learning rate.
-        converters: the options in `optim_args`, as for `Request.read`.
+        converters: the options in `optim_args`, as for `OptimizerInputs.read`.
     """
 
-    def make(request: Request) -> OptimizerSpec:
-        kwargs = request.adam if has_betas else request.lr
-        return _load_class(request.name, module, attribute), {**kwargs, **request.read(**converters)}
+    def make(inputs: OptimizerInputs) -> OptimizerSpec:
+        kwargs = inputs.adam if has_betas else inputs.lr
+        return _load_class(inputs.name, module, attribute), {**kwargs, **inputs.read(**converters)}
 
     return make
 
@@ -183,58 +182,58 @@ def dtype(name: str) -> torch.dtype | None:
     return value if isinstance(value, torch.dtype) else None
 
 
-def _adamw_torch_fused(request: Request) -> OptimizerSpec:
+def _adamw_torch_fused(inputs: OptimizerInputs) -> OptimizerSpec:
     # Torch has no fused kernel for XLA, which fuses the complete step.
-    kwargs = {} if request.args.device.type == "xla" else {"fused": True}
-    return torch.optim.AdamW, {**request.adam, **kwargs}
+    kwargs = {} if inputs.args.device.type == "xla" else {"fused": True}
+    return torch.optim.AdamW, {**inputs.adam, **kwargs}
 
 
-def _adamw_hf(request: Request) -> OptimizerSpec:
+def _adamw_hf(inputs: OptimizerInputs) -> OptimizerSpec:
     """Under `install()`, transformers' equivalent class, for scripts that compare classes; otherwise ours."""
     if transformers_names.is_installed() and "transformers" in sys.modules:
         importlib.import_module("transformers.optimization")
-    return transformers_names.current_value("transformers.optimization", "AdamW", AdamW), request.adam
+    return transformers_names.current_value("transformers.optimization", "AdamW", AdamW), inputs.adam
 
 
-def _adafactor(request: Request) -> OptimizerSpec:
+def _adafactor(inputs: OptimizerInputs) -> OptimizerSpec:
     kind = libraries.import_from_transformers("optimization", "Adafactor", "optim='adafactor'")
-    return kind, {**request.lr, "scale_parameter": False, "relative_step": False}
+    return kind, {**inputs.lr, "scale_parameter": False, "relative_step": False}
 
 
-def _bitsandbytes(request: Request) -> OptimizerSpec:
-    name = request.name
+def _bitsandbytes(inputs: OptimizerInputs) -> OptimizerSpec:
+    name = inputs.name
     kwargs = {"optim_bits": 8 if "8bit" in name else 32, "is_paged": "paged" in name}
     if "rmsprop" in name:
         del kwargs["is_paged"]
-        return _load_class(name, "bitsandbytes.optim", "RMSprop"), {**request.lr, **request.read(**_RMSPROP), **kwargs}
+        return _load_class(name, "bitsandbytes.optim", "RMSprop"), {**inputs.lr, **inputs.read(**_RMSPROP), **kwargs}
     if "lion" in name:
-        options = {**request.lr, "betas": request.adam["betas"]}
+        options = {**inputs.lr, "betas": inputs.adam["betas"]}
         return _load_class(name, "bitsandbytes.optim", "Lion"), {**options, **kwargs}
     if "ademamix" in name:
-        beta1, beta2 = request.adam["betas"]
-        epsilon = request.args.adam_epsilon
-        options = request.read(
+        beta1, beta2 = inputs.adam["betas"]
+        epsilon = inputs.args.adam_epsilon
+        options = inputs.read(
             beta1=(float, beta1), beta2=(float, beta2), beta3=(float, 0.9999), alpha=(float, 5.0), eps=(float, epsilon)
         )
         options |= {"betas": tuple(options.pop(f"beta{number}") for number in (1, 2, 3))}
-        options |= request.read(t_alpha=int, t_beta3=int)
-        return _load_class(name, "bitsandbytes.optim", "AdEMAMix"), {**request.lr, **options, **kwargs}
-    return _load_class(name, "bitsandbytes.optim", "AdamW"), {**request.adam, **kwargs}
+        options |= inputs.read(t_alpha=int, t_beta3=int)
+        return _load_class(name, "bitsandbytes.optim", "AdEMAMix"), {**inputs.lr, **options, **kwargs}
+    return _load_class(name, "bitsandbytes.optim", "AdamW"), {**inputs.adam, **kwargs}
 
 
-def _galore(request: Request) -> OptimizerSpec:
-    class_name = "GaLoreAdafactor" if "adafactor" in request.name else "GaLoreAdamW"
-    class_name += "8bit" if "8bit" in request.name else ""
-    options = request.read(rank=(int, 128), update_proj_gap=(int, 200), scale=(float, 0.25), proj_type=(str, "std"))
-    kwargs = request.lr
-    if "adafactor" in request.name:
+def _galore(inputs: OptimizerInputs) -> OptimizerSpec:
+    class_name = "GaLoreAdafactor" if "adafactor" in inputs.name else "GaLoreAdamW"
+    class_name += "8bit" if "8bit" in inputs.name else ""
+    options = inputs.read(rank=(int, 128), update_proj_gap=(int, 200), scale=(float, 0.25), proj_type=(str, "std"))
+    kwargs = inputs.lr
+    if "adafactor" in inputs.name:
         kwargs |= {"scale_parameter": False, "relative_step": False}
-    optimizer_class = _load_class(request.name, "galore_torch", class_name)
-    return low_rank.make_arguments(request.name, request.args, request.model, optimizer_class, options, kwargs)
+    optimizer_class = _load_class(inputs.name, "galore_torch", class_name)
+    return low_rank.make_arguments(inputs.name, inputs.args, inputs.model, optimizer_class, options, kwargs)
 
 
-def _apollo(request: Request) -> OptimizerSpec:
-    options = request.read(
+def _apollo(inputs: OptimizerInputs) -> OptimizerSpec:
+    options = inputs.read(
         rank=(int, 128),
         proj=(str, "random"),
         scale_type=(str, "channel"),
@@ -242,45 +241,45 @@ def _apollo(request: Request) -> OptimizerSpec:
         scale=(float, 1.0),
         proj_type=(str, "std"),
     )
-    options |= {name: request.adam[name] for name in ("betas", "eps")}
-    optimizer_class = _load_class(request.name, "apollo_torch", "APOLLOAdamW")
-    return low_rank.make_arguments(request.name, request.args, request.model, optimizer_class, options, request.lr)
+    options |= {name: inputs.adam[name] for name in ("betas", "eps")}
+    optimizer_class = _load_class(inputs.name, "apollo_torch", "APOLLOAdamW")
+    return low_rank.make_arguments(inputs.name, inputs.args, inputs.model, optimizer_class, options, inputs.lr)
 
 
-def _lomo(request: Request) -> OptimizerSpec:
-    optimizer_class = _load_class(request.name, "lomo_optim", "AdaLomo" if request.name == "adalomo" else "Lomo")
-    if request.model is None:
-        raise InvalidArgument(f"optim={request.name!r} needs the model, not its parameters: pass model=.")
-    return optimizer_class, {**request.lr, "model": request.model}
+def _lomo(inputs: OptimizerInputs) -> OptimizerSpec:
+    optimizer_class = _load_class(inputs.name, "lomo_optim", "AdaLomo" if inputs.name == "adalomo" else "Lomo")
+    if inputs.model is None:
+        raise InvalidArgument(f"optim={inputs.name!r} needs the model, not its parameters: pass model=.")
+    return optimizer_class, {**inputs.lr, "model": inputs.model}
 
 
-def _schedule_free(request: Request) -> OptimizerSpec:
+def _schedule_free(inputs: OptimizerInputs) -> OptimizerSpec:
     class_names = {"radam": "RAdamScheduleFree", "adamw": "AdamWScheduleFree", "sgd": "SGDScheduleFree"}
-    algorithm = request.name.removeprefix("schedule_free_")
-    kwargs = request.lr if algorithm == "sgd" else request.adam
-    kwargs["weight_decay"] = request.args.weight_decay
+    algorithm = inputs.name.removeprefix("schedule_free_")
+    kwargs = inputs.lr if algorithm == "sgd" else inputs.adam
+    kwargs["weight_decay"] = inputs.args.weight_decay
     if algorithm != "radam":
-        warmup = request.args.warmup_steps
+        warmup = inputs.args.warmup_steps
         if 0 < warmup < 1:
             raise InvalidArgument(
-                f"optim={request.name!r} has a built-in warm-up: set warmup_steps to a number of steps, not {warmup}."
+                f"optim={inputs.name!r} has a built-in warm-up: set warmup_steps to a number of steps, not {warmup}."
             )
         kwargs["warmup_steps"] = warmup
-    kwargs |= request.read(weight_lr_power=(float, 2.0), r=(float, 0.0))
-    return _load_class(request.name, "schedulefree", class_names[algorithm]), kwargs
+    kwargs |= inputs.read(weight_lr_power=(float, 2.0), r=(float, 0.0))
+    return _load_class(inputs.name, "schedulefree", class_names[algorithm]), kwargs
 
 
-def _stable_adamw(request: Request) -> OptimizerSpec:
-    options = request.read(decouple_lr=(bool, False), max_lr=(float, None), kahan_sum=(bool, None))
-    kwargs = {**request.adam, "weight_decay": request.args.weight_decay, **options}
-    return _load_class(request.name, "optimi", "StableAdamW"), kwargs
+def _stable_adamw(inputs: OptimizerInputs) -> OptimizerSpec:
+    options = inputs.read(decouple_lr=(bool, False), max_lr=(float, None), kahan_sum=(bool, None))
+    kwargs = {**inputs.adam, "weight_decay": inputs.args.weight_decay, **options}
+    return _load_class(inputs.name, "optimi", "StableAdamW"), kwargs
 
 
 _RMSPROP: dict[str, Any] = {"momentum": float, "alpha": float, "eps": float, "weight_decay": float, "centered": bool}
 _TORCHAO: dict[str, Any] = {"block_size": (int, 256), "bf16_stochastic_round": (bool, False)}
 
 #: Optimizer name → function that returns its class and keyword arguments.
-OPTIMIZERS: dict[str, Callable[[Request], OptimizerSpec]] = {
+OPTIMIZERS: dict[str, OptimizerBuilder] = {
     "adamw_hf": _adamw_hf,
     "adamw_torch": _builder("torch.optim", "AdamW"),
     "adamw_torch_fused": _adamw_torch_fused,
@@ -359,16 +358,16 @@ def optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = 
         MissingPackage: if the optimizer's library is not installed.
     """
     name = OptimizerNames(args.optim).value
-    request = Request(name, args, model, parse_optim_args(args.optim_args))
-    spec = OPTIMIZERS[name](request)
-    if unknown := sorted(request.options.keys() - request.read_options):
-        names = ", ".join(sorted(request.read_options))
+    inputs = OptimizerInputs(name, args, model, parse_optim_args(args.optim_args))
+    spec = OPTIMIZERS[name](inputs)
+    if unknown := sorted(inputs.options.keys() - inputs.read_options):
+        names = ", ".join(sorted(inputs.read_options))
         hint = f"allowed: {names}" if names else "it has no options"
         raise InvalidArgument(
             f"optim_args of optim={name!r}: unknown {', '.join(unknown)}; {hint}. For other arguments of the class, "
             "pass optimizer_cls_and_kwargs to Trainer."
         )
-    if not request.uses_adam and (ignored := changed_arguments(args, _ADAM_ARGUMENTS)):
+    if not inputs.uses_adam and (ignored := changed_arguments(args, _ADAM_ARGUMENTS)):
         arguments = ", ".join(f"{argument}={value}" for argument, value in ignored.items())
         logger.warning("%s has no effect: optim=%r lacks this setting, or reads it from optim_args.", arguments, name)
     return spec

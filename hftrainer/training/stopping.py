@@ -1,4 +1,4 @@
-"""Stops a run on all ranks, after a signal to any of them or a request of one."""
+"""Stops a run on all ranks, after a signal to any of them or a flag of one."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ class SignalListener:
 class ControlSync(Part):
     """Synchronizes the control flags and signals of all ranks at the end of each optimizer step.
 
-    After each step, ranks all-reduce their requests. A rank without requests reads the result only after the next step;
-    a rank with requests waits for it. If every rank has requests, all act on them at once, as in
+    After each step, ranks all-reduce their flags. A rank without set flags reads the result only after the next step;
+    a rank with set flags waits for it. If every rank has set flags, all act on them at once, as in
     `transformers.Trainer`; otherwise all act after the next step.
 
     Args:
@@ -179,45 +179,45 @@ class ControlSync(Part):
     def end_step(self) -> None:
         """Synchronize after an optimizer step; does nothing in one process.
 
-        A rank with requests waits for the result. The others read it one step later.
+        A rank with set flags waits for the result. The others read it one step later.
         """
         if not self.is_distributed:
             return
-        requests = self._collect_requests()
-        self._pending_all_reduce = self._start_all_reduce(requests)
-        if not any(requests):
+        flags = self._collect_flags()
+        self._pending_all_reduce = self._start_all_reduce(flags)
+        if not any(flags):
             return
-        has_idle_rank, *common_requests = self._pending_all_reduce()
+        has_idle_rank, *common_flags = self._pending_all_reduce()
         if has_idle_rank:
-            self._apply_requests([0] * len(common_requests))
+            self._apply_flags([0] * len(common_flags))
         else:
             self._pending_all_reduce = None
-            self._apply_requests(common_requests)
+            self._apply_flags(common_flags)
 
     def sync_control_flags(self) -> None:
         """Synchronize immediately. For use after epochs and long operations, when ranks wait for each other anyway."""
         if not self.is_distributed:
             return
-        wait_for_votes = self._start_all_reduce(self._collect_requests())
+        wait_for_votes = self._start_all_reduce(self._collect_flags())
         self._pending_all_reduce = None
-        self._apply_requests(wait_for_votes()[1:])
+        self._apply_flags(wait_for_votes()[1:])
 
-    def _collect_requests(self) -> list[int]:
-        """The signal and flags of this rank, merged with the pending requests of all ranks."""
-        flags = [getattr(self.trainer.control, name) for name in _FLAGS]
-        rank_requests = [self.run.signal_listener.signal_number or 0, *map(int, flags), int(self.engine.should_stop)]
-        requests = [0] * len(rank_requests) if self._pending_all_reduce is None else self._pending_all_reduce()[1:]
-        return [max(each) for each in zip(rank_requests, requests, strict=True)]
+    def _collect_flags(self) -> list[int]:
+        """The signal, control flags and Lightning's flag of this rank, merged with the pending ones of all ranks."""
+        control_flags = [int(getattr(self.trainer.control, name)) for name in _FLAGS]
+        rank_flags = [self.run.signal_listener.signal_number or 0, *control_flags, int(self.engine.should_stop)]
+        pending_flags = [0] * len(rank_flags) if self._pending_all_reduce is None else self._pending_all_reduce()[1:]
+        return [max(each) for each in zip(rank_flags, pending_flags, strict=True)]
 
-    def _start_all_reduce(self, requests: list[int]) -> Callable[[], list[int]]:
-        """Start the all-reduce of requests. Its first number is 1 if some rank has no request."""
+    def _start_all_reduce(self, flags: list[int]) -> Callable[[], list[int]]:
+        """Start the all-reduce of flags. Its first number is 1 if some rank has set no flag."""
         processes: Processes = self.engine.plan.processes
-        return processes.start_max_over_ranks([int(not any(requests)), *requests])
+        return processes.start_max_over_ranks([int(not any(flags)), *flags])
 
-    def _apply_requests(self, requests: list[int]) -> None:
+    def _apply_flags(self, flags: list[int]) -> None:
         control = self.trainer.control
-        self._signal, *flags, should_stop = requests
-        for name, flag in zip(_FLAGS, flags, strict=True):
+        self._signal, *control_flags, should_stop = flags
+        for name, flag in zip(_FLAGS, control_flags, strict=True):
             setattr(control, name, bool(flag))
         self.engine.should_stop = bool(should_stop)
         self._has_stop_flag = control.should_training_stop or control.should_epoch_stop

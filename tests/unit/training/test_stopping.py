@@ -1,4 +1,4 @@
-"""`ControlSync`: requests of one of two ranks take effect in both at the same step."""
+"""`ControlSync`: flags of one of two ranks take effect in both at the same step."""
 
 import signal
 from types import SimpleNamespace
@@ -14,9 +14,9 @@ def request(**values):
     return [int(not values), *(int(values.get(name, 0)) for name in ("signal", *_FLAGS, "should_stop"))]
 
 
-def make_sync(*requests, world_size=2):
-    """A `ControlSync` beside a rank that sends these requests, and what the all-reduces were given and returned."""
-    answers, given, returned, saves = iter(requests), [], [], []
+def make_sync(*flags, world_size=2):
+    """A `ControlSync` beside a rank that sends these flags, and what the all-reduces were given and returned."""
+    answers, given, returned, saves = iter(flags), [], [], []
 
     def start_max_over_ranks(values):
         given.append(values)
@@ -62,7 +62,7 @@ def test_request_of_the_other_rank_takes_effect_a_step_later():
     assert flags_of(sync) == ["should_save"]
 
 
-def test_after_long_operations_requests_take_effect_at_once():
+def test_after_long_operations_flags_take_effect_at_once():
     sync, _ = make_sync(request(), request(should_epoch_stop=1, should_stop=1))
     sync.trainer.control.should_save = True
     sync.end_step()
