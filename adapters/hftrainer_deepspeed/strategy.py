@@ -57,7 +57,7 @@ class DeepSpeedStrategy(Strategy):
         """Lightning's strategy. DeepSpeed's engine controls scaling and all-reduce."""
         from hftrainer_deepspeed.lightning import DeepSpeedEngineStrategy
 
-        return DeepSpeedEngineStrategy(self.plan, self.holder)
+        return DeepSpeedEngineStrategy(self.initial_plan, self.holder)
 
     def check_optimizers(self, optimizer: Any, scheduler: Any) -> None:
         """Refuse the script's optimizer or scheduler if the configuration defines one.
@@ -75,7 +75,7 @@ class DeepSpeedStrategy(Strategy):
 
     def start(self) -> None:
         """Let DeepSpeed use the process group."""
-        connect(self.plan.processes, self.device, self.plan.processes.timeout, self.holder.config)
+        connect(self.initial_plan.processes, self.device, self.initial_plan.processes.timeout, self.holder.config)
 
     def make_scaler(self) -> None:
         """Return None: DeepSpeed scales the loss."""
@@ -193,13 +193,13 @@ class DeepSpeedStrategy(Strategy):
 
     def _write_shards(self, folder: str, write: CallWrite) -> None:
         if self._saves_states:
-            self.holder.save(folder, self.plan.processes)
+            self.holder.save(folder, self.initial_plan.processes)
 
     def save_remaining_shards(self, folder: str) -> None:
         """Write the partitioned weights too, if full weights are not saved in training."""
         if self.holder.saves_full_weights or not self.holder.is_training:
             return
-        self.holder.save(folder, self.plan.processes)
+        self.holder.save(folder, self.initial_plan.processes)
         logger.warning(
             "stage3_gather_16bit_weights_on_model_save is not set, so %s holds partitioned weights: merge them into "
             "one file by running python zero_to_fp32.py . in that folder.",

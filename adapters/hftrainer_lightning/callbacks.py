@@ -141,7 +141,7 @@ def _find_problems_without_evaluation(callback: Callback, name: str) -> Iterator
 
 
 def _find_finder_problems(finder: Callback, name: str, strategy: Strategy, args: Any) -> Iterator[str]:
-    if strategy.plan.processes.is_distributed:
+    if strategy.initial_plan.processes.is_distributed:
         yield f"{name} is not supported yet in several processes: run it in one, and set the argument to its result."
     if args.auto_find_batch_size and isinstance(finder, BatchSizeFinder):
         yield f"auto_find_batch_size and {name} both search for the batch size: use only one of them."

@@ -71,7 +71,7 @@ class LightningEngine:
         log_values: Callable[[Mapping[str, float]], None],
     ) -> None:
         self.strategy = strategy
-        self.plan = plan = strategy.plan
+        self.plan = plan = strategy.initial_plan
         self.ignored_changes: dict[str, Any] = {}
         self.callbacks = callbacks
         self._get_loggers = get_loggers

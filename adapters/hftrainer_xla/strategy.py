@@ -41,7 +41,7 @@ class XlaStrategy(ReplicasStrategy):
         """Lightning's strategy for one XLA device, or for several."""
         from hftrainer_xla.lightning import make_lightning_strategy
 
-        return make_lightning_strategy(self.plan, shards_model=self.shards_model)
+        return make_lightning_strategy(self.initial_plan, shards_model=self.shards_model)
 
     def move_model(self, model: nn.Module, device: torch.device) -> None:
         """Move a model. Its tied weights stay tied."""
@@ -72,8 +72,8 @@ class XlaSpmdStrategy(XlaStrategy):
 
     def plugins(self) -> dict[str, Any]:
         """FSDP's plugin."""
-        assert self.plan.sharding is not None
-        return {"fsdp_plugin": FsdpPlugin(self.plan.sharding)}
+        assert self.initial_plan.sharding is not None
+        return {"fsdp_plugin": FsdpPlugin(self.initial_plan.sharding)}
 
     def start(self) -> None:
         """Let this process drive all devices."""
@@ -81,11 +81,11 @@ class XlaSpmdStrategy(XlaStrategy):
 
     def prepare_model(self, trainer: Any, load_checkpoint: Callable[[], None]) -> None:
         """Shard the model in place."""
-        sharding.shard(trainer.model, self.plan)
+        sharding.shard(trainer.model, self.initial_plan)
 
     def prepare_extra_model(self, model: nn.Module) -> nn.Module:
         """Shard a model besides the Trainer's."""
-        return sharding.shard(model, self.plan)
+        return sharding.shard(model, self.initial_plan)
 
 
 class XlaFsdpStrategy(XlaSpmdStrategy):
@@ -108,7 +108,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         if not sharding.is_sharded(trainer.model):
             self._decay_names = set(trainer.get_decay_parameter_names(trainer.model))
         load_checkpoint()
-        trainer.model = trainer.model_wrapped = self._sharded_model = sharding.shard(trainer.model, self.plan)
+        trainer.model = trainer.model_wrapped = self._sharded_model = sharding.shard(trainer.model, self.initial_plan)
 
     def decay_parameter_names(self, model: nn.Module) -> list[str] | None:
         """The names of parameters with weight decay in the sharded model, including all flattened ones."""
@@ -159,7 +159,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
 
     def _shard_name(self, kind: str) -> str:
         """The file name of this process's shard, as in transformers."""
-        return f"rank{self.plan.processes.rank}-of-{self.plan.processes.world_size}-{FILES[kind]}"
+        return f"rank{self.initial_plan.processes.rank}-of-{self.initial_plan.processes.world_size}-{FILES[kind]}"
 
     def load_optimizer_and_scheduler(
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any

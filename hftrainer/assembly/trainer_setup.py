@@ -165,7 +165,7 @@ class TrainerSetup(Part):
         refuse_rewritten(trainer)
         self._check_supported_arguments()
         parts.strategy = strategy = self._connect_processes()
-        plan = strategy.plan
+        plan = strategy.initial_plan
         parts.checkpoint_writer = CheckpointWriter(
             is_async=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error, to_cpu=strategy.to_cpu
         )

@@ -53,16 +53,20 @@ class FsdpStrategy(Strategy):
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for FSDP1 or FSDP2."""
-        return load("lightning", "fsdp").make_lightning_strategy(self.plan, settings)
+        return load("lightning", "fsdp").make_lightning_strategy(self.initial_plan, settings)
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler. With FSDP1, it checks the gradient shards of all ranks for infinity."""
         is_v1 = self.plugin is not None and self.plugin.fsdp_version == 1
-        return ShardedScaler(self.device.type) if is_v1 and self.plan.precision == "16-mixed" else super().make_scaler()
+        return (
+            ShardedScaler(self.device.type)
+            if is_v1 and self.initial_plan.precision == "16-mixed"
+            else super().make_scaler()
+        )
 
     def prepare_model(self, trainer: Any, load_checkpoint: Callable[[], None]) -> None:
         """Shard the model before the optimizer is made, then load this process's weights."""
-        trainer.model = trainer.model_wrapped = self._prepared_model = sharding.shard(trainer.model, self.plan)
+        trainer.model = trainer.model_wrapped = self._prepared_model = sharding.shard(trainer.model, self.initial_plan)
         load_checkpoint()
 
     def prepare_evaluation(self, trainer: Any) -> None:
@@ -72,7 +76,7 @@ class FsdpStrategy(Strategy):
 
     def prepare_extra_model(self, model: nn.Module) -> nn.Module:
         """Shard an additional model, or replicate it with tensor parallelism alone."""
-        return super().prepare_extra_model(model) if self.plugin is None else sharding.shard(model, self.plan)
+        return super().prepare_extra_model(model) if self.plugin is None else sharding.shard(model, self.initial_plan)
 
     def gather_full_weights(self, model: nn.Module) -> dict[str, Any]:
         """Gather the full weights by name."""
@@ -110,14 +114,14 @@ class FsdpStrategy(Strategy):
     @property
     def writes_shards(self) -> bool:  # type: ignore[override]
         """Whether each process writes its shard."""
-        return self.plan.saves_dcp or (self.plugin is not None and not self.plugin.has_full_states)
+        return self.initial_plan.saves_dcp or (self.plugin is not None and not self.plugin.has_full_states)
 
     saves_only_shards = writes_shards
 
     def gather_states(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather the weights and, unless `optimizer` is None, the optimizer's state."""
         sharded.broadcast_buffers(model)
-        if self.plan.saves_dcp:
+        if self.initial_plan.saves_dcp:
             self._gathered_states = sharded.states_for_dcp(model, None if optimizer is None else optimizer())
             return
         is_full = not self.writes_shards
@@ -139,8 +143,9 @@ class FsdpStrategy(Strategy):
                 yield names.FULL_STATE_FILES[kind], state
 
     def _write_shards(self, folder: str, write: CallWrite) -> None:
-        save = sharded.save_dcp if self.plan.saves_dcp else sharded.save_shards
-        group = cpu_group(self.plan.processes.timeout, is_separate=True) if self.plan.async_checkpoint else None
+        plan = self.initial_plan
+        save = sharded.save_dcp if plan.saves_dcp else sharded.save_shards
+        group = cpu_group(plan.processes.timeout, is_separate=True) if plan.async_checkpoint else None
         write(functools.partial(save, folder=folder, group=group), self._gathered_states)
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:

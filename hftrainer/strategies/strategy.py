@@ -44,10 +44,10 @@ class Strategy(ABC):
     """How processes share one model. All processes must call communicating methods at the same point.
 
     Args:
-        plan: the training arguments, translated for Lightning. This plan is from the Trainer's creation;
-            `engine.plan` includes later changes.
+        plan: the training arguments, translated for Lightning.
 
     Attributes:
+        initial_plan: this plan, from the Trainer's creation; `engine.plan` includes later changes.
         argument: the argument that selects the strategy, for error messages.
         flags: the Trainer attributes that are True with this strategy, as in transformers.
         card_name: name of the strategy on a model card; empty for no entry.
@@ -75,19 +75,19 @@ class Strategy(ABC):
     needs_all_ranks_in_forward = False
 
     def __init__(self, plan: LightningPlan) -> None:
-        self.plan = plan
+        self.initial_plan = plan
         self._gathered_states: dict[str, Any] = {}
         self._has_waited = False
 
     @property
     def device(self) -> torch.device:
         """The device of this process."""
-        return torch.device(self.plan.device)
+        return torch.device(self.initial_plan.device)
 
     @property
     def distributed_type(self) -> DistributedType:
         """Accelerate's name for this strategy."""
-        return DistributedType.from_device(self.device.type, is_distributed=self.plan.processes.is_distributed)
+        return DistributedType.from_device(self.device.type, is_distributed=self.initial_plan.processes.is_distributed)
 
     def plugins(self) -> dict[str, Any]:
         """Accelerate's plugins, by their names in `accelerator.state`."""
@@ -106,7 +106,7 @@ class Strategy(ABC):
         Raises:
             InvalidArgument: if the optimizer has a state or parameter that is not the model's.
         """
-        if self.plan.saves_dcp:
+        if self.initial_plan.saves_dcp:
             model_ids = {id(parameter) for parameter in model.parameters()}
             optimizer_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             if not optimizer_ids <= model_ids or optimizer.state_dict().keys() - {"state", "param_groups"}:
@@ -121,7 +121,7 @@ class Strategy(ABC):
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler, which keeps float16 gradients from underflowing; None for other precisions."""
-        if self.plan.precision != "16-mixed":
+        if self.initial_plan.precision != "16-mixed":
             return None
         kind = self.device.type
         amp_module = getattr(torch.get_device_module(kind), "amp", None) if kind in _WITH_SCALER else None
@@ -173,7 +173,7 @@ class Strategy(ABC):
 
     def prepare_extra_model(self, model: nn.Module) -> nn.Module:
         """Distribute an additional model that a script trains in several processes."""
-        return nn.parallel.DistributedDataParallel(model, **self.plan.ddp)
+        return nn.parallel.DistributedDataParallel(model, **self.initial_plan.ddp)
 
     def is_wrapper(self, module: Any) -> bool:
         """Whether a module is a wrapper that distributes the model in its attribute `module`."""
@@ -192,7 +192,7 @@ class Strategy(ABC):
 
     def cast_batch(self, batch: Any, model: nn.Module) -> Any:
         """The batch in the floating-point type that the model needs."""
-        dtype = TRUE_TYPES.get(self.plan.precision)
+        dtype = TRUE_TYPES.get(self.initial_plan.precision)
         return batch if dtype is None else cast_floating(batch, dtype)
 
     def decay_parameter_names(self, model: nn.Module) -> list[str] | None:
@@ -257,7 +257,7 @@ class Strategy(ABC):
         """
         if self.writes_shards:
             self._has_waited = True
-            if self.plan.processes.broadcast_from_main(lambda: True):
+            if self.initial_plan.processes.broadcast_from_main(lambda: True):
                 self._write_shards(folder, write)
 
     def _write_shards(self, folder: str, write: CallWrite) -> None:
@@ -272,7 +272,7 @@ class Strategy(ABC):
     def finish(self) -> None:
         """Release the gathered states. If the folder could not be created, notify the ranks that wait for it."""
         if self.writes_shards and not self._has_waited:
-            self.plan.processes.broadcast_from_main(lambda: False)
+            self.initial_plan.processes.broadcast_from_main(lambda: False)
         self._has_waited = False
         self._gathered_states = {}
 
@@ -304,12 +304,12 @@ class ReplicasStrategy(Strategy):
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for one device, or for DDP."""
-        return load("lightning", "strategies").make_replicas(self.plan, settings)
+        return load("lightning", "strategies").make_replicas(self.initial_plan, settings)
 
     @property
     def saves_only_shards(self) -> bool:  # type: ignore[override]
         """Whether checkpoints hold the model only in DCP format, here with a single shard."""
-        return self.plan.saves_dcp
+        return self.initial_plan.saves_dcp
 
     def gather_states(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Keep model and optimizer, since only the process that writes needs their states."""
@@ -317,12 +317,12 @@ class ReplicasStrategy(Strategy):
 
     def state_files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """Yields the file name and the state of the optimizer."""
-        if optimizer is not None and not self.plan.saves_dcp:
+        if optimizer is not None and not self.initial_plan.saves_dcp:
             yield names.OPTIMIZER_NAME, optimizer().state_dict()
 
     def write_full_states(self, folder: str, write: CallWrite) -> None:
         """Write the states in DCP format, if the plan asks for it."""
-        if self.plan.saves_dcp:
+        if self.initial_plan.saves_dcp:
             # Import lazily, since this imports torch's FSDP.
             from hftrainer.checkpointing import sharded
 

@@ -202,7 +202,7 @@ class CheckpointSaver(Part):
         model = libraries.unwrap_compiled(self.trainer.model)
         if internal and strategy.saves_only_shards:
             # transformers then writes only the shards; with 'dcp' we also write the model's other files.
-            yield {"state_dict": {}} if strategy.plan.saves_dcp and self.trainer.args.should_save else None
+            yield {"state_dict": {}} if strategy.initial_plan.saves_dcp and self.trainer.args.should_save else None
             return
         weights = strategy.weights_to_save(model)
         if self.trainer.args.should_save:
