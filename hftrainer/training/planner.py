@@ -1,4 +1,4 @@
-"""Plans a run: its length, its start, and the batch size and learning rate that Lightning's finders suggest."""
+"""Plans a run: its lengths and its start, and the batch size and learning rate that Lightning's finders suggest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Planner(Part):
+class RunPlanner(Part):
     """Plans a run from its arguments and its training loader."""
 
     def plan_run(self, args: TrainingArguments, dataloader: Any) -> RunLengths:
@@ -163,7 +163,9 @@ class Planner(Part):
             text += "dataloader_drop_last=True drops that batch."
             logger.warning(text, lengths.num_examples, batch)
 
-    # ---- Lightning's finders -----------------------------------------------------------------------------------
+
+class LightningFinders(Part):
+    """Runs Lightning's finders before training, and applies what they find."""
 
     def run_batch_size_finder(self) -> None:
         """Run the `BatchSizeFinder` among the callbacks, if any."""

@@ -35,7 +35,7 @@ from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.divergence import Diverged
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.micro_batches import MicroBatches, RunStart
-from hftrainer.training.planner import Planner
+from hftrainer.training.planner import LightningFinders, RunPlanner
 from hftrainer.training.restarts import Restarts
 from hftrainer.training.step_position import StepPhase
 from hftrainer.training.stopping import ControlSync, SignalListener
@@ -52,7 +52,9 @@ class TrainingRunner(Part):
 
     def __init__(self, parts: TrainerParts) -> None:
         super().__init__(parts)
-        self.planner, self.restarts = Planner(parts), Restarts(parts)
+        self.planner = RunPlanner(parts)
+        self.finders = LightningFinders(parts)
+        self.restarts = Restarts(parts)
 
     # ---- Before the first attempt ------------------------------------------------------------------------------
 
@@ -267,7 +269,7 @@ class TrainingRunner(Part):
         self.run.reset_attempt()
         trainer.callback_handler.stopped_by = ""
         if resume_folder is None:
-            self.planner.run_batch_size_finder()
+            self.finders.run_batch_size_finder()
         loop, model = self._prepare_attempt(args, resume_folder, trial, ignore_keys)
         self._announce_run(trial, loop)
         self.run.set_start_values(trainer.state)
@@ -308,7 +310,7 @@ class TrainingRunner(Part):
         self.parts.loaders.check_evaluation_data()
         model, dataloader = self.trainer._prepare_for_training(lengths.max_steps, dataloader, resume_folder)
         if resume_folder is None:
-            self.planner.run_learning_rate_finder(lengths.max_steps)
+            self.finders.run_learning_rate_finder(lengths.max_steps)
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
         start = RunStart(resume_folder, epoch, position)
         self.planner.log_start(lengths, start)
