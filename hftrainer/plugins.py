@@ -36,7 +36,7 @@ ADAPTERS = {
 }
 
 
-def load(name: str, module: str = "") -> Any:
+def import_adapter(name: str, module: str = "") -> Any:
     """The package of an adapter, or one of its modules.
 
     Raises:
@@ -54,8 +54,8 @@ def load(name: str, module: str = "") -> Any:
 
 
 @functools.cache
-def lightning_adapter() -> Any:
+def lightning_engine_module() -> Any:
     """The module `hftrainer_lightning.engine`, which is the API of the adapter for Lightning."""
     # The import takes seconds.
-    load("lightning").import_lightning()
-    return load("lightning", "engine")
+    import_adapter("lightning").import_lightning()
+    return import_adapter("lightning", "engine")

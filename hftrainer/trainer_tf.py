@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 
 if TYPE_CHECKING:
     from hftrainer_tensorflow.trainer import TFTrainer as TFTrainer
 else:
-    TFTrainer = load("tensorflow", "trainer").TFTrainer
+    TFTrainer = import_adapter("tensorflow", "trainer").TFTrainer

@@ -35,7 +35,7 @@ from hftrainer.arguments.validation import ALIASES, check_values, normalize
 from hftrainer.base.tracebacks import HideEngineFrames
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument
 from hftrainer.parallel.processes import Processes
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 
 if TYPE_CHECKING:
     from hftrainer.arguments.explain import Explanation
@@ -151,7 +151,7 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         `from_pretrained`.
         """
         config = self.hf_deepspeed_config
-        return None if config is None else load("deepspeed", "settings").DeepSpeedPlugin(config)
+        return None if config is None else import_adapter("deepspeed", "settings").DeepSpeedPlugin(config)
 
     @deepspeed_plugin.setter
     def deepspeed_plugin(self, plugin: Any) -> None:

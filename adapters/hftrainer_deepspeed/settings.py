@@ -22,7 +22,7 @@ from hftrainer.arguments.resolved import ResolvedArguments, requested_precision
 from hftrainer.base.config_files import describe_text, env_flag, parse_bool, read_config
 from hftrainer.errors import InvalidConfig, suggest
 from hftrainer.parallel.processes import Processes
-from hftrainer.plugins import lightning_adapter
+from hftrainer.plugins import lightning_engine_module
 from hftrainer_deepspeed.start import connect
 
 AUTO = "auto"
@@ -249,7 +249,7 @@ def set_up_config(args: BaseArguments) -> DeepSpeedConfig | None:
         return None
     set_hf_deepspeed_config(config)
     if config.is_zero3():
-        lightning_adapter().start_other_processes(args._rank_info, args.ddp_timeout)
+        lightning_engine_module().start_other_processes(args._rank_info, args.ddp_timeout)
         processes = Processes.from_ranks(args._rank_info)
         processes.connect(args.device, args.ddp_backend, args.ddp_timeout_delta, allow_single_process=True)
         connect(processes, args.device, args.ddp_timeout_delta, config)

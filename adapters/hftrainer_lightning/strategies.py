@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy,
 
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, device_module
 from hftrainer.parallel.plan import LightningPlan
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 from hftrainer_lightning.precision import precision_plugin
 from hftrainer_lightning.private_api.strategies import StepDDPStrategy
 
@@ -174,7 +174,7 @@ class TorchAccelerator(Accelerator):
 def make_accelerator(device_type: str) -> Any:
     """Lightning's accelerator: its name, or an object of our class."""
     if device_type == "xla":
-        return load("xla", "lightning").Accelerator()
+        return import_adapter("xla", "lightning").Accelerator()
     if device_type not in UNSUPPORTED_BY_LIGHTNING:
         return device_type
     attributes = {"device_type": device_type, "__module__": __name__}

@@ -25,7 +25,7 @@ from hftrainer.base.config_files import env_flag
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.parallel import devices
 from hftrainer.parallel.environment import RankInfo
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 
 _ALWAYS_SHOWN = object()
 #: Arguments that the newest transformers does not have → the value with which `to_dict` omits them.
@@ -72,7 +72,7 @@ class BaseArguments(OldArguments):
         if self._should_use_cpu:
             return torch.device("cpu")
         if devices.uses_xla():
-            return load("xla", "devices").device()
+            return import_adapter("xla", "devices").device()
         device_type = devices.detect_device_type()
         if device_type in ("cpu", "mps"):
             return torch.device(device_type)

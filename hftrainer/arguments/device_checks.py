@@ -18,7 +18,7 @@ from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend
 from hftrainer.parallel.environment import RankInfo
 from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings
 from hftrainer.parallel.plan import TRUE_TYPES
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 
 #: Devices that are not supported → why.
 _UNSUPPORTED_DEVICES = {
@@ -153,7 +153,7 @@ def _check_tpu_processes(rank_info: RankInfo, device_type: str, cores: int | Non
             f"{rank_info.launcher!r} has started {rank_info.world_size} processes, but assigned no TPU core to any: "
             "start the script with python -m hftrainer run --tpu."
         )
-    if rank_info.launcher == "xla" and load("xla", "devices").cores_in_this_process() > 1:
+    if rank_info.launcher == "xla" and import_adapter("xla", "devices").cores_in_this_process() > 1:
         yield (
             "On TPU v2 and v3 two cores share a process, which is not supported: use one core, or shard the "
             "model over all cores with fsdp_config={'xla': True, 'xla_fsdp_v2': True} in one process."

@@ -16,7 +16,7 @@ from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.environment import RankInfo, find_rank_info
 from hftrainer.parallel.fsdp_settings import FsdpSettings, read_fsdp
 from hftrainer.parallel.plan import ParallelLayout, read_layout
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 from hftrainer.releases import followed
 from hftrainer.releases.policy import ReleasePolicy
 
@@ -31,7 +31,7 @@ def asks_for_deepspeed(args: BaseArguments) -> bool:
 
 def set_up_deepspeed(args: BaseArguments) -> Any:
     """Set up DeepSpeed's configuration for models created before the Trainer; None without DeepSpeed."""
-    return load("deepspeed", "settings").set_up_config(args) if asks_for_deepspeed(args) else None
+    return import_adapter("deepspeed", "settings").set_up_config(args) if asks_for_deepspeed(args) else None
 
 
 class ResolvedArguments:
@@ -112,7 +112,7 @@ class ResolvedArguments:
     @functools.cached_property
     def deepspeed(self) -> Any:
         """DeepSpeed's configuration, completed from the arguments, or None without DeepSpeed."""
-        return load("deepspeed", "settings").make_config(self.args) if asks_for_deepspeed(self.args) else None
+        return import_adapter("deepspeed", "settings").make_config(self.args) if asks_for_deepspeed(self.args) else None
 
     @functools.cached_property
     def precision(self) -> str:

@@ -22,7 +22,7 @@ from hftrainer.errors import InvalidConfig, UnknownArgument, suggest
 from hftrainer.parallel.devices import visible_device_count
 from hftrainer.parallel.environment import can_rerun_script, check_rank_info
 from hftrainer.parallel.plan import check_layout
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 
 
 def non_neutral_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]]:
@@ -70,7 +70,7 @@ def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool =
         errors += check_keywords(resolved.lightning_config)
         errors += check_fsdp(resolved, has_custom_optimizer)
         if asks_for_deepspeed(args):
-            errors += load("deepspeed", "settings").check_deepspeed(resolved)
+            errors += import_adapter("deepspeed", "settings").check_deepspeed(resolved)
         errors += check_layout(resolved.layout, resolved.fsdp, resolved.rank_info.world_size)
         errors += [*check_device(resolved), *check_backend(resolved)]
     except InvalidConfig as error:

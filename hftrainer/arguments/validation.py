@@ -35,7 +35,7 @@ from hftrainer.arguments.storage_url import separate_storage
 from hftrainer.arguments.table import ARGUMENTS
 from hftrainer.base.config_files import describe_text, parse_bool
 from hftrainer.errors import InvalidArgument, InvalidConfig
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 from hftrainer.releases import followed
 
 logger = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ def _check_configs(resolved: ResolvedArguments) -> Iterator[str]:
     try:
         _ = resolved.lightning_config, resolved.fsdp
         if asks_for_deepspeed(resolved.args):
-            yield from load("deepspeed", "settings").check_deepspeed(resolved)
+            yield from import_adapter("deepspeed", "settings").check_deepspeed(resolved)
     except InvalidConfig as error:
         yield str(error)
 

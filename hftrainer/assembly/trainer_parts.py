@@ -22,7 +22,7 @@ from hftrainer.evaluation.evaluation_runner import EvaluationRunner
 from hftrainer.hub.pushes import HubPushes
 from hftrainer.model.model_setup import ModelSetup
 from hftrainer.optimizers.optimizer_setup import OptimizerSetup
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.storage.sync import StorageSync
@@ -176,7 +176,7 @@ class TrainerParts:
         """Print torch_xla's metrics on the main process, if `debug="tpu_metrics_debug"`."""
         is_requested = "tpu_metrics_debug" in (self.trainer.args.debug or ()) and self.trainer.args.device.type == "xla"
         if is_requested and self.trainer.is_world_process_zero():
-            load("xla", "devices").print_metrics()
+            import_adapter("xla", "devices").print_metrics()
 
     @functools.cached_property
     def log_folder(self) -> LogFolder:

@@ -38,7 +38,7 @@ from hftrainer.evaluation.collecting import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.parallel.accelerator import EngineAccelerator
-from hftrainer.plugins import lightning_adapter
+from hftrainer.plugins import lightning_engine_module
 from hftrainer.releases.followed import describe_older_release
 from hftrainer.strategies import make_strategy
 from hftrainer.strategies.strategy import TRAINER_FLAGS, Strategy
@@ -87,7 +87,7 @@ class TrainerSetup(Part):
     def begin_init(self) -> None:
         """Initialize the documented attributes that a run, a search or an upload sets later."""
         trainer = self.trainer
-        check_lightning_methods(type(trainer), {*EVENTS, *lightning_adapter().HOOKS})
+        check_lightning_methods(type(trainer), {*EVENTS, *lightning_engine_module().HOOKS})
         trainer.is_in_train = False
         trainer.hp_name = trainer.hp_search_backend = trainer.objective = trainer._mixed_mesh_grads = None
         trainer.hub_model_id = trainer.push_in_progress = None
@@ -133,13 +133,13 @@ class TrainerSetup(Part):
         lightning_callbacks = self.parts.lightning_callbacks
         if _is_lightning_callback(callback):
             lightning_callbacks.append(make_callback(callback))
-            warn_about_misspelt_events(type(lightning_callbacks[-1]), lightning_adapter().HOOKS, HOOK_BY_EVENT)
+            warn_about_misspelt_events(type(lightning_callbacks[-1]), lightning_engine_module().HOOKS, HOOK_BY_EVENT)
         else:
             handler.add_callback(callback)
             new_callback = handler.callbacks[-1]
             if isinstance(new_callback, ReportingCallback):
                 new_callback.attach(self.trainer.save_model, self.run_folder, self.parts.log_folder)
-        if lightning_adapter().has_progress_bar(lightning_callbacks) and handler.remove_progress_bars():
+        if lightning_engine_module().has_progress_bar(lightning_callbacks) and handler.remove_progress_bars():
             logger.warning(
                 "Lightning's progress bar replaces the Trainer's. The log lines are in "
                 "state.log_history; disable_tqdm=True also prints them."
@@ -169,7 +169,7 @@ class TrainerSetup(Part):
         parts.checkpoint_writer = CheckpointWriter(
             is_async=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error, to_cpu=strategy.to_cpu
         )
-        parts.engine = lightning_adapter().LightningEngine(
+        parts.engine = lightning_engine_module().LightningEngine(
             strategy,
             parts.lightning_callbacks,
             get_loggers=parts.open_loggers,
@@ -260,7 +260,7 @@ class TrainerSetup(Part):
         """Start the other processes unless a launcher did, join the process group, and select the strategy."""
         args = self.trainer.args
         resolved = self.parts.resolved
-        lightning_adapter().start_other_processes(resolved.rank_info, args.ddp_timeout)
+        lightning_engine_module().start_other_processes(resolved.rank_info, args.ddp_timeout)
         if not resolved.rank_info.started:
             resolved.forget_rank_info()
         plan = make_plan(resolved)
@@ -302,7 +302,7 @@ def _is_lightning_callback(callback: Any) -> bool:
     Raises:
         InvalidArgument: for a logger.
     """
-    if lightning_adapter().is_lightning_logger(callback):
+    if lightning_engine_module().is_lightning_logger(callback):
         name = (callback if isinstance(callback, type) else type(callback)).__name__
         raise InvalidArgument(f"{name} is a Lightning logger, not a callback: pass it as Trainer(loggers=[...]).")
-    return bool(lightning_adapter().is_lightning_callback(callback))
+    return bool(lightning_engine_module().is_lightning_callback(callback))

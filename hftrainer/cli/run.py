@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from hftrainer.base.messages import TRACEBACK_VARIABLE, wrap_text
 from hftrainer.cli.parser import Parser
 from hftrainer.errors import suggest
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 
 _USAGE = "%(prog)s [--nproc N ...] [-m] SCRIPT [arguments …]\n       %(prog)s --tpu [-m] SCRIPT [arguments …]"
 #: torchrun's options for how machines find each other. Without any, one machine uses a free port.
@@ -267,7 +267,7 @@ def launch_on_tpu(parser: Parser, script: str, arguments: list[str], as_module: 
         parser.error(f"--tpu needs torch_xla: {devices.INSTALL_TORCH_XLA}; or {devices.INSTALL_TORCH_TPU}")
     os.environ.setdefault("PJRT_DEVICE", "TPU")
     target = (script, arguments, parser.prog, as_module, cores)
-    load("xla", "devices").import_torch_xla().launch(_run_on_core, target, debug_single_process=cores == 1)
+    import_adapter("xla", "devices").import_torch_xla().launch(_run_on_core, target, debug_single_process=cores == 1)
 
 
 def _run_on_core(_: int, script: str, arguments: list[str], prog: str, as_module: bool, cores: int | None) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 
 
 def _table(names: dict[str, str]) -> dict[str, tuple[str, ...]]:
@@ -273,7 +273,7 @@ def _add_tensorflow_names(package: ModuleType) -> None:
         try:
             return base.__getattr__(self, name)
         except AttributeError:
-            torch_class = load("tensorflow", "h5_weights").torch_class(self, name)
+            torch_class = import_adapter("tensorflow", "h5_weights").torch_class(self, name)
             if torch_class is None:
                 raise
             return torch_class

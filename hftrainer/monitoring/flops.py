@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
-from hftrainer.plugins import lightning_adapter
+from hftrainer.plugins import lightning_engine_module
 
 
 class _CountingMode(TorchDispatchMode):
@@ -80,4 +80,4 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
         torch.bfloat16 if precision.startswith("bf16") else torch.half if precision.startswith("16") else torch.float
     )
     # XLA records operations instead of executing them, so there is nothing to count.
-    return lightning_adapter().get_available_flops(device, dtype) if device.type == "cuda" else None
+    return lightning_engine_module().get_available_flops(device, dtype) if device.type == "cuda" else None

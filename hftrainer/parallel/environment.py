@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 
 #: Environment variable that selects the launcher, unless `lightning_config` does.
 LAUNCHER_VARIABLE = "HFTRAINER_ENVIRONMENT"
@@ -180,6 +180,10 @@ def _read_slurm() -> RankInfo:
     )
 
 
+def _read_xla() -> RankInfo:
+    return import_adapter("xla", "devices").rank_info()
+
+
 def _read_variable(*names: str) -> str:
     return next((os.environ[name] for name in names if name in os.environ), "")
 
@@ -202,7 +206,7 @@ LAUNCHERS: Mapping[str, tuple[Callable[[], RankInfo], str]] = {
     "mpi": (_read_mpi, "start the script with mpirun, and set MASTER_ADDR to the host of its first process"),
     "kubeflow": (_read_kubeflow, "start the script as a PyTorchJob, or with torchrun"),
     "lightning": (_read_lightning, "start the script with torchrun"),
-    "xla": (lambda: load("xla", "devices").rank_info(), "start the script with python -m hftrainer run --tpu"),
+    "xla": (_read_xla, "start the script with python -m hftrainer run --tpu"),
 }
 #: Class of Lightning's environment plugins → its launcher.
 _PLUGINS = {

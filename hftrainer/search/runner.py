@@ -11,7 +11,7 @@ from hftrainer.base.signatures import can_call
 from hftrainer.callbacks.state import hyperparameters
 from hftrainer.compat.overrides import refuse_uncalled_methods
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 from hftrainer.search.backend import SearchBackend
 from hftrainer.search.optuna_search import OptunaSearch
 from hftrainer.search.trial_arguments import model_takes_trial, set_arguments
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 #: Name → class of a search backend. The first is the default.
 ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] = {
     HPSearchBackend.OPTUNA: OptunaSearch,
-    HPSearchBackend.RAY: load("ray", "search").RaySearch,
+    HPSearchBackend.RAY: import_adapter("ray", "search").RaySearch,
     HPSearchBackend.WANDB: WandbSearch,
 }
 

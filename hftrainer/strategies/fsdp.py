@@ -18,7 +18,7 @@ from hftrainer.parallel.fsdp_settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_group import cpu_group
 from hftrainer.parallel.process_state import DistributedType
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 from hftrainer.strategies.strategy import CallWrite, MakeOptimizer, Strategy
 
 
@@ -53,16 +53,13 @@ class FsdpStrategy(Strategy):
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for FSDP1 or FSDP2."""
-        return load("lightning", "fsdp").make_lightning_strategy(self.initial_plan, settings)
+        return import_adapter("lightning", "fsdp").make_lightning_strategy(self.initial_plan, settings)
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler. With FSDP1, it checks the gradient shards of all ranks for infinity."""
         is_v1 = self.plugin is not None and self.plugin.fsdp_version == 1
-        return (
-            ShardedScaler(self.device.type)
-            if is_v1 and self.initial_plan.precision == "16-mixed"
-            else super().make_scaler()
-        )
+        needs_sharded_scaler = is_v1 and self.initial_plan.precision == "16-mixed"
+        return ShardedScaler(self.device.type) if needs_sharded_scaler else super().make_scaler()
 
     def prepare_model(self, trainer: Any, load_checkpoint: Callable[[], None]) -> None:
         """Shard the model before the optimizer is made, then load this process's weights."""

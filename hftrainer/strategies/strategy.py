@@ -18,7 +18,7 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.optimizers.optimizer_setup import make_scheduler
 from hftrainer.parallel.plan import TRUE_TYPES, LightningPlan
 from hftrainer.parallel.process_state import DistributedType
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 from hftrainer.trainer_pt_utils import nested_apply
 
 #: Returns the optimizer. The first call makes it, since some strategies never need it.
@@ -304,7 +304,7 @@ class ReplicasStrategy(Strategy):
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for one device, or for DDP."""
-        return load("lightning", "strategies").make_replicas(self.initial_plan, settings)
+        return import_adapter("lightning", "strategies").make_replicas(self.initial_plan, settings)
 
     @property
     def saves_only_shards(self) -> bool:  # type: ignore[override]

@@ -17,7 +17,7 @@ from hftrainer.arguments.base import BaseArguments
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.errors import MissingPackage
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class ReportingCallback(TrainerCallback):
         return [self._make_table(args) if each == CSV_LOGGER else each for each in self._script_loggers]
 
     def _make_table(self, args: Any) -> Any:
-        loggers = load("lightning", "loggers")
+        loggers = import_adapter("lightning", "loggers")
         if (earlier_run := self._take_earlier_run()) is None:
             return loggers.CSVLogger(self._path(args), name=CSV_LOGGER)
         version, rows = (int(earlier_run.ids[name]) for name in ("version", "rows"))
@@ -144,7 +144,7 @@ class ReportingCallback(TrainerCallback):
         table = next((each for each in self._open_loggers or () if each not in self._script_loggers), None)
         if table is None:
             return {}
-        rows = load("lightning", "loggers").count_rows(table)
+        rows = import_adapter("lightning", "loggers").count_rows(table)
         return {"folder": os.path.abspath(table.save_dir), "version": str(table.version), "rows": str(rows)}
 
     def can_read(self, ids: Any) -> TypeGuard[Mapping[str, str]]:

@@ -24,7 +24,7 @@ from hftrainer.base.config_files import env_flag
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.weights import save_weights
 from hftrainer.compat import libraries
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 from hftrainer.trackers.base import TrackerCallback, arguments_of, model_config, peft_config, to_tracker_names
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class WandbCallback(TrackerCallback):
             if (logger := self._reopen_run(project, name_options)) is not None:
                 return [logger]
             run = self._wandb.init(project=project, **name_options)
-        return [load("lightning", "loggers").TrainStepLogger(run)]
+        return [import_adapter("lightning", "loggers").TrainStepLogger(run)]
 
     def _reopen_run(self, project: str, name_options: Mapping[str, Any]) -> Any:
         """A logger for the checkpoint's run, with the lines up to it; None without a run that can continue."""
@@ -120,7 +120,7 @@ class WandbCallback(TrackerCallback):
                 self._warn_about_new_run(run_id, reason)
                 return None
             logger.warning("The W&B run %s lacks lines: %s", run_id, reason)
-        tracker = load("lightning", "loggers").TrainStepLogger(run)
+        tracker = import_adapter("lightning", "loggers").TrainStepLogger(run)
         # W&B lost the lines that were not sent before a kill. Offline, the files of each process contain all lines.
         for line in earlier_run.log[line_count:] if line_count < lines and is_all_ours else ():
             self._write_line(tracker, {name: value for name, value in line.items() if name != "step"}, line["step"])
@@ -283,7 +283,7 @@ class MLflowCallback(TrackerCallback):
                 self._ml_flow.set_experiment(experiment)
             run = self._reopen_run(nested) or self._ml_flow.start_run(run_name=args.run_name, nested=nested)
             self._started_run_id = run.info.run_id
-        make_logger = load("lightning", "loggers").MLFlowLogger
+        make_logger = import_adapter("lightning", "loggers").MLFlowLogger
         return [make_logger(tracking_uri=self._ml_flow.get_tracking_uri(), run_id=run.info.run_id)]
 
     def _reopen_run(self, nested: bool) -> Any:
@@ -427,7 +427,7 @@ class CometCallback(TrackerCallback):
         # Lightning's logger cannot start an offline experiment, but it uses a running one.
         if not self._resume(online):
             comet_ml.start(mode=mode, online=online, experiment_config=comet_ml.ExperimentConfig(name=args.run_name))
-        return [load("lightning", "loggers").CometLogger(name=args.run_name)]
+        return [import_adapter("lightning", "loggers").CometLogger(name=args.run_name)]
 
     def _resume(self, online: bool | None) -> bool:
         """Continue the checkpoint's experiment; False without an experiment that can continue."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from hftrainer.base.config_files import env_flag
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument, suggest
-from hftrainer.plugins import lightning_adapter
+from hftrainer.plugins import lightning_engine_module
 from hftrainer.trackers.base import CSV_LOGGER, ReportingCallback
 from hftrainer.trackers.callbacks import CometCallback, MLflowCallback, WandbCallback
 from hftrainer.trackers.tensorboard import TensorBoardCallback
@@ -201,7 +201,7 @@ def further_loggers(names: Sequence[str], loggers: Any, args: TrainingArguments)
     if loggers is not None and not isinstance(loggers, (list, tuple)):
         raise InvalidArgument(f"loggers={loggers!r} ({type(loggers).__name__}): pass a list of Lightning loggers.")
     for item in loggers or ():
-        if isinstance(item, type) or not lightning_adapter().is_lightning_logger(item):
+        if isinstance(item, type) or not lightning_engine_module().is_lightning_logger(item):
             raise InvalidArgument(
                 f"loggers contains {item!r} ({type(item).__name__}): pass instances of Lightning's loggers, such as "
                 "lightning.pytorch.loggers.CSVLogger('logs'), or name a tracker in report_to."

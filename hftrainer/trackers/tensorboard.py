@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.plugins import load
+from hftrainer.plugins import import_adapter
 from hftrainer.trackers.base import EarlierRun, TrackerCallback, to_tracker_names
 
 
@@ -49,7 +49,8 @@ class TensorBoardCallback(TrackerCallback):
 
     def _make_loggers(self, args: Any) -> list[Any]:
         """Create a logger that writes directly to the folder, with the callback's writer."""
-        return [load("lightning", "loggers").WriterLogger(functools.partial(self._writer, args), self._path(args))]
+        loggers = import_adapter("lightning", "loggers")
+        return [loggers.WriterLogger(functools.partial(self._writer, args), self._path(args))]
 
     def _path(self, args: Any) -> str:
         return super()._path(args) if self.logging_dir is None else self.logging_dir

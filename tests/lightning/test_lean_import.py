@@ -13,8 +13,8 @@ assert gc.isenabled()
 """
 LEAN = """
 import sys
-from hftrainer.plugins import lightning_adapter
-lightning_adapter()
+from hftrainer.plugins import lightning_engine_module
+lightning_engine_module()
 from lightning.pytorch.core.module import Metric as of_lightning
 assert "torchmetrics.functional" not in sys.modules
 """
@@ -43,8 +43,8 @@ assert not {"lightning", "wandb", "mlflow", "tensorboard", "comet_ml"} & {*sys.m
     "torchmetrics is left alone once it is there": """
 import sys
 import torchmetrics
-from hftrainer.plugins import lightning_adapter
-lightning_adapter()
+from hftrainer.plugins import lightning_engine_module
+lightning_engine_module()
 assert sys.modules["torchmetrics"] is torchmetrics and "__getattr__" not in vars(torchmetrics)
 """,
     # a release of Lightning may ask for more while it is imported

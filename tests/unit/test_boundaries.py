@@ -55,7 +55,7 @@ def names_used_of_adapters() -> Iterator[tuple[str, str, str]]:
     for path in sorted([*ROOT.glob("hftrainer/**/*.py"), *ROOT.glob("adapters/**/*.py")]):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         modules = {ast.unparse(node): node for node in nodes if isinstance(node, ast.Call)}
-        # loggers = load("lightning", "loggers")
+        # loggers = import_adapter("lightning", "loggers")
         assigned = {
             ast.unparse(node.targets[0]): ast.unparse(node.value) for node in nodes if isinstance(node, ast.Assign)
         }
@@ -63,9 +63,9 @@ def names_used_of_adapters() -> Iterator[tuple[str, str, str]]:
             if isinstance(node, ast.Attribute):
                 owner = ast.unparse(node.value)
                 match modules.get(assigned.get(owner, owner)):
-                    case ast.Call(func=ast.Name("lightning_adapter")):
+                    case ast.Call(func=ast.Name("lightning_engine_module")):
                         yield path.name, "hftrainer_lightning/engine.py", node.attr
-                    case ast.Call(func=ast.Name("load"), args=[ast.Constant(name), *rest]):
+                    case ast.Call(func=ast.Name("import_adapter"), args=[ast.Constant(name), *rest]):
                         module = rest[0].value if rest else "__init__"
                         yield path.name, f"hftrainer_{name}/{module}.py", node.attr
 
