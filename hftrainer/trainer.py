@@ -142,14 +142,14 @@ class Trainer(EarlierMethods):
     _train_batch_size = RunAttribute("train_batch_size")
     _eval_dataloaders: dict[Any, Any]
     _signature_columns: list[str] | None
-    _past = RunAttribute("past")
+    _past = RunAttribute("mems")
     _trial = RunAttribute("trial")
     _created_lr_scheduler = RunAttribute("has_created_scheduler")
     _tr_loss = RunAttribute("loss_since_log")
     _total_loss_scalar = RunAttribute("loss_up_to_log")
-    _globalstep_last_logged = RunAttribute("last_logged")
+    _globalstep_last_logged = RunAttribute("last_logged_step")
     _initial_global_step = RunAttribute("initial_step")
-    _initial_num_input_tokens_seen = RunAttribute("initial_tokens")
+    _initial_num_input_tokens_seen = RunAttribute("initial_tokens_seen")
     _loss_shifts_labels: bool
     _mixed_mesh_grads: bool | None
 

@@ -126,8 +126,8 @@ class EvaluationRunner(Part):
         stage: Literal["predict", "test", "validate"]
         stage = "predict" if is_prediction else "test" if prefix.startswith("test") else "validate"
         # An evaluation must not change training's values.
-        training_values = getattr(run, "past", None), run.logged_metrics
-        run.past, run.logged_metrics = None, LoggedMetrics()
+        training_values = getattr(run, "mems", None), run.logged_metrics
+        run.mems, run.logged_metrics = None, LoggedMetrics()
         try:
             collective_call = CollectiveCall("the other ranks in an evaluation")
             precision = self._evaluation_precision(model)
@@ -145,7 +145,7 @@ class EvaluationRunner(Part):
         finally:
             # A subclass's `evaluate` may have set another function for this pass only.
             trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)
-            run.past, run.logged_metrics = training_values
+            run.mems, run.logged_metrics = training_values
             # Lightning keeps logged numbers on the device.
             self.parts.strategy.run_recorded_operations()
         return self._make_output(evaluation, description)
@@ -196,7 +196,7 @@ class EvaluationRunner(Part):
                     outputs = model(**inputs)
                 logits = select_predictions(outputs, ignore_keys, has_loss=False)
                 if self.parts.past_index >= 0:
-                    self.run.past = outputs[self.parts.past_index - 1]
+                    self.run.mems = outputs[self.parts.past_index - 1]
         if loss_only:
             return loss, None, None
         return loss, nested_detach(_unwrap_single(logits)), labels

@@ -215,7 +215,7 @@ class ModelSetup(Part):
             return
         per_token = self.parts.counters.count_flos_per_token()
         yield
-        self.parts.counters.flos_per_token = (self.trainer.model, per_token)
+        self.parts.counters.model_and_flos_per_token = (self.trainer.model, per_token)
 
     def check_accumulation(self, steps: int) -> None:
         """Raise if the accumulation steps changed, but the strategy fixes them.

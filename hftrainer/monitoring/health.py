@@ -65,15 +65,15 @@ class Heartbeat:
 
     Attributes:
         activity: one of `_ACTIVITIES`.
-        signs: number of signs of progress since the last optimizer step; the same on all ranks.
+        signs_since_step: signs of progress since the last optimizer step; the same on all ranks.
         step_time: end of the last optimizer step, on the monotonic clock.
     """
 
-    __slots__ = ("_is_slow", "_longest", "_time", "activity", "signs", "step_time")
+    __slots__ = ("_is_slow", "_longest", "_time", "activity", "signs_since_step", "step_time")
 
     def __init__(self) -> None:
         self.activity = _ACTIVITIES[0]
-        self.signs = 0
+        self.signs_since_step = 0
         self.step_time = self._time = time.monotonic()
         self._is_slow = False
         self._longest = dict.fromkeys(_ACTIVITIES, 0.0)
@@ -84,14 +84,14 @@ class Heartbeat:
         if now - self._time > self._longest[self.activity] and not self._is_slow:
             self._longest[self.activity] = now - self._time
         self._time, self._is_slow = now, is_slow
-        self.signs += 1
+        self.signs_since_step += 1
 
     def record_event(self, event: str) -> None:
         """Record an event, before its callbacks are called."""
         if event in _SIGNS:
             self.beat(is_slow=_SIGNS[event])
         if event == "on_step_end":
-            self.signs, self.step_time = 0, self._time
+            self.signs_since_step, self.step_time = 0, self._time
             if self.activity == "starting":
                 self.activity = "training"
 
@@ -172,7 +172,7 @@ class _Recorder(threading.Thread):
             "pid": os.getpid(),
             "thread": self._thread,
             "step": self._state().global_step,
-            "signs": heartbeat.signs,
+            "signs": heartbeat.signs_since_step,
             "phase": heartbeat.activity,
             "seconds_since_sign": quiet,
             "limit": limit,

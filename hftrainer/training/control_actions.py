@@ -43,7 +43,7 @@ class ControlActions(Part):
             grad_norm = loop.grad_norm if grad_norm is None else grad_norm
             learning_rate = loop.learning_rate if learning_rate is None else learning_rate
             start_time = loop.start_time if start_time is None else start_time
-        if trainer.control.should_log and trainer.state.global_step > self.run.last_logged:
+        if trainer.control.should_log and trainer.state.global_step > self.run.last_logged_step:
             self._log_training_loss(tr_loss, grad_norm, learning_rate, start_time)
             self._sync_control_flags()
         metrics = None
@@ -80,7 +80,7 @@ class ControlActions(Part):
     ) -> None:
         """Log the mean loss since the last log line, and reset the sum."""
         run = self.run
-        steps = self.trainer.state.global_step - run.last_logged
+        steps = self.trainer.state.global_step - run.last_logged_step
         loss = self.trainer.accelerator.gather(tr_loss).mean() if self.trainer.args.world_size > 1 else tr_loss
         interval_loss, metrics = run.logged_metrics.pop(loss, steps)
         # As in transformers, NaN stays NaN, which `zero_()` would reset.
@@ -94,7 +94,7 @@ class ControlActions(Part):
         if run.loop is not None:
             logs |= run.loop.monitors.log_values(steps)
         run.loss_up_to_log += interval_loss
-        run.last_logged = self.trainer.state.global_step
+        run.last_logged_step = self.trainer.state.global_step
         self.trainer.store_flos()
         call_with_accepted(self.trainer.log, logs, start_time=start_time)
 

@@ -18,15 +18,15 @@ class Counters(Part):
     """Counts what the batches of all ranks hold.
 
     Attributes:
-        flos_per_token: a model, and its floating-point operations per token.
+        model_and_flos_per_token: a model, and its floating-point operations per token.
     """
 
-    flos_per_token: tuple[Any, int] | None = None
+    model_and_flos_per_token: tuple[Any, int] | None = None
 
     def track_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument requests it."""
         if legacy.old_argument(self.trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
-            self.run.tokens += inputs["input_ids"].numel() * self.trainer.accelerator.processes.data_world_size
+            self.run.trained_tokens += inputs["input_ids"].numel() * self.trainer.accelerator.processes.data_world_size
         mode = token_counting_mode(self.trainer.args.include_num_input_tokens_seen)
         if mode == "no":
             return
@@ -42,7 +42,7 @@ class Counters(Part):
         tokens = self.trainer.state.num_input_tokens_seen
         metrics: dict[str, float] = {"num_input_tokens_seen": tokens}
         if start_time is not None and self.parts.policy.logs_tokens_per_second:
-            metrics |= speed_metrics("train", start_time, num_tokens=tokens - self.run.initial_tokens)
+            metrics |= speed_metrics("train", start_time, num_tokens=tokens - self.run.initial_tokens_seen)
         return metrics
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -59,11 +59,11 @@ class Counters(Part):
     def count_flos_per_token(self) -> int:
         """Floating-point operations of forward and backward per token, counted once for each model."""
         model: Any = self.trainer.model
-        if self.flos_per_token is None or self.flos_per_token[0] is not model:
+        if self.model_and_flos_per_token is None or self.model_and_flos_per_token[0] is not model:
             has_count = hasattr(model, "num_parameters")
             parameters = libraries.num_parameters(model, exclude_embeddings=True) if has_count else 0
-            self.flos_per_token = (model, 6 * parameters)
-        return self.flos_per_token[1]
+            self.model_and_flos_per_token = (model, 6 * parameters)
+        return self.model_and_flos_per_token[1]
 
     def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
         """The sum of a count over all ranks with distinct batches."""

@@ -146,7 +146,7 @@ class TrainingLoop(Part):
         self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
         add_missing_groups(self.trainer.lr_scheduler, self.parts.require_optimizer())
-        self.run.past = None
+        self.run.mems = None
         self.parts.call_callbacks("on_epoch_begin")
 
     def end_epoch(self) -> None:

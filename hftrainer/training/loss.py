@@ -62,8 +62,8 @@ class LossComputer(Part):
             )
         inputs = self.trainer._prepare_input(inputs)
         # Set with `past_index`. Evaluation loops of transformers v4 delete the attribute.
-        if getattr(self.run, "past", None) is not None:
-            inputs["mems"] = self.run.past
+        if getattr(self.run, "mems", None) is not None:
+            inputs["mems"] = self.run.mems
         return inputs
 
     def prepare_input(self, data: Any) -> Any:
@@ -129,7 +129,7 @@ class LossComputer(Part):
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         outputs = model(**inputs)
         if self.parts.past_index >= 0:
-            self.run.past = outputs[self.parts.past_index]
+            self.run.mems = outputs[self.parts.past_index]
         if trainer.compute_loss_func is not None:
             loss = call_loss_func(trainer.compute_loss_func, outputs, labels, num_items_in_batch)
         elif trainer.label_smoother is not None and labels is not None:

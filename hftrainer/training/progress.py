@@ -46,7 +46,7 @@ def make_progress(loop: TrainingLoop) -> RunProgress:
         epoch_left=loop.epoch_ended and parts.trainer.control.should_epoch_stop,
         owes_evaluation=parts.run.has_unfinished_evaluation,
         loss=parts.run.loss_since_log.cpu().clone(),
-        last_logged=parts.run.last_logged,
+        last_logged=parts.run.last_logged_step,
         metrics=parts.run.logged_metrics.state_dict(),
         sources={} if loop.monitors.sources is None else loop.monitors.sources.state_dict(),
         grad_norm=loop.grad_norm.cpu() if isinstance(loop.grad_norm, torch.Tensor) else loop.grad_norm,

@@ -40,17 +40,17 @@ class Run:
         resume_folder: the checkpoint that the run resumes from, if any.
         loss_since_log: the sum of the losses since the last log line, `()`, on the device; set when training begins.
         loss_up_to_log: the sum of the losses up to the last log line.
-        last_logged: optimizer step of the last log line.
+        last_logged_step: optimizer step of the last log line.
         initial_step: optimizer steps at the start of the run.
-        initial_tokens: input tokens seen at the start of the run.
-        tokens: input tokens of this run, over all processes.
+        initial_tokens_seen: input tokens seen at the start of the run.
+        trained_tokens: input tokens of this run, over all processes.
         has_checked_model: whether the model has been checked for `elastic` and `flatten_batches`.
         flos: floating-point operations since they were last added to the state.
         evaluation_metrics: metrics of the last evaluation of this run, which determined the best model.
         has_unfinished_evaluation: True if an evaluation of this run has begun but is not complete.
         logged_metrics: sums for the next log line, besides the loss.
-        seconds: activity besides training, such as 'saving' → its duration.
-        past: the model's memory of earlier batches, with `past_index`.
+        seconds_by_activity: activity besides training, such as 'saving' → its duration.
+        mems: the model's memory of earlier batches, with `past_index`.
         heartbeat: the signs of progress, which the server of `metrics_port` reports.
         last_saved_step: optimizer step of the last checkpoint.
         checkpoints_written: the checkpoint folders that this run wrote, in order.
@@ -70,17 +70,17 @@ class Run:
     resume_folder: str | None = None
     loss_since_log: torch.Tensor = field(init=False)
     loss_up_to_log: float = 0.0
-    last_logged: int = 0
+    last_logged_step: int = 0
     initial_step: int = 0
-    initial_tokens: int = 0
-    tokens: int = 0
+    initial_tokens_seen: int = 0
+    trained_tokens: int = 0
     has_checked_model: bool = False
     flos: float = 0.0
     evaluation_metrics: dict[str, float] | None = None
     has_unfinished_evaluation: bool = False
     logged_metrics: LoggedMetrics = field(default_factory=LoggedMetrics)
-    seconds: dict[str, float] = field(default_factory=dict)
-    past: Any = None
+    seconds_by_activity: dict[str, float] = field(default_factory=dict)
+    mems: Any = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     last_saved_step: int = 0
     checkpoints_written: list[str] = field(default_factory=list)
@@ -95,12 +95,13 @@ class Run:
 
     @contextlib.contextmanager
     def measure_time(self, activity: str) -> Iterator[None]:
-        """Add the duration of the block to the `seconds` of the activity."""
+        """Add the duration of the block to `seconds_by_activity`."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[activity] = self.seconds.get(activity, 0.0) + time.perf_counter() - start
+            seconds = self.seconds_by_activity
+            seconds[activity] = seconds.get(activity, 0.0) + time.perf_counter() - start
 
     def reset_attempt(self) -> None:
         """Reset the state of one attempt at training."""
@@ -112,9 +113,9 @@ class Run:
 
     def set_start_values(self, state: TrainerState) -> None:
         """Set the counters to their values at the start of the run."""
-        self.loss_up_to_log, self.tokens, self.seconds = 0.0, 0, {}
-        self.last_saved_step = self.initial_step = self.last_logged = state.global_step
-        self.initial_tokens = state.num_input_tokens_seen
+        self.loss_up_to_log, self.trained_tokens, self.seconds_by_activity = 0.0, 0, {}
+        self.last_saved_step = self.initial_step = self.last_logged_step = state.global_step
+        self.initial_tokens_seen = state.num_input_tokens_seen
 
 
 class RunAttribute:

@@ -238,7 +238,7 @@ class TrainingRunner(Part):
         if self.run.loop is not None:
             is_stopped = state.global_step < state.max_steps
             self.run.loop.close(error_name or ("stopped" if is_stopped else "complete"), message)
-        self.run.past = self.run.loop = self.run.skipped_samples = self.run.initial_state = None
+        self.run.mems = self.run.loop = self.run.skipped_samples = self.run.initial_state = None
         self.run.evaluation_metrics = None
         self.trainer.is_in_train = False
 
@@ -419,7 +419,7 @@ class TrainingRunner(Part):
         steps = state.global_step - (run.initial_step if self.parts.policy.averages_train_loss_over_call else 0)
         run.loss_up_to_log += run.loss_since_log.item()
         samples = num_train_samples * steps / max(state.max_steps, 1)
-        tokens = run.tokens if legacy.old_argument(self.trainer.args, "include_tokens_per_second") else None
+        tokens = run.trained_tokens if legacy.old_argument(self.trainer.args, "include_tokens_per_second") else None
         metrics = speed_metrics("train", start_time, num_samples=samples, num_steps=steps, num_tokens=tokens)
         logger.info("Training is complete.")
         self.trainer.store_flos()
@@ -441,7 +441,7 @@ class TrainingRunner(Part):
         # The next trial sets these again.
         self.trainer.model = self.trainer.model_wrapped = handler.model = None  # type: ignore[assignment]
         handler.train_dataloader = None
-        parts.counters.flos_per_token = None
+        parts.counters.model_and_flos_per_token = None
         if self.trainer.args.torch_compile:
             # Free the code compiled for this model.
             torch.compiler.reset()

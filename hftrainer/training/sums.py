@@ -112,7 +112,7 @@ class LossAccumulator:
         if loss.device != (device := run.loss_since_log.device):
             raise ValueError(f"The loss is on {loss.device}, but training runs on {device}: move the loss to {device}.")
         drops_non_finite, state = self.trainer.args.logging_nan_inf_filter, self.trainer.state
-        steps = 1 + state.global_step - run.last_logged
+        steps = 1 + state.global_step - run.last_logged_step
         # Reading the loss would wait for the device.
         if not self._is_on_cpu and drops_non_finite:
             is_finite = loss.isfinite()
@@ -127,7 +127,7 @@ class LossAccumulator:
         summand = loss
         is_non_finite = self._is_on_cpu and not math.isfinite(loss)
         self.non_finite_since = (self.non_finite_since or state.global_step + 1) if is_non_finite else 0
-        if self._non_finite_step <= run.last_logged:
+        if self._non_finite_step <= run.last_logged_step:
             self._non_finite_step = state._non_finite_step = state.global_step + 1 if is_non_finite else 0
         if is_non_finite:
             self._warn_about_non_finite_loss(f"is {loss.item()}", state.global_step + 1, inputs)
@@ -158,7 +158,7 @@ class LossAccumulator:
         run = self.run
         run.loss_since_log = progress.loss.to(run.loss_since_log.device)
         run.loss_up_to_log = -float(self.trainer.accelerator.processes.reduce(run.loss_since_log, "mean"))
-        run.last_logged = progress.last_logged
+        run.last_logged_step = progress.last_logged
         run.logged_metrics.load_state_dict(progress.metrics, run.loss_since_log.device)
 
 

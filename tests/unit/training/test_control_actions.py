@@ -25,7 +25,7 @@ def run_requested(*flags, is_best=True, save_strategy="steps", last_logged=4):
         _determine_best_metric=record("judge", is_best),
         _save_checkpoint=record("save"),
     )
-    run = Run(last_logged=last_logged)
+    run = Run(last_logged_step=last_logged)
     run.loop = SimpleNamespace(
         **dict.fromkeys(("grad_norm", "learning_rate", "start_time")),
         control_sync=SimpleNamespace(sync_control_flags=record("sync")),
