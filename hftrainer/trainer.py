@@ -485,7 +485,7 @@ class Trainer(EarlierMethods):
             self._hftrainer.runner.check_one_process(resume_from_checkpoint)
             with unpacked_ckpt(resume_from_checkpoint) as checkpoint:
                 self._memory_tracker.start()
-                folder = self._hftrainer.runner.prepare(checkpoint, trial)
+                folder = self._hftrainer.runner.prepare_call(checkpoint, trial)
                 return self._hftrainer.runner.train(folder, trial, ignore_keys_for_eval)
 
     @overridable_property

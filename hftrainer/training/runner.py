@@ -76,8 +76,8 @@ class TrainingRunner(Part):
         if errors:
             raise UnsupportedArgument("\n".join(errors))
 
-    def prepare(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
-        """Make the model, apply the arguments of this `train()`, and return the checkpoint to resume from."""
+    def prepare_call(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
+        """Make the model, apply the arguments of this call of `train`, and return the checkpoint to resume from."""
         model_setup = self.parts.model_setup
         resume.warn_about_unused_argument(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
         self.parts.checkpoint_writer.close_ignoring_errors()
@@ -288,7 +288,7 @@ class TrainingRunner(Part):
     def _prepare_attempt(
         self, args: TrainingArguments, resume_folder: str | None, trial: Any, ignore_keys: list[str] | None
     ) -> tuple[TrainingLoop, Any]:
-        """Plan the run and prepare its data, state, model and optimizer.
+        """Plan an attempt, and prepare its data, state, model and optimizer.
 
         Returns:
             The loop of the run, and the model to train.
@@ -399,8 +399,8 @@ class TrainingRunner(Part):
             metrics,
             seconds={
                 "waiting for data": sum(loop.batches.reader.wait_seconds_by_cause().values()),
-                "in evaluations": self.run.seconds.get("evaluation", 0.0),
-                "saving": self.run.seconds.get("saving", 0.0),
+                "in evaluations": self.run.seconds_by_activity.get("evaluation", 0.0),
+                "saving": self.run.seconds_by_activity.get("saving", 0.0),
             },
             steps=steps,
             share=1 if self.parts.policy.averages_train_loss_over_call else steps / state.global_step,
