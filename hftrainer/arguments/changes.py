@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.validation import check_ranges
 from hftrainer.errors import InvalidArgument
 from hftrainer.releases.policy import ReleasePolicy
+
+if TYPE_CHECKING:
+    from hftrainer.plugins import LightningEngine
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +19,9 @@ logger = logging.getLogger(__name__)
 _NEED_NEW_TRAINER = ("lightning_config", "deepspeed")
 
 
-def apply_to_engine(engine: Any, args: BaseArguments, policy: ReleasePolicy, *, has_custom_loader: bool) -> None:
+def apply_to_engine(
+    engine: LightningEngine, args: BaseArguments, policy: ReleasePolicy, *, has_custom_loader: bool
+) -> None:
     """Apply changed arguments to the next run, where transformers would apply them.
 
     Most arguments are read when they are needed. Those that the engine stores are passed to it. Those that are read
@@ -53,7 +58,7 @@ def apply_to_engine(engine: Any, args: BaseArguments, policy: ReleasePolicy, *, 
     engine.update_plan(accumulate_grad_batches=args.gradient_accumulation_steps, default_root_dir=str(args.output_dir))
 
 
-def _refused_changes(engine: Any, args: BaseArguments, changed_values: dict[str, Any]) -> list[str]:
+def _refused_changes(engine: LightningEngine, args: BaseArguments, changed_values: dict[str, Any]) -> list[str]:
     plan, strategy = engine.plan, engine.strategy
     refused_changes = [name for name in _NEED_NEW_TRAINER if name in changed_values]
     if str(args.device) != plan.device:

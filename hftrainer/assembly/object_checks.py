@@ -184,7 +184,7 @@ def _warn_about_ignored_arguments(args: TrainingArguments, optimizer: Any) -> No
             )
 
 
-def check_consistency(args: Any, processes: Processes) -> None:
+def check_consistency(args: TrainingArguments, processes: Processes) -> None:
     """Check in a collective call that all ranks have the same arguments. Fields of a subclass may differ.
 
     Raises:

@@ -54,7 +54,7 @@ def warn_about_unused_argument(argument: str | None, passed_value: str | bool | 
         )
 
 
-def find_folder(resume_from_checkpoint: str | bool | None, args: Any) -> str | None:
+def find_folder(resume_from_checkpoint: str | bool | None, args: TrainingArguments) -> str | None:
     """The checkpoint folder for `train(resume_from_checkpoint=...)`, or None to start from scratch.
 
     Raises:
@@ -120,7 +120,7 @@ def _hint_for_missing(path: str, output_dir: str) -> str:
     return f" The {nearest}." if nearest else ""
 
 
-def warn_about_earlier_run(args: Any) -> None:
+def warn_about_earlier_run(args: TrainingArguments) -> None:
     """Warn, once, that a run which starts from scratch saves into a folder with another run's checkpoints."""
     folder, saves = str(args.output_dir), as_text(args.save_strategy) != "no"
     newest = next(checkpoints_newest_first(folder), None) if saves and os.path.isdir(folder) else None

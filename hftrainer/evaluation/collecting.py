@@ -32,13 +32,13 @@ _PADDING = -100
 # ---- Gathering with the accelerator's methods, which scripts may replace ---------------------------------------------
 
 
-def make_metrics_gather(accelerator: Any, args: TrainingArguments) -> Gather:
+def make_metrics_gather(accelerator: EngineAccelerator, args: TrainingArguments) -> Gather:
     """The default `gather_function`, which gathers rows from all ranks, without fillers."""
     gather: Callable[..., Any] = accelerator.gather_for_metrics
     return functools.partial(gather, use_gather_object=True) if args.eval_use_gather_object else gather
 
 
-def make_full_gather(accelerator: Any, args: TrainingArguments) -> Gather:
+def make_full_gather(accelerator: EngineAccelerator, args: TrainingArguments) -> Gather:
     """A function that gathers all rows.
 
     In the mean loss, an incomplete last batch then counts as a full one.
@@ -51,7 +51,7 @@ def make_full_gather(accelerator: Any, args: TrainingArguments) -> Gather:
 
 def can_skip_gathering(trainer: Trainer) -> bool:
     """Whether `gather_function` returns a full batch unchanged: one process, and no replaced method."""
-    accelerator: Any = trainer.accelerator
+    accelerator = trainer.accelerator
     function: Any = trainer.gather_function
     return (
         getattr(function, "__func__", None) is _GATHER_FOR_METRICS

@@ -162,7 +162,7 @@ def apply_liger_kernel(model: Any, config: dict[str, Any] | None) -> None:
     liger._apply_liger_kernel_to_instance(model=bare_model, **(config or {}))
 
 
-def set_tf32(args: Any) -> None:
+def set_tf32(args: TrainingArguments) -> None:
     """Allow or forbid TF32 matrix products, whose inputs have 10 mantissa bits, on NVIDIA GPUs.
 
     Follows `tf32`. If that is None, compiled models use TF32 where the GPU supports it, except with `fp16`. Other

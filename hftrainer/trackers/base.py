@@ -18,6 +18,7 @@ from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.errors import MissingPackage
 from hftrainer.plugins import import_adapter
+from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -119,20 +120,20 @@ class ReportingCallback(TrainerCallback):
         """
         self._save_model, self._run_folder, self._log_folder = save_model, run_folder, log_folder
 
-    def loggers(self, args: Any, state: TrainerState, model: Any) -> list[Any]:
+    def loggers(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[Any]:
         """Open the runs, and return the Lightning loggers; empty if this process does not write."""
         return self._get_loggers(args) if self._is_writing(state) else []
 
-    def _get_loggers(self, args: Any) -> list[Any]:
+    def _get_loggers(self, args: TrainingArguments) -> list[Any]:
         if self._open_loggers is None:
             self._open_loggers = self._make_loggers(args)
         return self._open_loggers
 
-    def _make_loggers(self, args: Any) -> list[Any]:
+    def _make_loggers(self, args: TrainingArguments) -> list[Any]:
         """Create the loggers."""
         return [self._make_table(args) if each == CSV_LOGGER else each for each in self._script_loggers]
 
-    def _make_table(self, args: Any) -> Any:
+    def _make_table(self, args: TrainingArguments) -> Any:
         loggers = import_adapter("lightning", "loggers")
         if (earlier_run := self._take_earlier_run()) is None:
             return loggers.CSVLogger(self._path(args), name=CSV_LOGGER)
@@ -154,7 +155,7 @@ class ReportingCallback(TrainerCallback):
             for name in self._ids
         )
 
-    def resume_run(self, args: Any, earlier: EarlierRun) -> None:
+    def resume_run(self, args: TrainingArguments, earlier: EarlierRun) -> None:
         """Continue an earlier run, unless a run is already open."""
         if CSV_LOGGER in self._script_loggers and self._open_loggers is None:
             folder = earlier.ids["folder"]
@@ -169,7 +170,7 @@ class ReportingCallback(TrainerCallback):
     def _warn_about_new_run(self, run: str, reason: object) -> None:
         logger.warning("%s: the checkpoint's run, %s, cannot continue, so a new run starts: %s", self.name, run, reason)
 
-    def _is_folder_of_run(self, args: Any, folder: str, required_folder: str) -> bool:
+    def _is_folder_of_run(self, args: TrainingArguments, folder: str, required_folder: str) -> bool:
         """Whether this run writes to the folder of the earlier run, where `required_folder` must exist."""
         if not os.path.isdir(required_folder):
             self._warn_about_new_run(required_folder, "the folder does not exist.")
@@ -179,7 +180,7 @@ class ReportingCallback(TrainerCallback):
         self._log_folder.reuse(self._trial, folder)
         return os.path.abspath(self._path(args)) == folder
 
-    def _path(self, args: Any) -> str:
+    def _path(self, args: TrainingArguments) -> str:
         """The folder for files of the run, or of the trial."""
         if self._log_folder is None:
             self._log_folder = LogFolder(args)
@@ -189,29 +190,29 @@ class ReportingCallback(TrainerCallback):
         """Whether this process writes anything."""
         return state.is_world_process_zero
 
-    def start_trial(self, args: Any, name: str | None) -> None:
+    def start_trial(self, args: TrainingArguments, name: str | None) -> None:
         """Start a new run for a hyperparameter trial."""
         for each in self._open_loggers or ():
             if each not in self._script_loggers:
                 each.finalize("success")
         self._open_loggers, self._initialized, self._trial, self._earlier_run = None, False, name, None
 
-    def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
+    def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
         """Open the run, and write the hyperparameters. Called once, before anything else is written."""
         self._initialized = True
         if self._is_writing(state):
             self._describe(args, state, model)
 
-    def _set_up_once(self, args: Any, state: TrainerState, model: Any) -> None:
+    def _set_up_once(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         if not self._initialized:
             self.setup(args, state, model)
 
-    def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
+    def _describe(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Write the hyperparameters: the arguments and the model's configuration."""
         for each in self._get_loggers(args):
             each.log_hyperparams({**model_config(model), **arguments_of(args)})
 
-    def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _write(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the numbers of a log line."""
         for each in self._get_loggers(args):
             each.log_metrics(self._numbers(to_tracker_names(logs)), step=state.global_step)
@@ -255,22 +256,22 @@ class TrackerCallback(ReportingCallback):
         if packages := selection.missing_packages(self.name):
             raise MissingPackage(f"{type(self).__name__} needs a package that is not installed: pip install {packages}")
 
-    def loggers(self, args: Any, state: TrainerState, model: Any) -> list[Any]:
+    def loggers(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[Any]:
         """Call `setup` if needed, and return the Lightning logger."""
         if self._describes_evaluations:
             self._set_up_once(args, state, model)
         return super().loggers(args, state, model)
 
-    def resume_run(self, args: Any, earlier: EarlierRun) -> None:
+    def resume_run(self, args: TrainingArguments, earlier: EarlierRun) -> None:
         """Continue an earlier run, unless a run is already open."""
         if self._open_loggers is None:
             self._earlier_run = earlier
 
-    def _tracker_logger(self, args: Any) -> Any:
+    def _tracker_logger(self, args: TrainingArguments) -> Any:
         """The Lightning logger, opened if needed."""
         return self._get_loggers(args)[0]
 
-    def _checkpoint_path(self, args: Any, state: TrainerState) -> str:
+    def _checkpoint_path(self, args: TrainingArguments, state: TrainerState) -> str:
         """The path of this step's checkpoint."""
         folder = str(args.output_dir) if self._run_folder is None else self._run_folder()
         return os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
@@ -310,7 +311,7 @@ def ids_of_open_runs(callbacks: Sequence[Any], place: CheckpointPlace) -> dict[s
 
 
 def begin_runs(
-    callbacks: Sequence[Any], saved: Mapping[str, Any], args: Any, state: TrainerState, place: CheckpointPlace
+    callbacks: list[Any], saved: Mapping[str, Any], args: TrainingArguments, state: TrainerState, place: CheckpointPlace
 ) -> None:
     """Prepare trackers for the start of training: for a new trial, or to continue the checkpoint's runs.
 
@@ -369,6 +370,6 @@ def peft_config(model: Any) -> dict[str, Any]:
     return {"peft_config": {name: config.to_dict() for name, config in adapters.items()}}
 
 
-def arguments_of(args: Any) -> dict[str, Any]:
+def arguments_of(args: TrainingArguments) -> dict[str, Any]:
     """The arguments as JSON values, since the fields of a subclass may hold any object."""
     return json.loads(args.to_json_string())

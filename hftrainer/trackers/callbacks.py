@@ -26,6 +26,7 @@ from hftrainer.checkpointing.weights import save_weights
 from hftrainer.compat import libraries
 from hftrainer.plugins import import_adapter
 from hftrainer.trackers.base import TrackerCallback, arguments_of, model_config, peft_config, to_tracker_names
+from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class WandbCallback(TrackerCallback):
     def _is_writing(self, state: TrainerState) -> bool:
         return super()._is_writing(state) and self._wandb is not None
 
-    def _make_loggers(self, args: Any) -> list[Any]:
+    def _make_loggers(self, args: TrainingArguments) -> list[Any]:
         """Use the open run, or start one, named after `run_name` or the hyperparameter trial."""
         name_options: dict[str, Any] = {"name": args.run_name}
         if self._trial is not None:
@@ -150,14 +151,14 @@ class WandbCallback(TrackerCallback):
         run = self._open_loggers[0].experiment
         return {"id": run.id, "lines": str(max(run.step, run.starting_step))}
 
-    def start_trial(self, args: Any, name: str | None) -> None:
+    def start_trial(self, args: TrainingArguments, name: str | None) -> None:
         """End the previous run, and start a new run for the trial. In a sweep, the agent has already started it."""
         if self._wandb is not None and (self._wandb.run is None or self._wandb.run.sweep_id is None):
             self._wandb.finish()
         self._open_loggers = None
         super().start_trial(args, name)
 
-    def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
+    def _describe(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Write the configuration; if environment variables request it, watch the model and upload its structure."""
         run = self._tracker_logger(args).experiment
         config = {**peft_config(model), **model_config(model), **arguments_of(args)}
@@ -173,7 +174,7 @@ class WandbCallback(TrackerCallback):
             with tempfile.TemporaryDirectory() as folder:
                 self._upload(args, _write_structure(folder, model), info, ["base_model"])
 
-    def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _write(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the log line; values for the complete run go to its summary."""
         self._write_line(self._tracker_logger(args), logs, state.global_step)
 
@@ -220,7 +221,7 @@ class WandbCallback(TrackerCallback):
                     processing_class.save_pretrained(folder)
             self._upload(args, _write_structure(folder, model), {**metadata, "final_model": True}, ["final_model"])
 
-    def _upload(self, args: Any, folder: str, metadata: Mapping[str, Any], aliases: list[str]) -> None:
+    def _upload(self, args: TrainingArguments, folder: str, metadata: Mapping[str, Any], aliases: list[str]) -> None:
         """Log a folder as a version of the run's model."""
         run = self._tracker_logger(args).experiment
         is_unnamed = args.run_name is None or args.run_name == args.output_dir
@@ -274,7 +275,7 @@ class MLflowCallback(TrackerCallback):
     def _is_writing(self, state: TrainerState) -> bool:
         return super()._is_writing(state) and self._ml_flow is not None
 
-    def _make_loggers(self, args: Any) -> list[Any]:
+    def _make_loggers(self, args: TrainingArguments) -> list[Any]:
         """Use the active run, or start one."""
         nested, experiment = env_flag("MLFLOW_NESTED_RUN"), os.environ.get("MLFLOW_EXPERIMENT_NAME")
         run = self._ml_flow.active_run()
@@ -314,18 +315,18 @@ class MLflowCallback(TrackerCallback):
         run_id = self._open_loggers[0].run_id if self._open_loggers else None
         return {"id": str(run_id)} if run_id is not None and run_id == self._started_run_id else {}
 
-    def start_trial(self, args: Any, name: str | None) -> None:
+    def start_trial(self, args: TrainingArguments, name: str | None) -> None:
         """Start a new run for the trial, unless the user's run is active."""
         self._open_loggers = None
         super().start_trial(args, name)
 
-    def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
+    def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
         """Open a run or use the active run, and write the hyperparameters."""
         self._log_artifacts = env_flag("HF_MLFLOW_LOG_ARTIFACTS")
         super().setup(args, state, model, **kwargs)
         self._auto_end_run = self._started_run_id is not None
 
-    def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
+    def _describe(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Write the parameters that MLflow can store, and the tags of MLFLOW_TAGS."""
         from mlflow.entities import Param, RunTag
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
@@ -354,7 +355,7 @@ class MLflowCallback(TrackerCallback):
         if tags := os.environ.get("MLFLOW_TAGS"):
             client.log_batch(run_id, tags=[RunTag(name, str(value)) for name, value in json.loads(tags).items()])
 
-    def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _write(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the numbers; in names, replace characters that MLflow does not allow."""
         from mlflow.entities import Metric
 
@@ -417,7 +418,7 @@ class CometCallback(TrackerCallback):
         """The open Comet experiment; None if none is open."""
         return self._open_loggers[0].experiment if self._open_loggers else None
 
-    def _make_loggers(self, args: Any) -> list[Any]:
+    def _make_loggers(self, args: TrainingArguments) -> list[Any]:
         """Start or continue an experiment, depending on COMET_MODE; each hyperparameter trial gets a new one."""
         import comet_ml
 
@@ -454,18 +455,18 @@ class CometCallback(TrackerCallback):
         is_online = self._experiment is not None and not isinstance(self._experiment, comet_ml.OfflineExperiment)
         return {"key": self._experiment.get_key()} if is_online else {}
 
-    def start_trial(self, args: Any, name: str | None) -> None:
+    def start_trial(self, args: TrainingArguments, name: str | None) -> None:
         """End the previous experiment, and start a new experiment for the trial."""
         if self._experiment is not None:
             self._experiment.end()
         super().start_trial(args, name)
 
-    def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
+    def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
         """Start or continue an experiment, and write the hyperparameters."""
         self._log_assets = env_flag("COMET_LOG_ASSETS")
         super().setup(args, state, model, **kwargs)
 
-    def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
+    def _describe(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Write the model's structure, the arguments and the configuration."""
         logger = self._tracker_logger(args)
         logger.experiment.set_model_graph(str(model))
@@ -474,7 +475,7 @@ class CometCallback(TrackerCallback):
         if state.is_hyper_param_search:
             logger.experiment.log_optimization(optimization_id=state.trial_name, parameters=state.trial_params)
 
-    def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _write(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the log line with its step and epoch."""
         line = to_tracker_names(logs)
         self._tracker_logger(args).experiment.log_metrics(line, step=state.global_step, epoch=state.epoch)

@@ -11,6 +11,7 @@ from typing import Any
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.plugins import import_adapter
 from hftrainer.trackers.base import EarlierRun, TrackerCallback, to_tracker_names
+from hftrainer.training_args import TrainingArguments
 
 
 class TensorBoardCallback(TrackerCallback):
@@ -47,26 +48,26 @@ class TensorBoardCallback(TrackerCallback):
         """Whether this process writes; False if a script set the writer class to None."""
         return super()._is_writing(state) and (self.tb_writer is not None or self._SummaryWriter is not None)
 
-    def _make_loggers(self, args: Any) -> list[Any]:
+    def _make_loggers(self, args: TrainingArguments) -> list[Any]:
         """Create a logger that writes directly to the folder, with the callback's writer."""
         loggers = import_adapter("lightning", "loggers")
         return [loggers.WriterLogger(functools.partial(self._writer, args), self._path(args))]
 
-    def _path(self, args: Any) -> str:
+    def _path(self, args: TrainingArguments) -> str:
         return super()._path(args) if self.logging_dir is None else self.logging_dir
 
-    def _set_up_once(self, args: Any, state: TrainerState, model: Any) -> None:
+    def _set_up_once(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         # A subclass may define an unrelated `setup`, since transformers' callback has none.
         if not self._initialized:
             super().setup(args, state, model)
 
-    def _writer(self, args: Any, *, create: bool = True) -> Any:
+    def _writer(self, args: TrainingArguments, *, create: bool = True) -> Any:
         """The writer, created if needed; None if a script set the writer class to None."""
         if self.tb_writer is None and create:
             self._init_summary_writer(args)
         return self.tb_writer
 
-    def _init_summary_writer(self, args: Any) -> None:
+    def _init_summary_writer(self, args: TrainingArguments) -> None:
         """Create the writer. Subclasses may override this method."""
         if self._SummaryWriter is not None:
             earlier_run = self._take_earlier_run()
@@ -79,7 +80,7 @@ class TensorBoardCallback(TrackerCallback):
         is_default = folder is not None and getattr(self.tb_writer, "log_dir", None) == folder
         return {"folder": os.path.abspath(str(folder))} if is_default else {}
 
-    def resume_run(self, args: Any, earlier: EarlierRun) -> None:
+    def resume_run(self, args: TrainingArguments, earlier: EarlierRun) -> None:
         """Write to the folder of the earlier run, with a new writer: TensorBoard then ignores its later steps."""
         folder = earlier.ids["folder"]
         if self.run_ids() == earlier.ids:
@@ -88,12 +89,12 @@ class TensorBoardCallback(TrackerCallback):
         if self.tb_writer is None and self._is_folder_of_run(args, folder, folder):
             self._earlier_run = earlier
 
-    def start_trial(self, args: Any, name: str | None) -> None:
+    def start_trial(self, args: TrainingArguments, name: str | None) -> None:
         """Write to a separate folder for a hyperparameter trial."""
         super().start_trial(args, name)
         self.tb_writer = self.logging_dir = None
 
-    def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
+    def _describe(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Write the arguments and the configuration as JSON."""
         logger = self._tracker_logger(args)
         logger.hparams.update(args.to_sanitized_dict())
@@ -107,7 +108,7 @@ class TensorBoardCallback(TrackerCallback):
                 text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=repr)
             logger.experiment.add_text("model_config", text)
 
-    def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _write(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the log line, and flush the file."""
         writer = self._tracker_logger(args).experiment
         for name, value in to_tracker_names(logs).items():
