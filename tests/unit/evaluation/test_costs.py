@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from hftrainer import TrainerCallback
+from hftrainer.evaluation.collecting import OutputCollector
+
 
 @pytest.mark.parametrize("replaced", ["accelerator.gather", "gather_function", "both"])
 def test_replaced_gathering_is_called_for_each_batch(make_trainer, replaced):
@@ -60,3 +63,23 @@ def test_prediction_step_may_return_an_array_as_loss(make_trainer, loss, mean):
     trainer = make_trainer()
     trainer.prediction_step = lambda *args, **kwargs: (loss, None, None)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize(("accumulation", "moved_after"), [(None, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (9, [5])])
+def test_rows_are_moved_to_the_cpu_after_each_accumulation(make_trainer, monkeypatch, accumulation, moved_after):
+    batches, moves = [], []
+
+    class Counts(TrainerCallback):
+        def on_prediction_step(self, *args, **kwargs):
+            batches.append(1)
+
+    move_to_cpu = OutputCollector.move_to_cpu
+
+    def record(collector):
+        moves.append(len(batches))
+        move_to_cpu(collector)
+
+    monkeypatch.setattr(OutputCollector, "move_to_cpu", record)
+    # The fifth batch, of three rows, is the last one.
+    make_trainer(eval_accumulation_steps=accumulation, trainer={"callbacks": [Counts()]}).evaluate()
+    assert list(dict.fromkeys(moves)) == moved_after

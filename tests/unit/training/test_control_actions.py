@@ -1,11 +1,13 @@
-"""`ControlActions` does what the control flags request, in order, and synchronizes the ranks after each action."""
+"""`ControlActions` does what the control flags request, synchronizes ranks after each action, and judges metrics."""
 
 import contextlib
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from hftrainer import TrainerControl, TrainerState
+from hftrainer.releases import followed
 from hftrainer.training.control_actions import ControlActions
 from hftrainer.training.run import Run
 
@@ -56,3 +58,22 @@ def test_best_metric_decides_about_saving(is_best):
     calls, trainer = run_requested("evaluate", save_strategy="best", is_best=is_best)
     assert calls == EVALUATE + (SAVE if is_best else []) and trainer.control.should_save is is_best
     assert run_requested("evaluate", "save", is_best=is_best)[0] == EVALUATE + SAVE
+
+
+@pytest.mark.parametrize(
+    ("value", "greater_is_better", "is_best"),
+    [
+        (0.5, False, True),
+        (0.5, True, False),
+        (1.5, False, False),
+        (1.5, True, True),
+        *[(value, greater, False) for value in (1.0, math.nan) for greater in (False, True)],
+    ],
+)
+def test_metric_is_the_best_if_it_is_better_than_all_before(value, greater_is_better, is_best):
+    args = SimpleNamespace(metric_for_best_model="loss", greater_is_better=greater_is_better, save_strategy="steps")
+    state = TrainerState(global_step=5, best_metric=1.0, best_global_step=3)
+    trainer = SimpleNamespace(args=args, state=state)
+    actions = ControlActions(SimpleNamespace(trainer=trainer, run=Run(), policy=followed.from_text("5.20")))
+    assert actions.determine_best_metric({"eval_loss": value}, None) is is_best
+    assert (state.best_metric, state.best_global_step) == ((value, 5) if is_best else (1.0, 3))

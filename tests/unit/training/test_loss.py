@@ -15,7 +15,7 @@ from hftrainer.training.loss import LossComputer, split_losses
 from hftrainer.training.run import Run
 
 
-def make_losses(release="5.20", *, averages_tokens=False, world_size=1, **attributes):
+def make_losses(release="5.20", *, micro_batches=4, averages_tokens=False, world_size=1, **attributes):
     """A computer of losses for a Trainer that has only the attributes which it reads."""
     ranks = SimpleNamespace(
         data_world_size=world_size, gather_numbers=lambda each, one_per_tp_group: each.repeat(world_size)
@@ -30,7 +30,8 @@ def make_losses(release="5.20", *, averages_tokens=False, world_size=1, **attrib
         "compute_loss_context_manager": contextlib.nullcontext,
         "_prepare_inputs": dict,
     }
-    trainer, run = SimpleNamespace(**{**defaults, **attributes}), Run(accumulation_steps=4, has_checked_model=True)
+    trainer = SimpleNamespace(**defaults | attributes)
+    run = Run(accumulation_steps=micro_batches, has_checked_model=True)
     parts = {"policy": followed.from_text(release), "averages_tokens": averages_tokens, "past_index": -1}
     return LossComputer(SimpleNamespace(trainer=trainer, run=run, **parts))
 
@@ -51,24 +52,29 @@ MEANS = {
     "partial": functools.partial(ignores),
     "object": type("Loss", (), {"__call__": lambda self, outputs, labels: None})(),
 }
-#: Attributes of the Trainer → the divisor of a loss of 4 micro-batches, with and without a number of items.
-DIVISORS = {
-    "plain model": ({}, 4, 4),
-    "model that takes items": ({"model_accepts_loss_kwargs": True}, 1, 4),
-    "override without items": ({"model_accepts_loss_kwargs": True, "compute_loss": lambda model, _: model()}, 4, 4),
-    **{f"{name} that ignores items": ({"compute_loss_func": function}, 4, 4) for name, function in MEANS.items()},
-    "function that takes items": ({"compute_loss_func": lambda outputs, labels, num_items_in_batch: None}, 1, 1),
-    "the user says that it is scaled": ({"loss_is_scaled_for_ga": True}, 1, 1),
-    "the user says that it is not": ({"loss_is_scaled_for_ga": False, "model_accepts_loss_kwargs": True}, 4, 4),
+#: Attributes of the Trainer → whether items divide the loss, not micro-batches: if they are counted, and if not.
+DIVIDED_BY_ITEMS = {
+    "plain model": ({}, False, False),
+    "model that takes items": ({"model_accepts_loss_kwargs": True}, True, False),
+    "override without items": (
+        {"model_accepts_loss_kwargs": True, "compute_loss": lambda model, _: model()},
+        False,
+        False,
+    ),
+    **{f"{name} that ignores items": ({"compute_loss_func": each}, False, False) for name, each in MEANS.items()},
+    "function that takes items": ({"compute_loss_func": lambda outputs, labels, num_items_in_batch: None}, True, True),
+    "the user says that it is scaled": ({"loss_is_scaled_for_ga": True}, True, True),
+    "the user says that it is not": ({"loss_is_scaled_for_ga": False, "model_accepts_loss_kwargs": True}, False, False),
 }
 
 
-@pytest.mark.parametrize("case", DIVISORS)
-def test_loss_is_divided_by_micro_batches_or_items(case):
-    attributes, counted, uncounted = DIVISORS[case]
-    losses = make_losses(**attributes)
-    for items, divisor in ((torch.tensor(10.0), counted), (None, uncounted)):
-        assert losses.micro_batch_loss(LOSS, {}, items).item() == 12 / divisor
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("case", DIVIDED_BY_ITEMS)
+def test_loss_is_divided_by_micro_batches_or_items(case, micro_batches):
+    attributes, if_counted, if_uncounted = DIVIDED_BY_ITEMS[case]
+    losses = make_losses(micro_batches=micro_batches, **attributes)
+    for items, by_items in ((torch.tensor(10.0), if_counted), (None, if_uncounted)):
+        assert losses.micro_batch_loss(LOSS, {}, items).item() == 12 / (1 if by_items else micro_batches)
 
 
 def test_dict_of_losses_is_summed_and_logged_in_parts():

@@ -1,11 +1,11 @@
-"""The sum of the losses; `tests/support/fake_npu.py` compares that of a device, which is not waited for."""
+"""The sums of losses and logged values. `tests/support/fake_npu.py` compares those of a device that is not awaited."""
 
 import pytest
 import torch
 
 from hftrainer import Trainer
 from hftrainer.training.run import Run
-from hftrainer.training.sums import LossAccumulator
+from hftrainer.training.sums import LoggedMetrics, LossAccumulator
 from tests.support.tiny import make_plain
 
 
@@ -22,3 +22,15 @@ def test_losses_are_summed_in_float32(make_args, dtype):
         expected += loss if loss.isfinite() else expected / 2
     assert run.loss_since_log.dtype is torch.float32
     assert torch.equal(run.loss_since_log, expected)
+
+
+def test_logged_values_are_means_over_their_counts_or_else_over_the_steps():
+    metrics = LoggedMetrics()
+    for value in (1.0, 2.0):
+        metrics.add("counted", value)
+        metrics.add("uncounted", torch.tensor(value), count=0)
+    metrics.add("once", 5.0)
+    metrics.set({"last": 7.0})
+    means = {"counted": 3 / 2, "uncounted": 3 / 4, "once": 5.0, "last": 7.0}
+    assert metrics.pop(torch.tensor(8.0), 4) == (8.0, means)
+    assert metrics.pop(torch.tensor(8.0), 4) == (8.0, {})
