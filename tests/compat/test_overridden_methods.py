@@ -51,8 +51,8 @@ def use_datasets(make: Callable[..., Any], library: Any, folder: Path) -> None:
     from datasets import Dataset
 
     data = [{"x": sample["x"].tolist(), "labels": int(sample["labels"]), "text": "?"} for sample in plain_data()]
-    given = {"train_dataset": Dataset.from_list(data), "eval_dataset": Dataset.from_list(data[:9])}
-    trainer = make(auto_find_batch_size=True, trainer=given)
+    trainer_kwargs = {"train_dataset": Dataset.from_list(data), "eval_dataset": Dataset.from_list(data[:9])}
+    trainer = make(auto_find_batch_size=True, trainer=trainer_kwargs)
     trainer.train()
     trainer.evaluate()
     if hasattr(trainer, "end"):

@@ -121,8 +121,8 @@ class Keywords(Plain):
 def items_that_nobody_counts(folder):
     torch.manual_seed(1)
     data = [{"x": row["x"], "target": row["labels"]} for row in plain_data()]
-    given = {"model": Keywords(), "train_dataset": data, "eval_dataset": data[:19]}
-    return train("transformers", "plain", folder, trainer=given, label_names=["target"], **ACCUMULATING)
+    trainer_kwargs = {"model": Keywords(), "train_dataset": data, "eval_dataset": data[:19]}
+    return train("transformers", "plain", folder, trainer=trainer_kwargs, label_names=["target"], **ACCUMULATING)
 
 
 class Scale(torch.nn.Module):
@@ -152,8 +152,8 @@ def special_tokens_and_printed_lines(folder, capsys, bos=7, eos=8):
     model = make_bert()
     model.config.bos_token_id, model.config.eos_token_id = bos, eos
     capsys.readouterr()
-    given = {"model": model, "processing_class": tokenizer()}
-    trainer, recorder = build("transformers", "bert", folder, trainer=given)
+    trainer_kwargs = {"model": model, "processing_class": tokenizer()}
+    trainer, recorder = build("transformers", "bert", folder, trainer=trainer_kwargs)
     trainer.train()
     lines = [line for line in capsys.readouterr().out.splitlines() if "'loss'" in line]
     assert lines
@@ -175,8 +175,8 @@ def a_trial_with_another_seed(folder):
         def on_train_begin(self, args, state, control, model=None, **kwargs):
             begun.update({name: value.clone() for name, value in model.state_dict().items()})
 
-    given = {"model": None, "model_init": Plain, "callbacks": [Begun()]}
-    trainer, _ = build("transformers", "plain", folder, trainer=given, max_steps=2, eval_strategy="epoch")
+    trainer_kwargs = {"model": None, "model_init": Plain, "callbacks": [Begun()]}
+    trainer, _ = build("transformers", "plain", folder, trainer=trainer_kwargs, max_steps=2, eval_strategy="epoch")
     trainer.hyperparameter_search(lambda trial: {"seed": 7}, n_trials=1, backend="optuna")
     return Record(logs=[], events=[], files={}, state_keys=[], weights=begun)
 
@@ -222,8 +222,8 @@ def an_infinite_loss(folder):
 def grouped_by_length(folder):
     """Which random numbers an evaluation draws, and so what training draws after it."""
     rows = tiny.varied_language_data(38)
-    given = {"train_dataset": rows, "eval_dataset": rows[:19], "data_collator": pad}
-    return train("transformers", "llama", folder, trainer=given, **STEPS, **by_length)
+    trainer_kwargs = {"train_dataset": rows, "eval_dataset": rows[:19], "data_collator": pad}
+    return train("transformers", "llama", folder, trainer=trainer_kwargs, **STEPS, **by_length)
 
 
 def the_best_model_when_it_is_logged(folder):

@@ -155,8 +155,13 @@ def seeing(library):
 
 
 def make(library, config, data, settings, folder):
-    given = {"train_dataset": data(), **settings.get("trainer", {})}
-    options = {**settings, "trainer": given, "trainer_class": seeing, "accelerator_config": copy.deepcopy(config)}
+    trainer_kwargs = {"train_dataset": data(), **settings.get("trainer", {})}
+    options = {
+        **settings,
+        "trainer": trainer_kwargs,
+        "trainer_class": seeing,
+        "accelerator_config": copy.deepcopy(config),
+    }
     return build(library, "llama" if data is varied else "plain", folder, **options)
 
 

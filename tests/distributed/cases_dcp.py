@@ -84,7 +84,7 @@ class Steps(TrainerCallback):
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
         getattr(optimizer, "optimizer", optimizer).register_step_post_hook(self._add)
 
-    def _add(self, *given):
+    def _add(self, *args):
         self.count += 1
 
 
@@ -100,7 +100,7 @@ def late(folder, way):
 def count_steps(folder, way):
     """The steps of an optimizer without a state, and the processes that collect states for a checkpoint."""
     steps, collected, original = Steps(), [], sharded.states_for_dcp
-    sharded.states_for_dcp = lambda *given, **more: collected.append(1) or original(*given, **more)
+    sharded.states_for_dcp = lambda *args, **more: collected.append(1) or original(*args, **more)
     run("plain", {**WAYS[way], "optim": "sgd"}, folder / way, max_steps=4, trainer={"callbacks": [steps]})
     sharded.states_for_dcp = original
     return steps.count, len(collected)
@@ -111,13 +111,13 @@ class _Interferes:
 
     def __init__(self, rank, act):
         self.rank, self.act, self.threads, self.original = rank, act, [], FileSystemWriter.write_data
-        FileSystemWriter.write_data = lambda writer, *given: self(writer, *given)
+        FileSystemWriter.write_data = lambda writer, *args: self(writer, *args)
 
-    def __call__(self, writer, *given):
+    def __call__(self, writer, *args):
         self.threads.append(threading.current_thread())
         if int(os.environ["RANK"]) == self.rank and "checkpoint-2" in str(writer.path):
             self.act()
-        return self.original(writer, *given)
+        return self.original(writer, *args)
 
     def end(self):
         FileSystemWriter.write_data = self.original

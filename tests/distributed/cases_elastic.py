@@ -45,11 +45,11 @@ def record_samples(trainer):
     """Write which samples each step has."""
     train = trainer.training_step
 
-    def training_step(model, inputs, *given, **keywords):
+    def training_step(model, inputs, *args, **keywords):
         indices = (inputs["x"][:, 0] * SAMPLES).round().int().tolist()
         with open(f"{trainer.args.output_dir}/read-{trainer.args.process_index}", "a") as file:
             file.write(json.dumps([trainer.state.global_step + 1, trainer.args.run_name, indices]) + "\n")
-        return train(model, inputs, *given, **keywords)
+        return train(model, inputs, *args, **keywords)
 
     trainer.training_step = training_step
 

@@ -16,10 +16,10 @@ SIZES = (*range(1, 9), 13)
 SOME = (1, 4, 7, 13)
 
 
-def make(make_model=tiny.make_plain, kind=Trainer, settings=None, **given):
+def make(make_model=tiny.make_plain, kind=Trainer, settings=None, **trainer_kwargs):
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
     args = Seq2SeqTrainingArguments("out", per_device_eval_batch_size=2, **quiet, **(settings or {}))
-    return kind(make_model(), args, **given)
+    return kind(make_model(), args, **trainer_kwargs)
 
 
 def all_of_it(prediction):

@@ -55,8 +55,8 @@ def own_loader(library):
 
 def stopping_early(library):
     class Stopping(library.Trainer):
-        def __init__(self, **given):
-            super().__init__(**given)
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
             self.add_callback(library.EarlyStoppingCallback(2))
 
     return Stopping

@@ -45,7 +45,7 @@ def _be_rank(rank, variables, folder, function, given):
     torch.save(function(*given), Path(folder, f"{rank}.pt"))
 
 
-def run(function, count, *given):
+def run(function, count, *args):
     """What `function(*given)` of this module returns in each of `count` ranks.
 
     Raises:
@@ -55,8 +55,8 @@ def run(function, count, *given):
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the tests' own process sees one device
         os.environ.update(VISIBLE)
-        given = (ranks(count, store), folder, function, given)
-        torch.multiprocessing.start_processes(_be_rank, given, count, start_method=START_METHOD)
+        args = (ranks(count, store), folder, function, args)
+        torch.multiprocessing.start_processes(_be_rank, args, count, start_method=START_METHOD)
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(count)]
 
 

@@ -39,12 +39,14 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
 
 def make_trainer(folder, *callbacks, kind=Trainer, model=None, **settings):
     data = plain_data()
-    given = {"model": model or Model(), "train_dataset": data, "eval_dataset": data[:19]}
-    return checkpoints.make_trainer(folder, "plain", callbacks, kind, trainer=given, **{**DEFAULTS, **settings})
+    trainer_kwargs = {"model": model or Model(), "train_dataset": data, "eval_dataset": data[:19]}
+    return checkpoints.make_trainer(
+        folder, "plain", callbacks, kind, trainer=trainer_kwargs, **{**DEFAULTS, **settings}
+    )
 
 
-def train(*given, **settings):
-    trainer = make_trainer(*given, **settings)
+def train(*args, **settings):
+    trainer = make_trainer(*args, **settings)
     trainer.train()
     return trainer
 

@@ -34,8 +34,10 @@ for _stage in ("validation", "test", "predict"):
 
 
 def make_trainer(tmp_path, callbacks, evaluated=None, **settings):
-    given = {"callbacks": callbacks, "eval_dataset": evaluated or plain_data(9)}
-    return build("hftrainer", "plain", tmp_path, trainer=given, **{"max_steps": 4, "logging_steps": 1, **settings})[0]
+    trainer_kwargs = {"callbacks": callbacks, "eval_dataset": evaluated or plain_data(9)}
+    return build(
+        "hftrainer", "plain", tmp_path, trainer=trainer_kwargs, **{"max_steps": 4, "logging_steps": 1, **settings}
+    )[0]
 
 
 def hooks_of_loop(stage, batches):

@@ -23,13 +23,13 @@ LIBRARIES = (hftrainer, transformers)
 both_libraries = pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.__name__)
 
 
-def make_args(library, folder, kind=None, **given):
+def make_args(library, folder, kind=None, **kwargs):
     settings = {"max_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
-    return (kind or library.TrainingArguments)(str(folder), **{**settings, **given})
+    return (kind or library.TrainingArguments)(str(folder), **{**settings, **kwargs})
 
 
-def make_trainer(library, args, **given):
-    return library.Trainer(make_plain(), args, train_dataset=plain_data(), **given)
+def make_trainer(library, args, **trainer_kwargs):
+    return library.Trainer(make_plain(), args, train_dataset=plain_data(), **trainer_kwargs)
 
 
 @both_libraries
@@ -141,7 +141,7 @@ def test_setting_deepspeed_plugin_is_refused(tmp_path):
         args.deepspeed_plugin = object()
 
 
-def make_subclass_args(library, folder, **given):
+def make_subclass_args(library, folder, **kwargs):
     @dataclasses.dataclass
     class OwnArguments(library.TrainingArguments):
         dtype: Any = None
@@ -154,8 +154,8 @@ def make_subclass_args(library, folder, **given):
 
     quantization = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
     nested = {"dtype": torch.float16, "deep": {"dtype": torch.int8}, "quantization_config": quantization}
-    given = {"dtype": torch.bfloat16, "other": torch.int8, "model_init_kwargs": nested, **given}
-    return make_args(library, folder, OwnArguments, **given)
+    kwargs = {"dtype": torch.bfloat16, "other": torch.int8, "model_init_kwargs": nested, **kwargs}
+    return make_args(library, folder, OwnArguments, **kwargs)
 
 
 def test_to_dict_of_a_subclass_is_that_of_transformers(tmp_path):

@@ -62,8 +62,8 @@ def changed_run(library_name, folder, needs, time, **change):
 
     args = library.TrainingArguments(**{"output_dir": str(folder / "out"), **settings})
     recorder = parity.make_recorder(library)
-    given = {"train_dataset": data, "eval_dataset": data[:11], "callbacks": [recorder, Changes()]}
-    trainer = library.Trainer(model, args, compute_metrics=metrics, **given)
+    trainer_kwargs = {"train_dataset": data, "eval_dataset": data[:11], "callbacks": [recorder, Changes()]}
+    trainer = library.Trainer(model, args, compute_metrics=metrics, **trainer_kwargs)
     change_at("before")
     trained = trainer.train()
     if time == "between":

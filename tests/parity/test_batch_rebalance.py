@@ -30,7 +30,7 @@ def test_resume_within_an_epoch(tmp_path):
 
 def test_samples_without_a_length_are_refused(tmp_path):
     data = [{"x": row["input_ids"]} for row in varied_language_data(8)]
-    given = {"model": make_llama(), "train_dataset": data}
-    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, **SETTINGS)
+    trainer_kwargs = {"model": make_llama(), "train_dataset": data}
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=trainer_kwargs, **SETTINGS)
     with pytest.raises(ValueError, match=r"'input_ids'.*length_column_name"):
         trainer.train()

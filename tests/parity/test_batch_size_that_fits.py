@@ -33,18 +33,21 @@ class Greedy(Plain):
 
 
 def make_trainer(folder, model, size=8, find=True, momentum=None, trainer=None, **settings):
-    given = {"model": model, "train_dataset": plain_data(), **(trainer or {})}
+    trainer_kwargs = {"model": model, "train_dataset": plain_data(), **(trainer or {})}
     if momentum is not None:
-        given["optimizers"] = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum), None)
+        trainer_kwargs["optimizers"] = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum), None)
     settings |= {"per_device_train_batch_size": size, "auto_find_batch_size": find}
-    return build("hftrainer", "plain", folder, trainer=given, **settings)
+    return build("hftrainer", "plain", folder, trainer=trainer_kwargs, **settings)
 
 
 def train_with_retry(tmp_path, kind=Greedy, limits=None, size=8, prepare=lambda trainer: None, **settings):
     """Train until batches of 4 fit; returns the Trainer, after asserting that a run begun with 4 is the same."""
     outcomes = []
-    for folder, given, first, find in (("found", limits or {"at_call": 4}, size, True), ("started", {}, 4, False)):
-        trainer, recorder = make_trainer(tmp_path / folder, kind(**given), first, find, **settings)
+    for folder, trainer_kwargs, first, find in (
+        ("found", limits or {"at_call": 4}, size, True),
+        ("started", {}, 4, False),
+    ):
+        trainer, recorder = make_trainer(tmp_path / folder, kind(**trainer_kwargs), first, find, **settings)
         prepare(trainer)
         trainer.train()
         scaler = trainer.accelerator.scaler
@@ -138,8 +141,8 @@ def test_out_of_memory_in_the_optimizer_step_is_retried(tmp_path):
             return super().step(closure)
 
     model = Greedy()
-    given = {"optimizers": (Boom(model.parameters(), lr=0.1), None)}
-    trainer, _ = make_trainer(tmp_path, model, 4, trainer=given, fp16=True, max_steps=4)
+    trainer_kwargs = {"optimizers": (Boom(model.parameters(), lr=0.1), None)}
+    trainer, _ = make_trainer(tmp_path, model, 4, trainer=trainer_kwargs, fp16=True, max_steps=4)
     assert trainer.train().global_step == 4
     assert trainer._train_batch_size == 2
 

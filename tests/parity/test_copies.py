@@ -21,9 +21,9 @@ class Counts(hftrainer.TrainerCallback):
 
 
 def make_trainer(library, folder, model="bert", callbacks=(), **settings):
-    given = {"compute_metrics": accuracy, "callbacks": list(callbacks)}
+    trainer_kwargs = {"compute_metrics": accuracy, "callbacks": list(callbacks)}
     settings = {**EVALUATED, "max_steps": 4, "logging_steps": 1, **settings}
-    return build(library, model, folder, trainer=given, **settings)[0]
+    return build(library, model, folder, trainer=trainer_kwargs, **settings)[0]
 
 
 def pickle_and_load(trainer):

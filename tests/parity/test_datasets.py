@@ -83,8 +83,8 @@ def test_set_epoch_is_called_on_datasets(tmp_path):
         trainer.train()
         return trainer._get_train_sampler(), trainer.train_dataset.epochs
 
-    given = lambda: {"train_dataset": EpochStream(12)}  # noqa: E731
-    assert compare(tmp_path, "plain", script=script, trainer=given, max_steps=5).extra["script"][1]
+    trainer_kwargs = lambda: {"train_dataset": EpochStream(12)}  # noqa: E731
+    assert compare(tmp_path, "plain", script=script, trainer=trainer_kwargs, max_steps=5).extra["script"][1]
 
 
 class OwnRandom(RandomSampler):
@@ -170,9 +170,9 @@ def test_tokenizer_pads_batches(tmp_path, model):
     if model == "llama":
         rows = [{"input_ids": row["input_ids"]} for row in rows]
         collator = transformers.DataCollatorForLanguageModeling(make_tokenizer(), mlm=False)
-    given = {"train_dataset": rows, "eval_dataset": rows[:11], "processing_class": make_tokenizer()}
-    given |= {"data_collator": collator, "compute_metrics": lambda p: {"shape": list(p.predictions.shape)}}
-    compare(tmp_path, model, trainer=given, gradient_accumulation_steps=3, **EVERY_STEP)
+    trainer_kwargs = {"train_dataset": rows, "eval_dataset": rows[:11], "processing_class": make_tokenizer()}
+    trainer_kwargs |= {"data_collator": collator, "compute_metrics": lambda p: {"shape": list(p.predictions.shape)}}
+    compare(tmp_path, model, trainer=trainer_kwargs, gradient_accumulation_steps=3, **EVERY_STEP)
 
 
 def test_masked_language_collator_trains_alike(tmp_path):

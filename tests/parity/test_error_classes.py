@@ -24,11 +24,11 @@ def build_arguments(library, folder, **settings):
     return library.TrainingArguments(str(folder), **{**defaults, **settings})
 
 
-def build_trainer(library, folder, settings=None, **given):
-    given = {"train_dataset": plain_data(8), **given}
-    if "model" not in given and "model_init" not in given:
-        given["model"] = make_plain()
-    return library.Trainer(args=build_arguments(library, folder, **(settings or {})), **given)
+def build_trainer(library, folder, settings=None, **trainer_kwargs):
+    trainer_kwargs = {"train_dataset": plain_data(8), **trainer_kwargs}
+    if "model" not in trainer_kwargs and "model_init" not in trainer_kwargs:
+        trainer_kwargs["model"] = make_plain()
+    return library.Trainer(args=build_arguments(library, folder, **(settings or {})), **trainer_kwargs)
 
 
 def module(library, name):
@@ -61,32 +61,32 @@ def make_arguments(**settings):
     return lambda library, folder: build_arguments(library, folder, **settings)
 
 
-def make_trainer(settings=None, missing=(), method=None, keywords=None, **given):
+def make_trainer(settings=None, missing=(), method=None, keywords=None, **kwargs):
     def provoke(library, folder):
         with without_packages(*missing):
-            made = build_trainer(library, folder, settings, **given)
+            made = build_trainer(library, folder, settings, **kwargs)
             return method and getattr(made, method)(**(keywords or {}))
 
     return provoke
 
 
-def train(settings=None, resume=None, **given):
-    return make_trainer(settings, method="train", keywords={"resume_from_checkpoint": resume}, **given)
+def train(settings=None, resume=None, **kwargs):
+    return make_trainer(settings, method="train", keywords={"resume_from_checkpoint": resume}, **kwargs)
 
 
 def create_optimizer(*missing, **settings):
     return make_trainer(settings, missing, "create_optimizer")
 
 
-def search(backend, *missing, **given):
+def search(backend, *missing, **kwargs):
     keywords = {"backend": backend, "n_trials": 1}
-    return make_trainer(None, missing, "hyperparameter_search", keywords, eval_dataset=plain_data(8), **given)
+    return make_trainer(None, missing, "hyperparameter_search", keywords, eval_dataset=plain_data(8), **kwargs)
 
 
-def with_optimizer(**given):
+def with_optimizer(**kwargs):
     model = make_plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return make_trainer(optimizers=(optimizer, None), **{"model": model, **given})
+    return make_trainer(optimizers=(optimizer, None), **{"model": model, **kwargs})
 
 
 def early_stopping(**settings):

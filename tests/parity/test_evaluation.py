@@ -72,8 +72,12 @@ def compare_evaluations(tmp_path, case, evaluate=None, predict=None, data=None, 
         arrays = array_bytes({"predictions": output.predictions, "labels": output.label_ids})
         return comparable([metrics, output.metrics]), arrays
 
-    given = {"compute_metrics": summary, **({"data_collator": pad} if case == "varied" else {}), **(trainer or {})}
-    settings = {"per_device_eval_batch_size": 4, "trainer": given, "script": script, **settings}
+    trainer_kwargs = {
+        "compute_metrics": summary,
+        **({"data_collator": pad} if case == "varied" else {}),
+        **(trainer or {}),
+    }
+    settings = {"per_device_eval_batch_size": 4, "trainer": trainer_kwargs, "script": script, **settings}
     return compare(tmp_path, CASES[case], **settings).extra["script"]
 
 
@@ -172,9 +176,9 @@ def test_batch_eval_metrics_are_those_of_transformers(tmp_path, source, wanted):
         output = trainer.predict(plain_data(11))
         return comparable([trainer.evaluate(), output.metrics]), array_bytes([output.predictions, output.label_ids])
 
-    given = {"compute_metrics": Running(), **({"eval_dataset": Stream(19)} if source == "stream" else {})}
+    trainer_kwargs = {"compute_metrics": Running(), **({"eval_dataset": Stream(19)} if source == "stream" else {})}
     settings = {"batch_eval_metrics": True, "include_for_metrics": wanted, "per_device_eval_batch_size": 4}
-    compare(tmp_path, "plain", script=script, trainer=given, **settings)
+    compare(tmp_path, "plain", script=script, trainer=trainer_kwargs, **settings)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -254,8 +258,8 @@ def test_metrics_and_collators_can_compute_gradients(tmp_path):
         (gradient,) = torch.autograd.grad(x.square().sum(), x)
         return {"x": x.detach() + gradient, "labels": torch.stack([sample["labels"] for sample in samples])}
 
-    given = {"compute_metrics": probes, "data_collator": collates}
-    (evaluated, _), _ = compare_evaluations(tmp_path, "plain", trainer=given)
+    trainer_kwargs = {"compute_metrics": probes, "data_collator": collates}
+    (evaluated, _), _ = compare_evaluations(tmp_path, "plain", trainer=trainer_kwargs)
     assert evaluated["eval_gradient"] is True
 
 
@@ -265,8 +269,8 @@ def test_output_lists_of_varying_length_raise_a_clear_error(tmp_path):
             outputs = super().forward(x, labels)
             return {**outputs, "logits": [outputs["logits"]] * len(x)}
 
-    given = {"model": Fickle(), "eval_dataset": plain_data(11), "compute_metrics": parity.accuracy}
-    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given)
+    trainer_kwargs = {"model": Fickle(), "eval_dataset": plain_data(11), "compute_metrics": parity.accuracy}
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=trainer_kwargs)
     with pytest.raises(TypeError, match="a list of 8 and a list of 3; eval_do_concat_batches=False"):
         trainer.evaluate()
 
@@ -325,9 +329,11 @@ def test_group_by_length_uses_the_column_of_lengths(tmp_path):
 
 
 def test_predictions_are_in_the_order_of_the_dataset(tmp_path):
-    given = {"eval_dataset": varied_language_data(19), "data_collator": pad}
+    trainer_kwargs = {"eval_dataset": varied_language_data(19), "data_collator": pad}
     grouped, plain = (
-        build("hftrainer", "llama", tmp_path, trainer=given, **settings)[0].predict(given["eval_dataset"]).predictions
+        build("hftrainer", "llama", tmp_path, trainer=trainer_kwargs, **settings)[0]
+        .predict(trainer_kwargs["eval_dataset"])
+        .predictions
         for settings in (BY_LENGTH, {})
     )
     assert array_bytes(grouped) == array_bytes(plain)
@@ -339,7 +345,7 @@ def test_group_by_length_uses_lengths_of_the_evaluated_set(tmp_path):
     def script(trainer):
         return [list(trainer.get_eval_dataloader(data).batch_sampler) for data in (other, own, None)]
 
-    given = {"eval_dataset": own, "data_collator": collate_columns}
-    ours = compare(tmp_path, "llama", script=script, trainer=given, remove_unused_columns=False, **BY_LENGTH)
+    trainer_kwargs = {"eval_dataset": own, "data_collator": collate_columns}
+    ours = compare(tmp_path, "llama", script=script, trainer=trainer_kwargs, remove_unused_columns=False, **BY_LENGTH)
     of_other, of_own, of_none = ours.extra["script"]
     assert of_other != of_own == of_none

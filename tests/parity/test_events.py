@@ -66,8 +66,8 @@ def test_every_event_passes_the_same_state_and_keywords(tmp_path, run):
         library, folder = importlib.import_module(name), tmp_path / name
         recorder = make_full_recorder(library, folder)
         stopper = [library.EarlyStoppingCallback(2, 0.01)] if run == "early stop" else []
-        given = {"compute_metrics": accuracy, **settings.get("trainer", {}), "callbacks": [*stopper, recorder]}
-        trainer, _ = build(name, "plain", folder, **{**settings, "trainer": given})
+        trainer_kwargs = {"compute_metrics": accuracy, **settings.get("trainer", {}), "callbacks": [*stopper, recorder]}
+        trainer, _ = build(name, "plain", folder, **{**settings, "trainer": trainer_kwargs})
         trainer.train(resume_from_checkpoint=resume and str(parity.copy_checkpoint(tmp_path / "whole", folder, resume)))
         assert (trainer.state.global_step < trainer.state.max_steps) == (run == "early stop")
         trainer.predict(plain_data()[:5])

@@ -38,8 +38,8 @@ STRATEGIES = {"end": 0, "every_save": 2, "checkpoint": 4, "all_checkpoints": 4}
 def test_each_hub_strategy_pushes_the_same_commits(hub, tmp_path, strategy):
     def run(name):
         settings = {"hub_model_id": "org/named", "hub_strategy": strategy}
-        given = {"processing_class": tokenizer()}
-        trainer, callback = make_pushing(name, tmp_path / name / "my-run", trainer=given, **settings)
+        trainer_kwargs = {"processing_class": tokenizer()}
+        trainer, callback = make_pushing(name, tmp_path / name / "my-run", trainer=trainer_kwargs, **settings)
         trainer.train()
         during = len(hub.repos["org/named"].messages())
         trainer.save_model()

@@ -70,8 +70,8 @@ def search(library, folder, settings, keywords):
         studies.append(create_study(*args, **kwargs))
         return studies[-1]
 
-    given = {"model_init": Plain, **settings.get("trainer", {})}
-    settings = {**settings, "trainer": given, "callback": callback(on_train_end=on_train_end)}
+    trainer_kwargs = {"model_init": Plain, **settings.get("trainer", {})}
+    settings = {**settings, "trainer": trainer_kwargs, "callback": callback(on_train_end=on_train_end)}
     trainer, recorder = build(library, "plain", folder, **settings)
     keywords = {"n_trials": 4, **keywords, "sampler": optuna.samplers.TPESampler(seed=3, n_startup_trials=3)}
     with pytest.MonkeyPatch.context() as patch:

@@ -171,9 +171,9 @@ def test_label_smoothing_shifts_labels_of_custom_causal_models(tmp_path, change)
         model = make_llama()
         changed = change(model)
         changed.load_state_dict(model.state_dict()) if isinstance(changed, OwnLlama) else None
-        given = {"model": changed, "eval_dataset": language_data(6)}
+        trainer_kwargs = {"model": changed, "eval_dataset": language_data(6)}
         more = {"label_smoothing_factor": 0.1, "label_names": ["labels"]}
-        trainer, _ = build("hftrainer", "llama", tmp_path / name, trainer=given, **more)
+        trainer, _ = build("hftrainer", "llama", tmp_path / name, trainer=trainer_kwargs, **more)
         return trainer.evaluate()["eval_loss"]
 
     assert loss("own", change) == pytest.approx(loss("known", lambda model: model), rel=1e-6)

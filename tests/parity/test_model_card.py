@@ -36,15 +36,15 @@ def make_pair(tmp_path_factory, model, **settings):
 @pytest.fixture(scope="module")
 def both_trainers(tmp_path_factory):
     settings = {"eval_strategy": "steps", "eval_steps": 4, "label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"}
-    given = {"compute_metrics": accuracy, "eval_dataset": named_dataset()}
-    return make_pair(tmp_path_factory, "bert", trainer=given, **settings)
+    trainer_kwargs = {"compute_metrics": accuracy, "eval_dataset": named_dataset()}
+    return make_pair(tmp_path_factory, "bert", trainer=trainer_kwargs, **settings)
 
 
-def create_cards(both_trainers, **given):
+def create_cards(both_trainers, **kwargs):
     paths = [Path(trainer.args.output_dir) / "README.md" for trainer in both_trainers]
     for trainer, path in zip(both_trainers, paths, strict=True):
         path.unlink(missing_ok=True)
-        trainer.create_model_card(**given)
+        trainer.create_model_card(**kwargs)
     return [metadata_load(path) for path in paths], [path.read_text() for path in paths]
 
 

@@ -45,8 +45,8 @@ class Remembers(Plain):
 @pytest.mark.parametrize(("index", "again"), [(1, True), (-1, False)])
 def test_past_index_feeds_an_output_into_the_next_step(tmp_path, index, again):
     """As documented until v4.57; each epoch begins without one."""
-    given = {"model": Remembers(), "train_dataset": plain_data(8), "eval_dataset": plain_data(16)}
-    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, past_index=index)
+    trainer_kwargs = {"model": Remembers(), "train_dataset": plain_data(8), "eval_dataset": plain_data(16)}
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=trainer_kwargs, past_index=index)
     trainer.train()
     trainer.evaluate()
     assert trainer.model.seen == [False, again] * 3  # two epochs of two steps, and two batches

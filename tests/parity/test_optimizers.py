@@ -213,8 +213,8 @@ def test_optimizer_hooks_see_the_gradients(tmp_path, accumulation):
         for grad in grads:
             grad.mul_(0.5)
 
-    given = with_sgd(lambda optimizer: optimizer.register_step_pre_hook(halve) and None)
-    compare(tmp_path, "plain", trainer=given, gradient_accumulation_steps=accumulation)
+    trainer_kwargs = with_sgd(lambda optimizer: optimizer.register_step_pre_hook(halve) and None)
+    compare(tmp_path, "plain", trainer=trainer_kwargs, gradient_accumulation_steps=accumulation)
     assert seen and all(seen)
 
 
@@ -245,6 +245,8 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_given_schedulers_train_alike(tmp_path, kind):
-    given = with_sgd(SCHEDULERS[kind], lr=0.5, momentum=0.9 if kind == "step" else 0)
-    ours = compare(tmp_path, "plain", trainer=given, logging_steps=1, metric_for_best_model="loss", **EVALUATED)
+    trainer_kwargs = with_sgd(SCHEDULERS[kind], lr=0.5, momentum=0.9 if kind == "step" else 0)
+    ours = compare(
+        tmp_path, "plain", trainer=trainer_kwargs, logging_steps=1, metric_for_best_model="loss", **EVALUATED
+    )
     assert len({line["learning_rate"] for line in ours.logs if "learning_rate" in line}) > 1

@@ -159,7 +159,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "create_optimizer": {"methods": {"create_optimizer": own_optimizer}},
     "log": {"methods": {"log": lambda self, logs, *args: parent(self).log({**logs, "keys": len(logs)}, *args)}},
     "prediction_step": {"methods": {"prediction_step": loss_with_slope}},
-    "evaluate": {"methods": {"evaluate": lambda self, **given: {**parent(self).evaluate(**given), "eval_extra": 1.0}}},
+    "evaluate": {
+        "methods": {"evaluate": lambda self, **kwargs: {**parent(self).evaluate(**kwargs), "eval_extra": 1.0}}
+    },
     "evaluate, by the loop": {"methods": {"evaluate": evaluate_answers}},
     "evaluate of Seq2SeqTrainer": {"methods": {"evaluate": evaluate_answers}, "trainer_class": seq2seq},
     "_wrap_model": {"change": replace("_wrap_model", scaled_model)},

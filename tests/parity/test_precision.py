@@ -80,8 +80,8 @@ def test_true_precision_of_lightning_is_that_of_a_converted_model(tmp_path, prec
     def run(name):
         own = {"lightning_config": {"precision": precision}} if name == "hftrainer" else {}
         rows = plain_data() if own else data
-        given = {"train_dataset": rows, "eval_dataset": rows}
-        trainer, recorder = build(name, "plain", tmp_path / name, trainer=given, **settings, **own)
+        trainer_kwargs = {"train_dataset": rows, "eval_dataset": rows}
+        trainer, recorder = build(name, "plain", tmp_path / name, trainer=trainer_kwargs, **settings, **own)
         if not own:
             trainer.model.to(dtype)
         trainer.train()

@@ -52,12 +52,12 @@ def picture_data():
     ]
 
 
-def predict(name, folder, make_model, data, **given):
+def predict(name, folder, make_model, data, **trainer_kwargs):
     torch.manual_seed(0)
     model = make_model()
     model.config.use_cache = True
-    given = {"model": model, "eval_dataset": data, "compute_metrics": largest, **given}
-    trainer, _ = build(name, "plain", folder, trainer=given, per_device_eval_batch_size=2, use_cache=True)
+    trainer_kwargs = {"model": model, "eval_dataset": data, "compute_metrics": largest, **trainer_kwargs}
+    trainer, _ = build(name, "plain", folder, trainer=trainer_kwargs, per_device_eval_batch_size=2, use_cache=True)
     metrics = trainer.evaluate()
     found = trainer.predict(data).predictions
     shapes = [part.shape for part in found] if isinstance(found, tuple) else found.shape
@@ -118,8 +118,8 @@ class Strange(torch.nn.Module):
 
 @pytest.mark.parametrize("as_tuple", [False, True])
 def test_warning_names_each_output_that_is_no_tensor_once(tmp_path, caplog, as_tuple):
-    given = {"model": Strange(as_tuple), "eval_dataset": plain_data(6)}
-    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, per_device_eval_batch_size=2)
+    trainer_kwargs = {"model": Strange(as_tuple), "eval_dataset": plain_data(6)}
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=trainer_kwargs, per_device_eval_batch_size=2)
     output = trainer.predict(plain_data(6))
     logits, (first, second) = output.predictions
     assert logits.shape == (6, 3)

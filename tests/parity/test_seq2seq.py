@@ -74,9 +74,9 @@ def test_generation_arguments_reach_evaluate_and_predict(tmp_path, model, argume
         return comparable([metrics, output.metrics]), array_bytes([output.predictions, output.label_ids])
 
     sums = lambda p: {"sum": int(p.predictions.sum()), "labels": int(p.label_ids.sum())}  # noqa: E731
-    given = {"data_collator": pad_left, "compute_metrics": sums}
+    trainer_kwargs = {"data_collator": pad_left, "compute_metrics": sums}
     settings = {**GENERATES, "generation_max_length": 11, "per_device_eval_batch_size": 4}
-    compare(tmp_path, model, trainer_class=seq2seq, script=script, trainer=given, **settings)
+    compare(tmp_path, model, trainer_class=seq2seq, script=script, trainer=trainer_kwargs, **settings)
 
 
 def test_generation_config_is_an_object_or_a_path(tmp_path):
@@ -102,10 +102,12 @@ def test_padding_without_a_pad_token_is_refused(tmp_path):
 
 def test_sortish_sampler_groups_similar_lengths(tmp_path):
     """transformers has the argument, but never reads it."""
-    given = {"train_dataset": uneven_data(60), "data_collator": pad_left}
+    trainer_kwargs = {"train_dataset": uneven_data(60), "data_collator": pad_left}
     grouped, shuffled = (
         [batch["input_ids"].shape[1] for batch in trainer.get_train_dataloader()]
-        for trainer in (build_ours(tmp_path, sortish_sampler=sortish, trainer=given) for sortish in (True, False))
+        for trainer in (
+            build_ours(tmp_path, sortish_sampler=sortish, trainer=trainer_kwargs) for sortish in (True, False)
+        )
     )
     assert len(grouped) == len(shuffled) == 15
     assert grouped[0] == 7  # the longest first

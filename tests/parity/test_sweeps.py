@@ -178,8 +178,8 @@ class TestWandb(OneProcessBackend):
     def _sweeps(self, sweeps):
         self.sweeps = sweeps
 
-    def assert_refused(self, *given, **settings):
-        super().assert_refused(*given, **settings)
+    def assert_refused(self, *args, **settings):
+        super().assert_refused(*args, **settings)
         assert not self.sweeps.configurations
 
     @pytest.mark.parametrize("case", REFUSED)

@@ -153,8 +153,8 @@ def subclass(trainer, callback, kind, folder, with_writer=False):
 
 
 @case("TensorBoardCallback", "train/renamed_loss")
-def subclass_with_a_writer(*given):
-    return subclass(*given, with_writer=True)
+def subclass_with_a_writer(*args):
+    return subclass(*args, with_writer=True)
 
 
 @case("WandbCallback", "('mine', 'by setup')")

@@ -84,9 +84,9 @@ def main(folder, kind, port):
             hangs()
         return default_data_collator(rows)
 
-    given = {"model": model, "train_dataset": samples, "eval_dataset": samples, "data_collator": collate}
+    trainer_kwargs = {"model": model, "train_dataset": samples, "eval_dataset": samples, "data_collator": collate}
     callbacks = [hangs, Slow()] if kind == "slow" else [hangs]
-    make_trainer(folder, callbacks=callbacks, metrics_port=port, trainer=given).train()
+    make_trainer(folder, callbacks=callbacks, metrics_port=port, trainer=trainer_kwargs).train()
 
 
 if __name__ == "__main__":

@@ -74,11 +74,11 @@ def data_of_lengths(count=22):
 
 
 def build(folder, make_data=Augmented, collator=None, **settings):
-    given = {"train_dataset": make_data(), "eval_dataset": plain_data(9), **settings.pop("trainer", {})}
+    trainer_kwargs = {"train_dataset": make_data(), "eval_dataset": plain_data(9), **settings.pop("trainer", {})}
     if collator:
-        given["data_collator"] = collator()
+        trainer_kwargs["data_collator"] = collator()
     defaults = {"max_steps": -1, "num_train_epochs": 2, "logging_steps": 2, "save_steps": 1}
-    return make_trainer(folder, trainer=given, **{**defaults, **settings})
+    return make_trainer(folder, trainer=trainer_kwargs, **{**defaults, **settings})
 
 
 def comparable_log(trainer):

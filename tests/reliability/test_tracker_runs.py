@@ -294,11 +294,11 @@ def test_comet_experiment_is_continued_by_its_key(tmp_path, monkeypatch, caplog,
     comet = pytest.importorskip("comet_ml")
     start, asked = comet.start, []
 
-    def start_here(mode=None, experiment_key=None, **given):
+    def start_here(mode=None, experiment_key=None, **kwargs):
         asked.append((mode, experiment_key))
         if mode == "get" and not is_there:
             raise comet.exceptions.ExperimentNotFound("no such experiment")
-        return start(**given)
+        return start(**kwargs)
 
     tracker = tracking.Comet(tmp_path / "run", monkeypatch)
     monkeypatch.setattr(comet, "start", start_here)

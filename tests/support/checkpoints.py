@@ -37,14 +37,14 @@ def make_trainer(folder: Path, model: str = "plain", callbacks=(), trainer_class
         **{"max_steps": 9, "save_steps": 3, "logging_steps": 3, "per_device_train_batch_size": 4},
         **{"learning_rate": 1e-2, "disable_tqdm": True, "use_cpu": True, "report_to": "none"},
     }
-    given = settings.pop("trainer", {})
+    trainer_kwargs = settings.pop("trainer", {})
     args = TrainingArguments(str(folder), **{**defaults, **settings})
-    if not {"model", "model_init"} & given.keys():
-        given = {"model": make_model(), **given}
-    if "train_dataset" not in given:
+    if not {"model", "model_init"} & trainer_kwargs.keys():
+        trainer_kwargs = {"model": make_model(), **trainer_kwargs}
+    if "train_dataset" not in trainer_kwargs:
         samples = make_data()
-        given = {"train_dataset": samples, "eval_dataset": samples[:9], **given}
-    return trainer_class(args=args, callbacks=list(callbacks), **given)
+        trainer_kwargs = {"train_dataset": samples, "eval_dataset": samples[:9], **trainer_kwargs}
+    return trainer_class(args=args, callbacks=list(callbacks), **trainer_kwargs)
 
 
 def train_to_end(trainer: Any, resume: Any = None) -> Any:

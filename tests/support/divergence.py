@@ -61,8 +61,8 @@ def fit(folder, data, resume=None, model=None, **settings):
     """Train a model with dropout on the samples in order; returns the Trainer."""
     settings = {**SEQUENTIAL, "per_device_train_batch_size": SIZE, **settings}
     torch.manual_seed(0)
-    given = {"model": model or Sensitive(), "train_dataset": data}
-    return train_to_end(make_trainer(folder, trainer=given, **settings), resume)
+    trainer_kwargs = {"model": model or Sensitive(), "train_dataset": data}
+    return train_to_end(make_trainer(folder, trainer=trainer_kwargs, **settings), resume)
 
 
 def entries(folder):

@@ -122,8 +122,8 @@ def main(folder: Path, fp16: bool = True) -> None:
     from tests.support.tiny import make_plain, plain_data
 
     class InfiniteOnce(Trainer):
-        def compute_loss(self, model, inputs, **given):
-            loss = super().compute_loss(model, inputs, **given)
+        def compute_loss(self, model, inputs, **kwargs):
+            loss = super().compute_loss(model, inputs, **kwargs)
             return loss + math.inf if self.state.global_step == 1 else loss  # the gradients stay finite
 
     def run(name, checkpoint=None, trainer_class=Trainer, **settings):

@@ -68,12 +68,12 @@ def make_pushing(name, folder, model="bert", trainer=None, **settings):
     (folder / "notes.txt").write_text("for the repository")
     (folder / "_private.txt").write_text("not for the repository")
     callback = Waiting()
-    given = {"data_collator": library.default_data_collator, "callbacks": [callback], **(trainer or {})}
-    built, _ = build(name, model, folder, trainer=given, **{**PUSHES, "max_steps": 3, **settings})
+    trainer_kwargs = {"data_collator": library.default_data_collator, "callbacks": [callback], **(trainer or {})}
+    built, _ = build(name, model, folder, trainer=trainer_kwargs, **{**PUSHES, "max_steps": 3, **settings})
     return built, callback
 
 
 def make_uploading(folder, callbacks=(), **settings):
     """A Trainer of ours that does not wait for its pushes."""
-    given = {"callbacks": list(callbacks), **settings.pop("trainer", {})}
-    return build("hftrainer", "plain", folder, trainer=given, **{**PUSHES, "max_steps": STEPS, **settings})[0]
+    trainer_kwargs = {"callbacks": list(callbacks), **settings.pop("trainer", {})}
+    return build("hftrainer", "plain", folder, trainer=trainer_kwargs, **{**PUSHES, "max_steps": STEPS, **settings})[0]

@@ -109,10 +109,10 @@ def build(name: str, model: Model, folder: Path, **settings: Any) -> tuple[Any, 
     arguments_class = library.Seq2SeqTrainingArguments if generates else library.TrainingArguments
     args = arguments_class(str(folder), **{**defaults, **settings})
     recorder = make_recorder(library)
-    given = {"train_dataset": data, "eval_dataset": data[:19], "callbacks": [recorder], **trainer_settings}
-    if "model_init" not in given:
-        given.setdefault("model", make_model())
-    trainer = trainer_class(args=args, **given)
+    trainer_kwargs = {"train_dataset": data, "eval_dataset": data[:19], "callbacks": [recorder], **trainer_settings}
+    if "model_init" not in trainer_kwargs:
+        trainer_kwargs.setdefault("model", make_model())
+    trainer = trainer_class(args=args, **trainer_kwargs)
     if make_callback is not None:
         trainer.add_callback(make_callback(library))
     return trainer, recorder

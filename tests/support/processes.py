@@ -208,7 +208,7 @@ class RanksFailed(AssertionError):
     """Not every rank returned: the statuses, and what each has printed."""
 
 
-def run_ranks(function: Callable, count: int, *given: Any, fresh: bool = False, **variables: str) -> list[Any]:
+def run_ranks(function: Callable, count: int, *args: Any, fresh: bool = False, **variables: str) -> list[Any]:
     """What `function(*given)` returns in each of `count` processes, which are ranks if there are several.
 
     The function is of a module, for it is pickled by its name; `variables` are in the environment too. If one of the
@@ -221,7 +221,7 @@ def run_ranks(function: Callable, count: int, *given: Any, fresh: bool = False, 
         for place in places:
             answer, sends = multiprocessing.Pipe(duplex=False)
             env = {**environment(), **place, **variables}
-            call = pickle.dumps((function, given))
+            call = pickle.dumps((function, args))
             one = Started(_run_function, call, sends, cwd=folder, env=env, fresh=fresh, merge=True)
             sends.close()
             started.append(one)

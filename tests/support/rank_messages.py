@@ -5,10 +5,10 @@ import logging
 import pytest
 
 
-def error_of(kinds, call, *given, **named):
+def error_of(kinds, call, *args, **named):
     """The message of the error, one of `kinds`, that a call raises."""
     with pytest.raises(kinds) as caught:
-        call(*given, **named)
+        call(*args, **named)
     return str(caught.value)
 
 

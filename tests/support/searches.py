@@ -16,8 +16,8 @@ def make_trainer(folder, trainer=(), model_init=make_plain, library="hftrainer",
     package = importlib.import_module(library)
     defaults = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no", "report_to": "none"}
     args = package.TrainingArguments(str(folder), disable_tqdm=True, use_cpu=True, **{**defaults, **settings})
-    given = {"train_dataset": plain_data(), "eval_dataset": plain_data(8), **dict(trainer)}
-    return package.Trainer(model_init=model_init, args=args, **given)
+    trainer_kwargs = {"train_dataset": plain_data(), "eval_dataset": plain_data(8), **dict(trainer)}
+    return package.Trainer(model_init=model_init, args=args, **trainer_kwargs)
 
 
 def plain_of_width(width: int) -> torch.nn.Module:

@@ -84,7 +84,7 @@ def live(
             model.add_adapter(more, config())
         model.set_adapter(adapters[-1])
         args = TrainingArguments(str(folder / name), **{**lives.SETTINGS, **settings})
-        given = {} if optimizer is None else {"optimizers": (optimizer(model), None)}
+        trainer_kwargs = {} if optimizer is None else {"optimizers": (optimizer(model), None)}
         trainers.append(
             Trainer(
                 model,
@@ -93,7 +93,7 @@ def live(
                 eval_dataset=data(40, 46),
                 data_collator=collator,
                 callbacks=[callback() for callback in callbacks],
-                **given,
+                **trainer_kwargs,
             )
         )
         return trainers[-1]

@@ -45,8 +45,10 @@ search, grid = backend.search, backend.grid
 @pytest.mark.parametrize("settings", [{"eval_strategy": "epoch", "save_total_limit": 1}, {}], ids=str)
 def test_trials_and_best_are_those_of_transformers(tmp_path, settings):
     def run(library):
-        given = {"model_init": make_of_trial, "compute_metrics": accuracy}
-        trainer, _ = build(library, "plain", tmp_path / library, trainer=given, save_strategy="epoch", **settings)
+        trainer_kwargs = {"model_init": make_of_trial, "compute_metrics": accuracy}
+        trainer, _ = build(
+            library, "plain", tmp_path / library, trainer=trainer_kwargs, save_strategy="epoch", **settings
+        )
         generator = BasicVariantGenerator(random_state=3)
         best = search(trainer, hp_space=space, n_trials=3, direction="maximize", search_alg=generator)
         trials = best.run_summary.trials

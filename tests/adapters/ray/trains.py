@@ -36,8 +36,8 @@ def make_trainer(folder, data=(), **settings):
     often = {"max_steps": 8, "per_device_train_batch_size": 4, "logging_steps": 1}
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     args = TrainingArguments(str(folder / "out"), **quiet, **often, **{**evaluated, **settings})
-    given = {"train_dataset": plain_data(), "eval_dataset": plain_data(8), **dict(data)}
-    return Trainer(make_plain(), args, **given)
+    trainer_kwargs = {"train_dataset": plain_data(), "eval_dataset": plain_data(8), **dict(data)}
+    return Trainer(make_plain(), args, **trainer_kwargs)
 
 
 def weights(trainer):

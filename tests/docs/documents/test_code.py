@@ -19,11 +19,11 @@ from tests.support import tiny
 from tests.support.parity import assert_equal, assert_same_weights, build, run_both
 
 
-def make_trainer(folder, trainer_class=Trainer, model=None, data=8, **given):
+def make_trainer(folder, trainer_class=Trainer, model=None, data=8, **trainer_kwargs):
     fields = TrainingArguments.__dataclass_fields__
-    settings = {name: given.pop(name) for name in list(given) if name in fields}
-    given.setdefault("train_dataset", tiny.plain_data(data))
-    return trainer_class(tiny.make_plain() if model is None else model, make_args(folder, **settings), **given)
+    settings = {name: trainer_kwargs.pop(name) for name in list(trainer_kwargs) if name in fields}
+    trainer_kwargs.setdefault("train_dataset", tiny.plain_data(data))
+    return trainer_class(tiny.make_plain() if model is None else model, make_args(folder, **settings), **trainer_kwargs)
 
 
 def my_custom_loss(logits, labels):

@@ -241,8 +241,8 @@ def test_refused_construction_shows_where_the_script_made_it(tmp_path):
         hftrainer.TrainingArguments(str(tmp_path), optim="no_such")
 
     class Own(hftrainer.Trainer):
-        def __init__(self, **given):
-            super().__init__(**given)
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
 
     with pytest.raises(ValueError, match="learning_rate=-1") as of_trainer:
         Own(model=make_plain(), args=hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=-1))

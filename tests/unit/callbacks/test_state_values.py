@@ -40,8 +40,8 @@ def test_metric_that_is_no_number_survives_save_and_resume(tmp_path, value):
     """Reported in huggingface/transformers#39616: the first save ended the run, and left no checkpoint."""
 
     def run(resume=None):
-        given = {"compute_metrics": lambda prediction: {"m": value}}
-        trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, **EVERY_STEP, max_steps=4)
+        trainer_kwargs = {"compute_metrics": lambda prediction: {"m": value}}
+        trainer, _ = build("hftrainer", "plain", tmp_path, trainer=trainer_kwargs, **EVERY_STEP, max_steps=4)
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_metrics("eval", trainer.evaluate())
         return trainer

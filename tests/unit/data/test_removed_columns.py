@@ -28,11 +28,11 @@ def collate(rows):
 @pytest.mark.parametrize("reads", ["collator", "loss"])
 @pytest.mark.parametrize("method", ["train", "evaluate"])
 def test_reading_a_removed_column_names_it(tmp_path, make_data, workers, reads, method):
-    given = {"train_dataset": make_data(ROWS), "eval_dataset": make_data(ROWS)}
-    given |= {"data_collator": collate} if reads == "collator" else {}
+    trainer_kwargs = {"train_dataset": make_data(ROWS), "eval_dataset": make_data(ROWS)}
+    trainer_kwargs |= {"data_collator": collate} if reads == "collator" else {}
     settings = {"dataloader_num_workers": workers, "max_steps": 1}
     trainer_class = (lambda library: Weighs) if reads == "loss" else (lambda library: library.Trainer)
-    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, trainer_class=trainer_class, **settings)
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=trainer_kwargs, trainer_class=trainer_class, **settings)
     with pytest.raises(RemovedColumn, match=r"the column 'weight', .*remove_unused_columns=False"):
         getattr(trainer, method)()
 
@@ -41,8 +41,8 @@ def test_collator_error_names_removed_text_columns(tmp_path):
     def refuse(rows):
         raise ValueError("You should supply an encoding")
 
-    given = {"train_dataset": [{**row, "text": "a", "target": 1} for row in ROWS], "data_collator": refuse}
-    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given)
+    trainer_kwargs = {"train_dataset": [{**row, "text": "a", "target": 1} for row in ROWS], "data_collator": refuse}
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=trainer_kwargs)
     with pytest.raises(ValueError, match="supply an encoding") as caught:
         trainer.train()
     assert any(note.startswith("The samples also have target, text, weight, which") for note in caught.value.__notes__)
@@ -116,8 +116,8 @@ def test_other_key_errors_stay_unchanged(tmp_path):
         def compute_loss(self, *args, **kwargs):
             return {}["key"]
 
-    given = {"train_dataset": ROWS}
-    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, trainer_class=lambda library: Wrong)
+    trainer_kwargs = {"train_dataset": ROWS}
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=trainer_kwargs, trainer_class=lambda library: Wrong)
     with pytest.raises(KeyError) as caught:
         trainer.train()
     assert caught.type is KeyError and caught.value.args == ("key",)

@@ -19,8 +19,8 @@ def test_float32_weights_are_restored_exactly(tmp_path, method):
 
 def test_training_after_an_evaluation_is_unchanged(tmp_path):
     def weights(evaluates):
-        given = {"model": without_dropout(make_bert)()}  # an evaluation draws a random number
-        trainer, _ = build("hftrainer", "bert", tmp_path, trainer=given, bf16_full_eval=True, max_steps=3)
+        trainer_kwargs = {"model": without_dropout(make_bert)()}  # an evaluation draws a random number
+        trainer, _ = build("hftrainer", "bert", tmp_path, trainer=trainer_kwargs, bf16_full_eval=True, max_steps=3)
         if evaluates:
             trainer.evaluate()
         trainer.train()
@@ -33,8 +33,8 @@ def test_weights_are_restored_after_a_failed_evaluation(tmp_path):
     def fail(prediction):
         raise RuntimeError("in compute_metrics")
 
-    given = {"compute_metrics": fail}
-    trainer, _ = build("hftrainer", "bert", tmp_path, trainer=given, bf16_full_eval=True)
+    trainer_kwargs = {"compute_metrics": fail}
+    trainer, _ = build("hftrainer", "bert", tmp_path, trainer=trainer_kwargs, bf16_full_eval=True)
     with pytest.raises(RuntimeError, match="in compute_metrics"):
         trainer.evaluate()
     assert {weight.dtype for weight in trainer.model.state_dict().values()} == {torch.float32}

@@ -33,8 +33,8 @@ def make_trainer(folder, model="plain", **settings):
     return build("hftrainer", model, folder, **{"max_steps": 6, **settings})[0]
 
 
-def make_card(trainer, **given):
-    trainer.create_model_card(**given)
+def make_card(trainer, **kwargs):
+    trainer.create_model_card(**kwargs)
     path = Path(trainer.args.output_dir) / "README.md"
     return metadata_load(path), path.read_text()
 
@@ -98,8 +98,8 @@ def test_card_in_training_has_columns_for_each_eval_set(tmp_path, monkeypatch):
                 rows.append(make_card(trainer)[1].count("\n|") - 2)
                 drawn.append(os.stat(tmp_path / "training.png").st_mtime_ns)
 
-    given = {"eval_dataset": {"a": data[:9], "b": data[9:20]}, "callbacks": [Cards()], **MEASURED}
-    trainer = make_trainer(tmp_path, eval_strategy="steps", trainer=given)
+    trainer_kwargs = {"eval_dataset": {"a": data[:9], "b": data[9:20]}, "callbacks": [Cards()], **MEASURED}
+    trainer = make_trainer(tmp_path, eval_strategy="steps", trainer=trainer_kwargs)
     trainer.train()
     assert len(set(drawn)) == 1  # there is a recent plot
     _, text = make_card(trainer)
@@ -112,9 +112,9 @@ def test_card_in_training_has_columns_for_each_eval_set(tmp_path, monkeypatch):
 
 def test_results_are_those_of_the_best_model(tmp_path):
     measured = iter([0.5, 0.9, 0.1])
-    given = {"compute_metrics": lambda _: {"accuracy": next(measured, 0.25)}}
+    trainer_kwargs = {"compute_metrics": lambda _: {"accuracy": next(measured, 0.25)}}
     best = {**EVERY_STEP, "load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
-    trainer = make_trainer(tmp_path, trainer=given, **best)
+    trainer = make_trainer(tmp_path, trainer=trainer_kwargs, **best)
     trainer.train()
     assert "- Accuracy: 0.9\n" in make_card(trainer)[1]
     trainer.evaluate()
@@ -215,8 +215,8 @@ def test_licence_is_that_of_the_base_model(tmp_path, monkeypatch, answer, expect
 
 
 def test_given_optimizer_and_schedule_are_described(tmp_path):
-    def hyperparameters(*given, **settings):
-        return TrainingSummary.from_trainer(make_trainer(*given, **settings)).hyperparameters
+    def hyperparameters(*args, **settings):
+        return TrainingSummary.from_trainer(make_trainer(*args, **settings)).hyperparameters
 
     model = make_plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -224,8 +224,8 @@ def test_given_optimizer_and_schedule_are_described(tmp_path):
     found = hyperparameters(tmp_path, trainer={"model": model, "optimizers": (optimizer, schedule)})
     assert found["optimizer"].startswith("SGD, lr=0.5, momentum=0.9, ")
     assert found["lr_scheduler_type"] == "StepLR"
-    given = {"optimizer_cls_and_kwargs": (torch.optim.Adagrad, {"lr": 0.1})}
-    found = hyperparameters(tmp_path, trainer=given, lr_scheduler_kwargs={"a": 1}, bf16=True)
+    trainer_kwargs = {"optimizer_cls_and_kwargs": (torch.optim.Adagrad, {"lr": 0.1})}
+    found = hyperparameters(tmp_path, trainer=trainer_kwargs, lr_scheduler_kwargs={"a": 1}, bf16=True)
     assert found["optimizer"] == "Adagrad, lr=0.1"
     assert found["lr_scheduler_kwargs"] == {"a": 1}
     assert found["mixed_precision_training"] == "Native AMP (bf16)"

@@ -112,7 +112,7 @@ def test_observing_counts_operations_and_changes_no_bit(tmp_path, monkeypatch, n
     made = []
     monkeypatch.setattr(monitors, "peak_flops", lambda *_: 1e9)
     monkeypatch.setattr(
-        monitors, "Observer", lambda *given, **named: made.append(observer_class(*given, **named)) or made[-1]
+        monitors, "Observer", lambda *args, **named: made.append(observer_class(*args, **named)) or made[-1]
     )
     trainer = train(tmp_path / "observed", make_model, data, observe=True, **checkpointed)
     assert_same_weights(trainer.model.state_dict(), plain.model.state_dict())
@@ -184,8 +184,12 @@ class SlowEvaluation(Trainer):
 def test_time_shares_match_times_by_hand(tmp_path, clock):
     """Between two log lines are 4 steps of a second, 16 samples that are read in one each, and an evaluation of 6."""
     settings = {"eval_strategy": "steps", "eval_steps": 4, "logging_steps": 4, "max_steps": 24, "observe": True}
-    given = {"eval_dataset": plain_data(16), "trainer_class": SlowEvaluation, "train_dataset": Slow(plain_data(200))}
-    trainer = train(tmp_path, trainer=given, callbacks=[SlowSteps({})], **settings)
+    trainer_kwargs = {
+        "eval_dataset": plain_data(16),
+        "trainer_class": SlowEvaluation,
+        "train_dataset": Slow(plain_data(200)),
+    }
+    trainer = train(tmp_path, trainer=trainer_kwargs, callbacks=[SlowSteps({})], **settings)
     expected = {"eval_share": 6 / 26, "data_wait": 16 / 26, "step_seconds": 20 / 4, "samples_per_second": 16 / 20}
     assert [{name: line[name] for name in expected} for line in loss_lines(trainer)[1:]] == [expected] * 5
 
@@ -246,8 +250,12 @@ def test_slow_step_is_named(tmp_path, clock):
 
 def test_journal_has_events_and_seconds_of_a_run(tmp_path, clock):
     settings = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "observe": True}
-    given = {"eval_dataset": plain_data(8), "trainer_class": SlowEvaluation, "train_dataset": Slow(plain_data(24))}
-    trainer = train(tmp_path, trainer=given, callbacks=[SlowSteps({})], **settings)
+    trainer_kwargs = {
+        "eval_dataset": plain_data(8),
+        "trainer_class": SlowEvaluation,
+        "train_dataset": Slow(plain_data(24)),
+    }
+    trainer = train(tmp_path, trainer=trainer_kwargs, callbacks=[SlowSteps({})], **settings)
     events = read_events(str(tmp_path))
     assert (events[0]["event"], events[0]["max_steps"], events[0]["resumed_from"]) == ("begin", 6, None)
     assert {"metric_for_best_model", "greater_is_better"} <= events[0].keys()

@@ -43,11 +43,11 @@ def run_with_request(tmp_path, monkeypatch):
 
     def run(request, step=3, **settings):
         callback = AsksAt(tmp_path, request, step)
-        given = {"eval_dataset": plain_data(8), **settings.pop("trainer", {})}
+        trainer_kwargs = {"eval_dataset": plain_data(8), **settings.pop("trainer", {})}
         args = TrainingArguments(
             str(tmp_path), **{"max_steps": 20, "save_steps": 100, "use_cpu": True, "disable_tqdm": True, **settings}
         )
-        trainer = Trainer(make_plain(), args, train_dataset=plain_data(200), callbacks=[callback], **given)
+        trainer = Trainer(make_plain(), args, train_dataset=plain_data(200), callbacks=[callback], **trainer_kwargs)
         trainer.train()
         callback.asking.join()
         return trainer, callback
@@ -146,8 +146,8 @@ def run_by_minutes(tmp_path, monkeypatch):
     def run(steps, resume=None, **settings):
         callback = Passes(clock)
         args = TrainingArguments(str(tmp_path), max_steps=steps, use_cpu=True, disable_tqdm=True, **settings)
-        given = {"train_dataset": plain_data(200), "eval_dataset": plain_data(8), "callbacks": [callback]}
-        Trainer(make_plain(), args, **given).train(resume_from_checkpoint=resume)
+        trainer_kwargs = {"train_dataset": plain_data(200), "eval_dataset": plain_data(8), "callbacks": [callback]}
+        Trainer(make_plain(), args, **trainer_kwargs).train(resume_from_checkpoint=resume)
         return callback.evaluated
 
     return run

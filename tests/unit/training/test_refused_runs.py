@@ -122,9 +122,9 @@ class Own(Trainer):
 
 def test_names_in_place_of_datasets_are_refused_when_the_trainer_is_made(make_args):
     others = [{"eval_dataset": "val"}, {"eval_dataset": {"a": Path("val")}}, {"train_dataset": "train"}]
-    for given in others:
+    for trainer_kwargs in others:
         with pytest.raises(InvalidArgument, match=r"dataset is a .*; '(val|train)' is only its name: load it first"):
-            Trainer(make_plain(), make_args(), **given)
+            Trainer(make_plain(), make_args(), **trainer_kwargs)
     with pytest.raises(InvalidArgument, match="The evaluation dataset is an int: pass a list"):
         Trainer(make_plain(), make_args(eval_strategy="epoch"), eval_dataset=5)
     assert "eval_loss" in Own(make_plain(), make_args(), eval_dataset="val").evaluate()
