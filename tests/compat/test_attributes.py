@@ -186,8 +186,8 @@ def test_attributes_set_by_a_subclass_survive_model_init(tmp_path):
                 for name, value in KEPT.items():
                     setattr(self, name, value)
 
-        given = {"trainer_class": lambda _: Own, "trainer": {"model_init": lambda: make_bert()}}
-        trainer, _ = build(library_name, "bert", tmp_path / library_name, **given)
+        options = {"trainer_class": lambda _: Own, "trainer": {"model_init": lambda: make_bert()}}
+        trainer, _ = build(library_name, "bert", tmp_path / library_name, **options)
         return [{name: getattr(trainer, name) for name in KEPT} for _ in range(2) if trainer.train()]
 
     reads_once = followed.make_policy(followed.installed_release()).reads_batch_size_once
@@ -248,8 +248,12 @@ def test_search_attributes_are_set_during_and_after_a_search(tmp_path):
         trainer, seen = None, []
         trainer, _ = build(library_name, "plain", tmp_path / library_name, trainer={"model_init": model_init})
         seen.append([hasattr(trainer, name) for name in ("hp_space", "compute_objective")])
-        given = {"hp_name": lambda trial: f"trial {trial.number}", "compute_objective": lambda of: of["eval_loss"] * 2}
-        trainer.hyperparameter_search(lambda trial: {"seed": trial.suggest_int("seed", 3, 3)}, n_trials=1, **given)
+        trainer.hyperparameter_search(
+            hp_space=lambda trial: {"seed": trial.suggest_int("seed", 3, 3)},
+            compute_objective=lambda metrics: metrics["eval_loss"] * 2,
+            n_trials=1,
+            hp_name=lambda trial: f"trial {trial.number}",
+        )
         return [*seen, (trainer.hp_search_backend, trainer.compute_objective({"eval_loss": 1}), trainer.objective)]
 
     assert len(run_both(run, assert_equal)) == 3

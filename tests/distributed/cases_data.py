@@ -156,12 +156,8 @@ def seeing(library):
 
 def make(library, config, data, settings, folder):
     trainer_kwargs = {"train_dataset": data(), **settings.get("trainer", {})}
-    options = {
-        **settings,
-        "trainer": trainer_kwargs,
-        "trainer_class": seeing,
-        "accelerator_config": copy.deepcopy(config),
-    }
+    options = settings | {"trainer": trainer_kwargs, "trainer_class": seeing}
+    options["accelerator_config"] = copy.deepcopy(config)
     return build(library, "llama" if data is varied else "plain", folder, **options)
 
 

@@ -53,8 +53,8 @@ def read_all(folder):
 
 
 def read_given(folder, way, checkpoints):
-    given = {"max_steps": 2, "save_strategy": "no"}
-    return [run("plain", WAYS[way], folder / "read", each, **given)["weights"] for each in checkpoints]
+    settings = {"max_steps": 2, "save_strategy": "no"}
+    return [run("plain", WAYS[way], folder / "read", each, **settings)["weights"] for each in checkpoints]
 
 
 def adapt(folder):

@@ -167,8 +167,8 @@ OTHERS = {each.__name__: each for each in (predict_objects, evaluate_loss, gathe
 
 def evaluate_all():
     found = {name: dict(evaluate()) for name, evaluate in OTHERS.items()}
-    for name, (given, make_data, *sizes) in CASES.items():
-        trainer = make(**given)
+    for name, (options, make_data, *sizes) in CASES.items():
+        trainer = make(**options)
         found[name] = {size: result(trainer, make_data(size)) for size in (sizes[0] if sizes else SIZES)}
     return found
 

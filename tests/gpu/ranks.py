@@ -39,10 +39,10 @@ STRATEGIES = {
 }
 
 
-def _be_rank(rank, variables, folder, function, given):
+def _be_rank(rank, variables, folder, function, args):
     os.environ.update(variables[rank])
     be_deterministic()
-    torch.save(function(*given), Path(folder, f"{rank}.pt"))
+    torch.save(function(*args), Path(folder, f"{rank}.pt"))
 
 
 def run(function, count, *args):

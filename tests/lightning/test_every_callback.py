@@ -40,9 +40,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
 def make_trainer(folder, *callbacks, kind=Trainer, model=None, **settings):
     data = plain_data()
     trainer_kwargs = {"model": model or Model(), "train_dataset": data, "eval_dataset": data[:19]}
-    return checkpoints.make_trainer(
-        folder, "plain", callbacks, kind, trainer=trainer_kwargs, **{**DEFAULTS, **settings}
-    )
+    return checkpoints.make_trainer(folder, "plain", callbacks, kind, trainer=trainer_kwargs, **DEFAULTS | settings)
 
 
 def train(*args, **settings):

@@ -35,9 +35,8 @@ for _stage in ("validation", "test", "predict"):
 
 def make_trainer(tmp_path, callbacks, evaluated=None, **settings):
     trainer_kwargs = {"callbacks": callbacks, "eval_dataset": evaluated or plain_data(9)}
-    return build(
-        "hftrainer", "plain", tmp_path, trainer=trainer_kwargs, **{"max_steps": 4, "logging_steps": 1, **settings}
-    )[0]
+    defaults = {"max_steps": 4, "logging_steps": 1}
+    return build("hftrainer", "plain", tmp_path, trainer=trainer_kwargs, **defaults | settings)[0]
 
 
 def hooks_of_loop(stage, batches):

@@ -20,8 +20,8 @@ THEIRS = integration_utils.INTEGRATION_TO_CALLBACK
 
 
 def make_trainer(folder, *loggers, callbacks=(), **settings):
-    given = {"loggers": list(loggers), "callbacks": list(callbacks)}
-    return tracking.make_trainer("hftrainer", folder, "plain", given, **settings)
+    trainer_kwargs = {"loggers": list(loggers), "callbacks": list(callbacks)}
+    return tracking.make_trainer("hftrainer", folder, "plain", trainer_kwargs, **settings)
 
 
 @pytest.mark.parametrize("kind", [tracking.CSV, tracking.CustomCSVLogger, tracking.CustomLogger, tracking.MLflow])

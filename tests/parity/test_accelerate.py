@@ -297,12 +297,12 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("given", "sentence"), WRONG)
-def test_wrong_config_is_refused(tmp_path, given, sentence):
+@pytest.mark.parametrize(("config", "sentence"), WRONG)
+def test_wrong_config_is_refused(tmp_path, config, sentence):
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "cut.json").write_text("{")
     with pytest.raises(InvalidArgument) as caught:
-        arguments(accelerator_config=given)
+        arguments(accelerator_config=config)
     assert sentence in str(caught.value)
 
 
@@ -353,9 +353,9 @@ def test_gather_for_metrics_drops_padding_of_the_last_batch(tmp_path, count):
 
     def script(trainer):
         gather = trainer.accelerator.gather_for_metrics
-        given = {"rows": torch.arange(8), "nested": (torch.ones(8, 2), [torch.zeros(8)])}
+        values = {"rows": torch.arange(8), "nested": (torch.ones(8, 2), [torch.zeros(8)])}
         loader = trainer.get_eval_dataloader(plain_data(count))
-        found = [(gather(given), gather(torch.tensor(1.0)), gather(batch)) for batch in loader]
+        found = [(gather(values), gather(torch.tensor(1.0)), gather(batch)) for batch in loader]
         sizes.append(len(found[-1][0]["rows"]))
         return str(found)
 

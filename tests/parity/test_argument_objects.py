@@ -45,9 +45,9 @@ def test_accelerator_config_can_be_changed_in_place(tmp_path, library):
     assert json.loads(args.to_json_string())["accelerator_config"]["dispatch_batches"] is False
 
 
-@pytest.mark.parametrize("given", [None, {"split_batches": True}, {"gradient_accumulation_kwargs": {"num_steps": 3}}])
-def test_accelerator_config_is_serialized_as_in_transformers(tmp_path, given):
-    ours, theirs = (make_args(each, tmp_path, accelerator_config=copy.deepcopy(given)) for each in LIBRARIES)
+@pytest.mark.parametrize("config", [None, {"split_batches": True}, {"gradient_accumulation_kwargs": {"num_steps": 3}}])
+def test_accelerator_config_is_serialized_as_in_transformers(tmp_path, config):
+    ours, theirs = (make_args(each, tmp_path, accelerator_config=copy.deepcopy(config)) for each in LIBRARIES)
     assert ours.to_dict()["accelerator_config"] == theirs.to_dict()["accelerator_config"]
     assert ours.to_sanitized_dict()["accelerator_config"] == theirs.to_sanitized_dict()["accelerator_config"]
 
@@ -231,9 +231,10 @@ def test_callbacks_get_the_processing_class_as_tokenizer(tmp_path):
         def on_step_end(self, args, state, control, **kwargs):
             seen["others"] = [name for name in kwargs if name.startswith("tok")]
 
-    given = {"data_collator": hftrainer.default_data_collator, "processing_class": tokenizer(), "callbacks": [Old()]}
-    make_trainer(hftrainer, make_args(hftrainer, tmp_path), **given).train()
-    assert seen == {"named": given["processing_class"], "looked up": given["processing_class"], "others": []}
+    trainer_kwargs = {"data_collator": hftrainer.default_data_collator, "callbacks": [Old()]}
+    pads = tokenizer()
+    make_trainer(hftrainer, make_args(hftrainer, tmp_path), processing_class=pads, **trainer_kwargs).train()
+    assert seen == {"named": pads, "looked up": pads, "others": []}
 
 
 @both_libraries

@@ -9,21 +9,21 @@ pytestmark = pytest.mark.newest_peer
 SETTINGS = {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2, **EVERY_STEP}
 
 
-def given():
+def make_trainer_kwargs():
     data = varied_language_data(23)
     return {"model": make_llama(), "train_dataset": data, "eval_dataset": data[:8], "data_collator": pad}
 
 
 @pytest.mark.parametrize("drops", [False, True])
 def test_training_is_that_of_transformers(tmp_path, drops):
-    record = compare(tmp_path, "plain", trainer=given, **SETTINGS, dataloader_drop_last=drops)
+    record = compare(tmp_path, "plain", trainer=make_trainer_kwargs, **SETTINGS, dataloader_drop_last=drops)
     assert record.extra["global_step"] == (4 if drops else 6)
 
 
 def test_resume_within_an_epoch(tmp_path):
-    settings = {**SETTINGS, "logging_steps": 1}
-    whole = train("hftrainer", "plain", tmp_path, trainer=given(), **settings)
-    resumed = train("hftrainer", "plain", tmp_path, trainer=given(), resume=str(tmp_path / "checkpoint-2"), **settings)
+    settings = {**SETTINGS, "logging_steps": 1, "trainer": make_trainer_kwargs}
+    whole = train("hftrainer", "plain", tmp_path, **settings)
+    resumed = train("hftrainer", "plain", tmp_path, resume=str(tmp_path / "checkpoint-2"), **settings)
     assert resumed.logs[:-1] == whole.logs[:-1]  # but for the mean loss, which is that of the steps of a run
     assert_same_weights(resumed.weights, whole.weights)
 

@@ -43,11 +43,8 @@ def make_trainer(folder, model, size=8, find=True, momentum=None, trainer=None, 
 def train_with_retry(tmp_path, kind=Greedy, limits=None, size=8, prepare=lambda trainer: None, **settings):
     """Train until batches of 4 fit; returns the Trainer, after asserting that a run begun with 4 is the same."""
     outcomes = []
-    for folder, trainer_kwargs, first, find in (
-        ("found", limits or {"at_call": 4}, size, True),
-        ("started", {}, 4, False),
-    ):
-        trainer, recorder = make_trainer(tmp_path / folder, kind(**trainer_kwargs), first, find, **settings)
+    for folder, limit, first, find in (("found", limits or {"at_call": 4}, size, True), ("started", {}, 4, False)):
+        trainer, recorder = make_trainer(tmp_path / folder, kind(**limit), first, find, **settings)
         prepare(trainer)
         trainer.train()
         scaler = trainer.accelerator.scaler

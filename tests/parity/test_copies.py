@@ -79,8 +79,8 @@ SETTINGS = {
 )
 def test_copy_and_original_train_alike_and_independently(tmp_path, how, before, settings):
     """With transformers, the copy of a trained Trainer would step the weights of its original."""
-    given = {"report_to": "tensorboard"} if settings == "tensorboard" else SETTINGS[settings]
-    trainer = make_trainer("hftrainer", tmp_path, callbacks=[Counts()], **given)
+    arguments = {"report_to": "tensorboard"} if settings == "tensorboard" else SETTINGS[settings]
+    trainer = make_trainer("hftrainer", tmp_path, callbacks=[Counts()], **arguments)
     call_methods(trainer, before)
     start = weights_of(trainer)
     copied = how(trainer)

@@ -131,8 +131,8 @@ METHODS = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_overridden_loaders_and_samplers_train_alike(tmp_path, name):
-    given = {"trainer_class": subclass(**METHODS[name]), "trainer": {"compute_metrics": accuracy}}
-    compare(tmp_path, "plain", **given, **EVERY_STEP)
+    settings = {"trainer_class": subclass(**METHODS[name]), "trainer": {"compute_metrics": accuracy}}
+    compare(tmp_path, "plain", **settings, **EVERY_STEP)
 
 
 def test_loader_is_reshuffled_alike_in_each_pass(tmp_path):

@@ -72,12 +72,11 @@ def compare_evaluations(tmp_path, case, evaluate=None, predict=None, data=None, 
         arrays = array_bytes({"predictions": output.predictions, "labels": output.label_ids})
         return comparable([metrics, output.metrics]), arrays
 
-    trainer_kwargs = {
-        "compute_metrics": summary,
-        **({"data_collator": pad} if case == "varied" else {}),
-        **(trainer or {}),
-    }
-    settings = {"per_device_eval_batch_size": 4, "trainer": trainer_kwargs, "script": script, **settings}
+    trainer_kwargs = {"compute_metrics": summary}
+    if case == "varied":
+        trainer_kwargs["data_collator"] = pad
+    settings = {"trainer": trainer_kwargs | (trainer or {}), "script": script, **settings}
+    settings.setdefault("per_device_eval_batch_size", 4)
     return compare(tmp_path, CASES[case], **settings).extra["script"]
 
 
@@ -309,9 +308,10 @@ def columns_of(rows, **more):
 def test_group_by_length_counts_lengths_from_samples(tmp_path, make):
     """Evaluation batches are grouped by length too."""
     rows = varied_language_data(38)
-    given = {"data_collator": pad if make is list else collate_columns, "eval_dataset": make(rows[:19])}
+    trainer_kwargs = {"train_dataset": make(rows), "eval_dataset": make(rows[:19])}
+    trainer_kwargs["data_collator"] = pad if make is list else collate_columns
     settings = {**BY_LENGTH, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-    compare(tmp_path, "llama", trainer={"train_dataset": make(rows), **given}, eval_strategy="epoch", **settings)
+    compare(tmp_path, "llama", trainer=trainer_kwargs, eval_strategy="epoch", **settings)
 
 
 def test_group_by_length_uses_the_column_of_lengths(tmp_path):
@@ -329,11 +329,9 @@ def test_group_by_length_uses_the_column_of_lengths(tmp_path):
 
 
 def test_predictions_are_in_the_order_of_the_dataset(tmp_path):
-    trainer_kwargs = {"eval_dataset": varied_language_data(19), "data_collator": pad}
+    data, trainer_kwargs = varied_language_data(19), {"data_collator": pad}
     grouped, plain = (
-        build("hftrainer", "llama", tmp_path, trainer=trainer_kwargs, **settings)[0]
-        .predict(trainer_kwargs["eval_dataset"])
-        .predictions
+        build("hftrainer", "llama", tmp_path, trainer=trainer_kwargs, **settings)[0].predict(data).predictions
         for settings in (BY_LENGTH, {})
     )
     assert array_bytes(grouped) == array_bytes(plain)

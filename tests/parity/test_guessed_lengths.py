@@ -86,8 +86,8 @@ def test_compute_result_is_true_for_the_last_batch_that_comes(tmp_path, claimed)
         trainer.compute_metrics = lambda _, compute_result: seen.append(compute_result) or {"batches": len(seen)}
         return trainer.evaluate()["eval_batches"], seen
 
-    given = {"trainer": {"compute_metrics": lambda _, compute_result: {}}, "trainer_class": make_class(10, claimed)}
-    ours = compare(tmp_path, "plain", script=script, batch_eval_metrics=True, **given)
+    settings = {"trainer": {"compute_metrics": lambda _, compute_result: {}}, "trainer_class": make_class(10, claimed)}
+    ours = compare(tmp_path, "plain", script=script, batch_eval_metrics=True, **settings)
     assert ours.extra["script"] == (5, [False] * 4 + [True])
 
 

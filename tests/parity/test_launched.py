@@ -51,8 +51,8 @@ def variables_of_every_launcher(monkeypatch, **options):
     monkeypatch.setattr(launch, "is_fp8_available", lambda: True)
     monkeypatch.setattr(launch, "is_torch_xla_available", lambda **kwargs: True)
     monkeypatch.setattr(launch, "is_port_in_use", lambda port: False)
-    given = vars(launch_command_parser().parse_args(["script.py"])) | GIVEN | ALL | SEVERAL
-    given |= {"use_cpu": False, "deepspeed_fields_from_accelerate_config": "", **options}
+    launch_args = vars(launch_command_parser().parse_args(["script.py"])) | GIVEN | ALL | SEVERAL
+    launch_args |= {"use_cpu": False, "deepspeed_fields_from_accelerate_config": "", **options}
     found = {}
     for prepare in (
         launch.prepare_multi_gpu_env,
@@ -60,7 +60,7 @@ def variables_of_every_launcher(monkeypatch, **options):
         lambda args: launch.prepare_simple_launcher_cmd_env(args)[1],
         lambda args: launch.prepare_tpu(argparse.Namespace(**{**vars(args), "mixed_precision": "bf16"}), {})[1],
     ):
-        found |= prepare(argparse.Namespace(**given))
+        found |= prepare(argparse.Namespace(**launch_args))
     return {name: value for name, value in found.items() if os.environ.get(name) != value}
 
 

@@ -54,9 +54,9 @@ def test_compute_loss_func_with_num_items_in_batch_trains_alike(tmp_path, accumu
         counts.add(num_items_in_batch.dtype)
         return summed / num_items_in_batch
 
-    given = {"compute_loss_func": loss_func, "compute_metrics": parity.accuracy}
+    trainer_kwargs = {"compute_loss_func": loss_func, "compute_metrics": parity.accuracy}
     settings = {"gradient_accumulation_steps": accumulation, **EVERY_STEP}
-    compare(tmp_path, "plain", trainer=lambda: {"model": make_without_loss(), **given}, **settings)
+    compare(tmp_path, "plain", trainer=lambda: {"model": make_without_loss(), **trainer_kwargs}, **settings)
     assert counts == {torch.float32}
 
 

@@ -75,9 +75,9 @@ ONE = {
 }
 
 
-@pytest.mark.parametrize("given", [{}, ONE, SEVERAL], ids=["nothing", "one of each", "several"])
-def test_card_has_the_same_metadata(both_trainers, given):
-    (theirs, ours), _ = create_cards(both_trainers, **given)
+@pytest.mark.parametrize("card_kwargs", [{}, ONE, SEVERAL], ids=["nothing", "one of each", "several"])
+def test_card_has_the_same_metadata(both_trainers, card_kwargs):
+    (theirs, ours), _ = create_cards(both_trainers, **card_kwargs)
     assert ours == theirs
     assert theirs["model-index"][0]["results"][0]["metrics"][0]["type"] == "accuracy"
     assert theirs["base_model"]

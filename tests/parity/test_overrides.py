@@ -159,9 +159,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "create_optimizer": {"methods": {"create_optimizer": own_optimizer}},
     "log": {"methods": {"log": lambda self, logs, *args: parent(self).log({**logs, "keys": len(logs)}, *args)}},
     "prediction_step": {"methods": {"prediction_step": loss_with_slope}},
-    "evaluate": {
-        "methods": {"evaluate": lambda self, **kwargs: {**parent(self).evaluate(**kwargs), "eval_extra": 1.0}}
-    },
+    "evaluate": {"methods": {"evaluate": lambda self, **kw: {**parent(self).evaluate(**kw), "eval_extra": 1.0}}},
     "evaluate, by the loop": {"methods": {"evaluate": evaluate_answers}},
     "evaluate of Seq2SeqTrainer": {"methods": {"evaluate": evaluate_answers}, "trainer_class": seq2seq},
     "_wrap_model": {"change": replace("_wrap_model", scaled_model)},
@@ -285,36 +283,36 @@ hftrainer.Seq2SeqTrainer(make_plain(), args, train_dataset=plain_data(20)).train
 
 #: Signature of an older release [-> arguments it passes on] → a check of its values; `bool` accepts any.
 OLDER: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "_get_eval_sampler(*args, **kwargs)": lambda given: given["args"],
+    "_get_eval_sampler(*args, **kwargs)": lambda values: values["args"],
     "_get_train_sampler()": bool,
-    "_inner_training_loop(batch_size=None, args=None, resume_from_checkpoint=None, **kwargs)": lambda given: (
-        (given["batch_size"], given["args"], given["resume_from_checkpoint"]) == (4, given["self"].args, None)
-        and given["kwargs"] == {"trial": None, "ignore_keys_for_eval": None}
+    "_inner_training_loop(batch_size=None, args=None, resume_from_checkpoint=None, **kwargs)": lambda values: (
+        (values["batch_size"], values["args"], values["resume_from_checkpoint"]) == (4, values["self"].args, None)
+        and values["kwargs"] == {"trial": None, "ignore_keys_for_eval": None}
     ),
-    "_maybe_log_save_evaluate(tr_loss, model, trial, epoch)": lambda given: given["epoch"] in (0, 1),
-    "_maybe_log_save_evaluate(tr_loss, model, trial, epoch, ignore_keys_for_eval)": lambda given: (
-        (given["tr_loss"].ndim, given["trial"], given["ignore_keys_for_eval"]) == (0, None, None)
-        and isinstance(given["model"], nn.Module)
+    "_maybe_log_save_evaluate(tr_loss, model, trial, epoch)": lambda values: values["epoch"] in (0, 1),
+    "_maybe_log_save_evaluate(tr_loss, model, trial, epoch, ignore_keys_for_eval)": lambda values: (
+        (values["tr_loss"].ndim, values["trial"], values["ignore_keys_for_eval"]) == (0, None, None)
+        and isinstance(values["model"], nn.Module)
     ),
     "_maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, ignore_keys)": bool,
     "_maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, ignore_keys, start_time)": bool,
     "_maybe_log_save_evaluate(tr_loss, norm, model, trial, epoch, ignore, start, learning_rate=None)": bool,
-    "_maybe_log_save_evaluate(*args, **kwargs)": lambda given: len(given["args"]) == 7,
+    "_maybe_log_save_evaluate(*args, **kwargs)": lambda values: len(values["args"]) == 7,
     "_maybe_log_save_evaluate(**kwargs)": bool,
-    "_rotate_checkpoints(use_mtime=False, output_dir=None)": lambda given: (
-        given["use_mtime"] is True and given["output_dir"] == given["self"].args.output_dir
+    "_rotate_checkpoints(use_mtime=False, output_dir=None)": lambda values: (
+        values["use_mtime"] is True and values["output_dir"] == values["self"].args.output_dir
     ),
     "_save(output_dir=None, state_dict=None)": lambda of: re.search(r"[/_](checkpoint-\d+|final)$", of["output_dir"]),
-    "_save_checkpoint(model, trial, metrics=None)": lambda given: "eval_loss" in given["metrics"],
+    "_save_checkpoint(model, trial, metrics=None)": lambda values: "eval_loss" in values["metrics"],
     "_wrap_model(model, training=True)": bool,
     "compute_loss(model, inputs)": bool,
     "compute_loss(model, inputs, return_outputs=False)": bool,
     "compute_loss(model, inputs, return_outputs=False, **kwargs)": lambda of: "num_items_in_batch" in of["kwargs"],
     "create_scheduler(num_training_steps)": bool,
-    "create_scheduler(num_training_steps, optimizer=None)": lambda given: given["optimizer"],
+    "create_scheduler(num_training_steps, optimizer=None)": lambda values: values["optimizer"],
     "get_batch_samples(epoch_iterator, num_batches) -> epoch_iterator, num_batches, self.args.device": bool,
     "log(logs)": bool,
-    "save_model(output_dir=None)": lambda given: given["output_dir"],
+    "save_model(output_dir=None)": lambda values: values["output_dir"],
     "training_step(*args, **kwargs)": bool,
     "training_step(model, inputs)": bool,
 }
@@ -448,8 +446,8 @@ def loop_of_v4_30(self, dataloader, description, prediction_loss_only=None, igno
 def test_evaluation_loop_with_older_helpers(tmp_path, settings):
     def values(**methods):
         before = []
-        given = {"trainer": {"compute_metrics": accuracy}, "change": lambda made: before.append(made.evaluate())}
-        ours = run_changed("hftrainer", tmp_path, methods=methods, model="bert", **given, **settings)
+        options = {"trainer": {"compute_metrics": accuracy}, "change": lambda made: before.append(made.evaluate())}
+        ours = run_changed("hftrainer", tmp_path, methods=methods, model="bert", **options, **settings)
         return [line.get(n) for line in [*before, *ours.logs] for n in ("eval_loss", "eval_accuracy")]
 
     assert values(evaluation_loop=loop_of_v4_30) == values()

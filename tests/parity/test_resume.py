@@ -230,9 +230,9 @@ def test_each_layout_of_weights_resumes_and_loads(tmp_path, monkeypatch, model, 
     files = whole.files["checkpoint-2"]
     assert all(any(file.startswith(start) for file in files) for start in expected)
     assert not {"model.safetensors", "pytorch_model.bin"}.difference(expected).intersection(files)
-    for reader, given in (("hftrainer", more), ("transformers", {})):
+    for reader, settings in (("hftrainer", more), ("transformers", {})):
         copy_checkpoint(tmp_path, tmp_path / reader, 2)
-        resumed = run(reader, model, tmp_path / reader, True, **given, **BEST)
+        resumed = run(reader, model, tmp_path / reader, True, **settings, **BEST)
         assert_same_weights(resumed.weights, whole.weights)
     if model != "plain":
         best = read(tmp_path / "checkpoint-8" / "trainer_state.json")["best_model_checkpoint"]
@@ -261,13 +261,13 @@ def test_adapter_added_by_transformers_is_saved_alone(tmp_path, monkeypatch):
 @pytest.mark.parametrize("model", ["peft", "adapters"])
 def test_adapters_are_saved_alone_and_resume(tmp_path, model, as_bin, writer, reader):
     """Each is where PEFT looks for it, and `PeftModel.from_pretrained` reads it."""
-    given = {"hftrainer": {"save_safetensors": False} if as_bin else {}, "transformers": {}}
-    whole = run(writer, model, tmp_path, **given[writer])
+    settings = {"hftrainer": {"save_safetensors": False} if as_bin else {}, "transformers": {}}
+    whole = run(writer, model, tmp_path, **settings[writer])
     copy_checkpoint(tmp_path, tmp_path / "resumed", 2)
-    resumed = run(reader, model, tmp_path / "resumed", True, **given[reader])
+    resumed = run(reader, model, tmp_path / "resumed", True, **settings[reader])
     assert_same_weights(resumed.weights, whole.weights)
     written = tmp_path / "checkpoint-8"
-    file = "adapter_model.bin" if given[writer] else "adapter_model.safetensors"
+    file = "adapter_model.bin" if settings[writer] else "adapter_model.safetensors"
     for folder in [written] if model == "peft" else [written, written / "second"]:
         assert [path.name for path in folder.glob("*model.*")] == [file]
     loaded = PeftModel.from_pretrained(make_llama(), written)

@@ -38,8 +38,8 @@ def test_train_evaluate_and_predict_are_those_of_transformers(tmp_path, settings
         output = trainer.predict(t5_data(5), **({"num_beams": 2} if settings else {}))
         return comparable([metrics, output.metrics]), array_bytes([output.predictions, output.label_ids])
 
-    given = {"script": script, "trainer": {"compute_metrics": shape}, "max_steps": 4, "learning_rate": 0.05}
-    compare(tmp_path, T5, trainer_class=seq2seq, **EVALUATED, **given, **settings)
+    options = {"script": script, "trainer": {"compute_metrics": shape}, "max_steps": 4, "learning_rate": 0.05}
+    compare(tmp_path, T5, trainer_class=seq2seq, **EVALUATED, **options, **settings)
 
 
 def make_decoder():
@@ -82,8 +82,8 @@ def test_generation_arguments_reach_evaluate_and_predict(tmp_path, model, argume
 def test_generation_config_is_an_object_or_a_path(tmp_path):
     config = transformers.GenerationConfig(max_length=6, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
     config.save_pretrained(tmp_path / "config")
-    for given in (config, str(tmp_path / "config"), str(tmp_path / "config" / "generation_config.json")):
-        trainer = build_ours(tmp_path / "out", **GENERATES, generation_config=given)
+    for generation_config in (config, str(tmp_path / "config"), str(tmp_path / "config" / "generation_config.json")):
+        trainer = build_ours(tmp_path / "out", **GENERATES, generation_config=generation_config)
         assert trainer.model.generation_config.max_length == 6
         assert trainer.predict(t5_data(3)).predictions.shape == (3, 6)
         assert trainer.model.generation_config is not config
@@ -105,9 +105,7 @@ def test_sortish_sampler_groups_similar_lengths(tmp_path):
     trainer_kwargs = {"train_dataset": uneven_data(60), "data_collator": pad_left}
     grouped, shuffled = (
         [batch["input_ids"].shape[1] for batch in trainer.get_train_dataloader()]
-        for trainer in (
-            build_ours(tmp_path, sortish_sampler=sortish, trainer=trainer_kwargs) for sortish in (True, False)
-        )
+        for trainer in (build_ours(tmp_path, sortish_sampler=sorts, trainer=trainer_kwargs) for sorts in (True, False))
     )
     assert len(grouped) == len(shuffled) == 15
     assert grouped[0] == 7  # the longest first

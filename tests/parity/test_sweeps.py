@@ -90,8 +90,8 @@ def grid(**values):
 
 
 def search(trainer, n_trials=1, **keywords):
-    given = {"backend": "wandb", **grid(learning_rate=RATES), "n_trials": n_trials}
-    return trainer.hyperparameter_search(**{**given, **keywords})
+    defaults = {"backend": "wandb", **grid(learning_rate=RATES), "n_trials": n_trials}
+    return trainer.hyperparameter_search(**{**defaults, **keywords})
 
 
 def files(folder):

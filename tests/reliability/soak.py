@@ -163,8 +163,8 @@ class Run:
         uploads = {"hub_model_id": self.repo} if self.scenario.uploads else {}
         sizes = self.scenario.sizes
         count, size = self.moments.choice(sizes) if sizes else (self.scenario.count, {})
-        given = {**self.scenario.settings, **size, **uploads, **settings}
-        return JobGroup(self.folder, count, (kill_at,) * count, **given)
+        job_settings = {**self.scenario.settings, **size, **uploads, **settings}
+        return JobGroup(self.folder, count, (kill_at,) * count, **job_settings)
 
     def close(self):
         self.disk.remove()

@@ -72,8 +72,8 @@ def skip_reason(folder):
 @pytest.mark.parametrize("model", ["plain", "bert"])
 def test_same_files_as_transformers(tmp_path, model, settings):
     def run(name):
-        given = {} if name == "transformers" and settings is BACKGROUND else settings
-        trainer = make(tmp_path / name, name, model=model, **given)
+        arguments = {} if name == "transformers" and settings is BACKGROUND else settings
+        trainer = make(tmp_path / name, name, model=model, **arguments)
         trainer.add_callback(type("Saves", (OnSave, importlib.import_module(name).TrainerCallback), {})(write_on_save))
         trainer.train()
         return {folder.name: files_in(folder) for folder in (tmp_path / name).iterdir()}

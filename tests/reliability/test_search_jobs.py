@@ -134,12 +134,12 @@ def test_worker_trains_the_trials_that_are_left_in_time(search, tmp_path, monkey
 
     found, study = [], {"study_name": "a", "storage": f"sqlite:///{tmp_path}/search.db"}
     monkeypatch.setattr(jobs.SearchWorkers, "run_workers", run_workers)
-    given = {"n_jobs": 2, "n_trials": 3, "timeout": seconds, **study}
+    search_kwargs = {"n_jobs": 2, "n_trials": 3, "timeout": seconds, **study}
     if seconds is None:
-        assert search(**given).run_id in ("0", "1", "2")
+        assert search(**search_kwargs).run_id in ("0", "1", "2")
     else:
         with pytest.raises(SearchFailed, match="no trial was started"):
-            search(**given)
+            search(**search_kwargs)
     assert found == [2, states]
 
 

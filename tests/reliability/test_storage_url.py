@@ -32,13 +32,13 @@ def s3():
     server = ThreadedMotoServer(port=0)
     server.start()
     host, port = server.get_host_and_port()
-    given = {"AWS_ACCESS_KEY_ID": "an-access-key", "AWS_SECRET_ACCESS_KEY": "a-secret-key"}
-    given |= {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
+    variables = {"AWS_ACCESS_KEY_ID": "an-access-key", "AWS_SECRET_ACCESS_KEY": "a-secret-key"}
+    variables |= {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
     with pytest.MonkeyPatch.context() as environment:
-        for name, value in given.items():
+        for name, value in variables.items():
             environment.setenv(name, value)
         boto3.client("s3").create_bucket(Bucket="bucket")
-        yield given
+        yield variables
     server.stop()
 
 

@@ -69,18 +69,18 @@ def _to_device(tensor):
 
 
 def _compute(operator, *args, **kwargs):
-    given = {id(_to_host(value)): value for value in tree_leaves((args, kwargs)) if _is_here(value)}
+    inputs = {id(_to_host(value)): value for value in tree_leaves((args, kwargs)) if _is_here(value)}
     host_args, host_kwargs = tree_map(_to_host, (args, kwargs))
     result = operator(*host_args, **host_kwargs)
 
     def back(value):  # what was changed in place stays the tensor that it was
         if not isinstance(value, torch.Tensor):
             return value
-        if id(value) not in given:
+        if id(value) not in inputs:
             return _to_device(value)
-        if given[id(value)].shape != value.shape:  # an out= that was empty
-            given[id(value)].data = _to_device(value)
-        return given[id(value)]
+        if inputs[id(value)].shape != value.shape:  # an out= that was empty
+            inputs[id(value)].data = _to_device(value)
+        return inputs[id(value)]
 
     return tree_map(back, result)
 

@@ -120,8 +120,8 @@ def _end() -> None:
 
 def _run_function(call: bytes, answer: Any, *own: Any) -> None:
     _become(*own)
-    function, given = pickle.loads(call)  # its module is imported with the environment of the rank
-    answer.send_bytes(pickle.dumps(function(*given)))
+    function, args = pickle.loads(call)  # its module is imported with the environment of the rank
+    answer.send_bytes(pickle.dumps(function(*args)))
 
 
 class Started:

@@ -79,8 +79,8 @@ class SearchBackend:
         return {}
 
     def search(self, trainer, **keywords):
-        given = {"backend": self.name, **self.grid(learning_rate=[1e-3]), **self.keywords(trainer)}
-        return trainer.hyperparameter_search(**{**given, **keywords})
+        defaults = {"backend": self.name, **self.grid(learning_rate=[1e-3]), **self.keywords(trainer)}
+        return trainer.hyperparameter_search(**{**defaults, **keywords})
 
     def assert_refused(self, folder, keywords, error, words, **settings):
         """A search is refused, and the Trainer is as it was."""

@@ -35,8 +35,8 @@ def evaluate_with_trackers(folder: Path) -> int:
     """Evaluate in one of several ranks; the number of its loggers."""
     from lightning.pytorch.callbacks import LearningRateMonitor
 
-    given = {"callbacks": [LearningRateMonitor()]}
-    trainer = make_trainer("hftrainer", folder, "plain", given, report_to=["tensorboard", "csv"])
+    trainer_kwargs = {"callbacks": [LearningRateMonitor()]}
+    trainer = make_trainer("hftrainer", folder, "plain", trainer_kwargs, report_to=["tensorboard", "csv"])
     trainer.evaluate()
     return len(trainer.loggers)
 

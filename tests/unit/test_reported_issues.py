@@ -369,10 +369,12 @@ SEARCHED = {
 
 @pytest.mark.parametrize("case", SEARCHED)
 def test_wrong_search_function_is_named(make_trainer, case):
-    given, expected = SEARCHED[case]
+    search_kwargs, expected = SEARCHED[case]
     trainer = make_trainer(model_init=make_plain, **EVALUATED)
     with pytest.raises((ValueError, KeyError), match=expected):
-        trainer.hyperparameter_search(**{"hp_space": lambda trial: {}, "n_trials": 1, "backend": "optuna", **given})
+        trainer.hyperparameter_search(
+            **{"hp_space": lambda trial: {}, "n_trials": 1, "backend": "optuna", **search_kwargs}
+        )
 
 
 def test_model_config_with_objects_is_logged(make_trainer):

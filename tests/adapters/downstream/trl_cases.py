@@ -22,7 +22,7 @@ def live(
     data: Callable[[int], dict[str, Any]],
     *,
     streaming: bool = False,
-    given: Callable[[], dict[str, Any]] = dict,
+    objects: Callable[[], dict[str, Any]] = dict,
     **settings: Any,
 ) -> dict[str, Any]:
     """The record of a Trainer's life; `kind` begins its name and its config's, `data` makes a row of its number."""
@@ -36,7 +36,7 @@ def live(
             args=config(str(folder / name), **{**SETTINGS, **settings}),
             train_dataset=train.to_iterable_dataset(num_shards=2) if streaming else train,
             eval_dataset=held_out,
-            **given(),
+            **objects(),
         )
 
     trainer = build("run")
@@ -107,18 +107,18 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
         live, kind="SFT", data=text, packing=True, packing_strategy="wrapped", max_length=16, eval_packing=False
     ),
     "sft_streaming": partial(live, kind="SFT", data=text, streaming=True),
-    "sft_lora": partial(live, kind="SFT", data=text, given=lora),
-    "sft_lora_streaming": partial(live, kind="SFT", data=completion, given=lora, streaming=True),
+    "sft_lora": partial(live, kind="SFT", data=text, objects=lora),
+    "sft_lora_streaming": partial(live, kind="SFT", data=completion, objects=lora, streaming=True),
     "dpo": partial(live, kind="DPO", data=answers),
     "dpo_precomputed": partial(live, kind="DPO", data=answers, precompute_ref_log_probs=True),
     "dpo_synced_reference": partial(live, kind="DPO", data=answers, sync_ref_model=True, ref_model_sync_steps=2),
-    "dpo_lora": partial(live, kind="DPO", data=answers, given=lora),
+    "dpo_lora": partial(live, kind="DPO", data=answers, objects=lora),
     "reward": partial(live, kind="Reward", data=answers),
-    "reward_lora": partial(live, kind="Reward", data=answers, given=partial(lora, "SEQ_CLS")),
+    "reward_lora": partial(live, kind="Reward", data=answers, objects=partial(lora, "SEQ_CLS")),
     "kto": partial(live, kind="KTO", data=judged),
-    "kto_lora": partial(live, kind="KTO", data=judged, given=lora),
-    "grpo": partial(live, kind="GRPO", data=question, given=rewards, **ONLINE),
-    "grpo_two_iterations": partial(live, kind="GRPO", data=question, given=rewards, num_iterations=2, **ONLINE),
-    "grpo_lora": partial(live, kind="GRPO", data=question, given=lambda: {**rewards(), **lora()}, **ONLINE),
-    "rloo": partial(live, kind="RLOO", data=question, given=rewards, **ONLINE),
+    "kto_lora": partial(live, kind="KTO", data=judged, objects=lora),
+    "grpo": partial(live, kind="GRPO", data=question, objects=rewards, **ONLINE),
+    "grpo_two_iterations": partial(live, kind="GRPO", data=question, objects=rewards, num_iterations=2, **ONLINE),
+    "grpo_lora": partial(live, kind="GRPO", data=question, objects=lambda: {**rewards(), **lora()}, **ONLINE),
+    "rloo": partial(live, kind="RLOO", data=question, objects=rewards, **ONLINE),
 }

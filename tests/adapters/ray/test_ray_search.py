@@ -46,9 +46,8 @@ search, grid = backend.search, backend.grid
 def test_trials_and_best_are_those_of_transformers(tmp_path, settings):
     def run(library):
         trainer_kwargs = {"model_init": make_of_trial, "compute_metrics": accuracy}
-        trainer, _ = build(
-            library, "plain", tmp_path / library, trainer=trainer_kwargs, save_strategy="epoch", **settings
-        )
+        options = {"save_strategy": "epoch", "trainer": trainer_kwargs, **settings}
+        trainer, _ = build(library, "plain", tmp_path / library, **options)
         generator = BasicVariantGenerator(random_state=3)
         best = search(trainer, hp_space=space, n_trials=3, direction="maximize", search_alg=generator)
         trials = best.run_summary.trials
@@ -72,8 +71,8 @@ def test_trials_and_best_are_those_of_transformers(tmp_path, settings):
 def test_asha_stops_bad_trials(tmp_path, monkeypatch):
     """The last two of four trials are worse, and end at their first report."""
     monkeypatch.chdir(tmp_path)
-    given = {"callbacks": [Diary(tmp_path / "diary"), Timer()], "loggers": [CSVLogger("csv")]}
-    trainer = make_saving("out", given, max_steps=8, report_to="tensorboard")
+    trainer_kwargs = {"callbacks": [Diary(tmp_path / "diary"), Timer()], "loggers": [CSVLogger("csv")]}
+    trainer = make_saving("out", trainer_kwargs, max_steps=8, report_to="tensorboard")
     callbacks, arguments = list(trainer.callback_handler.callbacks), trainer.args.to_dict()
     asha = ASHAScheduler(time_attr="training_iteration", max_t=4, grace_period=1, reduction_factor=2)
     rates = grid(learning_rate=[1e-3, 1e-4, 1.0, 2.0])
@@ -101,8 +100,8 @@ def test_asha_stops_bad_trials(tmp_path, monkeypatch):
 
 def test_population_based_training_resumes_the_better_trial(tmp_path):
     """The worse trial goes on from the better one's checkpoint, at its step, with hyperparameters of its own."""
-    given = {"callbacks": [Diary(tmp_path / "diary")]}
-    trainer = make_saving(tmp_path / "out", given, max_steps=6, logging_steps=1, lr_scheduler_type="linear")
+    trainer_kwargs = {"callbacks": [Diary(tmp_path / "diary")]}
+    trainer = make_saving(tmp_path / "out", trainer_kwargs, max_steps=6, logging_steps=1, lr_scheduler_type="linear")
     explored = {"hyperparam_mutations": {"learning_rate": [2.0, 1e-3]}, "custom_explore_fn": searches.lower_rate}
     often = {"time_attr": "training_iteration", "perturbation_interval": 2, "quantile_fraction": 0.5, "synch": True}
     scheduler = PopulationBasedTraining(**explored, **often, resample_probability=0)

@@ -276,9 +276,9 @@ class TwoOutputs(tiny.Plain):
 
 def test_ignore_keys_drop_outputs_from_predictions(tmp_path):
     shapes = []
-    given = {"compute_metrics": lambda prediction: shapes.append(np.shape(prediction.predictions)) or {}}
+    trainer_kwargs = {"compute_metrics": lambda prediction: shapes.append(np.shape(prediction.predictions)) or {}}
     settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": tiny.plain_data(4)}
-    trainer = make_trainer(tmp_path, model=TwoOutputs(), **given, **settings)
+    trainer = make_trainer(tmp_path, model=TwoOutputs(), **trainer_kwargs, **settings)
     trainer.train(ignore_keys_for_eval=["hidden"])
     trainer.evaluate(ignore_keys=["hidden"])
     trainer.evaluate()

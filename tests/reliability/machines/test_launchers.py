@@ -85,8 +85,8 @@ def test_variables_of_other_launchers_are_understood(variables, expected, tmp_pa
     shared, jobs = free_port(), []
     for rank in (0, 1):
         words = [f"--local_rank={rank}"] if variables is deepspeed else []
-        given = {name: str(value) for name, value in variables(rank).items()}
-        env = {**processes.environment(), "MASTER_PORT": shared, **given}
+        rank_variables = {name: str(value) for name, value in variables(rank).items()}
+        env = {**processes.environment(), "MASTER_PORT": shared, **rank_variables}
         jobs.append(processes.start(SCRIPT, *settings(tmp_path), *words, env=env, merge=True))
     for job in jobs:
         assert job.wait() == 0, job.stderr[-3000:]

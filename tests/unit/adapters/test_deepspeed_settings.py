@@ -66,10 +66,10 @@ def test_auto_values_are_filled_from_the_arguments():
 
 
 def test_missing_keys_are_filled_from_the_arguments():
-    given = {"zero_optimization": dict(ZERO)}
-    before = copy.deepcopy(given)
-    filled = filled_config(given, per_device_train_batch_size=2, fp16=True)
-    assert given == before
+    config = {"zero_optimization": dict(ZERO)}
+    before = copy.deepcopy(config)
+    filled = filled_config(config, per_device_train_batch_size=2, fp16=True)
+    assert config == before
     assert (filled["train_batch_size"], filled["train_micro_batch_size_per_gpu"]) == (2, 2)
     assert filled["gradient_clipping"] == 1.0  # transformers 4.15 and later would not clip
     assert filled["fp16"] == {"enabled": True, "auto_cast": True}
@@ -202,8 +202,8 @@ def test_configuration_is_read_from_dict_file_text_or_base64(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(config))
     (tmp_path / "a.yaml").write_text("zero_optimization:\n  stage: 1\n")
     encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
-    for given in (config, str(tmp_path / "a.json"), str(tmp_path / "a.yaml"), json.dumps(config), encoded):
-        assert read_deepspeed(given, {}) == config, given
+    for source in (config, str(tmp_path / "a.json"), str(tmp_path / "a.yaml"), json.dumps(config), encoded):
+        assert read_deepspeed(source, {}) == config, source
     assert read_deepspeed(True, {}) == read_deepspeed("true", {}) == {"zero_optimization": {"stage": 2}}
     assert read_deepspeed(None, {}) is None
 
@@ -215,9 +215,9 @@ def test_unreadable_files_are_named(tmp_path, text, words):
     path = tmp_path / "ds_config.json"
     if text is not None:
         path.write_text(text)
-    for given in (str(path), path):
+    for source in (str(path), path):
         with pytest.raises(InvalidArgument, match=re.escape(str(path)) + ".*" + words):
-            make_args(given)
+            make_args(source)
 
 
 def test_config_file_of_accelerate_is_refused(tmp_path):

@@ -261,8 +261,8 @@ def test_weight_decay_includes_and_excludes_by_name():
     model = DenseModel()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     which = {"include_in_weight_decay": ["LayerNorm.w"], "exclude_from_weight_decay": ["LayerNorm", "bias"]}
-    given = AdamWeightDecay(0.1, weight_decay_rate=0.5, **which)
-    made, schedule = optimizers.to_torch(given, None, model, names)
+    optimizer = AdamWeightDecay(0.1, weight_decay_rate=0.5, **which)
+    made, schedule = optimizers.to_torch(optimizer, None, model, names)
     decayed = {names[id(parameter)] for parameter in made.param_groups[0]["params"]}
     assert decayed == {"dense.weight", "LayerNorm.weight", "out.weight"}
     assert [group["weight_decay"] for group in made.param_groups] == [0.5, 0.0]
@@ -456,9 +456,9 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_unsupported_objects_are_refused(make, name):
-    given, message = UNSUPPORTED[name]
+    options, message = UNSUPPORTED[name]
     with pytest.raises(UnsupportedArgument, match=message):
-        make(rows(), **given).train()
+        make(rows(), **options).train()
 
 
 def test_schedule_needs_an_optimizer(make):

@@ -203,7 +203,7 @@ def test_compatibility_page_is_up_to_date():
 
 
 @pytest.mark.parametrize(
-    ("method", "given"),
+    ("method", "values"),
     [
         ("set_training", {"learning_rate": 0.1, "batch_size": 3, "max_steps": 7, "gradient_accumulation_steps": 2}),
         (
@@ -220,12 +220,12 @@ def test_compatibility_page_is_up_to_date():
     ],
 )
 @pytest.mark.parametrize("defaults", [True, False])
-def test_setter_methods_match_transformers(method, given, defaults):
+def test_setter_methods_match_transformers(method, values, defaults):
     if defaults and method != "set_push_to_hub":
-        given = {}
+        values = {}
     ours, theirs = TrainingArguments("x"), transformers.TrainingArguments("x", eval_delay=0)
-    assert getattr(ours, method)(**given) is ours
-    getattr(theirs, method)(**given)
+    assert getattr(ours, method)(**values) is ours
+    getattr(theirs, method)(**values)
     theirs.eval_delay = theirs.eval_delay or 0  # None would fail when training compares it
     theirs.report_to = [] if theirs.report_to == "none" else theirs.report_to
     assert not different(ours.to_dict(), theirs.to_dict())

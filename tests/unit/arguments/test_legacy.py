@@ -198,9 +198,9 @@ class OwnRatio(TrainingArguments):
         super().__post_init__()
 
 
-@pytest.mark.parametrize(("given", "steps"), [({}, 0), ({"warmup_ratio": 0.1}, 0.1), ({"warmup_steps": 12}, 12)])
-def test_old_name_declared_by_a_subclass_keeps_its_value(given, steps):
-    args = OwnRatio(output_dir="x", use_cpu=True, **given)
+@pytest.mark.parametrize(("arguments", "steps"), [({}, 0), ({"warmup_ratio": 0.1}, 0.1), ({"warmup_steps": 12}, 12)])
+def test_old_name_declared_by_a_subclass_keeps_its_value(arguments, steps):
+    args = OwnRatio(output_dir="x", use_cpu=True, **arguments)
     assert (args.warmup_steps, args.warmup_ratio) == (steps, None)
     for copied in (dataclasses.replace(args), pickle.loads(pickle.dumps(args)), OwnRatio(**args.to_dict())):
         assert (copied.warmup_steps, copied.warmup_ratio, copied.group_by_length) == (steps, None, False)

@@ -26,7 +26,7 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "message"),
+    ("kind", "trainer_kwargs", "message"),
     [
         (InvalidArgument, {"model": None}, "either a model or a model_init, but got neither"),
         (InvalidArgument, {"model_init": make_plain}, "either a model or a model_init, but got both"),
@@ -90,9 +90,9 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
         (TypeError, {"callbacks": [NeedsPath]}, "NeedsPath\\(\\) fails .*missing .*'path'.*: pass an instance"),
     ],
 )
-def test_wrong_argument_of_the_trainer_is_refused(make_args, kind, given, message):
+def test_wrong_argument_of_the_trainer_is_refused(make_args, kind, trainer_kwargs, message):
     with pytest.raises(kind, match=message):
-        Trainer(**{"model": MODEL, "args": make_args(), **given})
+        Trainer(**{"model": MODEL, "args": make_args(), **trainer_kwargs})
 
 
 def test_tokenizer_sets_processing_class(make_args):

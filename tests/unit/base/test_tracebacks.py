@@ -101,19 +101,19 @@ CASES = {
 }
 
 
-def fail_to_train(folder, given, **others):
+def fail_to_train(folder, trainer_kwargs, **others):
     settings = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "per_device_train_batch_size": 4}
     settings |= {"train_sampling_strategy": "sequential", "use_cpu": True, "disable_tqdm": True} | others
     args = hftrainer.TrainingArguments(str(folder), **settings)
     data = {"train_dataset": plain_data(), "eval_dataset": plain_data(10), "compute_metrics": lambda _: {"a": 1.0}}
     with pytest.raises((AttributeError, LookupError, RuntimeError, TypeError, InvalidArgument)) as caught:
-        hftrainer.Trainer(**{"model": make_plain(), "args": args, **data, **given}).train()
+        hftrainer.Trainer(**{"model": make_plain(), "args": args, **data, **trainer_kwargs}).train()
     return caught.value
 
 
-@pytest.mark.parametrize(("given", "shown", "note"), CASES.values(), ids=CASES)
-def test_error_shows_frames_of_the_script_and_where_it_happened(tmp_path, given, shown, note):
-    error = fail_to_train(tmp_path, given)
+@pytest.mark.parametrize(("trainer_kwargs", "shown", "note"), CASES.values(), ids=CASES)
+def test_error_shows_frames_of_the_script_and_where_it_happened(tmp_path, trainer_kwargs, shown, note):
+    error = fail_to_train(tmp_path, trainer_kwargs)
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without this test's own
     assert [frame.name for frame in frames] == shown
     assert not any("lightning" in frame.filename for frame in frames)
@@ -187,9 +187,9 @@ def test_loss_without_trainable_weights_is_refused(tmp_path):
     assert isinstance(error, InvalidSetup) and advice in str(error)
 
 
-@pytest.mark.parametrize("given", [{"data_collator": fail}, {"train_dataset": Data(plain_data())}])
-def test_error_in_a_loading_process_names_the_samples(tmp_path, given):
-    error = fail_to_train(tmp_path, given, dataloader_num_workers=2, dataloader_prefetch_factor=3)
+@pytest.mark.parametrize("trainer_kwargs", [{"data_collator": fail}, {"train_dataset": Data(plain_data())}])
+def test_error_in_a_loading_process_names_the_samples(tmp_path, trainer_kwargs):
+    error = fail_to_train(tmp_path, trainer_kwargs, dataloader_num_workers=2, dataloader_prefetch_factor=3)
     assert f"This happened {READING}" in error.__notes__
 
 
@@ -202,8 +202,8 @@ class FailsLater(list):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_error_in_a_later_batch_names_its_samples(tmp_path, workers):
-    given = {"train_dataset": FailsLater(plain_data())}
-    error = fail_to_train(tmp_path, given, dataloader_num_workers=workers, max_steps=9, eval_strategy="no")
+    trainer_kwargs = {"train_dataset": FailsLater(plain_data())}
+    error = fail_to_train(tmp_path, trainer_kwargs, dataloader_num_workers=workers, max_steps=9, eval_strategy="no")
     assert f"This happened {READING_LATER if workers else 'while sample 21 was read.'}" in error.__notes__
 
 
@@ -306,10 +306,10 @@ INDICES = {
 }
 
 
-@pytest.mark.parametrize(("given", "note"), INDICES.values(), ids=INDICES)
-def test_index_beyond_the_model_is_named(tmp_path, given, note):
+@pytest.mark.parametrize(("trainer_kwargs", "note"), INDICES.values(), ids=INDICES)
+def test_index_beyond_the_model_is_named(tmp_path, trainer_kwargs, note):
     for settings in ({}, {"eval_on_start": True}):
-        notes = fail_to_train(tmp_path, given, **settings).__notes__
+        notes = fail_to_train(tmp_path, trainer_kwargs, **settings).__notes__
         assert re.search(note, notes[2]), notes
 
 

@@ -247,11 +247,11 @@ def test_user_class_of_the_same_name_is_kept_apart(tmp_path):
 @pytest.mark.parametrize("library", ["hftrainer", "transformers"])
 @pytest.mark.parametrize("later", [False, True])
 def test_given_progress_callback_replaces_the_default(tmp_path, library, later, capfd):
-    given = importlib.import_module(f"{library}.trainer_callback").ProgressCallback(max_str_len=7)
-    trainer = make_trainer(tmp_path, *[] if later else [given])
+    callback = importlib.import_module(f"{library}.trainer_callback").ProgressCallback(max_str_len=7)
+    trainer = make_trainer(tmp_path, *[] if later else [callback])
     if later:
-        trainer.add_callback(given)
-    assert [it for it in trainer.callback_handler.callbacks if type(it).__name__ == "ProgressCallback"] == [given]
+        trainer.add_callback(callback)
+    assert [it for it in trainer.callback_handler.callbacks if type(it).__name__ == "ProgressCallback"] == [callback]
     trainer.train()
     assert capfd.readouterr().out.count("train_loss") == 1
 
@@ -302,11 +302,11 @@ def test_trainer_callback_module_has_the_names_of_transformers():
 def test_only_the_main_process_prints(tmp_path, capfd):
     trainer = make_trainer(tmp_path)
     trainer.state.is_world_process_zero = False
-    events, given = trainer.callback_handler, (trainer.args, trainer.state, trainer.control)
+    events, event_args = trainer.callback_handler, (trainer.args, trainer.state, trainer.control)
     events.eval_dataloader = [1, 2]
     for name in ("train_begin", "step_end", "prediction_step", "log", "evaluate", "train_end"):
         values = [{"loss": 1.0}] if name in ("log", "evaluate") else []
-        getattr(events, f"on_{name}")(*given, *values)
+        getattr(events, f"on_{name}")(*event_args, *values)
     assert capfd.readouterr() == ("", "")
 
 
@@ -319,10 +319,10 @@ def test_callback_classes_of_transformers_change_nothing(tmp_path):
             counted.append(state.global_step)
 
     names = ("DefaultFlowCallback", "ProgressCallback", "PrinterCallback", "EarlyStoppingCallback")
-    given = [*(getattr(transformers.trainer_callback, name) for name in names), Counting]
+    classes = [*(getattr(transformers.trainer_callback, name) for name in names), Counting]
     settings = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
     histories = []
-    for callbacks in (given, []):
+    for callbacks in (classes, []):
         args = TrainingArguments(str(tmp_path), max_steps=3, use_cpu=True, save_steps=1, logging_steps=1, **settings)
         data = plain_data()
         trainer = Trainer(make_plain(), args, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))

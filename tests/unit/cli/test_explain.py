@@ -212,9 +212,9 @@ def write_script(tmp_path):
 def test_script_is_explained_up_to_its_trainer(write_script, explain_script, tmp_path, ending, status, steps, message):
     done = explain_script("--json", write_script(ending), "--bf16", "--learning_rate", "3e-4")
     assert done.returncode == status, done.stderr
-    given = {line["argument"]: line["value"] for line in json.loads(done.stdout)["arguments"]}
-    assert given.get("max_steps") == steps
-    assert given.get("learning_rate") == (None if steps is None else 3e-4)
+    arguments = {line["argument"]: line["value"] for line in json.loads(done.stdout)["arguments"]}
+    assert arguments.get("max_steps") == steps
+    assert arguments.get("learning_rate") == (None if steps is None else 3e-4)
     assert message in done.stderr
     assert "of the script ['--bf16', '--learning_rate', '3e-4'] 1" in done.stderr
     written = {"went-on"} if ending == "none" else set()

@@ -119,8 +119,8 @@ def test_each_batch_has_one_source_and_logs_are_by_source(tmp_path, caplog, kind
 def test_sample_order_follows_from_the_seed(tmp_path):
     (_, first), (_, again), (_, other) = (train_mixture(tmp_path, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
-    _, given = train_mixture(tmp_path, train_sampling_strategy="sequential")
-    code = [index for indices, _ in given for index in indices if index < 1000]
+    _, sequential = train_mixture(tmp_path, train_sampling_strategy="sequential")
+    code = [index for indices, _ in sequential for index in indices if index < 1000]
     assert code == [index % 20 for index in range(len(code))]
 
 
@@ -157,11 +157,13 @@ def test_mixture_column_names_the_source(tmp_path):
 )
 def test_resumed_mixture_is_exact(tmp_path, kind, settings):
     count = int(os.environ.get("FUZZ", "2"))
-    given = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 4, "max_steps": max(14, 2 * count), **settings}
-    whole, _ = train_mixture(tmp_path, make_sources(kind), **given)
+    settings = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 4, **settings}
+    settings.setdefault("max_steps", max(14, 2 * count))
+    whole, _ = train_mixture(tmp_path, make_sources(kind), **settings)
     last = whole.state.global_step
     for step in sorted(random.Random(4).sample(range(1, last), k=min(count, last - 1))):
-        resumed, _ = train_mixture(tmp_path, make_sources(kind), resume=str(tmp_path / f"checkpoint-{step}"), **given)
+        checkpoint = str(tmp_path / f"checkpoint-{step}")
+        resumed, _ = train_mixture(tmp_path, make_sources(kind), resume=checkpoint, **settings)
         assert loss_lines(resumed) == loss_lines(whole)
         assert_same_weights(resumed.model.state_dict(), whole.model.state_dict())
 
@@ -190,9 +192,9 @@ def test_set_epoch_continues_the_plan_at_that_epoch():
 
 
 def test_resume_with_changed_weights_warns(tmp_path, caplog):
-    given = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
-    train_mixture(tmp_path, **given)
-    train_mixture(tmp_path, resume=str(tmp_path / "checkpoint-4"), **given, mixture_weights={"code": 1, "chat": 1})
+    settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    train_mixture(tmp_path, **settings)
+    train_mixture(tmp_path, resume=str(tmp_path / "checkpoint-4"), **settings, mixture_weights={"code": 1, "chat": 1})
     assert "Resuming with mixture=" in caplog.text
 
 

@@ -42,8 +42,8 @@ WITH_DRAWS = {
 }
 
 
-@pytest.mark.parametrize("given", [*WITHOUT_DRAWS, *WITH_DRAWS])
-def test_random_states_are_recorded_where_reading_may_draw(given):
-    settings = {"dataset": ROWS, "collate_fn": default_data_collator, **(WITHOUT_DRAWS | WITH_DRAWS)[given]}
+@pytest.mark.parametrize("case", [*WITHOUT_DRAWS, *WITH_DRAWS])
+def test_random_states_are_recorded_where_reading_may_draw(case):
+    settings = {"dataset": ROWS, "collate_fn": default_data_collator, **(WITHOUT_DRAWS | WITH_DRAWS)[case]}
     loader = PreparedDataLoader(DataLoader(**settings), torch.device("cpu"))
-    assert may_draw(loader) is (given in WITH_DRAWS)
+    assert may_draw(loader) is (case in WITH_DRAWS)

@@ -195,12 +195,12 @@ class Own(Trainer):
     how = "plain"
 
     def get_train_dataloader(self) -> Any:
-        given: dict[str, Any] = {"batch_size": 2}
+        sampling: dict[str, Any] = {"batch_size": 2}
         if self.how == "batches of batches":
-            given["sampler"] = self._get_train_sampler()
+            sampling["sampler"] = self._get_train_sampler()
         elif self.how != "plain":
-            given = {"batch_sampler": self._get_train_sampler()}
-        loader: Any = torch.utils.data.DataLoader(samples(), collate_fn=pad, **given)
+            sampling = {"batch_sampler": self._get_train_sampler()}
+        loader: Any = torch.utils.data.DataLoader(samples(), collate_fn=pad, **sampling)
         return self.accelerator.prepare(loader) if self.how == "prepared" else loader
 
 

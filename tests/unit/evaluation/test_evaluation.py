@@ -298,10 +298,10 @@ def test_ranks_get_stream_batches_in_turn_and_fillers(count):
     assert {batch for together in rounds for batch, filler in together if filler} <= {0}
 
 
-@pytest.mark.parametrize("given", [{}, {"dataset": [{"x": 1}]}, {"dataset": [3]}])
-def test_grouping_by_length_needs_lengths(given):
+@pytest.mark.parametrize("sampler_kwargs", [{}, {"dataset": [{"x": 1}]}, {"dataset": [3]}])
+def test_grouping_by_length_needs_lengths(sampler_kwargs):
     with pytest.raises(InvalidArgument, match="length"):
-        LengthGroupedSampler(batch_size=2, **given)
+        LengthGroupedSampler(batch_size=2, **sampler_kwargs)
 
 
 def test_evaluation_leaves_nothing_in_memory(make_trainer):

@@ -147,14 +147,14 @@ def test_results_that_are_not_numbers_are_left_out():
 
 
 def test_tags_of_an_existing_card_are_kept(tmp_path, caplog):
-    trainer, given = make_trainer(tmp_path), ["mine"]
+    trainer, own_tags = make_trainer(tmp_path), ["mine"]
     trainer.model.model_tags = ["of-the-model"]
     cards = {"tags:\n- of-the-card\n- 3": ["of-the-card"], "tags: one": ["one"], "tags: [": [], "- a list": []}
     for head, kept in cards.items():
         (tmp_path / "README.md").write_text(f"---\n{head}\n---\n# By hand\n")
-        tags = make_card(trainer, tags=given)[0]["tags"]
+        tags = make_card(trainer, tags=own_tags)[0]["tags"]
         assert tags == ["mine", "of-the-model", *kept, "generated_from_trainer"]
-    assert given == ["mine"]
+    assert own_tags == ["mine"]
     assert caplog.text.count("README.md cannot be read, so its tags are not kept") == 2
 
 
@@ -283,7 +283,7 @@ def test_card_is_written_without_transformers_and_jinja2(tmp_path, processes):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("card_kwargs", "message"),
     [
         ({"tags": 5}, r"tags=5: pass a string or a list of strings"),
         ({"language": ["en", 1]}, r"language=\['en', 1\]: pass a string or a list of strings"),
@@ -293,23 +293,23 @@ def test_card_is_written_without_transformers_and_jinja2(tmp_path, processes):
         ({"licence": "mit"}, "unexpected keyword argument 'licence'"),
     ],
 )
-def test_wrong_card_value_is_refused(tmp_path, given, message):
+def test_wrong_card_value_is_refused(tmp_path, card_kwargs, message):
     with pytest.raises((InvalidArgument, TypeError), match=message):
-        make_trainer(tmp_path).create_model_card(**given)
+        make_trainer(tmp_path).create_model_card(**card_kwargs)
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("metadata", "message"),
     [
         ({"spilt": "test"}, "dataset_metadata does not allow the key 'spilt'; did you mean 'split'"),
         (3, "dataset_metadata=3: pass a dict or a list of dicts"),
         ([{"xyz": 1}], "allowed keys: config, split, revision"),
     ],
 )
-def test_wrong_dataset_metadata_is_refused(given, message):
+def test_wrong_dataset_metadata_is_refused(metadata, message):
     with pytest.raises(InvalidArgument, match=message):
-        TrainingSummary("m", dataset_metadata=given)
+        TrainingSummary("m", dataset_metadata=metadata)
 
 
 def test_install_swaps_training_summary_of_transformers():

@@ -128,7 +128,7 @@ def test_wrong_port_is_refused(tmp_path, value):
 
 
 @pytest.mark.parametrize(
-    ("given", "address"),
+    ("port", "address"),
     [
         (9400, ("127.0.0.1", 9400)),
         ("9400", ("127.0.0.1", 9400)),
@@ -136,9 +136,9 @@ def test_wrong_port_is_refused(tmp_path, value):
         ("[::1]:80", ("::1", 80)),
     ],
 )
-def test_metrics_port_may_be_a_port_or_an_address(given, address):
-    assert health.read_address(given) == address
-    assert TrainingArguments("x", metrics_port=given).metrics_port == (9400 if given == "9400" else given)
+def test_metrics_port_may_be_a_port_or_an_address(port, address):
+    assert health.read_address(port) == address
+    assert TrainingArguments("x", metrics_port=port).metrics_port == (9400 if port == "9400" else port)
 
 
 def test_health_never_has_the_metrics_as_its_answer(tmp_path, port, monkeypatch):

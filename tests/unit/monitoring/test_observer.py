@@ -53,8 +53,9 @@ def train(folder, make_model=make_plain, data=None, callbacks=(), **settings):
     trainer = settings.pop("trainer", {})
     defaults = {"max_steps": 6, "logging_steps": 2, "per_device_train_batch_size": 4, "save_strategy": "no"}
     args = TrainingArguments(str(folder), use_cpu=True, disable_tqdm=True, **{**defaults, **settings})
-    given = {"train_dataset": plain_data(40) if data is None else data, **trainer}
-    trainer = given.pop("trainer_class", Trainer)(make_model(), args, callbacks=list(callbacks), **given)
+    trainer_kwargs = {"train_dataset": plain_data(40) if data is None else data, **trainer}
+    trainer_class = trainer_kwargs.pop("trainer_class", Trainer)
+    trainer = trainer_class(make_model(), args, callbacks=list(callbacks), **trainer_kwargs)
     trainer.train()
     return trainer
 
@@ -184,12 +185,8 @@ class SlowEvaluation(Trainer):
 def test_time_shares_match_times_by_hand(tmp_path, clock):
     """Between two log lines are 4 steps of a second, 16 samples that are read in one each, and an evaluation of 6."""
     settings = {"eval_strategy": "steps", "eval_steps": 4, "logging_steps": 4, "max_steps": 24, "observe": True}
-    trainer_kwargs = {
-        "eval_dataset": plain_data(16),
-        "trainer_class": SlowEvaluation,
-        "train_dataset": Slow(plain_data(200)),
-    }
-    trainer = train(tmp_path, trainer=trainer_kwargs, callbacks=[SlowSteps({})], **settings)
+    settings["trainer"] = {"eval_dataset": plain_data(16), "trainer_class": SlowEvaluation}
+    trainer = train(tmp_path, data=Slow(plain_data(200)), callbacks=[SlowSteps({})], **settings)
     expected = {"eval_share": 6 / 26, "data_wait": 16 / 26, "step_seconds": 20 / 4, "samples_per_second": 16 / 20}
     assert [{name: line[name] for name in expected} for line in loss_lines(trainer)[1:]] == [expected] * 5
 
@@ -219,7 +216,7 @@ class OwnOrder(Trainer):
 
 
 @pytest.mark.parametrize(
-    ("part", "given"),
+    ("part", "options"),
     [  # 48 s in twelve batches, and 4 in the one read ahead, which the script's loader does not do
         ("81 % of the time, mostly for the dataset: raise", {"train_dataset": Slow(plain_data(200))}),
         ("81 % of the time, mostly for data_collator: raise", {"data_collator": collate_slowly}),
@@ -229,11 +226,11 @@ class OwnOrder(Trainer):
     ],
 )
 @pytest.mark.parametrize("logging_steps", [12, 4])
-def test_data_wait_warning_names_what_is_slow(tmp_path, caplog, clock, part, given, logging_steps):
-    workers = {"dataloader_num_workers": given.get("workers", 0)}
+def test_data_wait_warning_names_what_is_slow(tmp_path, caplog, clock, part, options, logging_steps):
+    workers = {"dataloader_num_workers": options.get("workers", 0)}
     settings = {"max_steps": 36, "logging_steps": logging_steps, "observe": "warnings", **workers}
-    given = {"train_dataset": plain_data(200), **{name: value for name, value in given.items() if name != "workers"}}
-    train(tmp_path, trainer=given, callbacks=[SlowSteps({})], **settings)
+    trainer_kwargs = {name: value for name, value in options.items() if name != "workers"}
+    train(tmp_path, data=plain_data(200), trainer=trainer_kwargs, callbacks=[SlowSteps({})], **settings)
     messages = [record.getMessage() for record in caplog.records if "Steps wait for data" in record.getMessage()]
     assert len(messages) == 1 and messages[0].startswith(f"Steps wait for data {part}")
 
@@ -250,12 +247,8 @@ def test_slow_step_is_named(tmp_path, clock):
 
 def test_journal_has_events_and_seconds_of_a_run(tmp_path, clock):
     settings = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "observe": True}
-    trainer_kwargs = {
-        "eval_dataset": plain_data(8),
-        "trainer_class": SlowEvaluation,
-        "train_dataset": Slow(plain_data(24)),
-    }
-    trainer = train(tmp_path, trainer=trainer_kwargs, callbacks=[SlowSteps({})], **settings)
+    settings["trainer"] = {"eval_dataset": plain_data(8), "trainer_class": SlowEvaluation}
+    trainer = train(tmp_path, data=Slow(plain_data(24)), callbacks=[SlowSteps({})], **settings)
     events = read_events(str(tmp_path))
     assert (events[0]["event"], events[0]["max_steps"], events[0]["resumed_from"]) == ("begin", 6, None)
     assert {"metric_for_best_model", "greater_is_better"} <= events[0].keys()

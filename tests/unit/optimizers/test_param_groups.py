@@ -14,7 +14,7 @@ EMBEDDINGS = {"pattern": "*.embed*", "lr": 1e-3, "weight_decay": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("given", "messages"),
+    ("entries", "messages"),
     [
         (5, ["param_groups=5: use a list of dicts"]),
         ("absent.json", ["cannot be read (", "path of a JSON file"]),
@@ -26,9 +26,9 @@ EMBEDDINGS = {"pattern": "*.embed*", "lr": 1e-3, "weight_decay": 0.0}
         ([{"pattern": "*", "weight_decay": "0.1"}], ["weight_decay='0.1' is not a number"]),
     ],
 )
-def test_malformed_entries_are_refused(tmp_path, given, messages):
+def test_malformed_entries_are_refused(tmp_path, entries, messages):
     with pytest.raises(InvalidArgument) as caught:
-        build("hftrainer", "plain", tmp_path, param_groups=given)
+        build("hftrainer", "plain", tmp_path, param_groups=entries)
     assert all(message in str(caught.value) for message in messages)
 
 

@@ -52,7 +52,7 @@ def test_trainer_follows_the_configured_release(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("release", "message"),
     [
         (
             "4.30",
@@ -65,9 +65,9 @@ def test_trainer_follows_the_configured_release(tmp_path):
         (None, "write a release as text"),
     ],
 )
-def test_unknown_releases_are_refused(given, message):
+def test_unknown_releases_are_refused(release, message):
     with pytest.raises(InvalidArgument, match=re.escape(message)) as error:
-        TrainingArguments(lightning_config={"behaviour": given})
+        TrainingArguments(lightning_config={"behaviour": release})
     assert str(error.value).startswith("lightning_config['behaviour']: ")
 
 

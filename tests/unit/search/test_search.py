@@ -346,9 +346,9 @@ def test_label_smoothing_reaches_the_loss(tmp_path):
 
 
 def test_trial_values_are_cast_to_the_type_of_the_argument(tmp_path):
-    given = {"seed": 3.7, "warmup_steps": 0.5, "per_device_train_batch_size": "4"}
+    values = {"seed": 3.7, "warmup_steps": 0.5, "per_device_train_batch_size": "4"}
     truths = [{"dataloader_drop_last": truth} for truth in ("False", "true", 1)]
-    _, found = run_with(tmp_path, given, *truths, objective=lambda metrics: [metrics["eval_loss"]])
+    _, found = run_with(tmp_path, values, *truths, objective=lambda metrics: [metrics["eval_loss"]])
     first, *others = [args for args, *_ in found]
     assert (first["seed"], first["warmup_steps"], first["per_device_train_batch_size"]) == (3, 0.5, 4)
     assert [args["dataloader_drop_last"] for args in others] == [False, True, True]
@@ -363,17 +363,17 @@ def test_batch_size_set_after_the_search_is_used(tmp_path):
 
 
 def test_train_accepts_a_dict_as_trial(tmp_path):
-    given = []
+    trials = []
 
     def model_init(trial):
-        given.append(trial)
+        trials.append(trial)
         return Plain()
 
     trainer = make_trainer(tmp_path, model_init=model_init, save_strategy="steps", save_steps=2)
     trainer.train(trial={"learning_rate": 0.25, "width": 3})
     assert trainer.args.learning_rate == 0.25
-    assert given == [None, {"learning_rate": 0.25, "width": 3}]
-    assert trainer.state.is_hyper_param_search and trainer.state.trial_params == given[1]
+    assert trials == [None, {"learning_rate": 0.25, "width": 3}]
+    assert trainer.state.is_hyper_param_search and trainer.state.trial_params == trials[1]
     assert (tmp_path / "checkpoint-2").is_dir()
     with pytest.raises(InvalidArgument, match="trial=3: pass a trial of Optuna, or a dict"):
         trainer.train(trial=3)

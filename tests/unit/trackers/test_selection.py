@@ -83,13 +83,13 @@ def test_tracker_unknown_to_installed_transformers_needs_upgrade(monkeypatch, in
             select_trackers(name)
 
 
-@pytest.mark.parametrize("given", ["none", ["csv"]])
-def test_kubeflow_job_reports_to_kubeflow(tmp_path, monkeypatch, given):
+@pytest.mark.parametrize("report_to", ["none", ["csv"]])
+def test_kubeflow_job_reports_to_kubeflow(tmp_path, monkeypatch, report_to):
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "http://127.0.0.1")
-    trainer = tracking.make_trainer("hftrainer", tmp_path, "plain", report_to=given)
-    assert trainer.args.report_to == [*([] if given == "none" else given), "kubeflow"]
+    trainer = tracking.make_trainer("hftrainer", tmp_path, "plain", report_to=report_to)
+    assert trainer.args.report_to == [*([] if report_to == "none" else report_to), "kubeflow"]
     monkeypatch.setenv("DISABLE_KUBEFLOW_INTEGRATION", "TRUE")
-    trainer = tracking.make_trainer("hftrainer", tmp_path, "plain", report_to=given)
+    trainer = tracking.make_trainer("hftrainer", tmp_path, "plain", report_to=report_to)
     assert "kubeflow" not in trainer.args.report_to
 
 

@@ -47,7 +47,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("trainer_kwargs", "message"),
     [
         ({"train_dataset": None}, "needs a train_dataset"),
         ({"settings": {"eval_strategy": "steps"}}, "eval_strategy='steps' needs an eval_dataset"),
@@ -107,11 +107,11 @@ METRICS = {
         ),
     ],
 )
-def test_wrong_data_model_or_metric_is_named(make_args, given, message):
-    given = {"model": make_plain(), "train_dataset": plain_data(), **given}
-    settings, kind = given.pop("settings", {}), given.pop("kind", InvalidArgument)
+def test_wrong_data_model_or_metric_is_named(make_args, trainer_kwargs, message):
+    trainer_kwargs = {"model": make_plain(), "train_dataset": plain_data(), **trainer_kwargs}
+    settings, kind = trainer_kwargs.pop("settings", {}), trainer_kwargs.pop("kind", InvalidArgument)
     with pytest.raises(kind, match=message) as caught:
-        Trainer(args=make_args(**settings), **given).train()
+        Trainer(args=make_args(**settings), **trainer_kwargs).train()
     assert not str(caught.value).startswith("'")  # as a KeyError's message does
 
 
@@ -157,17 +157,17 @@ def test_training_error_does_not_name_evaluation_columns(make_args):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("checkpoint", "message"),
     [
         ("checkpoint-2/model.safetensors", r"Did you mean '.*checkpoint-2'\?"),
         ("checkpoint-1", r"The nearest in \S+: checkpoint-2, checkpoint-4, .*, checkpoint-10\.$"),
         (2, "resume_from_checkpoint=2: pass a checkpoint-xxx folder"),
     ],
 )
-def test_wrong_checkpoint_path_suggests_the_right_one(make_args, given, message):
+def test_wrong_checkpoint_path_suggests_the_right_one(make_args, checkpoint, message):
     args = make_args(save_strategy="steps", save_steps=2, max_steps=12)
     Trainer(make_plain(), args, train_dataset=plain_data()).train()
-    path = given if isinstance(given, int) else f"{args.output_dir}/{given}"
+    path = checkpoint if isinstance(checkpoint, int) else f"{args.output_dir}/{checkpoint}"
     with pytest.raises(CheckpointNotFound, match=message):
         Trainer(make_plain(), args, train_dataset=plain_data()).train(resume_from_checkpoint=path)
 
@@ -270,10 +270,10 @@ def test_best_metric_may_be_an_array_of_one_element(make_args, value):
     assert trainer.state.best_metric == 1.0
 
 
-@pytest.mark.parametrize(("given", "is_told"), [((), True), ((False,), False), ((None,), True)])
-def test_unused_resume_from_checkpoint_argument_warns(make_args, caplog, given, is_told):
-    args = make_args(resume_from_checkpoint=f"checkpoint-{len(given)}-{is_told}")
-    Trainer(make_plain(), args, train_dataset=plain_data()).train(*given)
+@pytest.mark.parametrize(("train_args", "is_told"), [((), True), ((False,), False), ((None,), True)])
+def test_unused_resume_from_checkpoint_argument_warns(make_args, caplog, train_args, is_told):
+    args = make_args(resume_from_checkpoint=f"checkpoint-{len(train_args)}-{is_told}")
+    Trainer(make_plain(), args, train_dataset=plain_data()).train(*train_args)
     told = "To resume, call train(resume_from_checkpoint=args.resume_from_checkpoint)" in caplog.text
     assert told is is_told
 

@@ -65,8 +65,8 @@ RUNS = {
 def train(folder, data=None, callback=None, **settings):
     sizes = StepSizes()
     defaults = {"num_train_epochs": 2, "max_steps": -1, "save_strategy": "no", "per_device_train_batch_size": 2}
-    given = {"callbacks": [sizes, *filter(None, [callback])], "trainer": {"train_dataset": data or plain_data(10)}}
-    trainer = make_trainer(folder, **{**given, **defaults, "gradient_accumulation_steps": 2, **settings})
+    options = {"callbacks": [sizes, *filter(None, [callback])], "trainer": {"train_dataset": data or plain_data(10)}}
+    trainer = make_trainer(folder, **{**options, **defaults, "gradient_accumulation_steps": 2, **settings})
     trainer.train()
     return sizes.epochs, trainer.state.global_step
 
