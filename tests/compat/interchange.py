@@ -15,10 +15,8 @@ from tests.support.tiny import make_peft
 
 #: model → micro-batches in a step, steps between checkpoints, the step to resume from. BERT does not accumulate, since
 #: the model of v5 leaves its loss undivided then.
-SHAPES = {
-    **{"plain": (1, 4, 12), "bert": (1, 4, 12), "llama": (3, 2, 2)},
-    **{"tied": (3, 2, 2), "peft": (3, 2, 2), "adapters": (3, 2, 6)},
-}
+SHAPES = {"plain": (1, 4, 12), "bert": (1, 4, 12), "llama": (3, 2, 2)}
+SHAPES |= {"tied": (3, 2, 2), "peft": (3, 2, 2), "adapters": (3, 2, 6)}
 
 
 def make_adapters():

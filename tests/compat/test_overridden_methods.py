@@ -27,11 +27,11 @@ from tests.support.tiny import make_plain, plain_data
 
 pytestmark = pytest.mark.usefixtures("as_installed")
 #: A run that reads, steps, accumulates, logs, evaluates, saves and loads its best model.
-SETTINGS: dict[str, Any] = {
-    **EVERY_STEP,
-    **{"eval_steps": 3, "save_steps": 3, "gradient_accumulation_steps": 3, "load_best_model_at_end": True},
-    **{"metric_for_best_model": "loss"},
-}
+SETTINGS: dict[str, Any] = (
+    EVERY_STEP
+    | {"eval_steps": 3, "save_steps": 3, "gradient_accumulation_steps": 3, "load_best_model_at_end": True}
+    | {"metric_for_best_model": "loss"}
+)
 
 
 def use(make: Callable[..., Any], library: Any, folder: Path) -> None:

@@ -350,10 +350,10 @@ SHOWN_BY = {
     },
     "5.1": {"resumes_with_batch_size_of_arguments": "resumed with another batch size"},
     "5.0": {"calls_create_scheduler": "overrides of all that make an optimizer"},
-    "4.57": {
-        **{"estimates_total_flos": "a norm", "logged_loss": "plain"},
-        **{"printed": "special tokens", "sets_use_cache": "the cache of a config"},
-    },
+    "4.57": (
+        {"estimates_total_flos": "a norm", "logged_loss": "plain"}
+        | {"printed": "special tokens", "sets_use_cache": "the cache of a config"}
+    ),
     "4.56": {"divides_eval_loss_by_items": "llama, accumulating"},
     "4.55": {"aligns_special_tokens": "special tokens"},
     "4.54": {"loss_divisor": "accumulating"},
@@ -364,10 +364,10 @@ SHOWN_BY = {
         "steps_of_epoch": "accumulating",
     },
     "4.50": {"counts_items_only_if_used": "items for an override", "logs_rate_of_step": "plain"},
-    "4.49": {
-        **{"num_items": "items of a plain model", "records_best_step": "best model"},
-        **{"saves_last_step_with": "by epoch", "saves_tokenizer_of_collator": "a tokenizer of the collator"},
-    },
+    "4.49": (
+        {"num_items": "items of a plain model", "records_best_step": "best model"}
+        | {"saves_last_step_with": "by epoch", "saves_tokenizer_of_collator": "a tokenizer of the collator"}
+    ),
     "4.48": {
         "decay_parameter_names": "a layernorm",
         "excludes_past_key_values": "predictions with a past",

@@ -224,10 +224,8 @@ CASES = {
     "WeightAveraging": (ends_with_the_average, {}),
 }
 #: Subclasses in place of classes that are to be derived from, or do nothing.
-OWN = {
-    **{"BaseFinetuning": Freezes, "BasePredictionWriter": Writer},
-    **{"Callback": Counts, "Checkpoint": Saves, "ProgressBar": Bar},
-}
+OWN = {"BaseFinetuning": Freezes, "BasePredictionWriter": Writer}
+OWN |= {"Callback": Counts, "Checkpoint": Saves, "ProgressBar": Bar}
 SETTINGS = {
     # the callback moves its rate on in the third epoch
     "BackboneFinetuning": {"max_steps": 40, "num_train_epochs": 5},

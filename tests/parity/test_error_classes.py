@@ -117,11 +117,11 @@ def resume_unsafe(library, folder):
 EACH_STEP = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
 BEST_OFF_BEAT = {**EACH_STEP, "eval_steps": 2, "save_steps": 3, "load_best_model_at_end": True}
 #: Name of an optimizer or tracker → the package it needs.
-OF_OPTIMIZERS = {
-    **{"adamw_bnb_8bit": "bitsandbytes", "lomo": "lomo_optim", "schedule_free_adamw": "schedulefree"},
-    **{"grokadamw": "grokadamw", "stable_adamw": "optimi", "adamw_torch_4bit": "torchao"},
-    **{"adamw_anyprecision": "torchdistx", "adamw_torch_npu_fused": "torch_npu", "adamw_torch_xla": "torch_xla"},
-}
+OF_OPTIMIZERS = (
+    {"adamw_bnb_8bit": "bitsandbytes", "lomo": "lomo_optim", "schedule_free_adamw": "schedulefree"}
+    | {"grokadamw": "grokadamw", "stable_adamw": "optimi", "adamw_torch_4bit": "torchao"}
+    | {"adamw_anyprecision": "torchdistx", "adamw_torch_npu_fused": "torch_npu", "adamw_torch_xla": "torch_xla"}
+)
 OF_TRACKERS = {
     **{name: name for name in ("wandb", "mlflow", "clearml", "dvclive", "trackio", "swanlab", "codecarbon")},
     **{"azure_ml": "azureml", "flyte": "flytekit"},

@@ -6,10 +6,8 @@ import torch
 from tests.support.parity import assert_equal, build, run_both
 from tests.support.tiny import language_data, make_llama, make_t5, plain_data, t5_data
 
-SIZES = {
-    **{"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
-    **{"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1},
-}
+SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1}
 
 
 def make_mamba():

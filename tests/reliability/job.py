@@ -22,10 +22,8 @@ from hftrainer.trainer_utils import get_last_checkpoint
 from hftrainer.training import stopping
 
 #: Options of a job besides training arguments, with their defaults.
-OPTIONS = {
-    **{"width": 64, "pause": 0.0, "waits_at": None, "alone_until": None, "kill_at": 0, "adds": False},
-    **{"adapters": False, "exact": False, "kill_upload": 0, "dies_at": None, "copies_within": None},
-}
+OPTIONS = {"width": 64, "pause": 0.0, "waits_at": None, "alone_until": None, "kill_at": 0, "adds": False}
+OPTIONS |= {"adapters": False, "exact": False, "kill_upload": 0, "dies_at": None, "copies_within": None}
 #: Audit events of Python that touch a file.
 TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
 
@@ -166,10 +164,8 @@ def main(folder, settings):
     if options["copies_within"] is not None:
         stopping._DUPLICATE_WINDOW[False] = options["copies_within"]
     torch.manual_seed(1)
-    defaults = {
-        **{"per_device_train_batch_size": 4, "num_train_epochs": 4, "learning_rate": 1e-2, "save_steps": 7},
-        **{"save_total_limit": 2, "logging_steps": 5, "disable_tqdm": True, "use_cpu": True},
-    }
+    defaults = {"per_device_train_batch_size": 4, "num_train_epochs": 4, "learning_rate": 1e-2, "save_steps": 7}
+    defaults |= {"save_total_limit": 2, "logging_steps": 5, "disable_tqdm": True, "use_cpu": True}
     args = TrainingArguments(folder, **{**defaults, **settings})
     samples, model = data(), make_model(options["width"], options["adapters"])
     if options["exact"]:

@@ -131,10 +131,10 @@ SETTINGS = {
     "plateau": {"steps": STATES, "lr_scheduler_type": "reduce_lr_on_plateau", **EVALUATED},
     "adafactor": {"steps": STATES, "optim": "adafactor"},
     "momentum": {"steps": STATES, "optim": "sgd", "optim_args": "momentum=0.9"},
-    "best": {
-        **{"steps": STATES, "metric_for_best_model": "loss", "load_best_model_at_end": True},
-        **{"eval_strategy": "steps", "eval_steps": 1},
-    },
+    "best": (
+        {"steps": STATES, "metric_for_best_model": "loss", "load_best_model_at_end": True}
+        | {"eval_strategy": "steps", "eval_steps": 1}
+    ),
     "tokens": {"steps": STATES, "logging_steps": 3, "include_num_input_tokens_seen": "all"},
     "own step": {"steps": STATES, "trainer_class": with_own_step(hftrainer)},
     "own step, accumulated": {"trainer_class": with_own_step(hftrainer), **THREE},
@@ -144,14 +144,14 @@ SETTINGS = {
     "accumulated stream": {"make_data": AugmentedStream, "max_steps": 5, **THREE},
     "stream, workers": {"steps": [1, 6], "make_data": AugmentedStream, "max_steps": 7, **WORKERS},
     "stream, by epoch": {"steps": [6, 12], "make_data": AugmentedStream, "max_steps": 14, "save_strategy": "epoch"},
-    "accumulated stream, by epoch": {
-        **{"steps": [2, 4], "make_data": AugmentedStream, "max_steps": 5, "save_strategy": "epoch", **THREE},
-        **{"eval_strategy": "epoch", "logging_strategy": "epoch"},
-    },
-    "grouped by length": {
-        **{"steps": [2, 6], "make_data": data_of_lengths, "trainer": {"eval_dataset": data_of_lengths(9)}},
-        **{"train_sampling_strategy": "group_by_length", **EVALUATED},
-    },
+    "accumulated stream, by epoch": (
+        {"steps": [2, 4], "make_data": AugmentedStream, "max_steps": 5, "save_strategy": "epoch", **THREE}
+        | {"eval_strategy": "epoch", "logging_strategy": "epoch"}
+    ),
+    "grouped by length": (
+        {"steps": [2, 6], "make_data": data_of_lengths, "trainer": {"eval_dataset": data_of_lengths(9)}}
+        | {"train_sampling_strategy": "group_by_length", **EVALUATED}
+    ),
 }
 
 

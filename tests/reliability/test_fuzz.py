@@ -210,29 +210,27 @@ def test_values_that_would_fail_in_training_are_refused(sources, folder, name):
         resume(folder)
 
 
-ARGUMENTS = {
-    **{"output_dir": "out", "learning_rate": 0.1, "max_steps": 3, "logging_steps": 2, "optim": "adamw_torch"},
-    **{"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {}, "report_to": ["none"], "use_cpu": True, "seed": 7},
-    **{"eval_strategy": "steps", "eval_steps": 2, "label_names": ["labels"], "warmup_steps": 0.1, "run_name": "run"},
-}
-LIGHTNING = {
-    **{"devices": 1, "async_checkpoint": True, "max_time": {"minutes": 1}},
-    **{"limit_val_batches": 2, "profiler": "simple"},
-}
+ARGUMENTS = (
+    {"output_dir": "out", "learning_rate": 0.1, "max_steps": 3, "logging_steps": 2, "optim": "adamw_torch"}
+    | {"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {}, "report_to": ["none"], "use_cpu": True, "seed": 7}
+    | {"eval_strategy": "steps", "eval_steps": 2, "label_names": ["labels"], "warmup_steps": 0.1, "run_name": "run"}
+)
+LIGHTNING = {"devices": 1, "async_checkpoint": True, "max_time": {"minutes": 1}}
+LIGHTNING |= {"limit_val_batches": 2, "profiler": "simple"}
 ACCELERATOR = {"split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True}
-FSDP = {
-    **{"version": 1, "transformer_layer_cls_to_wrap": ["BertLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
-    **{"min_num_params": 0, "state_dict_type": "FULL_STATE_DICT", "backward_prefetch": "backward_pre"},
-    **{"cpu_ram_efficient_loading": True, "activation_checkpointing": False, "reshard_after_forward": "full_shard"},
-    **{"xla": True, "xla_fsdp_settings": {"compute_dtype": "bfloat16"}},
-}
-DEEPSPEED = {
-    **{"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu"}}},
-    **{"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}}},
-    **{"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_min_lr": "auto"}}},
-    **{"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}, "gradient_clipping": "auto"},
-    **{"train_batch_size": "auto", "gradient_accumulation_steps": "auto"},
-}
+FSDP = (
+    {"version": 1, "transformer_layer_cls_to_wrap": ["BertLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    | {"min_num_params": 0, "state_dict_type": "FULL_STATE_DICT", "backward_prefetch": "backward_pre"}
+    | {"cpu_ram_efficient_loading": True, "activation_checkpointing": False, "reshard_after_forward": "full_shard"}
+    | {"xla": True, "xla_fsdp_settings": {"compute_dtype": "bfloat16"}}
+)
+DEEPSPEED = (
+    {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu"}}}
+    | {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}}}
+    | {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_min_lr": "auto"}}}
+    | {"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}, "gradient_clipping": "auto"}
+    | {"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}
+)
 
 
 def parse_arguments(path):
@@ -280,10 +278,8 @@ def test_random_config_files_are_used_or_refused(place, name, way, data):
 
 
 #: Contents that are no mapping of arguments.
-ODD = {
-    **{"deep": b"[" * 1_000, "deeper": b"[" * 10_000, "empty": b"", "zero": b"\x00", "letters": "é".encode() * 3},
-    **{"no anchor": b"a: &a [x, x]\nb: *c", "deep keys": b'{"a": 1' * 2_000, "no UTF-8": b'{"devices": "\xff\xfe"}'},
-}
+ODD = {"deep": b"[" * 1_000, "deeper": b"[" * 10_000, "empty": b"", "zero": b"\x00", "letters": "é".encode() * 3}
+ODD |= {"no anchor": b"a: &a [x, x]\nb: *c", "deep keys": b'{"a": 1' * 2_000, "no UTF-8": b'{"devices": "\xff\xfe"}'}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -309,10 +305,8 @@ REFERENCES = st.builds(
 )
 STATE = b'{"global_step": 2}'
 #: Malicious names of files in a repository.
-PATHS = {
-    **{"../outside": STATE, "checkpoint-2/../../outside": STATE, "/tmp/hftrainer-outside": STATE},
-    **{"checkpoint-2/trainer_state.json": STATE, "a\\..\\b": STATE},
-}
+PATHS = {"../outside": STATE, "checkpoint-2/../../outside": STATE, "/tmp/hftrainer-outside": STATE}
+PATHS |= {"checkpoint-2/trainer_state.json": STATE, "a\\..\\b": STATE}
 
 
 @pytest.fixture

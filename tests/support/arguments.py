@@ -14,10 +14,8 @@ from tests.support.tiny import MODELS
 #: When a script sets an argument: in the constructor, before the first run, before the second, in `on_train_begin`.
 TIMES = ("given", "before", "between", "at the start")
 #: Arguments of every run unless a case has others.
-DEFAULTS = {
-    **{"num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 2},
-    **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True},
-}
+DEFAULTS = {"num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 2}
+DEFAULTS |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
 STEPS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 WORKERS = {"dataloader_num_workers": 1}
 BEST = {**STEPS, "metric_for_best_model": "loss"}

@@ -33,10 +33,8 @@ MODELS["tied"] = (make_tied, tiny.plain_data)
 def make_trainer(folder: Path, model: str = "plain", callbacks=(), trainer_class=Trainer, **settings: Any) -> Any:
     """A Trainer of nine steps with a checkpoint at each third; `trainer` has the keywords of the Trainer itself."""
     make_model, make_data = MODELS[model]
-    defaults = {
-        **{"max_steps": 9, "save_steps": 3, "logging_steps": 3, "per_device_train_batch_size": 4},
-        **{"learning_rate": 1e-2, "disable_tqdm": True, "use_cpu": True, "report_to": "none"},
-    }
+    defaults = {"max_steps": 9, "save_steps": 3, "logging_steps": 3, "per_device_train_batch_size": 4}
+    defaults |= {"learning_rate": 1e-2, "disable_tqdm": True, "use_cpu": True, "report_to": "none"}
     trainer_kwargs = settings.pop("trainer", {})
     args = TrainingArguments(str(folder), **{**defaults, **settings})
     if not {"model", "model_init"} & trainer_kwargs.keys():

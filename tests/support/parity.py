@@ -100,11 +100,11 @@ def build(name: str, model: Model, folder: Path, **settings: Any) -> tuple[Any, 
     make_callback = settings.pop("callback", None)
     trainer_class = settings.pop("trainer_class", lambda library: library.Trainer)(library)
     data = make_data()
-    defaults = {
-        **{"num_train_epochs": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8},
-        **{"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "logging_steps": 2, "save_strategy": "no"},
-        **{"report_to": "none", "disable_tqdm": True, "use_cpu": True},
-    }
+    defaults = (
+        {"num_train_epochs": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8}
+        | {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "logging_steps": 2, "save_strategy": "no"}
+        | {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    )
     generates = isinstance(trainer_class, type) and issubclass(trainer_class, library.Seq2SeqTrainer)
     arguments_class = library.Seq2SeqTrainingArguments if generates else library.TrainingArguments
     args = arguments_class(str(folder), **{**defaults, **settings})

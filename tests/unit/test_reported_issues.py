@@ -127,10 +127,10 @@ SILENT = {
         r"first dimension of 'input_ids' \(shape \(1, 3\)\), 1 in the first sample",
     ),
     "a column of lengths that is missing": (
-        lambda: {
-            **{"train_sampling_strategy": "group_by_length", "length_column_name": "size"},
-            **{"data": text_data(), "model": make_bert()},
-        },
+        lambda: (
+            {"train_sampling_strategy": "group_by_length", "length_column_name": "size"}
+            | {"data": text_data(), "model": make_bert()}
+        ),
         "length_column_name='size' has no effect",
     ),
     "warm-up of a constant rate": (

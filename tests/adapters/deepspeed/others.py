@@ -27,10 +27,8 @@ SHARDED = {**STAGES[3], "zero_optimization": {"stage": 3}}
 
 
 def arguments(folder, kind=TrainingArguments, **settings):
-    defaults = {
-        **{"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1},
-        **{"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True},
-    }
+    defaults = {"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1}
+    defaults |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
     return kind(str(folder), **{**defaults, **settings})
 
 

@@ -30,10 +30,8 @@ def pretrained(tmp_path_factory):
 
 def train(name, folder, pretrained, steps, resume=None):
     library = importlib.import_module(name)
-    settings = {
-        **{"max_steps": steps, "lr_scheduler_type": "constant", "save_steps": 2, "logging_steps": 1},
-        **{"report_to": "none", "disable_tqdm": True},
-    }
+    settings = {"max_steps": steps, "lr_scheduler_type": "constant", "save_steps": 2, "logging_steps": 1}
+    settings |= {"report_to": "none", "disable_tqdm": True}
     args = library.TrainingArguments(str(folder), deepspeed=CONFIG, use_cpu=True, **settings)
     model = LlamaForCausalLM.from_pretrained(pretrained)
     assert sum(each.numel() for each in model.parameters()) == 0

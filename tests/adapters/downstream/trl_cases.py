@@ -88,10 +88,8 @@ def short(completions: list, **kwargs: Any) -> list[float]:
 
 
 #: Four answers to a question, short ones; a batch of all questions' answers is made every other step.
-ONLINE = {
-    **{"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_generations": 4},
-    **{"max_completion_length": 8, "max_steps": 4, "save_steps": 3, "eval_steps": 4, "beta": 0.1},
-}
+ONLINE = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_generations": 4}
+ONLINE |= {"max_completion_length": 8, "max_steps": 4, "save_steps": 3, "eval_steps": 4, "beta": 0.1}
 
 
 def rewards() -> dict[str, Any]:

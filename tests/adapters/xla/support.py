@@ -32,10 +32,8 @@ def make_trainer(
 ):
     make, data = MODELS[name]
     model = model or (make() if dropout else without_dropout(make()))
-    defaults = {
-        **{"max_steps": 12, "logging_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-3},
-        **{"weight_decay": 0.1, "save_strategy": "no", "disable_tqdm": True, "report_to": "none"},
-    }
+    defaults = {"max_steps": 12, "logging_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-3}
+    defaults |= {"weight_decay": 0.1, "save_strategy": "no", "disable_tqdm": True, "report_to": "none"}
     args = TrainingArguments(str(output_dir), **{**defaults, **settings})
     return kind(model, args, train_dataset=data(samples), eval_dataset=data(10), callbacks=list(callbacks))
 

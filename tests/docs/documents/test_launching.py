@@ -30,10 +30,8 @@ FSDP = {
     "full shard": {},
 }
 #: The keys of `--fsdp_config` that the text names, and what they become.
-KEYS = {
-    **{"transformer_layer_cls_to_wrap": ["Linear"], "backward_prefetch": "backward_pos", "forward_prefetch": "True"},
-    **{"limit_all_gathers": "True", "activation_checkpointing": "True", "use_orig_params": True},
-}
+KEYS = {"transformer_layer_cls_to_wrap": ["Linear"], "backward_prefetch": "backward_pos", "forward_prefetch": "True"}
+KEYS |= {"limit_all_gathers": "True", "activation_checkpointing": "True", "use_orig_params": True}
 TRUE = dict.fromkeys(("forward_prefetch", "limit_all_gathers", "activation_checkpointing", "use_orig_params"), True)
 READ = FsdpSettings(**TRUE, version=1, wrap_classes=("Linear",), backward_prefetch="BACKWARD_POST")
 BY_SIZE = FsdpSettings(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=9)

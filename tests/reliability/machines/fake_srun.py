@@ -9,10 +9,8 @@ from pathlib import Path
 
 master = str(random.SystemRandom().randrange(10_000, 32_000))  # below the ports that connections get
 count = os.environ["SLURM_NTASKS"]
-shared = {
-    **{"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": count, "SLURM_STEP_TASKS_PER_NODE": count},
-    **{"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0", "MASTER_PORT": master},
-}
+shared = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": count, "SLURM_STEP_TASKS_PER_NODE": count}
+shared |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0", "MASTER_PORT": master}
 tasks = [
     subprocess.Popen(sys.argv[1:], env={**os.environ, **shared, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})
     for rank in map(str, range(int(count)))

@@ -15,10 +15,8 @@ from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer.parallel.fsdp_settings import read_fsdp
 from hftrainer_deepspeed.settings import DeepSpeedConfig, make_config, read_deepspeed
 
-ZERO = {
-    **{"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": True},
-    **{"reduce_scatter": True, "reduce_bucket_size": 5e8, "contiguous_gradients": True, "cpu_offload": True},
-}
+ZERO = {"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": True}
+ZERO |= {"reduce_scatter": True, "reduce_bucket_size": 5e8, "contiguous_gradients": True, "cpu_offload": True}
 #: The two configurations of the documentation of v4.1, which mean the same.
 LONG = {
     "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},

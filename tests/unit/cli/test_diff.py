@@ -17,10 +17,8 @@ from hftrainer.errors import DamagedCheckpoint
 from tests.support.checkpoints import MaliciousPickle
 from tests.support.parity import accuracy, build
 
-SETTINGS = {
-    **{"learning_rate": 0.01, "max_steps": 12, "logging_steps": 2, "save_strategy": "steps", "save_steps": 6},
-    **{"eval_strategy": "steps", "eval_steps": 4, "trainer": {"compute_metrics": accuracy}},
-}
+SETTINGS = {"learning_rate": 0.01, "max_steps": 12, "logging_steps": 2, "save_strategy": "steps", "save_steps": 6}
+SETTINGS |= {"eval_strategy": "steps", "eval_steps": 4, "trainer": {"compute_metrics": accuracy}}
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,8 @@ from hftrainer.model.apply_arguments import set_tf32
 from tests.support.parity import build
 
 #: tf32, torch_compile, fp16 → whether TF32 is allowed afterwards.
-TF32 = {
-    **{(True, False, False): True, (False, False, False): False, (None, False, False): "as before"},
-    **{(None, True, False): True, (None, True, True): "as before", (False, True, False): False},
-}
+TF32 = {(True, False, False): True, (False, False, False): False, (None, False, False): "as before"}
+TF32 |= {(None, True, False): True, (None, True, True): "as before", (False, True, False): False}
 
 
 @pytest.mark.parametrize("case", TF32, ids=str)

@@ -72,7 +72,7 @@ def test_output_url_beside_storage_url_is_refused():
     with pytest.raises(InvalidArgument, match="like a URL without '://': use 's3://a/b'"):
         TrainingArguments("s3:/a/b")
     args = TrainingArguments("s3://a/b", report_to="none")
-    again = TrainingArguments(**{"output_dir": args.output_dir, "storage_url": args.storage_url, "report_to": "none"})
+    again = TrainingArguments(output_dir=args.output_dir, storage_url=args.storage_url, report_to="none")
     assert json.loads(again.to_json_string())["storage_url"] == "s3://a/b"
 
 
