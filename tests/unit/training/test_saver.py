@@ -1,8 +1,50 @@
-"""When a checkpoint is written again, and what is due once it is announced."""
+"""At which steps a run writes checkpoints, what is in them, which stay, and what is due once one is announced."""
 
 import pytest
 
-from tests.support.checkpoints import make_trainer
+from hftrainer.checkpointing.inspection import inspect_checkpoint
+from tests.support.checkpoints import OnSave, make_trainer
+
+
+def saved_steps(folder):
+    return sorted(int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"save_steps": 4}, [4, 8, 9]),  # the last step is saved too
+        ({"save_steps": 0.5}, [5, 9]),  # a share of the nine steps
+        ({"save_strategy": "epoch", "num_train_epochs": 2, "max_steps": -1}, [10, 20]),
+        ({"save_strategy": "no"}, []),
+        ({"save_total_limit": 2}, [6, 9]),
+    ],
+)
+def test_steps_with_a_checkpoint(tmp_path, settings, steps):
+    make_trainer(tmp_path, **settings).train()
+    assert saved_steps(tmp_path) == steps
+
+
+def test_best_checkpoint_outlives_newer_ones(tmp_path):
+    values = iter([3.0, 1.0, 2.0])
+    evaluated = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "save_total_limit": 2}
+    measured = {"metric_for_best_model": "value", "trainer": {"compute_metrics": lambda _: {"value": next(values)}}}
+    trainer = make_trainer(tmp_path, **evaluated, **measured)
+    trainer.train()
+    assert saved_steps(tmp_path) == [3, 9]
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
+
+
+@pytest.mark.parametrize("only_model", [False, True])
+def test_checkpoint_is_complete_when_it_is_announced(tmp_path, only_model):
+    found = []
+    note = OnSave(lambda folder: found.append((folder, inspect_checkpoint(str(folder)).skip_reason_within)))
+    make_trainer(tmp_path, callbacks=[note], save_only_model=only_model).train()
+    assert found == [(tmp_path / f"checkpoint-{step}", None) for step in (3, 6, 9)]
+    files = {path.name for path in (tmp_path / "checkpoint-9").iterdir()}
+    assert "model.safetensors" in files
+    for_resuming = {"optimizer.pt", "progress.pt", "rng_state.pth", "scheduler.pt"}
+    assert files & for_resuming == (set() if only_model else for_resuming)
 
 
 def test_request_made_while_a_checkpoint_is_written_is_kept(tmp_path, monkeypatch):

@@ -1,12 +1,16 @@
-"""The sums of losses and logged values. `tests/support/fake_npu.py` compares those of a device that is not awaited."""
+"""The sums of losses and logged values, and what `on_step_end` may ask for: its step's loss, inputs and outputs.
+
+`tests/support/fake_npu.py` compares losses of a device, which is not awaited.
+"""
 
 import pytest
 import torch
 
-from hftrainer import Trainer
+from hftrainer import Trainer, TrainerCallback
 from hftrainer.training.run import Run
-from hftrainer.training.sums import LoggedMetrics, LossAccumulator
-from tests.support.tiny import make_plain
+from hftrainer.training.sums import LoggedMetrics, LossAccumulator, StepEndValues
+from tests.support.parity import build, train
+from tests.support.tiny import Plain, make_plain
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -34,3 +38,68 @@ def test_logged_values_are_means_over_their_counts_or_else_over_the_steps():
     means = {"counted": 3 / 2, "uncounted": 3 / 4, "once": 5.0, "last": 7.0}
     assert metrics.pop(torch.tensor(8.0), 4) == (8.0, means)
     assert metrics.pop(torch.tensor(8.0), 4) == (8.0, {})
+
+
+class Asks(TrainerCallback):
+    def __init__(self):
+        self.steps = []
+
+    def on_step_end(self, args, state, control, loss=None, inputs=None, outputs=None, **kwargs):
+        self.steps.append((loss, inputs, outputs))
+
+
+class AsksNothing(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen.append(sorted(kwargs.keys() & {"loss", "inputs", "outputs"}))
+
+
+class AsksForLoss(TrainerCallback):
+    def on_step_end(self, args, state, control, loss, **kwargs):
+        assert loss.ndim == 0
+
+
+class OwnStep(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+@pytest.mark.parametrize("kind", [Trainer, OwnStep], ids=["automatic", "manual"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_on_step_end_gets_loss_inputs_and_outputs(tmp_path, kind, accumulation):
+    asks = Asks()
+    settings = {"max_steps": 3, "logging_steps": 1, "gradient_accumulation_steps": accumulation}
+    settings |= {"eval_strategy": "steps", "eval_steps": 1}
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer_class=lambda _: kind, **settings)
+    trainer.add_callback(asks)
+    trainer.train()
+    logged = [line["loss"] for line in trainer.state.log_history if "learning_rate" in line]
+    assert [loss.item() for loss, _, _ in asks.steps] == pytest.approx(logged)
+    for loss, inputs, outputs in asks.steps:
+        assert isinstance(loss, torch.Tensor) and not loss.requires_grad
+        assert sorted(inputs) == ["labels", "x"] and inputs["x"].shape == (4, 8)
+        assert outputs["logits"].shape == (4, 3)  # of training's micro-batch, not of an evaluation's batch of 8
+        assert torch.equal(torch.nn.functional.cross_entropy(outputs["logits"], inputs["labels"]), outputs["loss"])
+    assert not trainer.model._forward_hooks
+
+
+def test_only_requested_values_are_recorded(tmp_path, monkeypatch):
+    nothing, some = AsksNothing(), AsksForLoss()
+    assert StepEndValues([nothing]).requested_names == set()
+    assert StepEndValues([nothing, some]).requested_names == {"loss"}
+    trainer, _ = build("hftrainer", "plain", tmp_path, max_steps=2)
+    trainer.add_callback(nothing)
+    monkeypatch.setattr(Plain, "register_forward_hook", lambda *_: pytest.fail("outputs are recorded"))
+    trainer.train()
+    trainer.add_callback(some)
+    trainer.train()
+    assert nothing.seen == [[], [], ["loss"], ["loss"]]  # all callbacks get what one asks for
+
+
+def test_requesting_values_does_not_change_the_run(tmp_path):
+    plain = train("hftrainer", "bert", tmp_path / "a", max_steps=4)
+    asked = train("hftrainer", "bert", tmp_path / "b", max_steps=4, trainer={"callbacks": [Asks()]})
+    assert plain.logs == asked.logs
+    assert all(torch.equal(plain.weights[name], asked.weights[name]) for name in plain.weights)
