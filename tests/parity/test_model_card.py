@@ -68,11 +68,9 @@ SEVERAL = {
     "dataset": ["IMDB", "GLUE"],
     "dataset_args": ["plain", "sst2"],
 }
-ONE = (
-    {"language": ["en", "de"], "license": "mit", "tags": "mine", "model_name": "a name"}
-    | {"finetuned_from": "bert-base-cased", "tasks": "token-classification"}
-    | {"dataset_tags": "conll2003", "dataset": "CoNLL", "dataset_args": "en"}
-)
+ONE = {"language": ["en", "de"], "license": "mit", "tags": "mine", "model_name": "a name"}
+ONE |= {"finetuned_from": "bert-base-cased", "tasks": "token-classification"}
+ONE |= {"dataset_tags": "conll2003", "dataset": "CoNLL", "dataset_args": "en"}
 
 
 @pytest.mark.parametrize("card_kwargs", [{}, ONE, SEVERAL], ids=["nothing", "one of each", "several"])

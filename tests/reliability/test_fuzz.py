@@ -218,19 +218,15 @@ ARGUMENTS = (
 LIGHTNING = {"devices": 1, "async_checkpoint": True, "max_time": {"minutes": 1}}
 LIGHTNING |= {"limit_val_batches": 2, "profiler": "simple"}
 ACCELERATOR = {"split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True}
-FSDP = (
-    {"version": 1, "transformer_layer_cls_to_wrap": ["BertLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    | {"min_num_params": 0, "state_dict_type": "FULL_STATE_DICT", "backward_prefetch": "backward_pre"}
-    | {"cpu_ram_efficient_loading": True, "activation_checkpointing": False, "reshard_after_forward": "full_shard"}
-    | {"xla": True, "xla_fsdp_settings": {"compute_dtype": "bfloat16"}}
-)
-DEEPSPEED = (
-    {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu"}}}
-    | {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}}}
-    | {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_min_lr": "auto"}}}
-    | {"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}, "gradient_clipping": "auto"}
-    | {"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}
-)
+FSDP = {"version": 1, "transformer_layer_cls_to_wrap": ["BertLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+FSDP |= {"min_num_params": 0, "state_dict_type": "FULL_STATE_DICT", "backward_prefetch": "backward_pre"}
+FSDP |= {"cpu_ram_efficient_loading": True, "activation_checkpointing": False, "reshard_after_forward": "full_shard"}
+FSDP |= {"xla": True, "xla_fsdp_settings": {"compute_dtype": "bfloat16"}}
+DEEPSPEED = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu"}}}
+DEEPSPEED |= {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}}}
+DEEPSPEED |= {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_min_lr": "auto"}}}
+DEEPSPEED |= {"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}, "gradient_clipping": "auto"}
+DEEPSPEED |= {"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}
 
 
 def parse_arguments(path):

@@ -8,12 +8,10 @@ from typing import Any
 from tests.adapters.downstream import records
 
 #: A log line each optimizer step; evaluations and checkpoints at the third and the sixth and last.
-SETTINGS = (
-    {"max_steps": 6, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4}
-    | {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "warmup_steps": 2, "logging_steps": 1}
-    | {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3, "use_cpu": True}
-    | {"report_to": "none", "disable_tqdm": True}
-)
+SETTINGS = {"max_steps": 6, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4}
+SETTINGS |= {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "warmup_steps": 2, "logging_steps": 1}
+SETTINGS |= {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3, "use_cpu": True}
+SETTINGS |= {"report_to": "none", "disable_tqdm": True}
 
 
 def record(

@@ -52,12 +52,8 @@ def save_data(kind: str) -> None:
 
 def live(folder: Path, data: str, resumes: bool = True, **settings: Any) -> dict[str, Any]:
     save_data(data)
-    given = (
-        {"model_name_or_path": save_model(Path("model")), "dataset_dir": "data"}
-        | {"dataset": "train", "eval_dataset": "held_out"}
-        | SETTINGS
-        | settings
-    )
+    given = {"model_name_or_path": save_model(Path("model")), "dataset_dir": "data"}
+    given |= {"dataset": "train", "eval_dataset": "held_out"} | SETTINGS | settings
     logs, lives_of = {}, {"run": {}, "resumed": {"resume_from_checkpoint": str(folder / "run" / "checkpoint-3")}}
     for name, more in list(lives_of.items())[: 1 + resumes]:
         witness = Witness()

@@ -19,11 +19,9 @@ from tests.adapters.downstream import records
 from tests.adapters.downstream.tiny_bert import save_bert
 from tests.adapters.downstream.tiny_language import sentence
 
-SETTINGS = (
-    {"batch_size": 4, "max_steps": 6, "body_learning_rate": 1e-3, "logging_steps": 2, "logging_first_step": True}
-    | {"eval_strategy": "steps", "eval_steps": 3, "eval_max_steps": 2, "save_strategy": "steps", "save_steps": 3}
-    | {"report_to": "none", "show_progress_bar": False}
-)
+SETTINGS = {"batch_size": 4, "max_steps": 6, "body_learning_rate": 1e-3, "logging_steps": 2, "logging_first_step": True}
+SETTINGS |= {"eval_strategy": "steps", "eval_steps": 3, "eval_max_steps": 2, "save_strategy": "steps", "save_steps": 3}
+SETTINGS |= {"report_to": "none", "show_progress_bar": False}
 EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 
 

@@ -1,11 +1,11 @@
-"""Missing and damaged shards of checkpoints are found by the names of files, without DeepSpeed."""
+"""Missing and damaged files of checkpoints are found, shards by the names of files, without DeepSpeed."""
 
 import pytest
 import torch
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.files import write_manifest
-from hftrainer.checkpointing.inspection import accept_checkpoint, inspect_checkpoint
+from hftrainer.checkpointing.inspection import Inspection, accept_checkpoint, inspect_checkpoint
 from hftrainer.errors import CheckpointNotFound
 
 ZERO_3 = [f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in (0, 1) for kind in ("model", "optim")]
@@ -70,10 +70,7 @@ def test_truncated_shard_is_named(tmp_path):
     write_manifest(folder)
     (folder / names.DCP_FOLDER / "__0_0.distcp").write_bytes(b"")
     reason = f"{folder}/dcp/__0_0.distcp has changed size since it was written"
-    assert (inspect_checkpoint(folder).skip_reason, inspect_checkpoint(folder).fault) == (
-        reason,
-        reason,
-    )
+    assert inspect_checkpoint(folder).skip_reason == inspect_checkpoint(folder).fault == reason
 
 
 @pytest.mark.parametrize("kind", ["pytorch_model_fsdp_0", "optimizer_0"])
@@ -87,3 +84,24 @@ def test_fsdp_shards_need_their_metadata(tmp_path, kind):
     assert inspect_checkpoint(folder).fault is None
     (folder / kind / ".metadata").unlink()
     assert str(inspect_checkpoint(folder).fault).endswith(f"{kind}/.metadata is missing")
+
+
+def test_weights_may_be_converted_and_shards_without_a_list_deleted(tmp_path):
+    folder = write(tmp_path / "run", [])
+    (folder / "latest").unlink()
+    for name in ("model.safetensors", "__0_0.distcp"):
+        (folder / name).write_bytes(b"0")
+    write_manifest(folder)
+    (folder / "__0_0.distcp").unlink()
+    (folder / "model.safetensors").rename(folder / "model.saved")
+    assert inspect_checkpoint(folder).fault == f"{folder}/model.safetensors is missing, and no weights replace it"
+    torch.save({}, folder / "pytorch_model.bin")
+    assert inspect_checkpoint(folder).fault is None
+
+
+@pytest.mark.parametrize(
+    ("altered", "fault", "is_accepted"),
+    [((), None, False), (("a",), None, True), (("a",), "b is missing", False), ((), names.MANIFEST_NAME, True)],
+)
+def test_altered_files_and_a_damaged_manifest_can_be_accepted(tmp_path, altered, fault, is_accepted):
+    assert Inspection(tmp_path, altered=altered, fault=fault).can_be_accepted is is_accepted

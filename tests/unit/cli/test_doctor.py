@@ -100,11 +100,9 @@ def test_every_extra_has_a_description():
     assert set(re.findall(r"^([\w-]+) = \[", section, re.M)) - {"test", "docs", "dev"} == doctor.EXTRAS.keys()
 
 
-SECRETS = (
-    {"HF_TOKEN": "hf_topsecret1", "WANDB_API_KEY": "topsecret2", "COMET_API_KEY": "topsecret3"}
-    | {"MLFLOW_TRACKING_PASSWORD": "topsecret4", "MLFLOW_TRACKING_URI": "https://me:topsecret5@example.org"}
-    | {"AWS_SECRET_ACCESS_KEY": "topsecret6", "SOME_SERVICE_TOKEN": "topsecret7"}
-)
+SECRETS = {"HF_TOKEN": "hf_topsecret1", "WANDB_API_KEY": "topsecret2", "COMET_API_KEY": "topsecret3"}
+SECRETS |= {"MLFLOW_TRACKING_PASSWORD": "topsecret4", "MLFLOW_TRACKING_URI": "https://me:topsecret5@example.org"}
+SECRETS |= {"AWS_SECRET_ACCESS_KEY": "topsecret6", "SOME_SERVICE_TOKEN": "topsecret7"}
 
 
 @pytest.mark.parametrize("words", [(), ("--json",)])

@@ -8,11 +8,9 @@ from transformers import (
     TFBertForTokenClassification,
 )
 
-SMALL = (
-    {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    | {"intermediate_size": 32, "max_position_embeddings": 16, "hidden_dropout_prob": 0.0}
-    | {"attention_probs_dropout_prob": 0.0, "initializer_range": 0.2}
-)
+SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL |= {"intermediate_size": 32, "max_position_embeddings": 16, "hidden_dropout_prob": 0.0}
+SMALL |= {"attention_probs_dropout_prob": 0.0, "initializer_range": 0.2}
 tf.random.set_seed(7)
 for name, kind, labels in (
     ("text", TFBertForSequenceClassification, 3),
