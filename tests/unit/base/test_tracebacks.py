@@ -287,18 +287,9 @@ CLASSES = "0 to 2: count them from 0, and load the model with num_labels to matc
 INDICES = {
     "class": (made_of(make_bert, text_data, label=lambda _: 7), f"labels is 7, but the model accepts {CLASSES}"),
     "no transformers model": (made_of(make_plain, plain_data, labels=lambda _: torch.tensor(7)), f"accepts {CLASSES}"),
-    "token": (
-        made_of(make_bert, text_data, input_ids=lambda ids: ids * 0 + 60),
-        f"input_ids is 60, .* {TOKENS}",
-    ),
-    "next token": (
-        made_of(make_llama, language_data, labels=lambda ids: ids * 0 + 60),
-        "labels is 60, .* 0 to 49",
-    ),
-    "position": (
-        made_of(gpt2, language_data),
-        "positions are 0 to 11, but the model accepts 0 to 7: shorten the s",
-    ),
+    "token": (made_of(make_bert, text_data, input_ids=lambda ids: ids * 0 + 60), f"input_ids is 60, .* {TOKENS}"),
+    "next token": (made_of(make_llama, language_data, labels=lambda ids: ids * 0 + 60), "labels is 60, .* 0 to 49"),
+    "position": (made_of(gpt2, language_data), "positions are 0 to 11, but the model accepts 0 to 7: shorten the s"),
     "length": (
         made_of(make_bert, text_data, input_ids=lambda ids: ids.repeat(4), attention_mask=lambda mask: mask.repeat(4)),
         "Samples of 48 tokens exceed max_position_embeddings=32: tokenize with truncation=True, max_length=32.",

@@ -104,10 +104,7 @@ def test_wrong_argument_says_what_to_type(words, message, explain):
 
 
 def test_name_of_an_argument_alone_shows_its_help(explain):
-    for name, handled in {
-        "learning_rate": "Handled by hftrainer",
-        "bf16": "Settings of Lightning: precision:",
-    }.items():
+    for name, handled in {"learning_rate": "Handled by hftrainer", "bf16": "Settings of Lightning: precision:"}.items():
         shown = explain(name).stdout
         assert shown.startswith(f"--{name} ") and shown.splitlines()[-1].startswith(handled)
     text = " ".join(explain("optim").stdout.split())

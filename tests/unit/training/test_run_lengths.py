@@ -30,7 +30,7 @@ def test_position_after_steps(step, skips, position):
 
 def test_position_follows_another_accumulation_in_each_epoch():
     assert [position_at_step(step, 4, lambda epoch: [1, 2, 4][epoch]) for step in (3, 4, 5, 6)] == [
-        *((0, 3), (1, 0), (1, 2), (2, 0)),
+        *((0, 3), (1, 0), (1, 2), (2, 0))
     ]
 
 
