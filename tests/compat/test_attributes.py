@@ -20,7 +20,7 @@ from hftrainer.releases import followed
 from hftrainer_ray.search import RaySearch
 from tests.compat.names_in_use import ABSENT, READ
 from tests.support.changed_trainers import Doubled, changed_alike, library_of, parent, run_changed
-from tests.support.parity import EVENTS, EVERY_STEP, LIBRARIES, accuracy, assert_equal, build, comparable, run_both
+from tests.support.parity import EVENTS, EVERY_STEP, LIBRARIES, accuracy, assert_agree, build, comparable
 from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_bert, make_plain
 
@@ -191,7 +191,7 @@ def test_attributes_set_by_a_subclass_survive_model_init(tmp_path):
         return [{name: getattr(trainer, name) for name in KEPT} for _ in range(2) if trainer.train()]
 
     reads_once = followed.make_policy(followed.installed_release()).reads_batch_size_once
-    assert run_both(run, assert_equal)[1] == KEPT | ({} if reads_once else {"_train_batch_size": 4})
+    assert assert_agree(run)[1] == KEPT | ({} if reads_once else {"_train_batch_size": 4})
 
 
 def test_script_may_remove_the_neftune_hook(tmp_path):
@@ -256,7 +256,7 @@ def test_search_attributes_are_set_during_and_after_a_search(tmp_path):
         )
         return [*seen, (trainer.hp_search_backend, trainer.compute_objective({"eval_loss": 1}), trainer.objective)]
 
-    assert len(run_both(run, assert_equal)) == 3
+    assert len(assert_agree(run)) == 3
 
 
 @pytest.mark.parametrize("name", ABSENT)

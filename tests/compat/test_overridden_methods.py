@@ -21,7 +21,7 @@ from tests.compat.names_in_use import ABSENT, METHODS
 from tests.support.changed_trainers import methods_of
 from tests.support.hub_runs import hub as hub, make_pushing
 from tests.support.known_differences import NOT_CALLED_ALIKE
-from tests.support.parity import EVERY_STEP, build, record, run_both
+from tests.support.parity import EVERY_STEP, assert_agree, build, record
 from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_plain, plain_data
 
@@ -248,7 +248,7 @@ def test_replaced_callback_methods_get_the_same_calls(tmp_path, holder, way, mon
         trainer.predict(trainer.eval_dataset)
         return record(trainer, recorder, tmp_path / library_name, calls=sorted(calls, key=itemgetter(0)))
 
-    assert {*HOLDERS[holder]} <= {call[:2] for call in run_both(run).extra["calls"]}
+    assert {*HOLDERS[holder]} <= {call[:2] for call in assert_agree(run).extra["calls"]}
 
 
 @pytest.mark.newest_peer

@@ -19,7 +19,7 @@ import hftrainer
 from hftrainer.arguments import accelerate as accelerate_arguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from tests.support.parity import assert_equal, assert_same_weights, build, callback, compare, run_both, train
+from tests.support.parity import assert_agree, assert_same_weights, build, callback, compare, train
 from tests.support.tiny import Stream, make_plain, plain_data
 
 KEEP_STATE = {"use_configured_state": True}
@@ -51,7 +51,7 @@ def test_arguments_create_only_the_partial_state():
             AcceleratorState()
         return found
 
-    run_both(run, assert_equal)
+    assert_agree(run)
 
 
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}])
@@ -170,7 +170,7 @@ def test_mixed_precision_set_on_the_arguments_takes_effect():
         trainer.train()
         return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
-    assert run_both(run, assert_equal) != run("hftrainer", "no")
+    assert assert_agree(run) != run("hftrainer", "no")
     with pytest.raises(UnsupportedArgument, match="choose 'no', 'fp16' or 'bf16'"):
         arguments().mixed_precision = "fp8"
 
@@ -240,7 +240,7 @@ def test_each_config_key_trains_alike(tmp_path, key):
         return train(name, "plain", tmp_path / name, accelerator_config=copy.deepcopy({key: KEYS[key]}))
 
     changes = key in ("use_seedable_sampler", "gradient_accumulation_kwargs")
-    assert (run_both(run).logs != train("hftrainer", "plain", tmp_path / "without").logs) == changes
+    assert (assert_agree(run).logs != train("hftrainer", "plain", tmp_path / "without").logs) == changes
 
 
 @pytest.mark.parametrize("dispatched", [True, False])
@@ -329,7 +329,7 @@ def test_accelerator_attributes_report_the_config(tmp_path, config):
         told += [getattr(accelerator.gradient_state, each) for each in NAMES_OF_STATE.split()]
         return told, [loader.total_batch_size for loader in loaders]
 
-    run_both(run, assert_equal)
+    assert_agree(run)
 
 
 def test_distributed_type_equals_that_of_accelerate(tmp_path):

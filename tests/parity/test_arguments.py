@@ -17,7 +17,7 @@ from hftrainer.errors import InvalidArgument
 from tests.support import parity
 from tests.support.arguments import CASES, DEFAULTS, TIMES, make_trainer
 from tests.support.known_differences import OWN_FILES
-from tests.support.parity import EVALUATED, EVERY_STEP, accuracy, assert_equal, comparable, compare, record, run_both
+from tests.support.parity import EVALUATED, EVERY_STEP, accuracy, assert_agree, comparable, compare, record
 from tests.support.tiny import MODELS, make_plain, plain_data
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ def test_argument_has_the_same_effect_until_the_same_time(tmp_path, capsys, name
         value = str(tmp_path / library / case.value) if name == "output_dir" else case.value
         return changed_run(library, tmp_path / library, case.needs, time, **{name: value})
 
-    ours = run_both(run, assert_equal)
+    ours = assert_agree(run)
     takes_effect = case.until is not None and TIMES.index(time) <= TIMES.index(case.until)
     assert (ours != unchanged_run(name, time == "between")) is takes_effect
 
@@ -203,7 +203,7 @@ def test_accumulation_changed_by_a_callback(tmp_path, event, first, then, step):
         assert trainer.args.gradient_accumulation_steps == then
         return record(trainer, recorder, tmp_path / name)
 
-    run_both(run)
+    assert_agree(run)
 
 
 def test_accumulation_changed_by_an_override(tmp_path):

@@ -73,7 +73,7 @@ def test_every_event_passes_the_same_state_and_keywords(tmp_path, run):
         trainer.predict(plain_data()[:5])
         return recorder.seen
 
-    ours = parity.run_both(run_one, assert_same_events)
+    ours = parity.assert_agree(run_one, assert_same_events)
     never = {"on_push_begin", *(() if "gradient_accumulation_steps" in settings else ("on_substep_end",))}
     assert {seen[0] for seen in ours} == set(ALL_EVENTS) - never
 

@@ -11,7 +11,7 @@ import hftrainer
 from tests.support.hub_runs import TOKEN, hub as hub, make_pushing
 from tests.support.hub_server import Commit, Repo
 from tests.support.known_differences import OWN_FILES
-from tests.support.parity import assert_equal, run_both
+from tests.support.parity import assert_agree
 from tests.support.tiny import tokenizer
 
 #: Files whose contents are the same in both libraries.
@@ -47,7 +47,7 @@ def test_each_hub_strategy_pushes_the_same_commits(hub, tmp_path, strategy):
         message = (returned if name == "transformers" else returned.result()).commit_message
         return during, message, callback.begun, trainer.hub_model_id, pop_commits(hub, "org/named")
 
-    assert run_both(run, assert_equal)[0] == STRATEGIES[strategy]
+    assert assert_agree(run)[0] == STRATEGIES[strategy]
 
 
 class WithModules:
@@ -87,7 +87,7 @@ def test_each_hub_setting_pushes_the_same_commits(hub, tmp_path, commits, model,
         assert trainer.hub_model_id == "me/my-run"
         return pop_commits(hub)
 
-    _, found = run_both(run, assert_equal)
+    _, found = assert_agree(run)
     assert sum(map(len, found.values())) == commits
     if "trainer_class" in settings:
         assert [files["modules.json"] for *_, files in found["main"]] == [b"[2]", b"[3]"]
@@ -102,7 +102,7 @@ def test_push_to_hub_without_the_argument_creates_the_repository(hub, tmp_path):
         trainer.push_to_hub(private=True, revision="main")
         return trainer.hub_model_id, pop_commits(hub)
 
-    assert run_both(run, assert_equal)[1][0] is True
+    assert assert_agree(run)[1][0] is True
 
 
 def test_arguments_of_transformers_push_but_their_token_is_not_saved(hub, tmp_path):
@@ -126,4 +126,4 @@ def test_offline_mode_still_pushes_by_a_custom_client(hub, tmp_path, monkeypatch
         make_pushing(name, tmp_path / name / "my-run", hub_strategy="end")[0].push_to_hub("Now")
         return pop_commits(hub)
 
-    assert len(run_both(run, assert_equal)[1]["main"]) == 1
+    assert len(assert_agree(run)[1]["main"]) == 1

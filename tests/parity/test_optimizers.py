@@ -16,7 +16,7 @@ from hftrainer.optimizers.schedules import SCHEDULES
 from hftrainer.trainer_utils import SchedulerType
 from hftrainer.training_args import OptimizerNames
 from tests.support import parity
-from tests.support.parity import EVALUATED, assert_equal, assert_same_weights, build, compare, run_both, train
+from tests.support.parity import EVALUATED, assert_agree, assert_same_weights, build, compare, train
 from tests.support.tiny import make_llama, make_plain
 
 transformers = importlib.import_module("transformers")
@@ -72,7 +72,7 @@ def test_optimizer_that_needs_a_gpu_gets_the_same_arguments(tmp_path, name):
         built = [(type(each), without_parameters(each.param_groups[0])) for each in inner]
         return (kind.__name__, sorted(kwargs.keys() - {"model"}), groups if not built else [], built)
 
-    run_both(run, assert_equal)
+    assert_agree(run)
 
 
 @pytest.mark.parametrize("name", sorted(NOT_INSTALLABLE))
@@ -166,7 +166,7 @@ def test_8bit_optimizer_keeps_32_bits_for_embeddings(tmp_path):
         bits = optimizer.get_config(0, 0, optimizer.param_groups[0])["optim_bits"]
         return bits, optimizer.state[big.weight]["state1"].dtype
 
-    assert run_both(run, assert_equal)[1] == torch.float32
+    assert assert_agree(run)[1] == torch.float32
 
 
 class Factory:

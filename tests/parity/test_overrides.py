@@ -27,7 +27,7 @@ from tests.support.changed_trainers import (
     run_changed,
     run_plain,
 )
-from tests.support.parity import LIBRARIES, accuracy, assert_same, build, run_both, seq2seq, train
+from tests.support.parity import LIBRARIES, accuracy, assert_agree, assert_same, build, seq2seq, train
 from tests.support.tiny import make_plain
 
 SAVED = {"save_strategy": "steps", "save_steps": 4}
@@ -216,7 +216,7 @@ def test_batches_may_be_objects(tmp_path):
         "_get_num_items_in_batch": lambda self, batch_samples, device: None,
     }
     settings = {"methods": methods, "trainer": {"data_collator": Batch}, "remove_unused_columns": False}
-    run_both(lambda name: run_changed(name, tmp_path / name, **settings))
+    assert_agree(lambda name: run_changed(name, tmp_path / name, **settings))
 
 
 def test_optimizer_that_needs_a_closure_fails_alike(tmp_path):
@@ -251,7 +251,7 @@ def test_seq2seq_evaluate_counts_the_last_batch_as_a_full_one(tmp_path):
         by_size = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation").metrics["eval_loss"]
         return as_full, by_size, trainer.evaluate()["eval_loss"]
 
-    as_full, by_size, again = run_both(run, parity.assert_equal)
+    as_full, by_size, again = assert_agree(run)
     assert as_full == again != by_size
 
 
@@ -416,7 +416,7 @@ def test_copied_train_method_resumes(tmp_path):
         train(name, "plain", tmp_path / name, **settings)
         return train(name, "plain", tmp_path / name, resume=str(tmp_path / name / "checkpoint-8"), **settings).weights
 
-    run_both(run, parity.assert_same_weights)
+    assert_agree(run, parity.assert_same_weights)
 
 
 def loop_of_v4_30(self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"):

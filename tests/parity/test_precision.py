@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hftrainer.errors import UnsupportedArgument
-from tests.support.parity import assert_same_weights, build, compare, record, run_both, train, with_own_step
+from tests.support.parity import assert_agree, assert_same_weights, build, compare, record, train, with_own_step
 from tests.support.tiny import plain_data
 
 
@@ -41,7 +41,7 @@ def test_fp16_scales_and_skips_alike_also_after_resuming(tmp_path, model, first_
     """A skipped step does not advance the schedule."""
     settings = {"gradient_accumulation_steps": accumulation, "first_scale": first_scale}
     settings |= {"save_strategy": "steps", "save_steps": 4}
-    ours = run_both(lambda name: train_in_fp16(name, model, tmp_path / name, **settings))
+    ours = assert_agree(lambda name: train_in_fp16(name, model, tmp_path / name, **settings))
     assert "scaler.pt" in ours.files["checkpoint-4"]
     rates = [line["learning_rate"] for line in ours.logs if "learning_rate" in line]
     skipped = sum(before == after for before, after in itertools.pairwise(rates))
@@ -88,7 +88,7 @@ def test_true_precision_of_lightning_is_that_of_a_converted_model(tmp_path, prec
         assert torch.get_default_dtype() is torch.float32
         return record(trainer, recorder, tmp_path / name)
 
-    ours = run_both(run)
+    ours = assert_agree(run)
     assert {weight.dtype for weight in ours.weights.values()} == {dtype}
 
 

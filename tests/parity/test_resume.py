@@ -17,7 +17,7 @@ from hftrainer.checkpointing import weights
 from tests.compat.interchange import make_adapters, make_tied
 from tests.support import parity
 from tests.support.known_differences import OWN_FILES
-from tests.support.parity import assert_equal, assert_same_weights, build, copy_checkpoint, run_both, subclass, train
+from tests.support.parity import assert_agree, assert_same_weights, build, copy_checkpoint, subclass, train
 from tests.support.tiny import MODELS, language_data, make_llama, make_peft, plain_data
 
 #: Way → writer and reader.
@@ -64,14 +64,14 @@ def test_transformers_resumes_our_checkpoints(tmp_path, whole_runs, accumulation
 @pytest.mark.parametrize(("accumulation", "step"), PLACES)
 def test_both_resume_a_checkpoint_of_transformers_alike(tmp_path, whole_runs, accumulation, step):
     undisturbed, written = whole_runs("transformers", accumulation, step)
-    resumed = run_both(lambda name: resume(name, written, tmp_path / name, accumulation, step))
+    resumed = assert_agree(lambda name: resume(name, written, tmp_path / name, accumulation, step))
     assert_same_weights(resumed.weights, undisturbed.weights)
     assert resumed.logs[:-1] == undisturbed.logs[:-1]
 
 
 def test_ignore_data_skip_resumes_alike(tmp_path, whole_runs):
     _, written = whole_runs("transformers", 1, 4)
-    run_both(lambda name: resume(name, written, tmp_path / name, 1, 4, ignore_data_skip=True))
+    assert_agree(lambda name: resume(name, written, tmp_path / name, 1, 4, ignore_data_skip=True))
 
 
 @pytest.mark.parametrize("restore", [False, True])
@@ -93,7 +93,7 @@ def test_callback_states_are_restored_if_asked(tmp_path, restore):
         (stopper,) = [each for each in resumed.callback_handler.callbacks if isinstance(each, kind)]
         return (stopper.early_stopping_patience, stopper.early_stopping_patience_counter)
 
-    assert run_both(run, assert_equal)[0] == (9 if restore else 50)
+    assert assert_agree(run)[0] == (9 if restore else 50)
 
 
 def test_complete_run_resumed_with_eval_on_start(tmp_path):
@@ -101,7 +101,7 @@ def test_complete_run_resumed_with_eval_on_start(tmp_path):
         settings = {"save_strategy": "epoch", "num_train_epochs": 1, "eval_on_start": True}
         return [train(name, "plain", tmp_path / name, resume, **settings) for resume in (None, True)][1]
 
-    run_both(run, parity.assert_same)
+    assert_agree(run, parity.assert_same)
 
 
 def test_overridden_loader_does_not_load_skipped_samples(tmp_path):
@@ -158,7 +158,7 @@ def test_checkpoint_files_hold_the_same_keys(tmp_path, model):
         unread = (".md", "training_args.bin")
         return {name: name.endswith(unread) or structure(read(path)) for name, path in files.items()}
 
-    assert len(run_both(held, assert_equal)) >= 6
+    assert len(assert_agree(held)) >= 6
 
 
 #: Name → model and settings.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.parity import assert_equal, build, run_both
+from tests.support.parity import assert_agree, build
 from tests.support.tiny import language_data, make_llama, make_t5, plain_data, t5_data
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -79,7 +79,7 @@ def largest(prediction):
 )
 def test_cache_is_left_out_of_predictions(tmp_path, make_model, data):
     """Reported for v5.24, where its key is `cache` and configs no longer name it."""
-    run_both(lambda name: predict(name, tmp_path / name, make_model, data), assert_equal)
+    assert_agree(lambda name: predict(name, tmp_path / name, make_model, data))
 
 
 def test_config_may_call_the_cache_past_key_values(tmp_path):

@@ -10,7 +10,7 @@ from transformers.integrations import integration_utils
 import hftrainer
 from hftrainer import integrations as ours
 from tests.support import tracking
-from tests.support.parity import LIBRARIES, assert_equal, assert_same_weights, run_both
+from tests.support.parity import LIBRARIES, assert_agree, assert_same_weights
 from tests.support.tracking import make_trainer
 
 CLASSES = {
@@ -47,7 +47,7 @@ def test_callbacks_have_the_same_order(tmp_path, report_to):
         own = type("Own", (importlib.import_module(library).TrainerCallback,), {})
         return callback_names(make_trainer(library, tmp_path, report_to=report_to, trainer={"callbacks": [own]}))
 
-    run_both(made, assert_equal)
+    assert_agree(made)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -226,7 +226,7 @@ def test_changed_callback_writes_alike(tmp_path, monkeypatch, change):
         details = {key: written.details[key] for key in written.details if key not in ("axes", "summary")}
         return seen, curves, details, shown
 
-    seen, curves, details, _ = run_both(run, assert_equal)
+    seen, curves, details, _ = assert_agree(run)
     assert seen in (None, True)
     assert bool(curves) == (change not in (remove, no_writer))
     assert left in f"{list(curves)} {details}"

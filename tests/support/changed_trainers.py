@@ -11,7 +11,7 @@ import pytest
 import transformers
 from torch import nn
 
-from tests.support.parity import EVALUATED, Record, build, comparable, record, run_both
+from tests.support.parity import EVALUATED, Record, assert_agree, build, comparable, record
 
 
 class Doubled(nn.Module):
@@ -98,7 +98,7 @@ def run_plain(name: str, **settings: Any) -> Record:
 
 def changed_alike(folder: Path, same: bool = False, **changes: Any) -> Record:
     """Our changed run, after asserting that transformers' is the same, and whether an unchanged one is too."""
-    ours = run_both(lambda name: run_changed(name, folder / name, **changes))
+    ours = assert_agree(lambda name: run_changed(name, folder / name, **changes))
     unchanged = {key: value for key, value in changes.items() if key not in ("change", "step", "methods", "patched")}
     plain = run_plain("hftrainer", **unchanged)
     assert ((ours.logs, ours.events, ours.extra) == (plain.logs, plain.events, plain.extra)) is same

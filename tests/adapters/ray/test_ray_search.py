@@ -25,7 +25,7 @@ from hftrainer_ray.search import RaySearch
 from tests.adapters.ray import searches
 from tests.adapters.ray.searches import Diary, RayBackend, make_of_trial, make_saving, read, space
 from tests.support.known_differences import OWN_FILES
-from tests.support.parity import accuracy, assert_equal, build, run_both
+from tests.support.parity import accuracy, assert_agree, build
 from tests.support.searches import return_none
 
 
@@ -65,7 +65,7 @@ def test_trials_and_best_are_those_of_transformers(tmp_path, settings):
             },
         }
 
-    run_both(run, assert_equal)
+    assert_agree(run)
 
 
 def test_asha_stops_bad_trials(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from hftrainer.arguments import table
 from hftrainer.trainer_callback import ProgressCallback
 from tests.docs.documents.running import losses, make_args
 from tests.support import tiny
-from tests.support.parity import assert_equal, assert_same_weights, build, run_both
+from tests.support.parity import assert_agree, assert_same_weights, build
 
 
 def make_trainer(folder, trainer_class=Trainer, model=None, data=8, **trainer_kwargs):
@@ -296,5 +296,5 @@ def test_preprocess_logits_gets_none_without_labels(tmp_path):
 
 def test_prepare_input_matches_transformers(tmp_path):
     inputs = {"a": [torch.ones(2), (torch.zeros(1),)], "b": "text"}
-    ours = run_both(lambda name: str(build(name, "plain", tmp_path)[0]._prepare_input(inputs)), assert_equal)
+    ours = assert_agree(lambda name: str(build(name, "plain", tmp_path)[0]._prepare_input(inputs)))
     assert ours == str(inputs)
