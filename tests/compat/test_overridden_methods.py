@@ -72,7 +72,7 @@ def search(make: Callable[..., Any], library: Any, folder: Path) -> None:
 
 
 def upload(make: Callable[..., Any], library: Any, folder: Path) -> None:
-    trainer = make("bert", lambda name, model, *at, **more: make_pushing(name, *at, model, hub_model_id=name, **more))
+    trainer = make("bert", lambda name, model, *at, **kw: make_pushing(name, *at, model, hub_model_id=name, **kw))
     trainer.train()
     trainer.push_to_hub()
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from hftrainer import TrainerCallback
 from hftrainer.checkpointing import sharded
 from tests.distributed.cases_sharding import run, world_size
-from tests.support.checkpoints import At
+from tests.support.checkpoints import AtStep
 from tests.support.jobs import names_in
 
 #: Name → arguments. One process has no launcher, and so no FSDP.
@@ -100,7 +100,7 @@ def late(folder, way):
 def count_steps(folder, way):
     """The steps of an optimizer without a state, and the processes that collect states for a checkpoint."""
     steps, collected, original = Steps(), [], sharded.states_for_dcp
-    sharded.states_for_dcp = lambda *args, **more: collected.append(1) or original(*args, **more)
+    sharded.states_for_dcp = lambda *args, **kwargs: collected.append(1) or original(*args, **kwargs)
     run("plain", {**WAYS[way], "optim": "sgd"}, folder / way, max_steps=4, trainer={"callbacks": [steps]})
     sharded.states_for_dcp = original
     return steps.count, len(collected)
@@ -136,7 +136,7 @@ def fail(folder):
         interferes.end()
         found[name] = names_in(folder / name), threading.main_thread() in interferes.threads
     after = threading.Event()
-    interferes, callbacks = _Interferes(0, after.wait), [At(3, after.set)]
+    interferes, callbacks = _Interferes(0, after.wait), [AtStep(3, after.set)]
     run("plain", WAYS["fsdp2"], folder / "held", max_steps=4, trainer={"callbacks": callbacks})
     interferes.end()
     return {**found, "held": names_in(folder / "held")}

@@ -1,7 +1,7 @@
 """Uploads and downloads in two ranks."""
 
 from hftrainer.errors import HubError
-from tests.support.checkpoints import At
+from tests.support.checkpoints import AtStep
 from tests.support.hub_runs import make_uploading
 
 
@@ -10,7 +10,7 @@ def find_all(folder):
     undisturbed = make_uploading(f"{folder}/undisturbed", push_to_hub=False)
     undisturbed.train()
     stopped = make_uploading(f"{folder}/run", hub_strategy="checkpoint", hub_always_push=True)
-    stopped.add_callback(At(4, lambda: setattr(stopped.control, "should_training_stop", True)))
+    stopped.add_callback(AtStep(4, lambda: setattr(stopped.control, "should_training_stop", True)))
     stopped.train()
     committed = stopped.push_to_hub() is not None
     resumed = make_uploading(f"{folder}/resumed", push_to_hub=False)

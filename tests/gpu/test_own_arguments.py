@@ -8,14 +8,14 @@ from torch import nn
 from hftrainer import Trainer, TrainingArguments
 from tests.gpu.support import HERE, ON_GPU, ForbidWaiting, build, needs_gpu, train
 from tests.support.checkpoints import assert_same_end
-from tests.support.divergence import KINDS, SIZE, STEPS, fit, rows, rows_without
+from tests.support.divergence import FAULTS, SIZE, STEPS, fit, rows, rows_without
 from tests.support.tiny import make_bert, make_llama, make_plain, pad, text_data, varied_language_data, without_dropout
 
 FP16 = pytest.param("fp16", marks=needs_gpu("transformers trains in float32 there"))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16", FP16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAULTS)
 def test_rollback_skips_bad_samples_exactly(tmp_path, kind, precision):
     """The run ends as one whose data lacked the samples, with the same scale of the loss."""
     if kind == "infinite gradient" and precision == "fp16":
@@ -25,7 +25,7 @@ def test_rollback_skips_bad_samples_exactly(tmp_path, kind, precision):
     settings |= {precision: True} if precision != "float32" else {}
     settings |= {"divergence_threshold": 10} if kind == "spike" else {}
     good = fit(tmp_path / "good", rows_without(windows, SIZE), **settings)
-    bad = rows(STEPS * SIZE, [window * SIZE for window in windows], KINDS[kind])
+    bad = rows(STEPS * SIZE, [window * SIZE for window in windows], FAULTS[kind])
     rolled = fit(tmp_path / "bad", bad, **settings)
     assert_same_end(rolled, good)
     assert len((tmp_path / "bad" / "skipped_samples.jsonl").read_text().splitlines()) == 2

@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import hftrainer
-from tests.support.checkpoints import At
+from tests.support.checkpoints import AtStep
 from tests.support.parity import EVALUATED, accuracy, array_bytes, assert_same_weights, build, comparable
 
 
@@ -118,7 +118,7 @@ def test_copy_made_during_training_evaluates_alike(tmp_path):
     def copy_and_evaluate():
         found.extend(each.evaluate()["eval_loss"] for each in (copy.deepcopy(trainer), trainer))
 
-    trainer = make_trainer("hftrainer", tmp_path, "plain", callbacks=[At(2, copy_and_evaluate)], eval_strategy="no")
+    trainer = make_trainer("hftrainer", tmp_path, "plain", callbacks=[AtStep(2, copy_and_evaluate)], eval_strategy="no")
     trainer.train()
     assert found[0] == found[1]
     assert math.isfinite(found[0])

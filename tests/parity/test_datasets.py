@@ -155,11 +155,11 @@ def test_length_grouped_sampler_has_the_same_order(count, batch_size):
     assert ours == theirs
 
 
-def make_tokenizer(**more):
+def make_tokenizer(**kwargs):
     vocabulary = {"[PAD]": 0, "[UNK]": 1, **{f"w{i}": i for i in range(2, 50)}}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]", **more)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]", **kwargs)
 
 
 @pytest.mark.parametrize("model", ["bert", "llama"])

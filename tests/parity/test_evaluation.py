@@ -75,8 +75,8 @@ def compare_evaluations(tmp_path, case, evaluate=None, predict=None, data=None, 
     trainer_kwargs = {"compute_metrics": summary}
     if case == "varied":
         trainer_kwargs["data_collator"] = pad
-    settings = {"trainer": trainer_kwargs | (trainer or {}), "script": script, **settings}
-    settings.setdefault("per_device_eval_batch_size", 4)
+    trainer_kwargs |= trainer or {}
+    settings = {"per_device_eval_batch_size": 4, "trainer": trainer_kwargs, "script": script, **settings}
     return compare(tmp_path, CASES[case], **settings).extra["script"]
 
 
@@ -300,8 +300,8 @@ def collate_columns(samples):
     return pad([{key: torch.tensor(value) for key, value in sample.items()} for sample in samples])
 
 
-def columns_of(rows, **more):
-    return Dataset.from_dict({**{key: [row[key].tolist() for row in rows] for key in rows[0]}, **more})
+def columns_of(rows, **columns):
+    return Dataset.from_dict({**{key: [row[key].tolist() for row in rows] for key in rows[0]}, **columns})
 
 
 @pytest.mark.parametrize("make", [list, columns_of], ids=["rows", "columns"])

@@ -68,12 +68,12 @@ SEVERAL = {
     "dataset": ["IMDB", "GLUE"],
     "dataset_args": ["plain", "sst2"],
 }
-ONE = {"language": ["en", "de"], "license": "mit", "tags": "mine", "model_name": "a name"}
-ONE |= {"finetuned_from": "bert-base-cased", "tasks": "token-classification"}
-ONE |= {"dataset_tags": "conll2003", "dataset": "CoNLL", "dataset_args": "en"}
+ONE_VALUE_EACH = {"language": ["en", "de"], "license": "mit", "tags": "mine", "model_name": "a name"}
+ONE_VALUE_EACH |= {"finetuned_from": "bert-base-cased", "tasks": "token-classification"}
+ONE_VALUE_EACH |= {"dataset_tags": "conll2003", "dataset": "CoNLL", "dataset_args": "en"}
 
 
-@pytest.mark.parametrize("card_kwargs", [{}, ONE, SEVERAL], ids=["nothing", "one of each", "several"])
+@pytest.mark.parametrize("card_kwargs", [{}, ONE_VALUE_EACH, SEVERAL], ids=["nothing", "one of each", "several"])
 def test_card_has_the_same_metadata(both_trainers, card_kwargs):
     (theirs, ours), _ = create_cards(both_trainers, **card_kwargs)
     assert ours == theirs

@@ -35,9 +35,9 @@ NO_PEER = {"adamw_hf", "adamw_apex_fused", "galore_adafactor_layerwise"}
 EQUAL = [name for name in OPTIMIZERS if name not in NOT_INSTALLABLE.keys() | NEED_A_GPU | NO_PEER]
 
 
-def settings_of(name, **more):
+def settings_of(name, **settings):
     low_rank = LOW_RANK if name.startswith(("galore", "apollo")) else {}
-    return {"optim": name, "max_steps": 6, "logging_steps": 1, "save_strategy": "no", **low_rank, **more}
+    return {"optim": name, "max_steps": 6, "logging_steps": 1, "save_strategy": "no", **low_rank, **settings}
 
 
 def test_every_optimizer_and_schedule_is_known_and_documented():

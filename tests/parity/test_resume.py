@@ -32,9 +32,9 @@ every_way = pytest.mark.parametrize(("writer", "reader"), WAYS.values(), ids=WAY
 PLACES = [(1, 4), (1, 10), (1, 13), (3, 2), (3, 4), (3, 6)]
 
 
-def settings_of(accumulation, step, **more):
+def settings_of(accumulation, step, **settings):
     saved = {"save_strategy": "steps", "save_steps": step, "eval_strategy": "steps", "eval_steps": 3}
-    return {"gradient_accumulation_steps": accumulation, "logging_steps": 1, **saved, **more}
+    return {"gradient_accumulation_steps": accumulation, "logging_steps": 1, **saved, **settings}
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,9 @@ def whole_runs(tmp_path_factory):
     return run
 
 
-def resume(reader, written, folder, accumulation, step, **more):
+def resume(reader, written, folder, accumulation, step, **settings):
     copy_checkpoint(written, folder, step)
-    return train(reader, "plain", folder, resume=True, **settings_of(accumulation, step, **more))
+    return train(reader, "plain", folder, resume=True, **settings_of(accumulation, step, **settings))
 
 
 @pytest.mark.parametrize(("accumulation", "step"), PLACES)
@@ -129,8 +129,8 @@ BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
 KINDS = {**MODELS, "adapters": (make_adapters, language_data), "tied": (make_tied, language_data)}
 
 
-def run(name, model, folder, resume=None, **more):
-    return train(name, KINDS[model], folder, resume, **ACCUMULATING, **more)
+def run(name, model, folder, resume=None, **settings):
+    return train(name, KINDS[model], folder, resume, **ACCUMULATING, **settings)
 
 
 def read(path):
@@ -293,9 +293,9 @@ def flags(model):
 
 
 def test_resume_keeps_requires_grad_and_dtype_of_adapters(tmp_path):
-    def train_one(resume=None, **more):
+    def train_one(resume=None, **settings):
         model = make_partly_frozen()
-        train("hftrainer", "peft", tmp_path, resume, trainer={"model": model}, **ACCUMULATING, **more)
+        train("hftrainer", "peft", tmp_path, resume, trainer={"model": model}, **ACCUMULATING, **settings)
         assert flags(model) == flags(make_partly_frozen())
         assert model.active_adapters == ["default", "second"]
         return model.state_dict()

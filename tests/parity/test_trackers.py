@@ -59,8 +59,8 @@ class TrackerSuite:
         """A tracker with a folder for one library, and what makes Trainers that write to it."""
         self.opened = tracker = self.tracker(self.tmp_path / library, self.monkeypatch)
 
-        def make(**more):
-            return make_trainer(library, tracker.folder, model, **{**tracker.settings, **settings, **more})
+        def make(**kwargs):
+            return make_trainer(library, tracker.folder, model, **{**tracker.settings, **settings, **kwargs})
 
         return tracker, make
 

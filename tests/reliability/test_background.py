@@ -19,7 +19,7 @@ from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotWritten
 from hftrainer.training import saver
-from tests.support.checkpoints import BACKGROUND, BEST, MODELS, At, assert_same_end, make_trainer, train_to_end
+from tests.support.checkpoints import BACKGROUND, BEST, MODELS, AtStep, assert_same_end, make_trainer, train_to_end
 from tests.support.faults import FailsOnce
 from tests.support.jobs import names_in
 from tests.support.known_differences import OWN_FILES
@@ -119,7 +119,7 @@ def test_one_trainer_saves_in_two_runs(tmp_path):
 def test_train_after_an_error_waits_for_the_pending_checkpoint(tmp_path, hold_back):
     hold_back(folder, "write_manifest")
     fails_once = mock.Mock(side_effect=[RuntimeError("my own bug"), None])
-    trainer = make_trainer(tmp_path, callbacks=[At(4, fails_once, "on_pre_optimizer_step")], **BACKGROUND)
+    trainer = make_trainer(tmp_path, callbacks=[AtStep(4, fails_once, "on_pre_optimizer_step")], **BACKGROUND)
     with pytest.raises(RuntimeError, match="my own bug"):
         trainer.train()
     assert names_in(tmp_path) == ["checkpoint-3"]

@@ -12,7 +12,7 @@ import pytest
 from hftrainer import Trainer, TrainerCallback
 from hftrainer.checkpointing.folder import CheckpointFolder
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.support.checkpoints import BEST, At, OnSave, make_trainer, train_to_end
+from tests.support.checkpoints import BEST, AtStep, OnSave, make_trainer, train_to_end
 from tests.support.faults import Disk
 from tests.support.jobs import names_in
 
@@ -161,7 +161,7 @@ def test_lost_folder_or_quota_skips_a_checkpoint(tmp_path, caplog, kind, limit_f
 
     acts = (hide, show) if kind == "no folder" else (lambda: limit_files(1000), limit_files)
     saved = []
-    callbacks = [At(4, acts[0]), At(7, acts[1]), OnSave(lambda checkpoint: saved.append(checkpoint.name))]
+    callbacks = [AtStep(4, acts[0]), AtStep(7, acts[1]), OnSave(lambda checkpoint: saved.append(checkpoint.name))]
     assert train_to_end(make_trainer(folder, callbacks=callbacks)).state.global_step == 9
     assert "checkpoint-6 could not be written" in caplog.text
     assert names_in(folder) == saved == ["checkpoint-3", "checkpoint-9"]

@@ -18,7 +18,7 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import CheckpointNotFound, HubError, InvalidArgument
 from hftrainer.hub import repository
 from hftrainer.search.jobs import pickle_trainer
-from tests.support.checkpoints import At, OnSave
+from tests.support.checkpoints import AtStep, OnSave
 from tests.support.hub_runs import READ_TOKEN, STEPS, TOKEN, environment, hub as hub, make_uploading
 from tests.support.hub_server import Commit, Repo, cut, fail
 from tests.support.parity import assert_same_weights
@@ -73,7 +73,7 @@ def train_disturbed(hub, folder, act, part="", times=None, callbacks=(), **setti
     """
     saved, act = {}, hub.hold if act == "hold" else act
     keep = OnSave(lambda folder: saved.update({folder.name: (folder / "model.safetensors").read_bytes()}))
-    disturb = At(1, lambda: hub.disturb(act, part, times))
+    disturb = AtStep(1, lambda: hub.disturb(act, part, times))
     trainer = make_uploading(folder, [keep, disturb, *callbacks], **settings)
     finish = trainer._finish_current_push
 
@@ -146,7 +146,7 @@ def test_last_save_is_uploaded_though_its_checkpoint_is_deleted(hub, tmp_path):
 
 
 def test_second_trainer_in_the_folder_leaves_pending_uploads(hub, tmp_path):
-    other = At(5, lambda: make_uploading(tmp_path / "run", hub_model_id="me/second", hub_strategy="end"))
+    other = AtStep(5, lambda: make_uploading(tmp_path / "run", hub_model_id="me/second", hub_strategy="end"))
     train_disturbed(hub, tmp_path / "run", "hold", "PUT", callbacks=[other], hub_always_push=True)
     assert messages(hub) == step_messages(2, 4, 6)
 
@@ -159,7 +159,7 @@ def test_cancelled_uploads_are_followed_by_the_next_save(hub, tmp_path):
         trainer.push_in_progress.cancel()
         hub.repair()
 
-    trainer = make_uploading(tmp_path / "run", [At(3, call_off)], hub_strategy="checkpoint", max_steps=4)
+    trainer = make_uploading(tmp_path / "run", [AtStep(3, call_off)], hub_strategy="checkpoint", max_steps=4)
     hub.disturb(lambda _: arrived.set(), "PUT")
     hub.disturb(hub.hold, "PUT")
     trainer.train()
@@ -170,7 +170,9 @@ def test_cancelled_uploads_are_followed_by_the_next_save(hub, tmp_path):
 def test_uploads_that_keep_failing_are_reported_with_the_command(hub, tmp_path, undisturbed, caplog):
     """The log names what is uploaded and what is not, with the command; `push_to_hub` uploads the rest."""
     trainer = make_uploading(tmp_path / "run", hub_strategy="all_checkpoints")
-    trainer.add_callback(At(3, lambda: (trainer.push_in_progress.wait_until_done(), hub.disturb(fail, "/preupload/"))))
+    trainer.add_callback(
+        AtStep(3, lambda: (trainer.push_in_progress.wait_until_done(), hub.disturb(fail, "/preupload/")))
+    )
     trainer.train()
     assert_same_weights(trainer.model.state_dict(), undisturbed)
     report = caplog.text[caplog.text.index("Not uploaded to me/run:") :]
@@ -225,7 +227,7 @@ def test_search_uploads_one_at_a_time_and_no_checkpoints_of_trials(hub, tmp_path
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     in_trial = iter([lambda: hub.disturb(hub.hold, "PUT"), hub.repair])
     evaluated = {"eval_strategy": "steps", "eval_steps": 2}
-    trainer = make_uploading(tmp_path / "run", [At(1, lambda: next(in_trial)())], **evaluated)
+    trainer = make_uploading(tmp_path / "run", [AtStep(1, lambda: next(in_trial)())], **evaluated)
     trainer.model_init = make_plain
     pruner = SimpleNamespace(prune=lambda study, trial: trial.number == 0 and trial.last_step >= 4)
     trainer.hyperparameter_search(n_trials=2, hp_space=lambda trial: {"seed": trial.number}, pruner=pruner)
@@ -261,7 +263,7 @@ def test_upload_that_cannot_be_prepared_is_skipped(hub, tmp_path, caplog, save_p
     trainer, deleted = make_uploading(tmp_path / "run"), str(tmp_path / "run" / "checkpoint-2")
     uploads = trainer._hftrainer.uploads
     uploads._snapshots.processing_class = SimpleNamespace(save_pretrained=save_pretrained)
-    trainer.add_callback(At(3, lambda: shutil.rmtree(deleted)))
+    trainer.add_callback(AtStep(3, lambda: shutil.rmtree(deleted)))
     trainer.train()
     assert trainer.state.global_step == STEPS
     assert f"the model, 'Training in progress, step 6': {words}" in caplog.text
@@ -386,7 +388,7 @@ def test_tokens_are_not_saved(tmp_path):
 def test_resume_from_a_reference_to_the_hub(hub, tmp_path, undisturbed, strategy):
     """A reference names the newest checkpoint, that of a revision, or a folder; it is downloaded once."""
     trainer = make_uploading(tmp_path / "run", hub_strategy=strategy, hub_always_push=True)
-    trainer.add_callback(At(4, lambda: setattr(trainer.control, "should_training_stop", True)))
+    trainer.add_callback(AtStep(4, lambda: setattr(trainer.control, "should_training_stop", True)))
     trainer.train()
     references = ["hub:me/run", f"hub:me/run@{head(hub).oid}", "hub:me/run/checkpoint-2"]
     for reference in references if strategy == "all_checkpoints" else references[:2]:

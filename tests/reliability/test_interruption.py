@@ -11,7 +11,7 @@ from hftrainer import Trainer
 from hftrainer.checkpointing import folder
 from hftrainer.checkpointing.run_progress import load_progress
 from tests.reliability import job
-from tests.support.checkpoints import BACKGROUND, BEST, At, assert_same_end, make_trainer, train_to_end
+from tests.support.checkpoints import BACKGROUND, BEST, AtStep, assert_same_end, make_trainer, train_to_end
 from tests.support.faults import FailsOnce
 from tests.support.jobs import Job, assert_same, final_weights, names_in
 from tests.support.tiny import Plain
@@ -107,7 +107,7 @@ def fail():
 
 
 def at_step(step, number=None, event="on_step_end"):
-    return At(step, lambda: signal.raise_signal(number) if number else fail(), event)
+    return AtStep(step, lambda: signal.raise_signal(number) if number else fail(), event)
 
 
 def test_jit_checkpoint_saves_once(tmp_path):

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from hftrainer import Trainer
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
-from tests.support.checkpoints import At, assert_same_end, make_trainer, train_to_end
+from tests.support.checkpoints import AtStep, assert_same_end, make_trainer, train_to_end
 from tests.support.tiny import make_plain
 
 
@@ -15,7 +15,7 @@ from tests.support.tiny import make_plain
 def test_file_written_within_a_run_resumes_exactly(tmp_path, model):
     settings = {"max_steps": 14, "save_strategy": "no"}
     files = {step: tmp_path / f"{step}.ckpt" for step in (4, 10)}
-    saves = [At(step, lambda file=file: whole.save_lightning_checkpoint(str(file))) for step, file in files.items()]
+    saves = [AtStep(step, lambda file=file: whole.save_lightning_checkpoint(str(file))) for step, file in files.items()]
     whole = make_trainer(tmp_path / "a", model, saves, **settings)
     whole.train()
     for file in files.values():

@@ -15,7 +15,7 @@ from moto.server import ThreadedMotoServer
 from hftrainer import TrainingArguments
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, StorageError
 from hftrainer.storage import remote
-from tests.support.checkpoints import BACKGROUND, BEST, At, OnSave, assert_same_end, make_trainer, train_to_end
+from tests.support.checkpoints import BACKGROUND, BEST, AtStep, OnSave, assert_same_end, make_trainer, train_to_end
 from tests.support.jobs import Job, assert_same, final_weights, names_in
 from tests.support.storages import FaultyStorage, complete_checkpoints, files_at
 from tests.support.tracking import scalars
@@ -220,7 +220,7 @@ def test_best_checkpoint_is_kept_at_the_url_and_fetched(tmp_path):
     whole = train_to_end(trainer_at(tmp_path / "a", "memory://best", **settings))
     best = whole.state.best_model_checkpoint
     assert complete_checkpoints("memory://best") == [os.path.basename(best)]
-    first = trainer_at(tmp_path / "b", callbacks=[At(7, lambda: 1 / 0)], save_on_interrupt=False, **settings)
+    first = trainer_at(tmp_path / "b", callbacks=[AtStep(7, lambda: 1 / 0)], save_on_interrupt=False, **settings)
     with pytest.raises(ZeroDivisionError):
         first.train()
     second = train_to_end(trainer_at(tmp_path / "c", **settings), "auto")
@@ -341,7 +341,7 @@ def test_retry_with_smaller_batches_removes_earlier_uploads(tmp_path):
         if len(there) == 2:
             raise torch.OutOfMemoryError("no memory")
 
-    settings = {"callbacks": [At(1, run_out), At(4, run_out)], "auto_find_batch_size": True}
+    settings = {"callbacks": [AtStep(1, run_out), AtStep(4, run_out)], "auto_find_batch_size": True}
     trainer = trainer_at(tmp_path / "a", **settings)
     train_to_end(trainer)
     assert there == [[], ["checkpoint-3"], [], ["checkpoint-3"]]

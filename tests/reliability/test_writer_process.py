@@ -13,7 +13,7 @@ from transformers import BertForSequenceClassification
 
 from hftrainer.checkpointing import files, writer
 from hftrainer.checkpointing.writer_process import CannotUnpack, SharedCopies, WriterProcess
-from tests.support.checkpoints import BACKGROUND, At, make_trainer, train_to_end
+from tests.support.checkpoints import BACKGROUND, AtStep, make_trainer, train_to_end
 from tests.support.jobs import names_in
 from tests.support.tiny import MODELS
 
@@ -42,7 +42,7 @@ def test_process_writes_the_same_files(tmp_path, model):
     used = []
     train_to_end(make_trainer(tmp_path / "at once", model))
     trainer = make_trainer(tmp_path / "process", model, **BACKGROUND)
-    trainer.add_callback(At(9, lambda: used.append(process_of(trainer)._process is not None)))
+    trainer.add_callback(AtStep(9, lambda: used.append(process_of(trainer)._process is not None)))
     train_to_end(trainer)
     assert used == [True]
     for step in (3, 6, 9):
@@ -61,7 +61,7 @@ def test_killed_process_costs_one_checkpoint_and_is_started_again(tmp_path, capl
         os.kill(process_of(trainer)._process.pid, signal.SIGKILL)
         process_of(trainer)._process.wait()
 
-    trainer.add_callback(At(5, kill))
+    trainer.add_callback(AtStep(5, kill))
     assert train_to_end(trainer).state.global_step == 9
     assert names_in(tmp_path) == ["checkpoint-3", "checkpoint-9"]
     assert (
@@ -126,7 +126,7 @@ def test_model_with_its_own_save_pretrained_is_written_in_a_thread(tmp_path):
     make_model, _ = MODELS["bert"]
     trainer = make_trainer(tmp_path, "bert", trainer={"model": Own(make_model().config)}, **BACKGROUND)
     used = []
-    trainer.add_callback(At(8, lambda: used.append(process_of(trainer))))
+    trainer.add_callback(AtStep(8, lambda: used.append(process_of(trainer))))
     train_to_end(trainer)
     assert used == [None]
     assert "model.safetensors.index.json" in names_in(tmp_path / "checkpoint-9")

@@ -67,7 +67,7 @@ class OnSave(TrainerCallback):
         self.act(Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
 
-class At(TrainerCallback):
+class AtStep(TrainerCallback):
     def __init__(self, step: int, act: Callable[[], Any], event: str = "on_step_end") -> None:
         self.step, self.act = step, act
         setattr(self, event, self._at)

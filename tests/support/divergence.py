@@ -45,7 +45,7 @@ class _Explodes(torch.autograd.Function):
 
 
 #: Kind of divergence → the value of `ill` that causes it.
-KINDS = {"nan loss": float("nan"), "infinite gradient": 1e31, "spike": 200.0}
+FAULTS = {"nan loss": float("nan"), "infinite gradient": 1e31, "spike": 200.0}
 
 
 def rows(count, bad=(), value=float("nan")):

@@ -21,8 +21,8 @@ STEPS = 6
 def environment(hub, home):
     """For fresh processes that use this Hub, with their cache below `home`: the client reads it when it is imported."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    own = {"HF_ENDPOINT": hub.url_for(""), "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1"}
-    return {**processes.environment(inherited), **own, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    variables = {"HF_ENDPOINT": hub.url_for(""), "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1"}
+    return {**processes.environment(inherited), **variables, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 @pytest.fixture

@@ -85,8 +85,8 @@ def _become(output: Any, errors: str, cwd: str, variables: dict[str, str]) -> No
     multiprocessing.set_start_method(None, force=True)  # as in a script, for the processes of loaders
 
 
-def _run_script(words: list[str], *own: Any) -> None:
-    _become(*own)
+def _run_script(words: list[str], *identity: Any) -> None:
+    _become(*identity)
     kind, what = (words[0], words[1]) if words[0] in ("-c", "-m") else ("", words[0])
     sys.argv = [kind or what, *words[2 if kind else 1 :]]
     sys.orig_argv = [sys.executable, *words]  # by which a script starts itself again
@@ -118,8 +118,8 @@ def _end() -> None:
     atexit._run_exitfuncs()
 
 
-def _run_function(call: bytes, answer: Any, *own: Any) -> None:
-    _become(*own)
+def _run_function(call: bytes, answer: Any, *identity: Any) -> None:
+    _become(*identity)
     function, args = pickle.loads(call)  # its module is imported with the environment of the rank
     answer.send_bytes(pickle.dumps(function(*args)))
 

@@ -14,9 +14,9 @@ def make_stepped():
     return model, optimizer
 
 
-def write_shards(folder, **more):
+def write_shards(folder, **settings):
     model, optimizer = make_stepped()
-    optimizer.param_groups[0].update(more)
+    optimizer.param_groups[0].update(settings)
     states = {"model": model_state(model, full=False), "optimizer": optimizer_state(model, optimizer, full=False)}
     save_shards(states, folder)
     return model

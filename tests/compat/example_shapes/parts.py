@@ -154,8 +154,8 @@ def predict(trainer, *data, **keywords):
     return output.predictions
 
 
-def describe(trainer, task, **more):
-    trainer.create_model_card(tasks=task, dataset="generated", dataset_tags="generated", **more)
+def describe(trainer, task, **kwargs):
+    trainer.create_model_card(tasks=task, dataset="generated", dataset_tags="generated", **kwargs)
 
 
 def finish(trainer, checkpoint, task, perplexity=False, **card):

@@ -8,7 +8,7 @@ SIZE = 16
 SQUARE = 5
 
 
-def make_pictures(data_args, **more):
+def make_pictures(data_args, **settings):
     """Pictures as nested lists, the number of the corner, and row and column of the square."""
 
     def place(i):
@@ -19,7 +19,7 @@ def make_pictures(data_args, **more):
         picture[row : row + SQUARE, column : column + SQUARE] += 1.0
         return picture.tolist()
 
-    return parts.make_data(data_args, image=image, place=place, label=lambda i: i % 4, **more)
+    return parts.make_data(data_args, image=image, place=place, label=lambda i: i % 4, **settings)
 
 
 def pixels(image):

@@ -32,8 +32,8 @@ OF_RANK_0 = ("barrier", "decision", "scatter", "objects", "gradients", "evaluati
 HANGS = [(kind, 1) for kind in AWAITED if kind not in ("decision", "scatter")] + [(kind, 0) for kind in OF_RANK_0]
 
 
-def start_hanging(folder, kind, victim, **more):
-    return JobGroup(folder / f"{kind}-{victim}", job="hang_job", kind=kind, victim=victim, **more)
+def start_hanging(folder, kind, victim, **settings):
+    return JobGroup(folder / f"{kind}-{victim}", job="hang_job", kind=kind, victim=victim, **settings)
 
 
 def output_of_waiting_rank(group, victim):

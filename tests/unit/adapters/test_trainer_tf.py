@@ -435,7 +435,7 @@ Nadam = type("Nadam", (), {"get_config": lambda self: {}})
 
 
 def overriding(**methods):
-    returning = {name: lambda self, *args, value=value, **more: value for name, value in methods.items()}
+    returning = {name: lambda self, *args, value=value, **kwargs: value for name, value in methods.items()}
     return {"kind": type("Own", (TFTrainer,), returning)}
 
 

@@ -19,9 +19,9 @@ from tests.support.tiny import Note, make_plain
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def load_optimizer(folder, **more):
+def load_optimizer(folder, **kwargs):
     model, optimizer = make_stepped()
-    optimizer.param_groups[0].update(dict.fromkeys(more))
+    optimizer.param_groups[0].update(dict.fromkeys(kwargs))
     sharded.load_optimizer(model, optimizer, str(folder), read_unsharded=dict)
     return optimizer
 

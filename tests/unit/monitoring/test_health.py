@@ -17,7 +17,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.hub.repository import IGNORE_PATTERNS
 from hftrainer.monitoring import health
-from tests.support.checkpoints import At, make_trainer
+from tests.support.checkpoints import AtStep, make_trainer
 from tests.support.health_client import ask, wait_until
 from tests.support.launchers import free_port
 from tests.support.tiny import plain_data
@@ -115,7 +115,7 @@ def test_no_server_without_metrics_port(tmp_path):
     def look():
         seen.extend(thread for thread in threading.enumerate() if thread.name == "health")
 
-    trainer = make_trainer(tmp_path, callbacks=[At(2, look)], max_steps=3, save_strategy="no")
+    trainer = make_trainer(tmp_path, callbacks=[AtStep(2, look)], max_steps=3, save_strategy="no")
     trainer.train()
     assert seen == []
     assert not (tmp_path / "_health").exists()
@@ -182,8 +182,8 @@ def test_hanging_thread_turns_health_red_with_its_stack(tmp_path, port):
         hang_until_it_is_red(port, said)
         metrics.append(ask(port, "metrics")[1])
 
-    recovers = At(7, lambda: said.append(wait_until(port, lambda said: said["status"] == "ok")))
-    trainer = make_trainer(tmp_path, callbacks=[At(5, hang), recovers], metrics_port=port, save_strategy="no")
+    recovers = AtStep(7, lambda: said.append(wait_until(port, lambda said: said["status"] == "ok")))
+    trainer = make_trainer(tmp_path, callbacks=[AtStep(5, hang), recovers], metrics_port=port, save_strategy="no")
     trainer.train()
     red, green = said
     assert (red["step"], red["phase"]) == (5, "training")
@@ -229,7 +229,7 @@ def be_slow(port):
 )
 def test_slow_phase_does_not_turn_health_red(tmp_path, port, event, step, act):
     once = [lambda: act(port)]
-    slow = At(step, lambda: once and once.pop()(), event)
+    slow = AtStep(step, lambda: once and once.pop()(), event)
     samples = plain_data(20)  # five steps an epoch
     data = {"train_dataset": samples, "eval_dataset": samples}
     settings = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 2}
@@ -247,7 +247,7 @@ def test_slow_evaluation_batches_do_not_turn_health_red(tmp_path, port):
         batches.append(pass_time_until(port, lambda said: Clock.now > began + 0.3)["status"])
 
     slow = TrainerCallback()
-    slow.on_prediction_step = lambda *event, **more: slowly()
+    slow.on_prediction_step = lambda *event, **kwargs: slowly()
     settings = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "per_device_eval_batch_size": 3}
     make_trainer(tmp_path, callbacks=[slow], metrics_port=port, **settings).train()
     assert batches == ["ok"] * 6
@@ -259,7 +259,7 @@ def test_failed_run_ends_the_server(tmp_path, port, error):
         raise error
 
     with pytest.raises(error):
-        make_trainer(tmp_path, callbacks=[At(2, fail)], metrics_port=port, save_strategy="no").train()
+        make_trainer(tmp_path, callbacks=[AtStep(2, fail)], metrics_port=port, save_strategy="no").train()
     with pytest.raises(urllib.error.URLError):
         ask(port)
     assert not (tmp_path / "_health").exists()
@@ -282,7 +282,9 @@ def test_next_run_listens_on_the_same_port(tmp_path, port):
     stale = tmp_path / "_health" / "rank-1.json"
     stale.parent.mkdir()
     stale.write_text("{}")
-    trainer.add_callback(At(1, lambda: wait_until(port, lambda said: len(said["ranks"]) == 1 and not stale.exists())))
+    trainer.add_callback(
+        AtStep(1, lambda: wait_until(port, lambda said: len(said["ranks"]) == 1 and not stale.exists()))
+    )
     trainer.train()
 
 
@@ -297,7 +299,7 @@ def test_full_disk_removes_the_record_of_the_rank(tmp_path, port, monkeypatch):
         monkeypatch.undo()
         wait_until(port, lambda said: said["status"] == "ok")
 
-    make_trainer(tmp_path, callbacks=[At(4, fill_disk)], metrics_port=port, save_strategy="no").train()
+    make_trainer(tmp_path, callbacks=[AtStep(4, fill_disk)], metrics_port=port, save_strategy="no").train()
 
 
 @pytest.mark.parametrize(

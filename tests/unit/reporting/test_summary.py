@@ -15,7 +15,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.monitoring import run_requests
 from hftrainer.monitoring.journal import JOURNAL_NAME
 from hftrainer.reporting import summary
-from tests.support.checkpoints import At
+from tests.support.checkpoints import AtStep
 from tests.support.parity import accuracy
 from tests.support.tiny import make_plain, plain_data
 
@@ -84,7 +84,7 @@ def test_resumed_run_names_what_stops_it_this_time(tmp_path, run_messages, monke
     settings, stopping = {**SAVED, "max_steps": 40}, EarlyStopping("eval_loss", stopping_threshold=99.0)
     train(tmp_path, callbacks=[stopping], **settings)
     stopping.stopping_threshold = None
-    ask = At(3, (tmp_path / run_requests.FOLDER / "stop").touch)
+    ask = AtStep(3, (tmp_path / run_requests.FOLDER / "stop").touch)
     for callback in (stopping, EarlyStopping("eval_loss", patience=99)):
         said_before = len(run_messages())
         (tmp_path / run_requests.FOLDER).mkdir(exist_ok=True)

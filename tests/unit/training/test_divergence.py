@@ -11,13 +11,13 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from hftrainer import Trainer, TrainerCallback
 from hftrainer.errors import TrainingDiverged, UnsupportedArgument
 from hftrainer.trainer_callback import ExportableState
-from tests.support.checkpoints import BACKGROUND, At, assert_same_end, make_trainer, train_to_end
-from tests.support.divergence import KINDS, SEQUENTIAL, SIZE, STEPS, Rows, Sensitive, entries, fit, rows, rows_without
+from tests.support.checkpoints import BACKGROUND, AtStep, assert_same_end, make_trainer, train_to_end
+from tests.support.divergence import FAULTS, SEQUENTIAL, SIZE, STEPS, Rows, Sensitive, entries, fit, rows, rows_without
 from tests.support.tracking import scalars
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_rollback_skips_bad_samples_exactly(tmp_path, kind, accumulation):
     size = SIZE * accumulation
@@ -30,7 +30,7 @@ def test_rollback_skips_bad_samples_exactly(tmp_path, kind, accumulation):
         settings["on_divergence"] = "stop"
     good = fit(tmp_path / "good", rows_without(windows, size), **settings)
     settings["on_divergence"] = "rollback"
-    rolled = fit(tmp_path / "bad", rows(STEPS * size, bad, KINDS[kind]), **settings)
+    rolled = fit(tmp_path / "bad", rows(STEPS * size, bad, FAULTS[kind]), **settings)
     assert_same_end(rolled, good)
     found = entries(tmp_path / "bad")
     assert [entry["samples"] for entry in found] == [
@@ -174,7 +174,7 @@ def test_copy_of_the_start_is_released_after_a_checkpoint(tmp_path):
     data, held = rows(STEPS * SIZE), []
     trainer = make_trainer(tmp_path, trainer={"model": Sensitive(), "train_dataset": data}, **settings)
     for step in (1, 3):  # there is a checkpoint after step 2
-        trainer.add_callback(At(step, lambda: held.append(trainer._hftrainer.run.initial_state is not None)))
+        trainer.add_callback(AtStep(step, lambda: held.append(trainer._hftrainer.run.initial_state is not None)))
     train_to_end(trainer)
     assert held == [True, False]
     assert trainer._hftrainer.run.skipped_samples is None
@@ -186,7 +186,7 @@ def test_unfrozen_parameter_cannot_return_to_the_start(tmp_path):
     settings = {**SEQUENTIAL, "max_steps": 9, "save_steps": 50, "on_divergence": "rollback"}
     trainer = make_trainer(
         tmp_path,
-        callbacks=[At(1, lambda: weight.requires_grad_(True))],
+        callbacks=[AtStep(1, lambda: weight.requires_grad_(True))],
         trainer={"model": model, "train_dataset": rows(STEPS * SIZE, [20])},
         **settings,
     )
@@ -275,7 +275,7 @@ def test_checkpoint_within_a_step_records_skipped_samples(tmp_path, caplog):
     for stop in (5, 32, 40):
         folder = tmp_path / str(stop)
         with pytest.raises(ZeroDivisionError):
-            fit(folder, bad, callbacks=[At(stop, lambda: 1 / 0, "on_step_begin")], **settings)
+            fit(folder, bad, callbacks=[AtStep(stop, lambda: 1 / 0, "on_step_begin")], **settings)
         assert "The error occurred within a step" in caplog.text
         caplog.clear()
         assert_same_end(fit(folder, bad, folder / f"checkpoint-{stop}", **settings), good)

@@ -5,7 +5,7 @@ import torch
 
 import hftrainer
 from hftrainer import TrainerCallback
-from tests.support.checkpoints import At, make_trainer
+from tests.support.checkpoints import AtStep, make_trainer
 from tests.support.divergence import SIZE, entries, fit, rows
 from tests.support.parity import make_recorder
 from tests.support.tiny import Stream, plain_data
@@ -107,7 +107,7 @@ def test_training_again_begins_at_step_zero_and_returns_the_mean_loss(tmp_path):
     steps = []
     trainer = make_trainer(tmp_path, max_steps=2, logging_steps=1, save_strategy="no")
     for step in (1, 2):
-        trainer.add_callback(At(step, lambda step=step: steps.append(step)))
+        trainer.add_callback(AtStep(step, lambda step=step: steps.append(step)))
     for _ in range(2):
         result = trainer.train()
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]

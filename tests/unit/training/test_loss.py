@@ -52,19 +52,16 @@ MEANS = {
     "partial": functools.partial(ignores),
     "object": type("Loss", (), {"__call__": lambda self, outputs, labels: None})(),
 }
+ACCEPTS = {"model_accepts_loss_kwargs": True}
 #: Attributes of the Trainer → whether items divide the loss, not micro-batches: if they are counted, and if not.
 DIVIDED_BY_ITEMS = {
     "plain model": ({}, False, False),
-    "model that takes items": ({"model_accepts_loss_kwargs": True}, True, False),
-    "override without items": (
-        {"model_accepts_loss_kwargs": True, "compute_loss": lambda model, _: model()},
-        False,
-        False,
-    ),
+    "model that takes items": (ACCEPTS, True, False),
+    "override without items": (ACCEPTS | {"compute_loss": lambda model, _: model()}, False, False),
     **{f"{name} that ignores items": ({"compute_loss_func": each}, False, False) for name, each in MEANS.items()},
     "function that takes items": ({"compute_loss_func": lambda outputs, labels, num_items_in_batch: None}, True, True),
     "the user says that it is scaled": ({"loss_is_scaled_for_ga": True}, True, True),
-    "the user says that it is not": ({"loss_is_scaled_for_ga": False, "model_accepts_loss_kwargs": True}, False, False),
+    "the user says that it is not": (ACCEPTS | {"loss_is_scaled_for_ga": False}, False, False),
 }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.checkpoints import At, make_trainer
+from tests.support.checkpoints import AtStep, make_trainer
 
 
 def interrupt():
@@ -19,7 +19,7 @@ def interrupt():
 )
 def test_interrupted_run_says_what_is_saved(tmp_path, settings, said):
     with pytest.raises(KeyboardInterrupt) as caught:
-        make_trainer(tmp_path, callbacks=[At(2, interrupt)], **settings).train()
+        make_trainer(tmp_path, callbacks=[AtStep(2, interrupt)], **settings).train()
     assert getattr(caught.value, "__notes__", []) == said
 
 

@@ -1,7 +1,4 @@
-"""The sums of losses and logged values, and what `on_step_end` may ask for: its step's loss, inputs and outputs.
-
-`tests/support/fake_npu.py` compares losses of a device, which is not awaited.
-"""
+"""The sums of losses and logged values, and the loss, inputs and outputs of its step that `on_step_end` may ask for."""
 
 import pytest
 import torch
