@@ -296,7 +296,7 @@ OLDER: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
     "_maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, ignore_keys)": bool,
     "_maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, ignore_keys, start_time)": bool,
-    "_maybe_log_save_evaluate(tr_loss, norm, model, trial, epoch, ignore, start, rate)": bool,
+    "_maybe_log_save_evaluate(tr_loss, norm, model, trial, epoch, ignore, start, learning_rate=None)": bool,
     "_maybe_log_save_evaluate(*args, **kwargs)": lambda values: len(values["args"]) == 7,
     "_maybe_log_save_evaluate(**kwargs)": bool,
     "_rotate_checkpoints(use_mtime=False, output_dir=None)": lambda values: (

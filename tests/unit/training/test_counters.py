@@ -28,7 +28,7 @@ def test_operations_are_counted_once():
     ("inputs", "counts"),
     [
         ({"input_ids": torch.ones(2, 5, dtype=torch.long)}, (2, 10)),
-        ({"input_ids": torch.ones(1, 5, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 0, 1, 2]])}, (2, 5)),
+        ({"input_ids": torch.ones(1, 5, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 0]])}, (3, 5)),
         ({"input_ids": torch.ones(2, 5)}, (2, 0)),
     ],
 )
