@@ -37,8 +37,8 @@ from hftrainer_lightning.strategies import StrategySettings, make_accelerator
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
     from hftrainer.trainer import Trainer
+    from hftrainer.training.finders import TrialSteps
     from hftrainer.training.loop import TrainingLoop
-    from hftrainer.training.planner import TrialSteps
 
 #: Lightning's loops over an evaluation or test set.
 Stage = Literal["validate", "test", "predict"]

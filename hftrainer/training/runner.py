@@ -33,9 +33,10 @@ from hftrainer.reporting import summary
 from hftrainer.trackers.base import begin_runs
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.divergence import Diverged
+from hftrainer.training.finders import LightningFinders
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.micro_batches import MicroBatches, RunStart
-from hftrainer.training.planner import LightningFinders, RunPlanner
+from hftrainer.training.planner import RunPlanner
 from hftrainer.training.restarts import Restarts
 from hftrainer.training.step_position import StepPhase
 from hftrainer.training.stopping import ControlSync, SignalListener

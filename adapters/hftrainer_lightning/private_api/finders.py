@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from hftrainer_lightning.private_api.trainer import quiet_lightning
 
 if TYPE_CHECKING:
-    from hftrainer.training.planner import TrialSteps
+    from hftrainer.training.finders import TrialSteps
 
 
 class _FinderModule(pl.LightningModule):

@@ -1,0 +1,89 @@
+"""Trial steps before training, from which Lightning's finders suggest a batch size and a learning rate."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrainer.base.messages import count_of
+from hftrainer.base.part import Part
+from hftrainer.optimizers.optimizer_setup import make_scheduler
+from hftrainer.training.sums import LoggedMetrics
+
+if TYPE_CHECKING:
+    from hftrainer.assembly.trainer_parts import TrainerParts
+
+logger = logging.getLogger(__name__)
+
+
+class LightningFinders(Part):
+    """Runs Lightning's finders before training, and applies what they find."""
+
+    def run_batch_size_finder(self) -> None:
+        """Run the `BatchSizeFinder` among the callbacks, if any."""
+        optimizer = self.trainer.optimizer
+        batch_size = self.parts.engine.run_batch_size_finder(TrialSteps(self.parts), self.trainer.model)
+        # Discard the optimizer of the trial steps.
+        self.trainer.optimizer = optimizer
+        if batch_size is not None:
+            self.run.train_batch_size = batch_size
+            logger.info("BatchSizeFinder: training with %s in a batch.", count_of(batch_size, "samples"))
+
+    def run_learning_rate_finder(self, max_steps: int) -> None:
+        """Run the `LearningRateFinder` among the callbacks, if any.
+
+        Args:
+            max_steps: optimizer steps of the run.
+        """
+        learning_rate = self.parts.engine.run_learning_rate_finder(TrialSteps(self.parts), self.trainer.model)
+        if learning_rate is None:
+            return
+        logger.info("LearningRateFinder: %g replaces learning_rate=%g.", learning_rate, self.trainer.args.learning_rate)
+        for group in self.parts.require_optimizer().param_groups:
+            group["lr"] = group["initial_lr"] = learning_rate
+        if self.run.has_created_scheduler:
+            self.trainer.lr_scheduler = None
+            make_scheduler(self.trainer, max_steps)
+        else:
+            self.trainer.lr_scheduler.base_lrs = [learning_rate for _ in self.trainer.lr_scheduler.base_lrs]
+
+
+class TrialSteps(Part):
+    """A Trainer's data, optimizer and loss, for the trial steps of Lightning's finders.
+
+    Attributes:
+        batch_size: initial number of samples in a micro-batch of one process.
+        learning_rate: the learning rate of the arguments.
+        max_grad_norm: the norm to which gradients are clipped; 0 for no clipping.
+    """
+
+    def __init__(self, parts: TrainerParts) -> None:
+        super().__init__(parts)
+        self.batch_size = self.run.train_batch_size
+        self.learning_rate = self.trainer.args.learning_rate
+        self.max_grad_norm = self.trainer.args.max_grad_norm
+
+    def make_loader(self, batch_size: int) -> Any:
+        """The training data in batches of `batch_size` samples."""
+        run = self.parts.run
+        batch_size_of_run = run.train_batch_size
+        run.train_batch_size = batch_size
+        try:
+            return self.trainer.get_train_dataloader()
+        finally:
+            run.train_batch_size = batch_size_of_run
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The Trainer's optimizer, created if it does not exist yet."""
+        return self.trainer.create_optimizer()
+
+    def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        """The loss of one batch, which makes up a complete optimizer step."""
+        run = self.parts.run
+        run.accumulation_steps = 1
+        items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
+        loss = self.parts.loss_computer.micro_batch_loss(model, inputs, items)
+        run.logged_metrics = LoggedMetrics()
+        return loss
