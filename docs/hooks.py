@@ -21,8 +21,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hftrainer.arguments.argument import LAST_SUBJECTS, OWN_SUBJECT, SCRIPT_SUBJECT  # noqa: E402
-from hftrainer.arguments.table import ARGUMENTS  # noqa: E402
+from hftrainer.arguments.fields.argument import LAST_SUBJECTS, OWN_SUBJECT, SCRIPT_SUBJECT  # noqa: E402
+from hftrainer.arguments.fields.table import ARGUMENTS  # noqa: E402
 
 _ARGUMENTS = "\n## Arguments\n"  # not "### Arguments"
 _MOST_USED = (

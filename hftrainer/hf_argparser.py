@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.argument import EARLIER_SUBJECT, LAST_SUBJECTS, arguments_of
-from hftrainer.arguments.old_fields import OldArguments
+from hftrainer.arguments.fields.argument import EARLIER_SUBJECT, LAST_SUBJECTS, arguments_of
+from hftrainer.arguments.fields.old import OldArguments
 from hftrainer.base.config_files import parse_bool, read_mapping
 from hftrainer.base.tracebacks import HideEngineFrames
 from hftrainer.errors import InvalidArgument, explain_choice, suggest

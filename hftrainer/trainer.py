@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
+from hftrainer.arguments.checks.unsupported import refuse_unknown
+from hftrainer.arguments.checks.validation import add_missing_fields
 from hftrainer.arguments.choices import HPSearchBackend
-from hftrainer.arguments.unsupported import refuse_unknown
-from hftrainer.arguments.validation import add_missing_fields
 from hftrainer.assembly.object_checks import check_objects, merge_tokenizer_argument
 from hftrainer.assembly.trainer_parts import TrainerParts
 from hftrainer.base.tracebacks import HideEngineFrames
@@ -46,9 +46,9 @@ from hftrainer.trackers import selection
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
-from hftrainer.training import loss_division
 from hftrainer.training.run import RunAttribute
 from hftrainer.training.run_lengths import RunLengths
+from hftrainer.training.steps import loss_division
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ import torch
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import get_partial_state, initialize_state
 from hftrainer.arguments.accelerator_config import as_accelerator_config
+from hftrainer.arguments.checks.validation import ALIASES, check_values, normalize
 from hftrainer.arguments.choices import (
     IntervalStrategy as IntervalStrategy,
     OptimizerNames as OptimizerNames,
@@ -31,7 +32,6 @@ from hftrainer.arguments.choices import (
 from hftrainer.arguments.lightning_config import check_keywords, explain_keyword
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
 from hftrainer.arguments.setters import ChainingSetters
-from hftrainer.arguments.validation import ALIASES, check_values, normalize
 from hftrainer.base.tracebacks import HideEngineFrames
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument
 from hftrainer.parallel.processes import Processes
@@ -168,8 +168,8 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         rank_info = self._rank_info
         if rank_info.world_size == 1 or "LOCAL_RANK" not in os.environ or rank_info.is_self_launched:
             return
+        from hftrainer.arguments.checks.unsupported import check_supported
         from hftrainer.arguments.lightning_plan import process_group_backend
-        from hftrainer.arguments.unsupported import check_supported
 
         resolved = ResolvedArguments.from_args(self)
         if self.device.type == "xla" or torch.distributed.is_initialized() or check_supported(resolved):
@@ -190,7 +190,7 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         Raises:
             UnsupportedArgument: if the launcher has not set how the processes connect.
         """
-        from hftrainer.arguments.unsupported import check_launch
+        from hftrainer.arguments.checks.unsupported import check_launch
 
         processes = Processes.from_ranks(self._rank_info)
         if not processes.is_distributed or (processes.is_self_launched and not torch.distributed.is_initialized()):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hftrainer.arguments.argument import arg, begin_subject
+from hftrainer.arguments.fields.argument import arg, begin_subject
 from hftrainer.training_args import TrainingArguments
 
 

@@ -9,7 +9,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.arguments.argument import arg
+from hftrainer.arguments.fields.argument import arg
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.training_args import TrainingArguments
 

@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
 from hftrainer import Seq2SeqTrainingArguments
 from hftrainer.arguments import accelerate
 from hftrainer.arguments.choices import as_text
-from hftrainer.arguments.argument import OURS, Argument, arguments_of
+from hftrainer.arguments.fields.argument import OURS, Argument, arguments_of
 from hftrainer.releases.earlier import POLICIES
 from tests.adapters.downstream import libraries
 from tests.support import known_differences as differing

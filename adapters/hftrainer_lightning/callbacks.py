@@ -42,7 +42,7 @@ from hftrainer_lightning.private_api.epoch_loop import use_previous_epoch
 if TYPE_CHECKING:
     from hftrainer.strategies.strategy import Strategy
     from hftrainer.trainer import Trainer
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.steps.loop import TrainingLoop
     from hftrainer_lightning.module import TrainerModule
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
     from hftrainer.trainer import Trainer
     from hftrainer.training.finders import TrialSteps
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.steps.loop import TrainingLoop
 
 #: Lightning's loops over an evaluation or test set.
 Stage = Literal["validate", "test", "predict"]

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hftrainer.errors import InvalidSetup
-from hftrainer.training.progress import make_ckpt_entry
+from hftrainer.training.checkpoints.progress import make_ckpt_entry
 from hftrainer_lightning import callbacks
 from hftrainer_lightning.private_api.callback_hooks import call_hooks
 from hftrainer_lightning.private_api.epoch_loop import WithoutBatchTransfer
@@ -19,7 +19,7 @@ from hftrainer_lightning.private_api.evaluation import can_be_logged
 
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.steps.loop import TrainingLoop
 
 #: Attributes of the run, not of the model, that a copy of the module lacks: callbacks copy it.
 _NOT_COPIED = ("loop", "resume_state", "_optimizer", "_scheduler", "_resumed_state")

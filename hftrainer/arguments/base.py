@@ -16,11 +16,11 @@ import torch
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerator_config import CONSTRUCTION_KEY
-from hftrainer.arguments.argument import OURS
 from hftrainer.arguments.choices import LOG_LEVELS, ParallelMode
-from hftrainer.arguments.old_fields import OldArguments
+from hftrainer.arguments.fields.argument import OURS
+from hftrainer.arguments.fields.old import OldArguments
+from hftrainer.arguments.fields.table import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, requested_precision
-from hftrainer.arguments.table import ARGUMENTS
 from hftrainer.base.config_files import env_flag
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.parallel import devices

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.arguments.validation import check_ranges
+from hftrainer.arguments.checks.validation import check_ranges
 from hftrainer.errors import InvalidArgument
 from hftrainer.releases.policy import ReleasePolicy
 

@@ -85,11 +85,11 @@ class Explanation:
 
 def explain(args: BaseArguments) -> Explanation:
     """How the arguments are handled. Starts no run, and imports neither lightning nor transformers."""
-    from hftrainer.arguments.device_checks import check_backend
+    from hftrainer.arguments.checks.device import check_backend
+    from hftrainer.arguments.checks.unsupported import non_neutral_arguments
+    from hftrainer.arguments.checks.validation import check_values
     from hftrainer.arguments.lightning_config import check_keywords
     from hftrainer.arguments.lightning_plan import make_plan
-    from hftrainer.arguments.unsupported import non_neutral_arguments
-    from hftrainer.arguments.validation import check_values
 
     values = args.to_dict()
     resolved = ResolvedArguments(args)

@@ -17,10 +17,10 @@ from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.arguments.argument import OURS
 from hftrainer.arguments.choices import DebugOption
-from hftrainer.arguments.old_fields import OldArguments
-from hftrainer.arguments.table import ARGUMENTS
+from hftrainer.arguments.fields.argument import OURS
+from hftrainer.arguments.fields.old import OldArguments
+from hftrainer.arguments.fields.table import ARGUMENTS
 from hftrainer.errors import InvalidArgument
 from hftrainer.releases import followed
 from hftrainer.releases.followed import is_before

@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from hftrainer.arguments.base import BaseArguments
+from hftrainer.arguments.fields.table import ARGUMENTS
 from hftrainer.arguments.lightning_config import FORWARDED
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import ARGUMENTS
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend
 from hftrainer.parallel.environment import find_plugin
 from hftrainer.parallel.plan import LightningPlan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from hftrainer.arguments.base import BaseArguments
+from hftrainer.arguments.checks.validation import normalize
 from hftrainer.arguments.choices import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
-from hftrainer.arguments.validation import normalize
 
 Self = TypeVar("Self", bound="ChainingSetters")
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from hftrainer.arguments.argument import changed_arguments
 from hftrainer.arguments.choices import as_text
+from hftrainer.arguments.fields.argument import changed_arguments
 from hftrainer.base.tracebacks import describe_type
 from hftrainer.compat.libraries import has_length
 from hftrainer.compat.overrides import is_overridden

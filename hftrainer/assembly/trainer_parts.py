@@ -15,7 +15,7 @@ import torch
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.assembly import trainer_setup
 from hftrainer.callbacks.state import has_saved_state
-from hftrainer.checkpointing.writer import CheckpointWriter
+from hftrainer.checkpointing.writing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.loader_factory import LoaderFactory
 from hftrainer.evaluation.evaluation_runner import EvaluationRunner
@@ -28,8 +28,10 @@ from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.storage.sync import StorageSync
 from hftrainer.strategies.strategy import Strategy
 from hftrainer.trackers.base import LogFolder, TrackerCallback, reporting_callbacks
-from hftrainer.training import control_actions, counters, loss, restorer, runner, saver
+from hftrainer.training import control_actions, runner
+from hftrainer.training.checkpoints import restorer, saver
 from hftrainer.training.run import Run
+from hftrainer.training.steps import counters, loss
 
 if TYPE_CHECKING:
     from hftrainer.hub.uploads import Uploads

@@ -9,12 +9,17 @@ from typing import Any
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import copy_accelerator_settings
 from hftrainer.arguments.changes import apply_to_engine
+from hftrainer.arguments.checks.unsupported import check_supported, find_unused_settings
+from hftrainer.arguments.checks.validation import (
+    check_accelerator_config,
+    check_types,
+    check_values,
+    set_accumulation_steps,
+)
 from hftrainer.arguments.choices import as_text
+from hftrainer.arguments.fields.table import ARGUMENTS
 from hftrainer.arguments.lightning_plan import make_plan
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
-from hftrainer.arguments.table import ARGUMENTS
-from hftrainer.arguments.unsupported import check_supported, find_unused_settings
-from hftrainer.arguments.validation import check_accelerator_config, check_types, check_values, set_accumulation_steps
 from hftrainer.assembly.object_checks import check_consistency, check_data, check_memmap, check_optimizer
 from hftrainer.base.messages import log_once
 from hftrainer.base.part import Part
@@ -28,8 +33,8 @@ from hftrainer.callbacks.handler import (
 )
 from hftrainer.callbacks.progress_bar import choose_progress_callback
 from hftrainer.callbacks.state import TrainerControl, TrainerState
-from hftrainer.checkpointing.files import make_output_dir
-from hftrainer.checkpointing.writer import CheckpointWriter
+from hftrainer.checkpointing.writing.files import make_output_dir
+from hftrainer.checkpointing.writing.writer import CheckpointWriter
 from hftrainer.compat import libraries, transformers_names
 from hftrainer.compat.overrides import check_lightning_methods, is_overridden, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator

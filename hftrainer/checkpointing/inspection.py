@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.file_checks import has_format, unreadable_reason
-from hftrainer.checkpointing.files import Entry, crc32_of_file, list_files, read_manifest, write_manifest
 from hftrainer.checkpointing.weights import has_deepspeed_shards, has_weights, missing_shard
+from hftrainer.checkpointing.writing.files import Entry, crc32_of_file, list_files, read_manifest, write_manifest
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 
 #: Files with weights, and indices of their shards.

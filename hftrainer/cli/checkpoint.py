@@ -95,9 +95,9 @@ def describe(folder: str) -> dict[str, Any]:
     """
     from hftrainer.callbacks.state import TrainerState
     from hftrainer.checkpointing import names
-    from hftrainer.checkpointing.files import list_files
     from hftrainer.checkpointing.inspection import inspect_checkpoint
     from hftrainer.checkpointing.run_progress import load_progress
+    from hftrainer.checkpointing.writing.files import list_files
     from hftrainer.errors import DamagedCheckpoint
 
     state_file = os.path.join(folder, names.TRAINER_STATE_NAME)

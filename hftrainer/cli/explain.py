@@ -108,7 +108,7 @@ def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> Trai
 def _show_help(parser: argparse.ArgumentParser, action: argparse.Action) -> None:
     """Print the help of an argument and how it is handled."""
     from hftrainer.arguments.explain import TITLES, WIDTH
-    from hftrainer.arguments.table import ARGUMENTS
+    from hftrainer.arguments.fields.table import ARGUMENTS
 
     argument = ARGUMENTS.get(action.dest)
     handling = ": ".join(filter(None, (TITLES[argument.kind], argument.detail))) if argument else ""

@@ -181,7 +181,7 @@ def _completions(name: str, parser: argparse.ArgumentParser) -> _Completions:
     words: _Completions = {}
     if name == "explain":
         from hftrainer.arguments.choices import as_text
-        from hftrainer.arguments.table import ARGUMENTS
+        from hftrainer.arguments.fields.table import ARGUMENTS
 
         for argument_name, argument in ARGUMENTS.items():
             values = " ".join(map(as_text, argument.choices or ())) or _FILE

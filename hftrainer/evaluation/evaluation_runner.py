@@ -31,8 +31,8 @@ from hftrainer.parallel.process_group import CollectiveCall
 from hftrainer.reporting.metrics import mean_loss
 from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
-from hftrainer.training.loss import split_losses
-from hftrainer.training.sums import LoggedMetrics
+from hftrainer.training.steps.loss import split_losses
+from hftrainer.training.steps.sums import LoggedMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,9 @@ from typing import Any
 
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
-from hftrainer.checkpointing import files, names
-from hftrainer.checkpointing.folder import clear_stale, staging_folder
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.writing import files
+from hftrainer.checkpointing.writing.folder import clear_stale, staging_folder
 from hftrainer.hub.repository import IGNORE_PATTERNS
 
 #: Files of at least this many bytes are linked, not copied.

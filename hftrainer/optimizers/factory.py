@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrainer.arguments.argument import changed_arguments
 from hftrainer.arguments.choices import OptimizerNames
+from hftrainer.arguments.fields.argument import changed_arguments
 from hftrainer.base.config_files import parse_bool
 from hftrainer.compat import libraries, transformers_names
 from hftrainer.errors import InvalidArgument, MissingPackage, cause_if_installed

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from hftrainer.arguments.param_group_entries import OWN_KEYS, patterns_of
+from hftrainer.arguments.checks.param_group_entries import OWN_KEYS, patterns_of
 from hftrainer.base.messages import count_of
 from hftrainer.compat import libraries
 from hftrainer.compat.libraries import bare_name

@@ -119,7 +119,7 @@ class EngineAccelerator(ProcessState):
         """Run backward through the strategy and the precision plugin.
 
         Like accelerate's, this divides the loss by `gradient_accumulation_steps`, but not with DeepSpeed. That is 1
-        except in v5.2 to v5.5, where `LossComputer` has divided the loss already (`training/loss_division.py`).
+        except in v5.2 to v5.5, where `LossComputer` has divided the loss already (`training/steps/loss_division.py`).
         """
         if self.gradient_accumulation_steps > 1 and self.distributed_type is not DistributedType.DEEPSPEED:
             loss = loss / self.gradient_accumulation_steps

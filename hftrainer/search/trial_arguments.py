@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hftrainer.arguments.validation import ALIASES, normalize
+from hftrainer.arguments.checks.validation import ALIASES, normalize
 from hftrainer.base.config_files import parse_bool
 from hftrainer.base.signatures import number_of_arguments
 from hftrainer.errors import InvalidArgument, UnknownArgument, suggest

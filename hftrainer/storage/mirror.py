@@ -11,11 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.files import read_manifest
-from hftrainer.checkpointing.folder import CheckpointFolder
 from hftrainer.checkpointing.inspection import inspect_checkpoint
 from hftrainer.checkpointing.names import checkpoints_newest_first, sort_checkpoints
 from hftrainer.checkpointing.run_checkpoints import delete_all_but_best
+from hftrainer.checkpointing.writing.files import read_manifest
+from hftrainer.checkpointing.writing.folder import CheckpointFolder
 from hftrainer.errors import CheckpointNotWritten, DamagedCheckpoint, StorageError
 from hftrainer.storage.remote import RemoteFolder, digest
 

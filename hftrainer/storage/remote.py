@@ -20,8 +20,8 @@ from fsspec.registry import known_implementations
 from huggingface_hub import constants
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.files import Entry, crc32_of_file, crc32_of_list, parse_manifest
-from hftrainer.checkpointing.folder import CheckpointFolder
+from hftrainer.checkpointing.writing.files import Entry, crc32_of_file, crc32_of_list, parse_manifest
+from hftrainer.checkpointing.writing.folder import CheckpointFolder
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, MissingPackage, StorageError
 from hftrainer.hub.failures import call_with_retries, remove_tokens
 

@@ -10,7 +10,7 @@ import torch
 from hftrainer.base.messages import count_of
 from hftrainer.base.part import Part
 from hftrainer.optimizers.optimizer_setup import make_scheduler
-from hftrainer.training.sums import LoggedMetrics
+from hftrainer.training.steps.sums import LoggedMetrics
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts

@@ -20,7 +20,7 @@ from hftrainer.trainer_pt_utils import find_batch_size
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
-    from hftrainer.training.micro_batches import MicroBatches
+    from hftrainer.training.steps.micro_batches import MicroBatches
 
 
 class Monitors(Part):

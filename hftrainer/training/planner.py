@@ -20,7 +20,7 @@ from hftrainer.training.run_lengths import RunLengths, plan_lengths, position_at
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
-    from hftrainer.training.micro_batches import RunStart
+    from hftrainer.training.steps.micro_batches import RunStart
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.run_progress import RunProgress
 from hftrainer.monitoring.health import Heartbeat
 from hftrainer.training.run_lengths import RunLengths
+from hftrainer.training.steps.sums import LoggedMetrics
 from hftrainer.training.stopping import SignalListener
-from hftrainer.training.sums import LoggedMetrics
 
 if TYPE_CHECKING:
     from hftrainer.training.divergence import SkippedSamples
-    from hftrainer.training.loop import TrainingLoop
     from hftrainer.training.restarts import InitialStateSnapshot
+    from hftrainer.training.steps.loop import TrainingLoop
 
 
 @dataclass

@@ -18,10 +18,10 @@ from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.checkpointing import resume
-from hftrainer.checkpointing.files import check_writable
-from hftrainer.checkpointing.folder import clear_stale
 from hftrainer.checkpointing.run_checkpoints import delete_all_but_best
 from hftrainer.checkpointing.run_progress import read_global_batch_size
+from hftrainer.checkpointing.writing.files import check_writable
+from hftrainer.checkpointing.writing.folder import clear_stale
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
@@ -34,11 +34,11 @@ from hftrainer.trackers.base import begin_runs
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.divergence import Diverged
 from hftrainer.training.finders import LightningFinders
-from hftrainer.training.loop import TrainingLoop
-from hftrainer.training.micro_batches import MicroBatches, RunStart
 from hftrainer.training.planner import RunPlanner
 from hftrainer.training.restarts import Restarts
-from hftrainer.training.step_position import StepPhase
+from hftrainer.training.steps.loop import TrainingLoop
+from hftrainer.training.steps.micro_batches import MicroBatches, RunStart
+from hftrainer.training.steps.step_position import StepPhase
 from hftrainer.training.stopping import ControlSync, SignalListener
 from hftrainer.training_args import TrainingArguments
 

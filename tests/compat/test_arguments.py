@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 import hftrainer
-from hftrainer.arguments.argument import arguments_of
+from hftrainer.arguments.fields.argument import arguments_of
 from hftrainer.arguments.legacy import FIELDS
 from tests.support.arguments import CASES, words_for
 from tests.support.parity import LIBRARIES, assert_agree, comparable

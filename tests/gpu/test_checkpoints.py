@@ -10,8 +10,8 @@ from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
 from hftrainer import TrainerCallback
-from hftrainer.checkpointing import writer
-from hftrainer.checkpointing.files import HostCopies
+from hftrainer.checkpointing.writing import writer
+from hftrainer.checkpointing.writing.files import HostCopies
 from tests.gpu import ranks
 from tests.gpu.support import DEVICE, HERE, assert_same_weights, build, train
 

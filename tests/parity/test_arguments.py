@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import hftrainer
-from hftrainer.arguments.table import ARGUMENTS
+from hftrainer.arguments.fields.table import ARGUMENTS
 from hftrainer.errors import InvalidArgument
 from tests.support import parity
 from tests.support.arguments import CASES, DEFAULTS, TIMES, make_trainer

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 
 import hftrainer
-from hftrainer.checkpointing import folder as folder_module, writer
-from hftrainer.checkpointing.files import read_manifest
-from hftrainer.checkpointing.folder import staging_folder
 from hftrainer.checkpointing.inspection import inspect_checkpoint
+from hftrainer.checkpointing.writing import folder as folder_module, writer
+from hftrainer.checkpointing.writing.files import read_manifest
+from hftrainer.checkpointing.writing.folder import staging_folder
 from tests.support.checkpoints import BACKGROUND, OnSave, train_to_end
 from tests.support.known_differences import files_in
 from tests.support.parity import assert_agree, assert_same_weights, build

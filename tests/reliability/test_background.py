@@ -12,13 +12,13 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from safetensors.torch import load_file
 
 from hftrainer import Trainer, TrainerCallback
-from hftrainer.checkpointing import files, folder
-from hftrainer.checkpointing.folder import CheckpointFolder, staging_folder
 from hftrainer.checkpointing.inspection import inspect_checkpoint
-from hftrainer.checkpointing.writer import CheckpointWriter
+from hftrainer.checkpointing.writing import files, folder
+from hftrainer.checkpointing.writing.folder import CheckpointFolder, staging_folder
+from hftrainer.checkpointing.writing.writer import CheckpointWriter
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotWritten
-from hftrainer.training import saver
+from hftrainer.training.checkpoints import saver
 from tests.support.checkpoints import BACKGROUND, BEST, MODELS, AtStep, assert_same_end, make_trainer, train_to_end
 from tests.support.faults import FailsOnce
 from tests.support.jobs import names_in

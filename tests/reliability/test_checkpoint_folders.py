@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hftrainer import Trainer, TrainerCallback
-from hftrainer.checkpointing.folder import CheckpointFolder
+from hftrainer.checkpointing.writing.folder import CheckpointFolder
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import BEST, AtStep, OnSave, make_trainer, train_to_end
 from tests.support.faults import Disk

@@ -18,9 +18,9 @@ import torch
 from hypothesis import strategies as st
 
 from hftrainer import HfArgumentParser, TrainingArguments
-from hftrainer.checkpointing.files import crc32_of_list
 from hftrainer.checkpointing.names import MANIFEST_NAME, SHARD_FOLDERS
 from hftrainer.checkpointing.sharded import load_model_shards, load_optimizer
+from hftrainer.checkpointing.writing.files import crc32_of_list
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.hub.download import download_checkpoint
 from hftrainer.parallel.fsdp_settings import read_fsdp

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from hftrainer import Trainer
-from hftrainer.checkpointing import folder
 from hftrainer.checkpointing.run_progress import load_progress
+from hftrainer.checkpointing.writing import folder
 from tests.reliability import job
 from tests.support.checkpoints import BACKGROUND, BEST, AtStep, assert_same_end, make_trainer, train_to_end
 from tests.support.faults import FailsOnce

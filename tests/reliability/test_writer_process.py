@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification
 
-from hftrainer.checkpointing import files, writer
-from hftrainer.checkpointing.writer_process import CannotUnpack, SharedCopies, WriterProcess
+from hftrainer.checkpointing.writing import files, writer
+from hftrainer.checkpointing.writing.writer_process import CannotUnpack, SharedCopies, WriterProcess
 from tests.support.checkpoints import BACKGROUND, AtStep, make_trainer, train_to_end
 from tests.support.jobs import names_in
 from tests.support.tiny import MODELS

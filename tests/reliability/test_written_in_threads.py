@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from hftrainer import Trainer
-from hftrainer.checkpointing import files
-from hftrainer.checkpointing.files import write_manifest
-from hftrainer.checkpointing.folder import CheckpointFolder, clear_stale
 from hftrainer.checkpointing.inspection import inspect_checkpoint
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.checkpointing.run_checkpoints import get_last_checkpoint
+from hftrainer.checkpointing.writing import files
+from hftrainer.checkpointing.writing.files import write_manifest
+from hftrainer.checkpointing.writing.folder import CheckpointFolder, clear_stale
 from tests.support.checkpoints import flip, make_trainer, train_to_end
 from tests.support.faults import FailsOnce
 from tests.support.jobs import names_in

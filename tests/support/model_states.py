@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from hftrainer import Trainer, TrainingArguments
-from hftrainer.checkpointing.folder import CheckpointFolder
+from hftrainer.checkpointing.writing.folder import CheckpointFolder
 from hftrainer.strategies.strategy import Strategy
 from tests.support import processes
 from tests.support.processes import ROOT

@@ -3,9 +3,9 @@
 from typing import Any
 
 from hftrainer import TrainingArguments
+from hftrainer.arguments.checks.unsupported import check_supported
 from hftrainer.arguments.lightning_plan import make_plan
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.unsupported import check_supported
 
 #: Variables that torchrun sets in the second of two processes.
 SECOND = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=localhost MASTER_PORT=29501"

@@ -24,8 +24,8 @@ from hftrainer_lightning.private_api.callback_hooks import needs_lightning_hooks
 from hftrainer_lightning.private_api.evaluation import make_evaluation_loop
 
 if TYPE_CHECKING:
-    from hftrainer.training.loop import TrainingLoop
-    from hftrainer.training.micro_batches import MicroBatches
+    from hftrainer.training.steps.loop import TrainingLoop
+    from hftrainer.training.steps.micro_batches import MicroBatches
 
 
 class _WindowedEpochLoop(_TrainingEpochLoop):

@@ -11,7 +11,7 @@ from swift.pipelines.train.pretrain import SwiftPretrain
 from swift.pipelines.train.rlhf import SwiftRLHF
 from swift.pipelines.train.sft import SwiftSft
 
-from hftrainer.arguments.own_fields import OwnArguments
+from hftrainer.arguments.fields.own import OwnArguments
 from tests.adapters.downstream import lives
 from tests.adapters.downstream.tiny_language import assistant, save_model, user
 

@@ -152,7 +152,7 @@ def test_xla_fsdp_on_another_device_is_refused(tmp_path):
 
 
 def _found(args):
+    from hftrainer.arguments.checks.unsupported import check_supported
     from hftrainer.arguments.resolved import ResolvedArguments
-    from hftrainer.arguments.unsupported import check_supported
 
     return check_supported(ResolvedArguments(args))

@@ -12,11 +12,11 @@ import torch
 
 import hftrainer
 from hftrainer import Trainer, TrainingArguments
-from hftrainer.arguments.argument import arguments_of
+from hftrainer.arguments.checks.unsupported import check_supported
+from hftrainer.arguments.fields.argument import arguments_of
 from hftrainer.arguments.legacy import FIELDS, KEPT
 from hftrainer.arguments.lightning_plan import make_plan
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.unsupported import check_supported
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.arguments import CASES
 from tests.support.releases import TRANSFORMERS, pinned

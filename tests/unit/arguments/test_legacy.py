@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hftrainer import Trainer, TrainingArguments
+from hftrainer.arguments.checks.unsupported import check_supported
 from hftrainer.arguments.legacy import FIELDS, KEPT, RENAMED
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.unsupported import check_supported
 from hftrainer.errors import InvalidArgument
 from tests.support.arguments import CASES, make_trainer
 from tests.support.tiny import make_plain

@@ -9,9 +9,9 @@ import transformers
 
 import hftrainer
 from hftrainer import Trainer, TrainingArguments
+from hftrainer.arguments.checks.unsupported import check_supported
 from hftrainer.arguments.lightning_plan import make_plan
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.unsupported import check_supported
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnknownArgument
 from tests.support.arguments import make_trainer
 from tests.support.parity import assert_same_weights

@@ -9,8 +9,8 @@ import transformers
 
 import hftrainer
 from hftrainer import Trainer, TrainingArguments
+from hftrainer.arguments.checks.unsupported import check_supported
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.unsupported import check_supported
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnknownArgument, UnsupportedArgument, WrongObject
 from tests.support.tiny import make_plain, plain_data
 

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from hftrainer.checkpointing import folder as folder_module
-from hftrainer.checkpointing.folder import CheckpointFolder, clear_stale, staging_folder
+from hftrainer.checkpointing.writing import folder as folder_module
+from hftrainer.checkpointing.writing.folder import CheckpointFolder, clear_stale, staging_folder
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import make_trainer
 from tests.support.jobs import names_in

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.files import write_manifest
 from hftrainer.checkpointing.inspection import Inspection, accept_checkpoint, inspect_checkpoint
+from hftrainer.checkpointing.writing.files import write_manifest
 from hftrainer.errors import CheckpointNotFound
 
 ZERO_3 = [f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in (0, 1) for kind in ("model", "optim")]

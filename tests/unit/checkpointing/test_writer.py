@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from hftrainer.checkpointing.folder import CheckpointFolder
-from hftrainer.checkpointing.writer import ScriptFiles, is_storage_error
+from hftrainer.checkpointing.writing.folder import CheckpointFolder
+from hftrainer.checkpointing.writing.writer import ScriptFiles, is_storage_error
 from tests.support.jobs import names_in
 
 

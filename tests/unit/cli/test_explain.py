@@ -10,7 +10,7 @@ import pytest
 
 from hftrainer import Seq2SeqTrainingArguments, TrainingArguments
 from hftrainer.__main__ import main
-from hftrainer.arguments.argument import arguments_of
+from hftrainer.arguments.fields.argument import arguments_of
 from hftrainer.arguments.lightning_plan import make_plan
 from hftrainer.arguments.resolved import ResolvedArguments
 from tests.support.arguments import CASES

@@ -10,8 +10,8 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from hftrainer import Trainer, TrainingArguments
+from hftrainer.arguments.checks.unsupported import find_unused_settings
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.unsupported import find_unused_settings
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.model.apply_arguments import compile_model
 from hftrainer.parallel.environment import LAUNCHERS, first_host, tasks_per_node

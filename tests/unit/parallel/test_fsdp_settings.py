@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from hftrainer.arguments.checks.unsupported import check_supported
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.unsupported import check_supported
 from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.fsdp_settings import FsdpPlugin, FsdpSettings, XlaSettings, read_fsdp
 from tests.support.refusals import assert_refused, make

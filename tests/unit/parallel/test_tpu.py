@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hftrainer import Trainer, __main__ as command
+from hftrainer.arguments.checks.unsupported import find_unused_settings
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.unsupported import find_unused_settings
 from hftrainer.errors import MissingPackage
 from hftrainer.parallel import devices
 from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect_launcher

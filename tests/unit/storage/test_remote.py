@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from hftrainer.checkpointing.files import write_manifest
+from hftrainer.checkpointing.writing.files import write_manifest
 from hftrainer.errors import StorageError
 from hftrainer.storage import remote
 from hftrainer.storage.remote import RemoteFolder

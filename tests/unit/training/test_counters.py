@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hftrainer.training.counters import Counters
 from hftrainer.training.monitors import count_batch
 from hftrainer.training.run import Run
+from hftrainer.training.steps.counters import Counters
 
 
 def test_operations_are_counted_once():

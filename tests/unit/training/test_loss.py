@@ -10,9 +10,9 @@ from torch import nn
 
 from hftrainer.releases import followed
 from hftrainer.trainer_pt_utils import LabelSmoother
-from hftrainer.training import counters, loss_division
-from hftrainer.training.loss import LossComputer, split_losses
 from hftrainer.training.run import Run
+from hftrainer.training.steps import counters, loss_division
+from hftrainer.training.steps.loss import LossComputer, split_losses
 
 
 def make_losses(release="5.20", *, micro_batches=4, averages_tokens=False, world_size=1, **attributes):

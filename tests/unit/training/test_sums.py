@@ -5,7 +5,7 @@ import torch
 
 from hftrainer import Trainer, TrainerCallback
 from hftrainer.training.run import Run
-from hftrainer.training.sums import LoggedMetrics, LossAccumulator, StepEndValues
+from hftrainer.training.steps.sums import LoggedMetrics, LossAccumulator, StepEndValues
 from tests.support.parity import build, train
 from tests.support.tiny import Plain, make_plain
 

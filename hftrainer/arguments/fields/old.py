@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.arguments.argument import Rename, arg, old_name, split_words, to_item, to_key, to_name, to_value
 from hftrainer.arguments.choices import as_text
-from hftrainer.arguments.own_fields import OwnArguments
+from hftrainer.arguments.fields.argument import Rename, arg, old_name, split_words, to_item, to_key, to_name, to_value
+from hftrainer.arguments.fields.own import OwnArguments
 from hftrainer.errors import InvalidArgument
 
 _JIT = (True, "torch discontinued TorchScript, so evaluation does not trace the model; use torch_compile=True")

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from hftrainer.arguments import legacy, param_group_entries
+from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import find_device_mismatch
 from hftrainer.arguments.accelerator_config import as_accelerator_config
 from hftrainer.arguments.base import BaseArguments
+from hftrainer.arguments.checks import param_group_entries
 from hftrainer.arguments.choices import (
     DebugOption,
     IntervalStrategy,
@@ -30,9 +31,9 @@ from hftrainer.arguments.choices import (
     read_observe,
     token_counting_mode,
 )
+from hftrainer.arguments.fields.table import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, asks_for_deepspeed
 from hftrainer.arguments.storage_url import separate_storage
-from hftrainer.arguments.table import ARGUMENTS
 from hftrainer.base.config_files import describe_text, parse_bool
 from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer.plugins import import_adapter

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hftrainer.arguments.argument import arguments_of
-from hftrainer.arguments.old_fields import OldArguments
+from hftrainer.arguments.fields.argument import arguments_of
+from hftrainer.arguments.fields.old import OldArguments
 
 #: Name → its `Argument`.
 ARGUMENTS = arguments_of(OldArguments)

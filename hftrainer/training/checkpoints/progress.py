@@ -14,11 +14,11 @@ from hftrainer.data import mixture_batches
 from hftrainer.data.randomness import rng_state
 from hftrainer.trackers.base import ids_of_open_runs
 from hftrainer.training.run_lengths import RunLengths
-from hftrainer.training.step_position import StepPhase
+from hftrainer.training.steps.step_position import StepPhase
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.steps.loop import TrainingLoop
 
 
 def position_settings(parts: TrainerParts, lengths: RunLengths) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.checkpointing.files import Entry, HostCopies, describe_large_files
+from hftrainer.checkpointing.writing.files import Entry, HostCopies, describe_large_files
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ import json, signal, sys
 for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
     signal.signal(getattr(signal, name), signal.SIG_IGN)
 sys.path[:] = json.loads(sys.argv[1])
-from hftrainer.checkpointing.writer_process import serve_calls
+from hftrainer.checkpointing.writing.writer_process import serve_calls
 serve_calls(int(sys.argv[2]), int(sys.argv[3]))
 """
 

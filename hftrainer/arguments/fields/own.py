@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hftrainer.arguments.argument import OURS, arg
-from hftrainer.arguments.fields import CurrentArguments
+from hftrainer.arguments.fields.argument import OURS, arg
+from hftrainer.arguments.fields.current import CurrentArguments
 
 
 @dataclass(kw_only=True)

@@ -25,12 +25,12 @@ from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.schedules import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import Monitors
-from hftrainer.training.step_position import MicroBatchPosition, StepPhase
-from hftrainer.training.sums import LossAccumulator, StepEndValues
+from hftrainer.training.steps.step_position import MicroBatchPosition, StepPhase
+from hftrainer.training.steps.sums import LossAccumulator, StepEndValues
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
-    from hftrainer.training.micro_batches import MicroBatches
+    from hftrainer.training.steps.micro_batches import MicroBatches
 
 logger = logging.getLogger(__name__)
 

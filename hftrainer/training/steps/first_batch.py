@@ -11,7 +11,7 @@ from torch import nn
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.errors import InvalidSetup, UnsupportedArgument
-from hftrainer.training import loss_division
+from hftrainer.training.steps import loss_division
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts

@@ -18,10 +18,10 @@ from hftrainer.base.part import Part
 from hftrainer.base.signatures import accepted_args
 from hftrainer.callbacks.state import drop_from_json, export_states
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.files import make_output_dir
-from hftrainer.checkpointing.folder import final_folder, staging_folder
 from hftrainer.checkpointing.run_checkpoints import rotate_checkpoints
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
+from hftrainer.checkpointing.writing.files import make_output_dir
+from hftrainer.checkpointing.writing.folder import final_folder, staging_folder
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.randomness import rng_state
@@ -30,12 +30,12 @@ from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.parallel.rank_errors import read_first_error
 from hftrainer.strategies.strategy import MakeOptimizer
-from hftrainer.training.progress import make_progress
-from hftrainer.training.step_position import StepPhase
+from hftrainer.training.checkpoints.progress import make_progress
+from hftrainer.training.steps.step_position import StepPhase
 from hftrainer.training_args import without_tokens
 
 if TYPE_CHECKING:
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.steps.loop import TrainingLoop
 
 logger = logging.getLogger(__name__)
 

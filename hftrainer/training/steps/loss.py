@@ -20,8 +20,8 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.model.inspection import LOSS_REMEDY, call_loss_func, extract_loss, is_training, smoothing_shifts_labels
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuild_container
-from hftrainer.training import loss_division
-from hftrainer.training.first_batch import check_first_batch
+from hftrainer.training.steps import loss_division
+from hftrainer.training.steps.first_batch import check_first_batch
 
 logger = logging.getLogger(__name__)
 

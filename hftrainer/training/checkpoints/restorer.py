@@ -13,7 +13,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.run_progress import RunProgress, load_progress
 from hftrainer.compat import libraries
-from hftrainer.training.progress import position_settings
+from hftrainer.training.checkpoints.progress import position_settings
 from hftrainer.training.run_lengths import RunLengths
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from hftrainer.base.part import Part
 from hftrainer.base.signatures import call_with_accepted
 from hftrainer.data.epoch_reader import EpochReader, EpochStart
 from hftrainer.training.run_lengths import RunLengths
-from hftrainer.training.step_position import MicroBatchPosition, StepPhase
+from hftrainer.training.steps.step_position import MicroBatchPosition, StepPhase
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.files import Entry, flush_to_disk, write_manifest
 from hftrainer.checkpointing.inspection import inspect_checkpoint
+from hftrainer.checkpointing.writing.files import Entry, flush_to_disk, write_manifest
 from hftrainer.parallel.environment import has_writer_ended, process_identifier
 
 logger = logging.getLogger(__name__)

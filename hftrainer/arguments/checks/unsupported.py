@@ -11,13 +11,13 @@ from typing import Any
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import check_launch_variables, find_unknown_variables
-from hftrainer.arguments.argument import Argument, arguments_of
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.arguments.device_checks import check_backend, check_device, check_fsdp, check_xla
+from hftrainer.arguments.checks.device import check_backend, check_device, check_fsdp, check_xla
+from hftrainer.arguments.fields.argument import Argument, arguments_of
+from hftrainer.arguments.fields.table import ARGUMENTS
 from hftrainer.arguments.lightning_config import OVERRIDDEN_ARGUMENTS, check_keywords, explain_keyword
 from hftrainer.arguments.lightning_plan import ddp_keywords
 from hftrainer.arguments.resolved import ResolvedArguments, asks_for_deepspeed
-from hftrainer.arguments.table import ARGUMENTS
 from hftrainer.errors import InvalidConfig, UnknownArgument, suggest
 from hftrainer.parallel.devices import visible_device_count
 from hftrainer.parallel.environment import can_rerun_script, check_rank_info

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
-from hftrainer.arguments.argument import SCRIPT_SUBJECT, arg, begin_subject, old_name, to_name
 from hftrainer.arguments.choices import (
     LOG_LEVELS,
     HubStrategy,
@@ -18,6 +17,7 @@ from hftrainer.arguments.choices import (
     SaveStrategy,
     SchedulerType,
 )
+from hftrainer.arguments.fields.argument import SCRIPT_SUBJECT, arg, begin_subject, old_name, to_name
 
 _EVALUATION = "Evaluation"
 

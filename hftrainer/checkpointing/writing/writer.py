@@ -18,10 +18,11 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from hftrainer.checkpointing import files, names, writer_process
-from hftrainer.checkpointing.files import Entry
-from hftrainer.checkpointing.folder import CheckpointFolder
-from hftrainer.checkpointing.writer_process import CannotUnpack, SharedCopies, WriterProcess
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.writing import files, writer_process
+from hftrainer.checkpointing.writing.files import Entry
+from hftrainer.checkpointing.writing.folder import CheckpointFolder
+from hftrainer.checkpointing.writing.writer_process import CannotUnpack, SharedCopies, WriterProcess
 from hftrainer.errors import CheckpointNotWritten
 from hftrainer.parallel.process_group import start_in_thread
 

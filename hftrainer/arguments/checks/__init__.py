@@ -1,0 +1,1 @@
+"""Checks the arguments' values, alone, together, and for the device."""

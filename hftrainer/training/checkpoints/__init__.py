@@ -1,0 +1,1 @@
+"""What a run puts into its checkpoints, and takes from them."""

@@ -1,0 +1,1 @@
+"""An epoch, its micro-batches and optimizer steps: their order, the data and the loss."""
