@@ -42,6 +42,7 @@ class Observer(TrainerCallback):
 
     Args:
         observations: what to observe, from `OBSERVE_PARTS` of `arguments.choices`.
+        step: returns the optimizer steps done; `on_step_end` is not called if a callback before it raises an error.
         seconds: returns 'evaluation' and 'saving' → seconds since the run started.
         waits: returns the causes of waits for data, as in `_REMEDIES` → seconds since the run started.
         sum_over_data: sums a number over the ranks with distinct batches; a collective operation.
@@ -53,6 +54,7 @@ class Observer(TrainerCallback):
     def __init__(
         self,
         observations: frozenset[str],
+        step: Callable[[], int],
         seconds: Callable[[], Mapping[str, float]],
         waits: Callable[[], Mapping[str, float]],
         sum_over_data: Callable[[int], int],
@@ -63,12 +65,13 @@ class Observer(TrainerCallback):
         self.observations = observations
         self.journal = journal
         self.flops = flops
+        self._step = step
         self._seconds = seconds
         self._waits = waits
         self._sum_over_data = sum_over_data
         self._facts = facts
         self._samples = self._tokens = self._first_elements = 0
-        self._step = self._written_step = 0
+        self._written_step = 0
         self._median_step_seconds: float | None = None
         self._has_warned_of_data = False
         self._handler = _JournalHandler(self)
@@ -136,9 +139,10 @@ class Observer(TrainerCallback):
         differences = {name: value - self._written_counters.get(name, 0.0) for name, value in counters.items()}
         other_seconds = {name: differences[name] for name in ("data", "evaluation", "saving")}
         seconds = {"steps": differences["time"] - sum(other_seconds.values()), **other_seconds}
-        self.journal.write("interval", self._step, steps=self._step - self._written_step, seconds=seconds)
+        step = self._step()
+        self.journal.write("interval", step, steps=step - self._written_step, seconds=seconds)
         self._written_counters = counters
-        self._written_step = self._step
+        self._written_step = step
 
     def read_events(self) -> list[dict[str, Any]]:
         """The events until now, also of earlier runs; none without a journal."""
@@ -149,12 +153,12 @@ class Observer(TrainerCallback):
     def activity(self, name: str) -> Iterator[None]:
         """Write the start and end of an activity ('evaluation' or 'saving') to the journal."""
         self.write_interval()
-        self.journal.write("phase", self._step, phase=name)
+        self.journal.write("phase", self._step(), phase=name)
         try:
             yield
         finally:
             self.write_interval()
-            self.journal.write("phase", self._step, phase="training")
+            self.journal.write("phase", self._step(), phase="training")
 
     # ---- Micro-batches -----------------------------------------------------------------------------------------
 
@@ -170,11 +174,11 @@ class Observer(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Start the journal and the first interval."""
-        self._step = self._written_step = state.global_step
+        self._written_step = state.global_step
         logging_steps = state.logging_steps if args.logging_strategy == "steps" else None
         facts = {"max_steps": state.max_steps, "pid": os.getpid(), "host": socket.gethostname(), **self._facts}
         facts |= {name: getattr(args, name) for name in ("metric_for_best_model", "greater_is_better")}
-        self.journal.write("begin", self._step, **facts, logging_steps=logging_steps)
+        self.journal.write("begin", state.global_step, **facts, logging_steps=logging_steps)
         logging.getLogger("hftrainer").addHandler(self._handler)
         self._begin_interval(self._read_counters())
         self._written_counters = self._checked_counters = self._start_counters
@@ -188,7 +192,6 @@ class Observer(TrainerCallback):
         """Record the time of the step, and the memory."""
         now = time.perf_counter()
         seconds = self._seconds()
-        self._step = state.global_step
         step_seconds = now - seconds.get("evaluation", 0.0) - seconds.get("saving", 0.0)
         self._steps_in_interval += 1
         self._latest_step_seconds.append(step_seconds - self._step_start)
@@ -214,7 +217,7 @@ class Observer(TrainerCallback):
             self.flops.stop()
         self.write_interval()
         values = {"message": message.splitlines()[0]} if message else {}
-        self.journal.write("end", self._step, reason=reason, **values)
+        self.journal.write("end", self._step(), reason=reason, **values)
         logging.getLogger("hftrainer").removeHandler(self._handler)
 
     # ---- Warnings ----------------------------------------------------------------------------------------------
@@ -224,7 +227,7 @@ class Observer(TrainerCallback):
             return
         if seconds > max(_SLOW_FACTOR * self._median_step_seconds, _SLOW_SECONDS):
             times = seconds / self._median_step_seconds
-            logger.warning("Step %d took %.3g s, %.0f times the median.", self._step, seconds, times)
+            logger.warning("Step %d took %.3g s, %.0f times the median.", self._step(), seconds, times)
             # No second warning before the next log line.
             self._median_step_seconds = None
 
@@ -249,7 +252,7 @@ class _JournalHandler(logging.Handler):
         """Write the message."""
         step = getattr(record, "non_finite_step", None)
         values = {} if step is None else {"non_finite_step": step}
-        self._observer.journal.write("warning", self._observer._step, text=record.getMessage(), **values)
+        self._observer.journal.write("warning", self._observer._step(), text=record.getMessage(), **values)
 
 
 def _step_seconds(counters: Mapping[str, float]) -> float:

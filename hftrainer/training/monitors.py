@@ -100,6 +100,7 @@ def _make_observer(parts: TrainerParts, batches: MicroBatches, folder: str, *, i
     has_journal = "journal" in observations and trainer.is_world_process_zero() and not is_recorded
     observer = Observer(
         observations,
+        step=lambda: trainer.state.global_step,
         seconds=lambda: parts.run.seconds_by_activity,
         waits=batches.reader.wait_seconds_by_cause,
         sum_over_data=lambda count: int(parts.counters.sum_over_data(torch.tensor([count]))),
