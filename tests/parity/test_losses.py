@@ -103,17 +103,20 @@ class BadAtTwoSteps(Plain):
 
 
 @pytest.mark.parametrize("filtered", [True, False])
-@pytest.mark.parametrize(("factor", "summary"), [(1.0, "in some steps."), (math.nan, "since step 3 of 6: the last")])
+@pytest.mark.parametrize(
+    ("factor", "summary"),
+    [(1.0, "in some steps"), (math.nan, "since step 3 of 6: the last checkpoint's weights may be unusable")],
+)
 def test_bad_loss_is_reported_with_its_step_and_advice(tmp_path, caplog, capsys, filtered, factor, summary):
     model = BadAtTwoSteps()
     settings = {"max_steps": 6, "logging_nan_inf_filter": filtered, "logging_steps": 2, "observe": True}
     model.factor = factor
     with caplog.at_level(logging.INFO, logger="hftrainer"):
         build("hftrainer", "plain", tmp_path, trainer={"model": model}, **settings)[0].train()
-    assert summary in caplog.text
+    assert f"{summary}{'. In log_history, train_loss is too low' if filtered else ''}." in caplog.text
     (said,) = [text for text in caplog.messages if f"The loss is {math.inf * factor} at optimizer step" in text]
     assert all(words in said for words in ("step 3", "learning_rate", "underflow_overflow"))
-    assert ("logging_nan_inf_filter replaces it" in said) == filtered
+    assert ("logging_nan_inf_filter leaves it out" in said) == filtered
     # A log line of losses that are all NaN shows that.
     assert ("NaN at step 3  " in capsys.readouterr().out) == (filtered and factor == 1)
 
@@ -122,7 +125,8 @@ def test_nan_in_the_data_is_named(tmp_path, caplog):
     data = [{**row, "x": row["x"] * float("nan")} for row in plain_data()]
     build("hftrainer", "plain", tmp_path, trainer={"train_dataset": data}, max_steps=1)[0].train()
     assert (
-        "so the logged mean is too low. The batch's 'x' contains NaN (32 of 32 values): clean the data." in caplog.text
+        "in log_history, which is too low, or 0. The batch's 'x' contains NaN (32 of 32 values): clean the data."
+        in caplog.text
     )
 
 

@@ -146,7 +146,7 @@ class LossAccumulator:
     def _warn_about_non_finite_loss(self, problem: str, step: int, inputs: Any = None) -> None:
         """Warn once of such losses, which the logged mean may hide, unless `on_divergence` reports them."""
         if not self.has_warned and self.trainer.args.on_divergence is None:
-            effect = "; logging_nan_inf_filter replaces it, so the logged mean is too low"
+            effect = "; logging_nan_inf_filter leaves it out of the loss in log_history, which is too low, or 0"
             problem = f"{problem} at optimizer step {step}{effect if self.trainer.args.logging_nan_inf_filter else ''}"
             # Without inputs, the step is that of the log line.
             values = None if inputs is None else {"non_finite_step": step}
