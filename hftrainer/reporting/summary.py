@@ -136,24 +136,25 @@ def make_goodput_message(events: list[dict[str, Any]]) -> str:
     return f"Goodput: {share:.0%} of the time without pauses are steps that count ({starts} starts)."
 
 
-def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:
+def make_resume_hint(folders: Sequence[str], *, is_complete: bool, label: str = "Last checkpoint") -> str:
     """A message with a run's newest remaining checkpoint, and how to resume from it; empty if none remains.
 
     Args:
         folders: the checkpoints.
         is_complete: whether the run has ended on purpose, so that there is nothing to resume.
+        label: what the newest checkpoint is.
     """
     last = next(filter(os.path.isdir, reversed(folders)), None)
     if last is None or is_complete:
-        return f"Last checkpoint: {last}." if last else ""
+        return f"{label}: {last}." if last else ""
     newest = next(checkpoints_newest_first(os.path.dirname(last)), last)
     if os.path.basename(newest) == os.path.basename(last):
         # A script that was started with this option passes it to `train()`.
         named = "--resume_from_checkpoint" in " ".join(sys.argv).replace("-from-", "_from_")
         by = "the command with --resume_from_checkpoint true" if named else "trainer.train(resume_from_checkpoint=True)"
-        return f"Last checkpoint: {last}; {by} resumes from it."
+        return f"{label}: {last}; {by} resumes from it."
     advice = f"Resume with trainer.train(resume_from_checkpoint={last!r})"
-    return f"Last checkpoint: {last}. {advice}: True would take {newest}, of an earlier run."
+    return f"{label}: {last}. {advice}: True would take {newest}, of an earlier run."
 
 
 def _memory() -> str:

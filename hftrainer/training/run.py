@@ -54,6 +54,7 @@ class Run:
         heartbeat: the signs of progress, which the server of `metrics_port` reports.
         last_saved_step: optimizer step of the last checkpoint.
         checkpoints_written: the checkpoint folders that this run wrote, in order.
+        has_saved_after_error: whether an error that ends the run made it write the last of them.
         skipped_samples: the samples that the run skips, with `on_divergence`.
         initial_state: a copy of the initial state, while the run may return to it.
         has_rolled_back: whether the run has returned to an earlier state.
@@ -84,6 +85,7 @@ class Run:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     last_saved_step: int = 0
     checkpoints_written: list[str] = field(default_factory=list)
+    has_saved_after_error: bool = False
     skipped_samples: SkippedSamples | None = None
     initial_state: InitialStateSnapshot | None = None
     has_rolled_back: bool = False
@@ -106,7 +108,7 @@ class Run:
     def reset_attempt(self) -> None:
         """Reset the state of one attempt at training."""
         self.logged_metrics = LoggedMetrics()
-        self.checkpoints_written = []
+        self.checkpoints_written, self.has_saved_after_error = [], False
         self.flos = 0.0
         self.evaluation_metrics = None
         self.has_checked_model = self.has_unfinished_evaluation = False

@@ -254,7 +254,8 @@ class TrainingRunner(Part):
             return f"Stopped at {place}; nothing was saved (save_strategy='no')." if is_empty else ""
         text = f"A second signal stopped the run at step {step}, before its save was complete. "
         since = f" since {run.resume_folder}" if run.resume_folder else ""
-        hint = summary.make_resume_hint(run.checkpoints_written, is_complete=False)
+        label = "Saved at the error" if run.has_saved_after_error else "Last checkpoint"
+        hint = summary.make_resume_hint(run.checkpoints_written, is_complete=False, label=label)
         return (text if run.signal_listener.is_forced else "") + (hint or f"No checkpoint was saved{since}.")
 
     def run_attempt(

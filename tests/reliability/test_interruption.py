@@ -133,9 +133,12 @@ THIRD, EVALUATED = ["checkpoint-3"], {"eval_strategy": "steps", "eval_steps": 3}
     ],
 )
 def test_error_in_a_callback_saves_the_last_complete_step(tmp_path, event, settings, left):
-    with pytest.raises(RuntimeError, match="my own bug"):
+    with pytest.raises(RuntimeError, match="my own bug") as caught:
         make_trainer(tmp_path, callbacks=[at_step(3, event=event)], **{"save_steps": 4, **settings}).train()
     assert names_in(tmp_path) == left
+    label = "Last checkpoint" if settings == {"save_steps": 3} else "Saved at the error"
+    resumes = f"{label}: {tmp_path}/checkpoint-3; trainer.train(resume_from_checkpoint=True) resumes from it."
+    assert (resumes in caught.value.__notes__) == bool(left)
     assert not left or train_to_end(make_trainer(tmp_path), True).state.global_step == 9
 
 

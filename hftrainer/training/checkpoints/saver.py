@@ -184,8 +184,10 @@ class CheckpointSaver(Part):
         has_new_step = self.trainer.state.global_step > self.run.initial_step
         if not has_new_step or loop.trial is not None or not self.should_save_on_interrupt():
             return
+        count = len(self.run.checkpoints_written)
         try:
             self.save_if_needed(loop.trial)
+            self.run.has_saved_after_error = len(self.run.checkpoints_written) > count
             if loop.batches.phase != StepPhase.NOT_BEGUN:
                 logger.warning(
                     "The error occurred within a step: a run resumed from there draws different random numbers."

@@ -120,7 +120,7 @@ def test_error_shows_frames_of_the_script_and_where_it_happened(tmp_path, traine
     hidden, first, *notes = error.__notes__
     assert f"This happened {note}" in first
     assert hidden == "(The engine's frames are hidden: HFTRAINER_TRACEBACK=full shows them.)"
-    saved = [text for text in notes if text.startswith("Last checkpoint: ")]
+    saved = [text for text in notes if text.startswith("Saved at the error: ")]
     assert [bool(text) for text in saved] == [True for _ in tmp_path.glob("checkpoint-*")]
 
 
