@@ -30,7 +30,7 @@ def _rate(unit: str) -> Callable[[float], str]:
     return lambda value: f"{f'{value / 1e6:.2f}M' if value >= 999_999.5 else _fit(value, 3, 7):>7} {unit}"
 
 
-#: Part of a line for an observed run → its format, of a constant width. `_key` finds it.
+#: Part of a line → its format, of a constant width. `_key` finds it.
 _FORMATS: dict[str, Callable[[float], str]] = {
     "grad_norm": lambda value: f"grad {_fit(value, 3, 6):<6}",
     "learning_rate": "lr {:.2e}".format,
@@ -43,8 +43,8 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "step_seconds": lambda value: f"{_duration(value)}/step",
     "steps_per_second": _rate("steps/s"),
     "model_preparation_time": lambda value: f"prepare {format_duration(value)}",
-    # Shares of the time. The last two are in few lines, at the end.
-    "data_wait": "data {:>4.0%}".format,
+    # Shares of the time, at the end. The last two are in few lines.
+    "data_wait": "data {:.0%}".format,
     "eval_share": "eval {:.0%}".format,
     "save_share": "save {:.0%}".format,
 }
@@ -61,27 +61,28 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
     Args:
         logs: the log line.
         state: the state of the run.
-        width: terminal columns; parts that do not fit are left out, except the shares of evaluation and saving, which
-            stay at the end, to be wrapped. None shows all.
+        width: terminal columns; parts that do not fit are left out, except shares of evaluations and saves, which stay
+            at the end together with that of data, to be wrapped. None shows all.
     """
     values = unfilter(logs, state)
-    parts = {"": format_place(state), **format_values(values)}
-    if note := note_nan(values, state):
+    parts = {"": format_place(state)} if state.max_steps > 0 else {}
+    parts |= format_values(values)
+    if note := _note_nan(values, state):
         parts["loss"] += f"  {note}"
-    shares = ", ".join(parts.pop(name) for name in ("eval_share", "save_share") if name in parts)
-    if "data_wait" in parts and not shares:
-        parts["of_time"] = "of time"
+    shares = [parts.pop(name) for name in ("data_wait", "eval_share", "save_share") if name in parts]
+    if len(shares) == 1:
+        parts |= {"data_wait": shares.pop(), "of_time": "of time"}
     for name in _LEFT_OUT:
         if width is not None and len(_join(parts)) > width:
             parts.pop(name, None)
-    return f"{_join(parts)}  {shares} of time" if shares else _join(parts)
+    return f"{_join(parts)}  {', '.join(shares)} of time" if shares else _join(parts)
 
 
 def _join(parts: Mapping[str, str]) -> str:
     return "  ".join(parts.values()).rstrip().replace("%  of time", "% of time")
 
 
-def note_nan(values: Mapping[str, Any], state: TrainerState) -> str:
+def _note_nan(values: Mapping[str, Any], state: TrainerState) -> str:
     """Which step had a loss that the mean in this line leaves out; empty if none, or if the line shows NaN."""
     step = getattr(state, "_non_finite_step", 0)
     return f"NaN at step {step:,}" if step and math.isfinite(values.get("loss", math.nan)) else ""
@@ -98,19 +99,21 @@ def unfilter(logs: Mapping[str, Any], state: TrainerState) -> Mapping[str, Any]:
 
 def format_values(logs: Mapping[str, Any]) -> dict[str, str]:
     """Part of a log line → its text, with short names or units, and without the step."""
-    values = {key: value for name, value in logs.items() if (key := _key(name)) is not None}
+    values = {key: value for name, value in logs.items() if (key := _key(name, value)) is not None}
     values = {key: value for key, value in values.items() if not key.endswith("_share") or value >= 0.005}
     texts = {key: form(values[key]) for key, form in _FORMATS.items() if key in values}
     others = {
         name: f"{name} {_fit(value, 4, 7):<7}" if isinstance(value, (int, float)) else f"{name} {value}"
         for name, value in logs.items()
-        if _key(name) is None and name != "total_flos"
+        if _key(name, value) is None and name != "total_flos"
     }
     return others | texts
 
 
-def _key(name: str) -> str | None:
+def _key(name: str, value: Any) -> str | None:
     """The key in `_FORMATS` of a log entry, or None if it has none."""
+    if not isinstance(value, (int, float)):
+        return None
     if name in _FORMATS:
         return name
     return next((key for key in _FORMATS if is_measurement(name) and name.endswith(f"_{key}")), None)

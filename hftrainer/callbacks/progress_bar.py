@@ -16,7 +16,7 @@ from hftrainer.arguments.choices import read_observe
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.base.messages import wrap_text
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
-from hftrainer.callbacks.log_lines import format_log_line, format_place, note_nan, unfilter
+from hftrainer.callbacks.log_lines import format_log_line, unfilter
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.compat import transformers_names
 from hftrainer.compat.libraries import has_length
@@ -120,12 +120,11 @@ class ProgressCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Write the log line above the bar."""
         if self.training_bar is not None and not _is_empty(logs):
-            values = _format_logs(logs, args, above_bar=True)
-            values = {name: self._shorten(value) for name, value in values.items()}
-            shown = unfilter(logs or {}, state)
+            values = {name: self._shorten(value) for name, value in (logs or {}).items()}
+            shown = unfilter(values, state)
             self._losses |= {name: shown[name] for name in ("loss", "eval_loss") if name in shown}
             self.training_bar.set_postfix_str(", ".join(f"{name} {loss:.4g}" for name, loss in self._losses.items()))
-            self.training_bar.write(_format_line(values, logs or {}, args, state))
+            self.training_bar.write(_format_line(values, args, state, above_bar=True))
 
     def _shorten(self, value: Any) -> Any:
         if isinstance(value, str) and len(value) > self.max_str_len:
@@ -160,7 +159,7 @@ class PrinterCallback(TrainerCallback):
         if state.is_local_process_zero and not _is_empty(logs):
             from tqdm import tqdm
 
-            tqdm.write(_format_line(_format_logs(logs, args), logs or {}, args, state))
+            tqdm.write(_format_line(logs or {}, args, state))
 
 
 def _is_empty(logs: Mapping[str, Any] | None) -> bool:
@@ -168,30 +167,27 @@ def _is_empty(logs: Mapping[str, Any] | None) -> bool:
     return [(logs or {}).get(name) for name in ("train_loss", "train_steps_per_second")] == [0, 0]
 
 
-def _format_line(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:
-    """A log line as printed: `values` as text, after the step in a terminal, or a readable line for an observed run."""
+def _format_line(
+    logs: Mapping[str, Any], args: BaseArguments, state: TrainerState, *, above_bar: bool = False
+) -> str:
+    """A log line as printed: rounded and aligned in a terminal or for an observed run, else a dict for programs.
+
+    Args:
+        logs: the log line.
+        args: the arguments.
+        state: the state of the run.
+        above_bar: whether it is printed above a progress bar.
+    """
     is_terminal = hasattr(sys.stdout, "isatty") and sys.stdout.isatty()
-    if read_observe(getattr(args, "observe", False)):
-        # Keep a name and its value together.
+    if is_terminal or read_observe(getattr(args, "observe", False)):
         width = shutil.get_terminal_size().columns if is_terminal else None
+        # Keep a name and its value together.
         line = re.sub(r"(?<=\S) (?=\S)", "\xa0", format_log_line(logs, state, width))
-    elif is_terminal:
-        # A dict, which programs may read from a file, takes another line.
-        shown = unfilter(logs, state)
-        values = {name: value if shown[name] is logs[name] else shown[name] for name, value in values.items()}
-        if note := note_nan(shown, state):
-            values["loss"] = f"{values['loss']} ({note})".replace(" ", "\xa0")
-        parts = ", ".join(f"{name}\xa0{value}" for name, value in values.items())
-        line = f"{format_place(state)}  {parts}" if state.max_steps > 0 else parts
     else:
-        line = str(values)
+        values = {name: value for name, value in logs.items() if name != "total_flos"}
+        # As the followed release prints it.
+        line = str(ResolvedArguments.from_args(args).policy.printed(values, above_bar=above_bar))
     return wrap_text(line, sys.stdout).replace("\xa0", " ")
-
-
-def _format_logs(logs: dict[str, Any] | None, args: BaseArguments, *, above_bar: bool = False) -> dict[str, Any]:
-    """A log line as the followed release prints it, without `total_flos`."""
-    values = {name: value for name, value in (logs or {}).items() if name != "total_flos"}
-    return ResolvedArguments.from_args(args).policy.printed(values, above_bar=above_bar)
 
 
 def _make_bar(**kwargs: Any) -> Any:
