@@ -48,7 +48,7 @@ def add_subcommand(commands: Any) -> None:
         help="show live or finished runs in the terminal: curves, speeds, time by activity, checkpoints, warnings",
         epilog="example: %(prog)s out --every 5",
         description="Show each run from the files in its folder, until Ctrl-C. A run with "
-        "observe=True is shown live, any other run as of its newest checkpoint.",
+        "observe=True is shown live, any other run by its newest checkpoint.",
     )
     parser.set_defaults(missing="pass the output folders of runs")
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="+", help="output folders of runs, shown side by side")
@@ -173,8 +173,8 @@ def _state(page: dict[str, Any]) -> str:
     )
     words = {
         "waiting": "waiting for a run",
-        "complete": "complete" if page.get("device") else "complete, as of its newest checkpoint",
-        "unobserved": "as of its newest checkpoint; live with observe=True",
+        "complete": "complete" if page.get("device") else "complete, by its newest checkpoint",
+        "unobserved": "not finished, by its newest checkpoint; observe=True shows a run live",
         "running": "running on {host}",
         "silent": f"{silence}; process {{pid}} on {{host}}",
         "killed": "killed: process {pid} on {host} has ended",

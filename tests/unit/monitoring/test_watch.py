@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -273,8 +274,11 @@ def test_run_without_a_journal_is_shown_from_its_checkpoints(tmp_path, capsys, m
     capsys.readouterr()
     (tmp_path / JOURNAL_NAME).unlink(missing_ok=True)
     page = show(capsys, monkeypatch, tmp_path)
-    assert "complete, as of its newest checkpoint" in page and "step 4 of 4" in page
+    assert "complete, by its newest checkpoint" in page and "step 4 of 4" in page
     assert "checkpoint-4 0 s ago · checkpoint-2" in page and "loss" in page and "seconds" not in page
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    page = show(capsys, monkeypatch, tmp_path, width=110)
+    assert "  not finished, by its newest checkpoint; observe=True shows a run live " in page and "step 2 of 4" in page
     title, *lines = show(capsys, monkeypatch, tmp_path / "checkpoint-2").splitlines()
     assert "checkpoint-2  checkpoint at step 2 of 4 " in title and not any(
         re.fullmatch("[│ ]+", line) for line in lines
