@@ -167,9 +167,7 @@ def _is_empty(logs: Mapping[str, Any] | None) -> bool:
     return [(logs or {}).get(name) for name in ("train_loss", "train_steps_per_second")] == [0, 0]
 
 
-def _format_line(
-    logs: Mapping[str, Any], args: BaseArguments, state: TrainerState, *, above_bar: bool = False
-) -> str:
+def _format_line(logs: Mapping[str, Any], args: BaseArguments, state: TrainerState, *, above_bar: bool = False) -> str:
     """A log line as printed: rounded and aligned in a terminal or for an observed run, else a dict for programs.
 
     Args:

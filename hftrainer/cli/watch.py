@@ -273,13 +273,14 @@ def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
     if page["resumed_from"]:
         yield f"resumed from {os.path.basename(page['resumed_from'])}"
     if page["goodput"] is not None:
-        yield f"goodput {page['goodput']:.0%}"
+        yield f"goodput {page['goodput']:.0%} (time in kept steps)"
 
 
 def _seconds_by_activity(seconds: dict[str, dict[str, float]]) -> Table:
-    rows = []
-    for label, spent_seconds in zip(("last intervals", "total"), seconds.values(), strict=True):
+    rows: list[tuple[str, ...]] = []
+    for spent_seconds in seconds.values():
         total = sum(spent_seconds.values()) or 1.0
+        label = "total" if rows else f"last {format_duration(total)}"
         rows.append((label, *(f"{each / total:.1%}" for each in spent_seconds.values()), format_number(total)))
     # Of a short run, the last intervals are all.
     return _make_table(["time", *seconds["all"], "seconds"], rows if rows[0][1:] != rows[1][1:] else rows[1:])

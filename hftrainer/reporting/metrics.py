@@ -68,10 +68,11 @@ def natural_key(name: str) -> str:
 
 
 def sort_names(names: Sequence[str]) -> list[str]:
-    """The names of curves: the loss first, others as logged, and those that differ in numbers alone by these."""
+    """The names of curves: the losses first, others as logged, and those that differ in numbers alone by these."""
+    first = {"loss": 0, "eval_loss": 1}
     patterns = [re.sub(r"\d+", "", name) for name in names]
     by_number = sorted({*names}, key=natural_key)
-    return sorted(by_number, key=lambda name: (name != "loss", patterns.index(re.sub(r"\d+", "", name))))
+    return sorted(by_number, key=lambda name: (first.get(name, 2), patterns.index(re.sub(r"\d+", "", name))))
 
 
 def sort_pattern(folders: list[str]) -> list[str]:

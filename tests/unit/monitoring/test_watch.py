@@ -72,6 +72,13 @@ def test_page_shows_progress_metrics_and_checkpoints(tmp_path, capsys, monkeypat
     assert tmp_path.name in first and f"running on {socket.gethostname()}" in first
     assert "step 30 of 100 ━" in page and "30%, 70 s left" in page  # a step takes a second
     assert "2 x cuda · started" in page and "training for" not in page
+    assert re.findall(r"│ (\w+) +[\d.]+ +[\d.]+ +\d+ ", page) == [
+        "loss",
+        "eval_loss",
+        "eval_wer",
+        "eval_gap",
+        "eval_accuracy",
+    ]
     assert "eval_loss      2.25  2.25       30" in page and "eval_accuracy   0.5   0.5       30" in page
     assert "eval_wer        0.2   0.1       20" in page and "eval_gap          2     1       20" in page
     assert "lr 3.00e-04 · 12,346 tokens/s" in page and "total  60.0%  20.0%       10.0%   10.0%       30" in page
