@@ -167,6 +167,18 @@ def wrap_text(text: str, stream: Any) -> str:
     return "\n".join(textwrap.fill(line, width, **options) for line in unbroken_text.splitlines()).replace("\xa0", " ")
 
 
+def print_interrupt_notes(error: BaseException) -> bool:
+    """Print the notes of a Ctrl-C, which say what is saved; False for another error, and without notes.
+
+    Another Ctrl-C may end the uploads that follow the first. On Python 3.10 `add_note` has logged the notes.
+    """
+    notes = [note for each in (error.__context__, error) for note in getattr(each, "__notes__", ())]
+    if not (isinstance(error, KeyboardInterrupt) and notes):
+        return False
+    sys.stderr.writelines(f"{note}\n" for note in notes if sys.version_info >= (3, 11))
+    return True
+
+
 def format_number(value: float | None) -> str:
     """A number of a table or a plot as short text, such as '94,038' or '0.4983'; empty for None."""
     if value is None:

@@ -1,4 +1,4 @@
-"""Hides the engine's frames in tracebacks of a script's errors, and adds notes to errors.
+"""Hides the engine's frames in tracebacks of a script's errors, and all of a Ctrl-C's; adds notes to errors.
 
 HFTRAINER_TRACEBACK=full keeps all frames.
 """
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, embedding, nll_loss
 
-from hftrainer.base.messages import TRACEBACK_VARIABLE
+from hftrainer.base.messages import TRACEBACK_VARIABLE, print_interrupt_notes
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,17 @@ def add_note(error: BaseException, text: str) -> None:
         vars(error)["__notes__"] = [*notes, text]
         if sys.version_info < (3, 11):
             logger.error(text.removeprefix("[hftrainer] "))  # which the log has too
+
+
+def hide_interrupt_traceback() -> None:
+    """Let an uncaught Ctrl-C print its notes alone, unless something else prints the script's errors."""
+    if sys.excepthook is sys.__excepthook__ and os.environ.get(TRACEBACK_VARIABLE) != "full":
+        sys.excepthook = _print_uncaught
+
+
+def _print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not print_interrupt_notes(error):
+        sys.__excepthook__(kind, error, trace)
 
 
 def read_variable(error: BaseException, name: str) -> Any:

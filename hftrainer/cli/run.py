@@ -14,7 +14,7 @@ from collections.abc import Collection
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hftrainer.base.messages import TRACEBACK_VARIABLE, wrap_text
+from hftrainer.base.messages import TRACEBACK_VARIABLE, print_interrupt_notes, wrap_text
 from hftrainer.cli.parser import Parser
 from hftrainer.errors import suggest
 from hftrainer.plugins import import_adapter
@@ -114,11 +114,8 @@ def _print_script_traceback(kind: type[BaseException], error: BaseException, tra
     """Print an uncaught exception without the frames outside the script, and of a Ctrl-C only where the script was."""
     from hftrainer.parallel.environment import find_rank_info
 
-    # The first rank's training notes below a Ctrl-C what is saved, and on Python 3.10 logs it. Another Ctrl-C may end
-    # the uploads that follow.
-    notes = [note for each in (error.__context__, error) for note in getattr(each, "__notes__", ())]
-    if isinstance(error, KeyboardInterrupt) and (notes or find_rank_info({}, int).rank):
-        sys.stderr.writelines(f"{note}\n" for note in notes if sys.version_info >= (3, 11))
+    # The first rank's training notes below a Ctrl-C what is saved.
+    if print_interrupt_notes(error) or (isinstance(error, KeyboardInterrupt) and find_rank_info({}, int).rank):
         return
     frames = _script_frames(trace)
     if isinstance(error, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE) != "full":

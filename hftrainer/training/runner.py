@@ -15,7 +15,7 @@ import torch
 from hftrainer.arguments import legacy
 from hftrainer.base.messages import tell, wrap_text
 from hftrainer.base.part import Part
-from hftrainer.base.tracebacks import add_note
+from hftrainer.base.tracebacks import add_note, hide_interrupt_traceback
 from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.run_checkpoints import delete_all_but_best
@@ -224,6 +224,7 @@ class TrainingRunner(Part):
         if text := self._describe_saves():
             if isinstance(error, KeyboardInterrupt):
                 add_note(error, wrap_text(f"[hftrainer] {text}", sys.stderr))
+                hide_interrupt_traceback()
             elif isinstance(error, Exception) and self.run.checkpoints_written and parts.search is None:
                 add_note(error, text)
             elif self.run.signal_listener.signal_number is not None:

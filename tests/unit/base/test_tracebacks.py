@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import hftrainer
-from hftrainer.base import tracebacks
+from hftrainer.base import messages, tracebacks
 from hftrainer.base.tracebacks import note_batch
 from hftrainer.cli import run
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage
@@ -150,8 +150,8 @@ def test_ctrl_c_shows_the_script_alone(tmp_path):
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 11)])
 def test_checkpoint_note_after_ctrl_c_is_shown_once(monkeypatch, caplog, capsys, version):
-    for module in (run, tracebacks):
-        monkeypatch.setattr(module, "sys", SimpleNamespace(version_info=version, stderr=sys.stderr))
+    for module in (messages, tracebacks):
+        monkeypatch.setattr(module, "sys", SimpleNamespace(**{**vars(sys), "version_info": version}))
     error = KeyboardInterrupt()
     tracebacks.add_note(error, "[hftrainer] Last checkpoint: out.")
     run._print_script_traceback(KeyboardInterrupt, error, None)

@@ -193,7 +193,9 @@ def test_bar_of_a_resumed_run_starts_at_its_step(monkeypatch, tmp_path, steps):
     assert callback.training_bar.n == (4 if steps == 4 else 5)
     monkeypatch.setattr(sys, "stdout", Terminal())
     callback.on_log(TrainingArguments(str(tmp_path)), state, None, logs={"loss": 0.5, "epoch": 1})
-    assert f"5/{steps}  loss 0.5      ep 1.00\n" in sys.stdout.getvalue() and callback.training_bar.postfix == "loss 0.5"
+    assert (
+        f"5/{steps}  loss 0.5      ep 1.00\n" in sys.stdout.getvalue() and callback.training_bar.postfix == "loss 0.5"
+    )
     callback.close()
 
 

@@ -351,7 +351,6 @@ def test_copies_have_no_observer_and_errors_end_the_journal(tmp_path):
 
 
 def test_error_of_a_callback_ends_the_journal_at_its_step(tmp_path):
-    """The observer, which is called after it, does not see the end of that step."""
     with pytest.raises(KeyError):
         train(tmp_path, callbacks=[At(2, {}.popitem)], observe=True, save_strategy="steps", save_steps=100)
     last_steps = {event["event"]: event["step"] for event in read_events(str(tmp_path))}
