@@ -84,13 +84,14 @@ def run_script(target: str, arguments: list[str], prog: str, *, as_module: bool 
     """
     from hftrainer.parallel.environment import find_rank_info
 
-    sys.excepthook = _print_script_traceback
+    sys.excepthook = _print_early_traceback
     # The ranks have the same warnings of torch's C++ code, which reads this variable when it is imported.
     if find_rank_info({}, int).rank:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from hftrainer.cli.install import install
 
     install()
+    sys.excepthook = _print_script_traceback
     if find_rank_info({}, int).world_size > 1:
         from hftrainer.parallel.rank_errors import show_errors_once
 
@@ -118,14 +119,19 @@ def _print_script_traceback(kind: type[BaseException], error: BaseException, tra
     if print_interrupt_notes(error) or (isinstance(error, KeyboardInterrupt) and find_rank_info({}, int).rank):
         return
     frames = _script_frames(trace)
-    if isinstance(error, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE) != "full":
-        place = "before the script began"
-        if frames is not None and frames.tb_frame.f_globals.get("__name__") == "__main__":
-            place = f"in line {frames.tb_lineno} of {frames.tb_frame.f_code.co_filename}"
-        print(f"\nInterrupted {place}.", file=sys.stderr)
+    if frames is not None and isinstance(error, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE) != "full":
+        print(f"\nInterrupted in line {frames.tb_lineno} of {frames.tb_frame.f_code.co_filename}.", file=sys.stderr)
         return
     # A script that cannot be parsed has no frame.
     traceback.print_exception(kind, error, frames or (None if issubclass(kind, SyntaxError) else trace))
+
+
+def _print_early_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught exception from before the script begins, and of a Ctrl-C only that."""
+    if isinstance(error, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE) != "full":
+        print("\nInterrupted before the script began.", file=sys.stderr)
+    else:
+        traceback.print_exception(kind, error, trace)
 
 
 def _script_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -152,7 +158,7 @@ def launch(parser: Parser, words: list[str]) -> NoReturn:
         SystemExit: with 0, with the status of the first process that failed, or with 128 + the number of a signal.
     """
     # Ctrl-C may come during the import.
-    sys.excepthook = _print_script_traceback
+    sys.excepthook = _print_early_traceback
     from torch.distributed.run import get_args_parser
 
     launcher = _Launcher(

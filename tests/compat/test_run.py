@@ -95,7 +95,7 @@ def test_ctrl_c_reaches_the_script(tmp_path, processes):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert "cleaned up" in out
-    assert err.strip().endswith("KeyboardInterrupt")
+    assert err.strip().endswith(f"Interrupted in line 5 of {path}.")
     assert process.returncode in (-signal.SIGINT, 130)
 
 
