@@ -278,7 +278,9 @@ class RunRecord:
                 raise
             self.state = TrainerState()
         lines = [{**event["logs"], "step": event["step"]} for event in self._logs]
-        self.state.log_history = journal.merge_logs(self.state.log_history, lines)
+        merged, joined = journal.merge_logs(self.state.log_history, lines), dict(self._joined_shares())
+        shown = (line | joined.get(line.get("step"), {}) if "data_wait" in line else line for line in merged)
+        self.state.log_history = list(shown)
         #: Seconds without pauses, and of pauses after failures; None without a journal.
         self.seconds = last_run[-1]["time"] if last_run else None
         self.downtime = journal.downtime(self._events)
@@ -302,13 +304,18 @@ class RunRecord:
             pairs = [(line["epoch"], line) for _, line in pairs if "epoch" in line]
         elif x == "time":
             pairs = [(event["time"], {**event["logs"], "step": event["step"]}) for event in self._logs]
-            pairs = sorted([*pairs, *self._last_shares()], key=lambda pair: pair[0])
+            closing = ((place, {"step": step, **shares}) for place, step, shares, _ in self._last_shares())
+            pairs = sorted([*pairs, *closing], key=lambda pair: pair[0])
         log = [line if x == "step" else {**line, "step": place} for place, line in pairs]
         steps = {place: line.get("step", place) for place, line in pairs if is_number(place)}
         return replace(self.state, log_history=log), steps
 
-    def _last_shares(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        """The shares of time between the last log line before each restart, and before the end, and that place."""
+    def _last_shares(self) -> Iterator[tuple[float, int, dict[str, float], float]]:
+        """What is between the last log line before each restart, and before the end: its end, shares and seconds.
+
+        Yields:
+            time and step of its end, the shares of time, and the seconds.
+        """
         if not any("data_wait" in event["logs"] for event in self._logs):
             return
         seconds = Counter[str]()
@@ -323,9 +330,20 @@ class RunRecord:
                 if event["event"] == "begin" and (total := sum(seconds.values())) > 0:
                     names = {"data_wait": "data", "eval_share": "evaluation", "save_share": "saving"}
                     shares = {name: seconds[part] / total for name, part in names.items()}
-                    yield last["time"], {"step": last["step"], **shares}
+                    yield last["time"], last["step"], shares, total
                 seconds.clear()
                 is_logged = event["event"] == "log"
+
+    def _joined_shares(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """For axes without time: the step of the first log line after a restart, and shares since the line before."""
+        begins = [event["time"] for event in self._kept if event["event"] == "begin"]
+        for place, _, shares, total in self._last_shares():
+            after = (event for event in self._logs if event["time"] > place and "data_wait" in event["logs"])
+            if line := next(after, None):
+                seconds = line["time"] - max(begin for begin in begins if begin <= line["time"])
+                # A journal may lack a share.
+                both = {name: line["logs"].get(name, 0) * seconds + share * total for name, share in shares.items()}
+                yield line["step"], {name: value / (seconds + total) for name, value in both.items()}
 
     def find_incidents(self, x: str) -> tuple[list[tuple[float, float]], tuple[float, str] | None]:
         """The places of restarts and of the first loss that was not finite, on the axis `x`.

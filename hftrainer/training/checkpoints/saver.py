@@ -127,9 +127,11 @@ class CheckpointSaver(Part):
         """Write a checkpoint of this step unless it exists, and wait until it is on disk."""
         self.wait_for_save()
         if self.run.last_saved_step != self.trainer.state.global_step or self.parts.checkpoint_writer.has_failed:
-            self.trainer._save_checkpoint(self.trainer.model_wrapped, trial)
-            self.run.last_saved_step = self.trainer.state.global_step
-            self.call_on_save()
+            loop = self.run.loop
+            with self.run.measure_time("saving") if loop is None else loop.monitors.phase("saving"):
+                self.trainer._save_checkpoint(self.trainer.model_wrapped, trial)
+                self.run.last_saved_step = self.trainer.state.global_step
+                self.call_on_save()
         self.wait_for_save()
 
     def last_checkpoint(self) -> str | None:
