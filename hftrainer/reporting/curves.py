@@ -313,8 +313,11 @@ def _plain_curves(state: TrainerState, arguments: dict[str, Any], places: dict[f
         for name, (steps, values) in panel_curves.items():
             curve = Curve(panel, name, steps, values, _best_index(state, arguments, name, values))
             if curve.gaps:
-                place = steps[curve.gaps[0]]
-                curve = replace(curve, non_finite=(place, f"by step {format_number(places.get(place, place))}"))
+                place, before = steps[curve.gaps[0]], steps[curve.gaps[0] - 1] if curve.gaps[0] else 0
+                step = places.get(place, place)
+                # An evaluation is of its step alone.
+                is_exact = name.startswith("eval_") or step - places.get(before, before) == 1
+                curve = replace(curve, non_finite=(place, f"{'at' if is_exact else 'by'} step {format_number(step)}"))
             # Without a journal, speeds may be logged from a later start on.
             yield replace(curve, start=max((step for step in losses if step < steps[0]), default=0))
 

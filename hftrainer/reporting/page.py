@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,12 +87,10 @@ def _make_figure(curves: list[Curve]) -> Any:
         x, y, legend = f"x{number}", f"y{number}", f"legend{number}"
         figure.add_traces([trace | {"xaxis": x, "yaxis": y} for trace in _traces(panel_curves, legend)])
         y_axis, top = _vertical_axis(panel_curves)
-        for curve, step, text, anchor, row in panels.clipped_peaks(panel_curves, top):
-            place = {"xref": x, "x": step, "yref": f"{y} domain", "y": 1, "yanchor": "top", "showarrow": False}
-            figure.add_annotation(text="▲", font_color=curve.colour, **place)
-            if text:
-                place |= {"text": text, "xanchor": anchor, "yshift": -14 * row, "bgcolor": "rgba(255, 255, 255, 0.8)"}
-                figure.add_annotation(font_color=curve.colour, **place)
+        for curve, steps, text in panels.clipped_peaks(panel_curves, top):
+            place = {"xaxis": x, "yaxis": y, "legend": legend, "name": _wrap(text), "showlegend": True}
+            mark = {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 9, "color": curve.colour}}
+            figure.add_scatter(x=steps, y=[_height(panel_curves, 0.97)] * len(steps), hoverinfo="skip", **place, **mark)
         axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis | {"anchor": x}}
         figure.update_layout(axes | {legend: {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
     figure.update_layout(
@@ -124,7 +123,10 @@ def _vertical_axis(curves: list[Curve]) -> tuple[dict[str, Any], float]:
 def _layouts(curves: list[Curve]) -> list[tuple[int, dict[str, Any]]]:
     """The least width of a window, and where it has the panels and legends; the widest first."""
     groups = panels.group_by_panel(curves).values()
-    lines = ([text for _, _, text, *_ in panels.vertical_lines(panel) if text] for panel in groups)
+    lines = [[text for _, _, text, *_ in panels.vertical_lines(panel) if text] for panel in groups]
+    for panel, texts in zip(groups, lines, strict=True):
+        texts += [_wrap(text) for *_, text in panels.clipped_peaks(panel, panels.vertical_axis(panel)[1][1])]
+        texts += ["not finite"] * any(curve.gaps for curve in panel)
     legends = ([*_legend_entries(panel), *texts] for panel, texts in zip(groups, lines, strict=True))
     counts, texts = (
         range(3 if len(groups) > 6 else 2, 0, -1),
@@ -141,9 +143,13 @@ def _place_panels(count: int, columns: int, runs: list[str], entries: list[str])
     """
     # The least width of the legends, which have 50 pixels per sample and 6 per letter, the font, and the space above.
     least, font, top = (300, 10, 30) if columns == 1 else (COLUMN_WIDTHS[columns], 12, 10 if runs else 30)
-    row_lengths = [max(1, least // (50 + 6 * max(map(len, texts), default=0))) for texts in (runs, entries)]
+    lengths = [
+        max((len(line) for text in texts for line in text.split("<br>")), default=0) for texts in (runs, entries)
+    ]
+    row_lengths = [max(1, least // (50 + 6 * length)) for length in lengths]
     # One row of the panel has its place below that of the runs.
-    shift = 20 * max(0, math.ceil(len(entries) / row_lengths[1]) - 1)
+    more_lines = sum(text.count("<br>") for text in entries)
+    shift = 20 * max(0, math.ceil(len(entries) / row_lengths[1]) + more_lines - 1)
     top += 20 * math.ceil(len(runs) / row_lengths[0]) + shift
     columns, gap = min(columns, count), 0.24 / max(2, columns)
     rows, missing = -(-count // columns), -count % columns
@@ -227,9 +233,22 @@ def _incident_traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any
         outline |= {"line": {"color": colour, "dash": DASHES[dash], "width": 2 if dash == ":" else 1}}
         outline |= {"hoverinfo": "skip", "fillcolor": "rgba(128, 128, 128, 0.15)"}
         yield outline | {"mode": "lines", "legend": legend}
-    for curve in (curve for curve in curves if curve.gaps):
+    for row, curve in enumerate(curve for curve in curves if curve.gaps):
+        # Above each other, as in a picture.
+        place = _height(curves, 0.02 + 0.03 * row)
         yield {
-            **{"x": [curve.steps[index] for index in curve.gaps], "y": [low] * len(curve.gaps), "mode": "markers"},
-            **{"marker": {"symbol": "x", "size": 7, "color": curve.colour}, "cliponaxis": False, "showlegend": False},
-            **{"legendgroup": curve.run or curve.name, "name": f"{curve.label}: not finite"},
+            **{"x": [curve.steps[index] for index in curve.gaps], "y": [place] * len(curve.gaps), "mode": "markers"},
+            **{"marker": {"symbol": "x-thin", "size": 7, "line": {"width": 1.5, "color": curve.colour}}},
+            **{"legendgroup": curve.run or curve.name, "name": f"{curve.label}: not finite", "showlegend": not row},
+            **{"legend": legend},
         }
+
+
+def _height(curves: list[Curve], share: float) -> float:
+    """The value at a share of a panel's height."""
+    scale, (low, high) = panels.vertical_axis(curves)
+    return low * (high / low) ** share if scale == "log" else low + share * (high - low)
+
+
+def _wrap(text: str) -> str:
+    return "<br>".join(textwrap.wrap(text, 50))

@@ -14,12 +14,12 @@ import numpy as np
 from hftrainer.base.messages import format_number
 from hftrainer.checkpointing.saved_arguments import describe
 from hftrainer.errors import MissingPackage, cause_if_installed
-from hftrainer.reporting.curves import TIME_UNITS, Curve
+from hftrainer.reporting.curves import TIME_UNITS, WORDS, Curve
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS
 
 #: Number of losses from which a few high ones may leave a panel, and their least ratio to its end.
 MIN_CLIPPED_POINTS, CLIP_RATIO = 10, 1.5
-#: Number of curves whose highest value is named at the upper edge, and of triangles there for each.
+#: Number of runs whose highest value above a panel is named, and of triangles at its upper edge for each.
 MAX_PEAK_TEXTS, MAX_TRIANGLES = 4, 30
 MEMORY_PANEL = "peak memory (MB)"
 
@@ -27,20 +27,21 @@ MEMORY_PANEL = "peak memory (MB)"
 def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     """The scale of a panel, 'linear' or 'log', and its range.
 
-    Speeds and memory begin at 0, and end at twice the 95th percentile of a curve if others are `CLIP_RATIO` times as
+    Speeds and memory begin at 0, and end at twice the 90th percentile of a curve if others are `CLIP_RATIO` times as
     high. If that is ten times the median of a curve, the scale is logarithmic instead. Losses and gradient norms end at
-    three times its height if others are `CLIP_RATIO` times as high, so that a few do not flatten the rest. If these
-    span two orders of magnitude, the scale is logarithmic instead, and ends at a third of the lowest mean; so it is if
-    the peak learning rates of curves differ 50-fold. Of several runs, losses and gradient norms that reach 1000 times
-    the median of the curves' highest values leave the panel.
+    three times the height of their 95th percentile if others are `CLIP_RATIO` times as high, so that a few do not
+    flatten the rest. If these span two orders of magnitude, the scale is logarithmic instead, and ends at a third of
+    the lowest mean above 0; so it is if the peak learning rates of curves differ 50-fold. Of several runs, losses and
+    gradient norms that reach 100 times the median of the curves' highest values leave the panel.
     """
     curves, name, panel = [curve for curve in curves if curve.finite], curves[0].name, curves[0].panel
     if name in PANELS[SHARES] or not curves:
         return "linear", (0, 1.05 if name in PANELS[SHARES] and panel != SHARES else 1)
     parts = [list(filter(math.isfinite, curve.usual)) for curve in curves]
     values, highs = [value for part in parts for value in part], list(map(max, parts))
-    usual = max(float(np.percentile(part, 95, method="lower")) for part in parts)
-    if PANEL_OF.get(name) in SPEEDS:
+    is_speed = PANEL_OF.get(name) in SPEEDS
+    usual = max(float(np.percentile(part, 90 if is_speed else 95, method="lower")) for part in parts)
+    if is_speed:
         if 0 < 10 * min(map(statistics.median, parts)) <= usual:
             return _log_axis(min(value for value in values if value > 0), max(highs))
         return "linear", (
@@ -49,7 +50,7 @@ def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
         )
     bottom, high, is_steep = min(values), max(highs), panel in ("loss", "gradient norm")
     if curves[0].run and is_steep:
-        high = max(high for high in highs if high <= abs(1000 * statistics.median_low(highs)))
+        high = max(high for high in highs if high <= abs(100 * statistics.median_low(highs)))
     top = max(value for value in values if value - bottom <= 3 * (usual - bottom))
     # To cut off less would not show the others larger.
     is_squeezed = (
@@ -59,11 +60,15 @@ def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
         and high - bottom > CLIP_RATIO * (top - bottom)
     )
     top = top if is_squeezed else high
-    # A warm-up from 0 and a decay to 0 go below the panel.
-    lows = [min(filter(math.isfinite, c.mean or c.drawable)) / (3 if c.mean else 1) for c in curves]
+    # A warm-up from 0, a decay to 0 and single zeros go below the panel.
+    shown = [list(filter(math.isfinite, curve.mean or curve.drawable)) for curve in curves]
+    lows = [
+        min(filter((0.0).__lt__, part), default=math.inf) / (3 if curve.mean else 1)
+        for part, curve in zip(shown, curves, strict=True)
+    ]
     low = min(highs) / 100 if panel == "learning rate" else min(lows)
     limits = {"loss": 100 * low, "gradient norm": 100 * low, "learning rate": 50 * min(highs)}
-    if low > 0 and top >= limits.get(panel, math.inf):
+    if 0 < low < math.inf and min(map(min, shown)) >= 0 and top >= limits.get(panel, math.inf):
         return _log_axis(low, high)
     # A mark of what leaves the panel needs space.
     return "linear", axis_range([bottom, top + is_squeezed * (top - bottom) / 10])
@@ -96,16 +101,26 @@ def axis_label(curves: list[Curve], scale: str) -> str:
     return label + " (log scale)" * (scale == "log")
 
 
-def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, float, str, str, int]]:
-    """What leaves a panel most: curve, step, text with its anchor, and row below the marks. The highest has a text."""
-    peaks = [(curve, places) for curve in curves if (places := curve.peaks(top))]
-    peaks.sort(key=lambda peak: -max(peak[0].finite))
-    for row, (curve, places) in enumerate(peaks[:MAX_PEAK_TEXTS]):
-        text = f"{len(places):,} spikes, max " * (len(places) > 1) + format_number(max(curve.finite))
-        for place in sorted(places, key=curve.values.__getitem__, reverse=True)[:MAX_TRIANGLES]:
-            step, is_late = curve.steps[place], curve.steps[place] > 0.6 * curve.steps[-1]
-            yield curve, step, text, "right" if is_late else "left", row + 1
-            text = ""
+def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list[float], str]]:
+    """What leaves a panel, of each run its highest curve: the places of marks, and a text for the legend."""
+    runs: dict[str, list[Curve]] = {}
+    for curve in sorted((curve for curve in curves if curve.peaks(top)), key=lambda curve: -max(curve.finite)):
+        runs.setdefault(curve.run, []).append(curve)
+    for curve, *others in list(runs.values())[:MAX_PEAK_TEXTS]:
+        places = curve.peaks(top)
+        first = next(index for index, value in enumerate(curve.values) if value > top)
+        after = [value for value in curve.values[first:] if math.isfinite(value)]
+        step, text = curve.steps[first], f"{len(places):,} spikes, " * (len(places) > 1)
+        if len(after) > 2 and 2 * sum(value > top for value in after) > len(after):
+            number = format_number(step)
+            text = f"above the axis from {f'{number} {curve.x}' if curve.x in TIME_UNITS else f'{curve.x} {number}'}, "
+            places = [first]
+        # The label of the axis names the only curve.
+        name = curve.run or curve.label * any(other.name != curve.name for other in curves)
+        text = f"{name}: " * bool(name) + f"{text}max {format_number(max(curve.finite))}"
+        also = ", ".join(f"{other.name} {format_number(max(other.finite))}" for other in others)
+        places = sorted(places, key=curve.values.__getitem__, reverse=True)[:MAX_TRIANGLES]
+        yield curve, [curve.steps[place] for place in places], text + f" ({also})" * bool(also)
 
 
 def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
@@ -148,7 +163,7 @@ def _constant_memory(run: str, curves: list[Curve]) -> str:
 
 
 def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str, str]]:
-    """The restarts of runs, and each run's first non-finite value of a panel: start, step, text, colour and dash.
+    """The restarts of runs, and each run's first non-finite values in a panel: start, step, text, colour and dash.
 
     What is between start and step was lost. The text is empty if another line has it. A log line has the values since
     the one before, so that the first step with a non-finite value may be earlier than the line.
@@ -159,11 +174,12 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
             text += " (shaded: steps done again)" * any(lost < restart for lost, restart in curve.restarts)
             colour = curve.colour if curve.run else "#808080"
             yield lost, restart, text if curve.panel == "loss" and not number else "", colour, "--"
-    found = [(*curve.non_finite, curve) for curve in curves if curve.non_finite]
-    firsts = {each[2].run: each for each in sorted(found, key=lambda each: -each[0])}
-    for step, place, curve in firsts.values():
-        colour = curve.colour if curve.run and len(firsts) > 1 else "red"
-        yield step, step, f"{curve.label} is not finite {place}", colour, ":"
+    found = sorted(((*c.non_finite, c.label, c) for c in curves if c.non_finite), key=lambda each: each[0])
+    runs = {run: [each for each in found if each[3].run == run] for run in dict.fromkeys(each[3].run for each in found)}
+    for (step, place, label, curve), *others in runs.values():
+        colour = curve.colour if curve.run and len(runs) > 1 else "red"
+        also = "".join(f", {WORDS.get(other.name, other.name)} {place}" for _, place, _, other in others)
+        yield step, step, f"{label} is not finite {place}{also}", colour, ":"
 
 
 def describe_run(run: str, curves: list[Curve]) -> str:

@@ -72,19 +72,22 @@ def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
     handles |= _draw_incidents(axis, curves)
     scale, limits = panels.vertical_axis(curves)
     axis.set(xlabel=X_AXES[curves[0].x], ylabel=panels.axis_label(curves, scale), yscale=scale, ylim=limits)
-    _draw_peaks(axis, curves, limits[1])
+    handles |= _draw_peaks(axis, curves, limits[1], int(15 * width) - 8)
     axis.xaxis.set_major_formatter("{x:,.7g}")
     _format_ticks(axis.yaxis, scale, limits, is_share=curves[0].name in PANELS[SHARES])
     axis.xaxis.get_major_locator().set_params(integer=curves[0].x == "step", min_n_ticks=1)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
-    if handles.keys() == {curves[0].name}:
+    # The label of the axis names the only curve.
+    if {curve.legend_entry for curve in curves} == {curves[0].name}:
+        handles.pop(curves[0].name, None)
+    if not handles:
         return 0
     # An inch has 15 characters, and a sample is as wide as 8.
-    columns = max(1, int(15 * width) // (8 + max(map(len, handles))))
+    columns = max(1, int(15 * width) // (8 + max(len(line) for text in handles for line in text.split("\n"))))
     place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 0.98), "ncols": columns}
     axis.legend(handles.values(), handles.keys(), fontsize=9, frameon=False, **place)
-    return -(-len(handles) // columns)
+    return -(-len(handles) // columns) + sum(text.count("\n") for text in handles)
 
 
 def _draw_areas(axis: Any, curves: list[Curve]) -> dict[str, Any]:
@@ -126,17 +129,18 @@ def _draw_incidents(axis: Any, curves: list[Curve]) -> dict[str, Any]:
     for row, curve in enumerate(curve for curve in curves if curve.gaps):
         # Above the lower edge, in the unit of the panel's height.
         missing, place = [curve.steps[index] for index in curve.gaps], axis.get_xaxis_transform()
-        axis.plot(missing, [0.02 + 0.03 * row] * len(missing), "x", color=curve.colour, markersize=5, transform=place)
+        style = {"color": curve.colour, "markersize": 5, "transform": place}
+        handles.setdefault("not finite", axis.plot(missing, [0.02 + 0.03 * row] * len(missing), "x", **style)[0])
     return handles
 
 
-def _draw_peaks(axis: Any, curves: list[Curve], top: float) -> None:
-    """Mark what leaves a panel at its upper edge."""
-    for curve, step, text, anchor, row in panels.clipped_peaks(curves, top):
-        axis.plot(step, 0.98, "^", color=curve.colour, markersize=5, transform=axis.get_xaxis_transform())
-        style = {"color": curve.colour, "fontsize": 9, "va": "top", "ha": anchor, "textcoords": "offset points"}
-        style["bbox"] = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1}
-        axis.annotate(text, (step, top), (0, -11 * row), **style)
+def _draw_peaks(axis: Any, curves: list[Curve], top: float, letters: int) -> dict[str, Any]:
+    """Mark what leaves a panel at its upper edge, and return the samples of the legend by their text."""
+    handles: dict[str, Any] = {}
+    for curve, steps, text in panels.clipped_peaks(curves, top):
+        style = {"color": curve.colour, "markersize": 5, "transform": axis.get_xaxis_transform()}
+        handles[textwrap.fill(text, letters)] = axis.plot(steps, [0.98] * len(steps), "^", **style)[0]
+    return handles
 
 
 def _format_ticks(axis: Any, scale: str, limits: tuple[float, float], *, is_share: bool) -> None:

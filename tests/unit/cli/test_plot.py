@@ -80,7 +80,7 @@ def test_values_that_are_not_numbers_are_left_out(tmp_path):
     assert (line.name, line.steps, line.finite) == ("loss", [1, 2, 3], [2.0])
     header, row, _, note = describe_curves([line]).splitlines()
     assert header.endswith("highest") and row.endswith("nan       2        2")
-    assert note == "loss: 2 values are not finite, first by step 2"
+    assert note == "loss: 2 values are not finite, first at step 2"
 
 
 def test_evaluation_sets_share_a_panel_in_their_order(tmp_path, capsys):

@@ -10,7 +10,7 @@ import pytest
 from hftrainer.monitoring.journal import append_line
 from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting.curves import Curve, read_curves
-from hftrainer.reporting.panels import vertical_axis
+from hftrainer.reporting.panels import clipped_peaks, vertical_axis
 from hftrainer.reporting.plot import plot
 from tests.support.run_logs import texts_in_svg, write_log, write_observed_run
 
@@ -18,8 +18,20 @@ from tests.support.run_logs import texts_in_svg, write_log, write_observed_run
 def test_first_loss_that_is_not_finite_is_marked(tmp_path):
     log = [{"loss": float("nan") if step > 4 else 1.0, "step": step} for step in range(1, 9)]
     plot([write_log(tmp_path / "run", log)], html=True, out=str(tmp_path / "a.svg"))
-    assert "loss is not finite by step 5" in texts_in_svg(tmp_path / "a.svg")
-    assert "loss is not finite by step 5" in (tmp_path / "a.html").read_text()
+    assert {"loss is not finite at step 5", "not finite"} <= {*texts_in_svg(tmp_path / "a.svg")}
+    assert "loss is not finite at step 5" in (tmp_path / "a.html").read_text()
+
+
+def test_all_losses_of_a_run_that_are_not_finite_are_named(tmp_path):
+    log = [{"loss": math.nan if step > 6 else 1.0, "step": step} for step in range(3, 13, 3)]
+    log[1]["eval_loss"] = math.nan
+    log[3]["eval_loss"] = math.nan
+    plot([write_log(tmp_path / "run", log)], html=True, out=str(tmp_path / "a.svg"))
+    text = "eval_loss is not finite at step 6, loss by step 9"
+    assert text in texts_in_svg(tmp_path / "a.svg")
+    page = (tmp_path / "a.html").read_text()
+    heights = re.findall(r'"symbol":"x-thin"[^]]*\][^]]*"y":\[([-.\d]+)', page)
+    assert text in page and len(set(heights)) == 2
 
 
 def test_mean_leaves_out_an_isolated_spike_which_has_one_mark(tmp_path):
@@ -33,7 +45,7 @@ def test_mean_leaves_out_an_isolated_spike_which_has_one_mark(tmp_path):
     assert "2 spikes, max 90" in texts_in_svg(tmp_path / "a.svg")
 
 
-@pytest.mark.parametrize(("highest", "tops"), [(4.4, [4.57, 4.62]), (6.0, [3.8875, 4.095])])
+@pytest.mark.parametrize(("highest", "tops"), [(4.4, [4.57, 4.62]), (6.0, [3.8875, 3.99])])
 def test_only_values_far_above_the_others_leave_a_panel(highest, tops):
     values = [*(1 + step / 100 for step in range(100)), 3.5, highest]
     curves = [Curve(name, name, list(map(float, range(102))), values) for name in ("loss", "step_seconds")]
@@ -62,7 +74,7 @@ def test_losses_and_norms_that_span_decades_get_a_log_scale(tmp_path, norms, sca
     assert re.findall(r'"yaxis\d?":\{[^}]*"title":\{"text":"([\w ()]+)"[^}]*\},"type":"(\w+)"', page) == [
         (label + " (log scale)" * (scale == "log"), scale) for label in ("Loss", "Gradient norm")
     ]
-    marks = page.count('"text":"500"')
+    marks = page.count('"name":"max 500"')
     assert marks == 2 * norms.count(500.0) and f"<title>Training run {tmp_path.name}</title>" in page
 
 
@@ -74,7 +86,24 @@ def test_run_that_diverged_does_not_squeeze_the_others(tmp_path):
     assert vertical_axis(read_curves(runs)) == ("linear", pytest.approx((0.425, 2.075)))
     assert vertical_axis(read_curves(runs[2:]))[0] == "log"
     plot(runs, out=str(tmp_path / "a.svg"))
-    assert "7e+35" in texts_in_svg(tmp_path / "a.svg")
+    assert "bad: max 7e+35" in texts_in_svg(tmp_path / "a.svg")
+
+
+def test_run_above_the_axis_and_single_zeros_leave_the_others_readable(tmp_path):
+    """Of several runs its step and its highest values are named once; alone it has a log scale."""
+    losses = {"good": [1.0, 0.5, 0.6, 0.4, 0.5], "bad": [1.0, 0.5, 900.0, 0.0, 2000.0]}
+    for run, values in losses.items():
+        log = [{"step": step, "loss": loss, "grad_norm": loss} for step, loss in enumerate(values, 1)]
+        write_log(tmp_path / run, [*log, {"step": 5, "eval_loss": 2 * values[-1]}])
+    runs = [str(tmp_path / run) for run in losses]
+    plot(runs, html=True, out=str(tmp_path / "a.svg"))
+    text = "bad: above the axis from step 3, max 2,000"
+    assert text in " ".join(texts_in_svg(tmp_path / "a.svg")) and text in (tmp_path / "a.html").read_text()
+    curves = read_curves(runs)
+    panel = [curve for curve in curves if curve.panel == "loss"]
+    assert [each[1:] for each in clipped_peaks(panel, 1.1)] == [([5], "bad: max 4,000 (loss 2,000)")]
+    norms = [curve for curve in read_curves(runs[1:]) if curve.panel == "gradient norm"]
+    assert vertical_axis(norms)[0] == "log"
 
 
 def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
@@ -158,11 +187,10 @@ def test_slow_first_interval_does_not_squeeze_the_others(tmp_path):
     logs = {run: [{"step": step, "step_seconds": time} for step, time in enumerate(times[run], 1)] for run in slow}
     runs = [write_log(tmp_path / run, log) for run, log in logs.items()]
     plot(runs, html=True, out=str(tmp_path / "a.svg"))
-    assert {"12", "1,612", "Seconds per step"} <= {*texts_in_svg(tmp_path / "a.svg")}
+    assert {"a: max 12", "b: max 1,612", "Seconds per step"} <= {*texts_in_svg(tmp_path / "a.svg")}
     page = (tmp_path / "a.html").read_text()
     assert '"Seconds per step"},"type":"linear","range":[0,0.21' in page
-    marks = re.findall(r'"color":"(.{7})"},"showarrow":false,"text":"([\d,]+)"', page)
-    assert marks == [(line.colour, mark) for line, mark in zip(read_curves(runs)[1::-1], ("1,612", "12"), strict=True)]
+    assert page.index('"name":"b: max 1,612"') < page.index('"name":"a: max 12"')
 
 
 @pytest.mark.parametrize(("value", "limits"), [(0.8, (-0.08, 1.68)), (-2.0, (-4.2, 0.2)), (0.0, (-0.05, 1.05))])
