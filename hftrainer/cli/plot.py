@@ -201,7 +201,10 @@ def _compare(runs: list[dict[str, Any]]) -> str:
 
     formats: dict[str, Any] = {"time": format_duration, "goodput": "{:.0%}".format, "differs in": describe}
     formats["downtime"] = format_duration
-    formats["state"] = lambda state: "" if state in ("complete", "unobserved") else state
+    # Of runs that are all complete, nothing is said.
+    hidden = {None, "unobserved", "complete"}
+    hidden -= {"complete"} if {run.get("state") for run in runs} - hidden else set()
+    formats["state"] = lambda state: "" if state in hidden else state
     # Trials may have different hyperparameters.
     names = list(dict.fromkeys(name for run in runs for name in run))
     rows = [tuple(names) if names[0] == "trial" else ("", *names[1:])]

@@ -350,7 +350,7 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
         names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
         run, dash = runs.index(curve.run), names.index(curve.name)
         is_alone = len(panels[curve.panel]) == 1 < len(runs)
-        owner = (curve.run if len(names) == 1 else f"{curve.run}: {curve.name}") if is_alone else ""
+        owner = f"only {curve.run}" + f": {curve.name}" * (len(names) > 1) if is_alone else ""
         colour, mark = COLOURS[(run if curve.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
         colour = "#d9d9d9" if curve.panel == SHARES and curve.name == "step_share" else colour
         styled = replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, owner=owner, width=width)

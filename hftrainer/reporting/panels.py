@@ -183,11 +183,15 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
 
 
 def describe_run(run: str, curves: list[Curve]) -> str:
-    """The name of a run, the arguments in which it differs, its best value, and what no panel shows."""
+    """The name of a run and of one with equal values, where its arguments differ, its best value, and the rest."""
+    points: dict[str, list[Any]] = {curve.run: [] for curve in curves}
+    for curve in (curve for curve in curves if PANEL_OF.get(curve.name) not in SPEEDS):
+        points[curve.run].append((curve.name, curve.steps, curve.finite))
+    first = next(other for other, found in points.items() if found == points[run])
     run_curves = [curve for curve in curves if curve.run == run]
     best = (f"★ best {c.name}\xa0{c.format(c.values[c.best])}" for c in run_curves if c.best is not None)
     facts = (describe(run_curves[0].settings), next(best, ""), _constant_memory(run, curves), run_curves[0].state)
-    return " · ".join(filter(None, (run, *facts)))
+    return " · ".join(filter(None, (f"{run} = {first}" if first != run else run, *facts)))
 
 
 def import_plotting(module: str) -> Any:

@@ -73,7 +73,8 @@ def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
     scale, limits = panels.vertical_axis(curves)
     axis.set(xlabel=X_AXES[curves[0].x], ylabel=panels.axis_label(curves, scale), yscale=scale, ylim=limits)
     handles |= _draw_peaks(axis, curves, limits[1], int(15 * width) - 8)
-    axis.xaxis.set_major_formatter("{x:,.7g}")
+    if curves[0].x == "step":
+        axis.xaxis.set_major_formatter("{x:,.7g}")
     _format_ticks(axis.yaxis, scale, limits, is_share=curves[0].name in PANELS[SHARES])
     axis.xaxis.get_major_locator().set_params(integer=curves[0].x == "step", min_n_ticks=1)
     axis.grid(alpha=0.3)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 #: File name → Optuna's plot function, the minimum number of completed trials, and a title.
 PLOTS = {
     "history": ("plot_optimization_history", 1, "{} of each trial, and the best so far"),
-    "importance": ("plot_param_importances", 2, "Importance of hyperparameters for {}, in total 1"),
+    "importance": ("plot_param_importances", 2, "Importance of hyperparameters for {} (the shares sum to 1)"),
     "parallel_coordinates": ("plot_parallel_coordinate", 2, "Hyperparameters and {}: a line per trial"),
 }
 #: Number of completed trials below which importances are uncertain.
@@ -88,7 +88,9 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
                 if name == "parallel_coordinates":
                     _label_page(figure, [objective["target_name"], *_parameters(shown)])
                 figure.update_traces(opacity=1, selector={"type": "scatter"})
-                figure.update_traces(line_shape="hv", selector={"name": "Best Value"})
+                figure.update_traces(line_shape="hv", name="Best value", selector={"name": "Best Value"})
+                if name == "importance":
+                    figure.update_xaxes(title_text="Hyperparameter importance")
                 if name == "history" and left_out:
                     x, (y, reasons) = list(left_out), zip(*left_out.values(), strict=True)
                     marks = {"x": x, "y": y, "mode": "markers", "marker_symbol": "x", "name": _either(reasons)}
@@ -168,16 +170,18 @@ def _draw_png(
     axes.set_title("")
     axes.set_title(title, loc="left", y=1.06, fontsize=12)
     if function == "plot_parallel_coordinate":
-        # Optuna's colour map would hide the worst trials.
+        # Optuna's colour map would hide the worst trials, as would the yellow end of this one.
         (lines,) = axes.collections
-        lines.set_cmap("viridis" if lines.get_cmap().name.endswith("_r") else "viridis_r")
+        colours = import_plotting("matplotlib").colormaps["viridis"](range(220))
+        colours = colours if lines.get_cmap().name.endswith("_r") else colours[::-1]
+        lines.set_cmap(import_plotting("matplotlib.colors").ListedColormap(colours))
         _label_parameters(figure, [objective["target_name"], *_parameters(study)])
     else:
         axes.set_facecolor("white")
         axes.grid(color="#e0e0e0")
         for marks in (*axes.collections[:1], *axes.patches, *axes.lines):
             marks.set(color=COLOURS[marks in axes.lines], alpha=1)
-        plt.setp(axes.lines, drawstyle="steps-post")
+        plt.setp(axes.lines, drawstyle="steps-post", label="Best value")
         if function == "plot_optimization_history" and left_out:
             values, reasons = zip(*left_out.values(), strict=True)
             axes.scatter(list(left_out), values, marker="x", color="0.5", label=_either(reasons))
@@ -185,6 +189,7 @@ def _draw_png(
         if function == "plot_param_importances":
             # It would name the objective, as the title does.
             axes.get_legend().remove()
+            axes.set_xlabel("Hyperparameter importance")
         else:
             axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=4, frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")

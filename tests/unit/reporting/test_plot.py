@@ -166,9 +166,9 @@ def test_panel_with_one_of_several_runs_names_it(tmp_path):
     log = [{"step": step, "loss": 1.0, "learning_rate": step * 1e-4} for step in (1, 2)]
     runs = [write_log(tmp_path / "a", log), write_log(tmp_path / "b", [{**line, "eval_f1": 0.5} for line in log])]
     owners = {(line.run, line.name): line.owner for line in read_curves(runs)}
-    assert {key: owner for key, owner in owners.items() if owner} == {("b", "eval_f1"): "b"}
+    assert {key: owner for key, owner in owners.items() if owner} == {("b", "eval_f1"): "only b"}
     plot(runs, html=True, out=str(tmp_path / "c.svg"))
-    assert {"a", "b", "eval_f1", "1e-4", "2e-4"} <= {*texts_in_svg(tmp_path / "c.svg")}
+    assert {"a", "only b", "eval_f1", "1e-4", "2e-4"} <= {*texts_in_svg(tmp_path / "c.svg")}
     page = (tmp_path / "c.html").read_text()
     assert page.count('"marker":{"size":9,"symbol":"square"}') == 2
     assert '"xaxis2.domain": [0.0, 1.0]' in page and '"xaxis4.domain": [0.56, 1.0]' in page
@@ -184,7 +184,7 @@ def test_legend_names_runs_and_their_best_values(tmp_path):
         torch.save(args, tmp_path / run / "training_args.bin")
     path = tmp_path / "c.svg"
     plot([str(tmp_path / "a"), str(tmp_path / "b")], out=str(path), html=True)
-    described = {f"{run} · steps per epoch {length} · ★ best eval_loss 1" for run, length in (("a", 50), ("b", 3))}
+    described = {f"{run} · steps per epoch {length} · ★ best eval_loss 1" for run, length in (("a", 50), ("b = a", 3))}
     assert described <= {*texts_in_svg(path)}
     shown = re.findall(r'"name":"([^"]*)"', path.with_suffix(".html").read_text().split("Plotly.newPlot")[-1])
     assert {json.loads(f'"{name}"').replace("\xa0", " ") for name in shown} == described | {

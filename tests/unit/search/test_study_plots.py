@@ -102,7 +102,7 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     legend, none = (figure.axes[0].get_legend() for figure in figures[:2])
     words = [text.get_text() for text in legend.get_texts()]
     # The bars of importances have one colour, which needs no legend.
-    assert words == ["objective (minimize)", "Best Value", "pruned or far worse"] and none is None
+    assert words == ["objective (minimize)", "Best value", "pruned or far worse"] and none is None
 
 
 def test_table_has_hyphens_for_hyperparameters_of_other_trials(tmp_path, capsys):
