@@ -278,7 +278,8 @@ class RunRecord:
                 raise
             self.state = TrainerState()
         lines = [{**event["logs"], "step": event["step"]} for event in self._logs]
-        merged, joined = journal.merge_logs(self.state.log_history, lines), dict(self._joined_shares())
+        merged = journal.merge_logs(self.state.log_history, lines)
+        joined: dict[Any, dict[str, float]] = dict(self._joined_shares())
         shown = (line | joined.get(line.get("step"), {}) if "data_wait" in line else line for line in merged)
         self.state.log_history = list(shown)
         #: Seconds without pauses, and of pauses after failures; None without a journal.

@@ -124,9 +124,9 @@ def _layouts(curves: list[Curve]) -> list[tuple[int, dict[str, Any]]]:
     """The least width of a window, and where it has the panels and legends; the widest first."""
     groups = panels.group_by_panel(curves).values()
     lines = [[text for _, _, text, *_ in panels.vertical_lines(panel) if text] for panel in groups]
-    for panel, texts in zip(groups, lines, strict=True):
-        texts += [_wrap(text) for *_, text in panels.clipped_peaks(panel, panels.vertical_axis(panel)[1][1])]
-        texts += ["not finite"] * any(curve.gaps for curve in panel)
+    for panel, named in zip(groups, lines, strict=True):
+        named += [_wrap(text) for *_, text in panels.clipped_peaks(panel, panels.vertical_axis(panel)[1][1])]
+        named += ["not finite"] * any(curve.gaps for curve in panel)
     legends = ([*_legend_entries(panel), *texts] for panel, texts in zip(groups, lines, strict=True))
     counts, texts = (
         range(3 if len(groups) > 6 else 2, 0, -1),
