@@ -112,18 +112,18 @@ def run_script(target: str, arguments: list[str], prog: str, *, as_module: bool 
 
 
 def _print_script_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught exception without the frames outside the script, and of a Ctrl-C only where the script was."""
+    """Print an uncaught exception without the frames outside the script, and of a Ctrl-C only the script's line."""
     from hftrainer.parallel.environment import find_rank_info
 
     # The first rank's training notes below a Ctrl-C what is saved.
     if print_interrupt_notes(error) or (isinstance(error, KeyboardInterrupt) and find_rank_info({}, int).rank):
         return
-    frames = _script_frames(trace)
-    if frames is not None and isinstance(error, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE) != "full":
-        print(f"\nInterrupted in line {frames.tb_lineno} of {frames.tb_frame.f_code.co_filename}.", file=sys.stderr)
+    if isinstance(error, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE) != "full":
+        lines = [frame.lineno for frame in traceback.extract_tb(trace) if frame.filename == sys.argv[0]]
+        print(f"\nInterrupted in line {lines[-1]} of {sys.argv[0]}." if lines else "\nInterrupted.", file=sys.stderr)
         return
     # A script that cannot be parsed has no frame.
-    traceback.print_exception(kind, error, frames or (None if issubclass(kind, SyntaxError) else trace))
+    traceback.print_exception(kind, error, _script_frames(trace) or (None if issubclass(kind, SyntaxError) else trace))
 
 
 def _print_early_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

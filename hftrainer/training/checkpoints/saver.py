@@ -128,7 +128,7 @@ class CheckpointSaver(Part):
         self.wait_for_save()
         if self.run.last_saved_step != self.trainer.state.global_step or self.parts.checkpoint_writer.has_failed:
             loop = self.run.loop
-            with self.run.measure_time("saving") if loop is None else loop.monitors.phase("saving"):
+            with self.run.measure_time("saving") if loop is None else loop.monitors.activity("saving"):
                 self.trainer._save_checkpoint(self.trainer.model_wrapped, trial)
                 self.run.last_saved_step = self.trainer.state.global_step
                 self.call_on_save()

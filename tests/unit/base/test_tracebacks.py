@@ -168,17 +168,14 @@ def test_only_the_main_process_shows_the_ctrl_c_traceback(monkeypatch, capsys, n
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "place"), [("\nraise KeyboardInterrupt", "in line 2 of a.py"), ("", "before the script began")]
-)
-def test_ctrl_c_outside_of_training_is_a_line(capsys, text, place):
-    error = KeyboardInterrupt()
-    if text:
-        with pytest.raises(KeyboardInterrupt) as caught:
-            exec(compile(text, "a.py", "exec"), {"__name__": "__main__"})
-        error = caught.value
-    run._print_script_traceback(KeyboardInterrupt, error, error.__traceback__ and error.__traceback__.tb_next)
-    assert capsys.readouterr().err == f"\nInterrupted {place}.\n"
+@pytest.mark.parametrize(("file", "place"), [("a.py", " in line 2 of a.py"), ("of_a_library.py", "")])
+def test_ctrl_c_outside_of_training_is_a_line(monkeypatch, capsys, file, place):
+    monkeypatch.setattr("sys.argv", ["a.py"])
+    with pytest.raises(KeyboardInterrupt) as caught:
+        exec(compile("\nraise KeyboardInterrupt", file, "exec"))
+    run._print_script_traceback(KeyboardInterrupt, caught.value, caught.tb)
+    run._print_early_traceback(KeyboardInterrupt, caught.value, caught.tb)
+    assert capsys.readouterr().err == f"\nInterrupted{place}.\n\nInterrupted before the script began.\n"
 
 
 def test_loss_without_trainable_weights_is_refused(tmp_path):

@@ -18,7 +18,7 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.flops import peak_flops
 from hftrainer.monitoring.journal import Journal, goodput, read_events, remove_undone_steps
 from hftrainer.training import monitors
-from tests.support.checkpoints import At
+from tests.support.checkpoints import AtStep
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import language_data, make_bert, make_llama, make_plain, make_t5, plain_data, t5_data, text_data
 
@@ -352,6 +352,6 @@ def test_copies_have_no_observer_and_errors_end_the_journal(tmp_path):
 
 def test_error_of_a_callback_ends_the_journal_at_its_step(tmp_path):
     with pytest.raises(KeyError):
-        train(tmp_path, callbacks=[At(2, {}.popitem)], observe=True, save_strategy="steps", save_steps=100)
+        train(tmp_path, callbacks=[AtStep(2, {}.popitem)], observe=True, save_strategy="steps", save_steps=100)
     last_steps = {event["event"]: event["step"] for event in read_events(str(tmp_path))}
     assert last_steps["checkpoint"] == last_steps["interval"] == last_steps["end"] == 2
