@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import glob
 import logging
 import os
@@ -91,7 +92,7 @@ def run_script(target: str, arguments: list[str], prog: str, *, as_module: bool 
     from hftrainer.cli.install import install
 
     install()
-    sys.excepthook = _print_script_traceback
+    sys.excepthook = functools.partial(_print_script_traceback, script=target)
     if find_rank_info({}, int).world_size > 1:
         from hftrainer.parallel.rank_errors import show_errors_once
 
@@ -111,7 +112,9 @@ def run_script(target: str, arguments: list[str], prog: str, *, as_module: bool 
         runpy.run_path(target, run_name="__main__")
 
 
-def _print_script_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_script_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None, script: str = ""
+) -> None:
     """Print an uncaught exception without the frames outside the script, and of a Ctrl-C only the script's line."""
     from hftrainer.parallel.environment import find_rank_info
 
@@ -119,8 +122,8 @@ def _print_script_traceback(kind: type[BaseException], error: BaseException, tra
     if print_interrupt_notes(error) or (isinstance(error, KeyboardInterrupt) and find_rank_info({}, int).rank):
         return
     if isinstance(error, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE) != "full":
-        lines = [frame.lineno for frame in traceback.extract_tb(trace) if frame.filename == sys.argv[0]]
-        print(f"\nInterrupted in line {lines[-1]} of {sys.argv[0]}." if lines else "\nInterrupted.", file=sys.stderr)
+        lines = [frame.lineno for frame in traceback.extract_tb(trace) if frame.filename == script]
+        print(f"\nInterrupted in line {lines[-1]} of {script}." if lines else "\nInterrupted.", file=sys.stderr)
         return
     # A script that cannot be parsed has no frame.
     traceback.print_exception(kind, error, _script_frames(trace) or (None if issubclass(kind, SyntaxError) else trace))

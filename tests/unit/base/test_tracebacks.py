@@ -169,11 +169,10 @@ def test_only_the_main_process_shows_the_ctrl_c_traceback(monkeypatch, capsys, n
 
 
 @pytest.mark.parametrize(("file", "place"), [("a.py", " in line 2 of a.py"), ("of_a_library.py", "")])
-def test_ctrl_c_outside_of_training_is_a_line(monkeypatch, capsys, file, place):
-    monkeypatch.setattr("sys.argv", ["a.py"])
+def test_ctrl_c_outside_of_training_is_a_line(capsys, file, place):
     with pytest.raises(KeyboardInterrupt) as caught:
         exec(compile("\nraise KeyboardInterrupt", file, "exec"))
-    run._print_script_traceback(KeyboardInterrupt, caught.value, caught.tb)
+    run._print_script_traceback(KeyboardInterrupt, caught.value, caught.tb, script="a.py")
     run._print_early_traceback(KeyboardInterrupt, caught.value, caught.tb)
     assert capsys.readouterr().err == f"\nInterrupted{place}.\n\nInterrupted before the script began.\n"
 
