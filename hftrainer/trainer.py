@@ -53,6 +53,7 @@ from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
     from hftrainer.callbacks.state import TrainerControl
+    from hftrainer.evaluation.metrics import ComputeMetrics
     from hftrainer.trainer_pt_utils import LabelSmoother
 
 logger = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ class Trainer(EarlierMethods):
         processing_class: Any = None,
         model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: Callable[..., torch.Tensor] | None = None,
-        compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None,
+        compute_metrics: ComputeMetrics | None = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,

@@ -34,9 +34,8 @@ class Seq2SeqTrainer(Trainer):
                 "Seq2SeqTrainingArguments."
             )
         self._gen_kwargs: dict[str, Any] = {}
-        generation_config = getattr(self.args, "generation_config", None)
-        if generation_config is not None:
-            self.model.generation_config = self.load_generation_config(generation_config)
+        if (config := getattr(self.args, "generation_config", None)) is not None:
+            self.model.generation_config = self.load_generation_config(config)
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> Any:

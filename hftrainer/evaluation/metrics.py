@@ -8,7 +8,7 @@ import math
 import reprlib
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +21,13 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import drop_all_rows, iterate_arrays
 from hftrainer.trainer_utils import EvalPrediction, denumpify_detensorize
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
+
+    AnyTorchMetric = Metric | MetricCollection | Mapping[str, Metric | MetricCollection]
+    #: What the Trainer takes as `compute_metrics`.
+    ComputeMetrics: TypeAlias = "Callable[..., Mapping[str, Any]] | AnyTorchMetric | TorchMetrics"
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +103,12 @@ class TorchMetrics:
         InvalidArgument: when `metrics` holds any other object, or nothing.
     """
 
-    def __init__(self, metrics: Any, adapter: Callable[[EvalPrediction], Any] | None = None) -> None:
+    def __init__(self, metrics: AnyTorchMetric, adapter: Callable[[EvalPrediction], Any] | None = None) -> None:
         from torchmetrics import Metric, MetricCollection
 
-        named_metrics = list(metrics.items()) if isinstance(metrics, Mapping) else [("metrics", metrics)]
+        if isinstance(metrics, Mapping):
+            metrics = dict(metrics)  # torchmetrics takes no other mapping
+        named_metrics = list(metrics.items()) if isinstance(metrics, dict) else [("metrics", metrics)]
         for name, metric in named_metrics:
             _refuse_class(f"compute_metrics[{name!r}]", metric)
             if not isinstance(metric, (Metric, MetricCollection)):

@@ -2,7 +2,7 @@
 
 import gc
 import json
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ METRICS = {
     "MulticlassAccuracy": lambda metric: metric,
     "acc": lambda metric: MetricCollection({"acc": metric}),
     "in_a_dict": lambda metric: {"in_a_dict": metric},
-    "all_acc": lambda metric: {"all": MetricCollection({"acc": metric})},
+    "all_acc": lambda metric: MappingProxyType({"all": MetricCollection({"acc": metric})}),
     "adapted": lambda metric: TorchMetrics(
         {"adapted": metric}, adapter=lambda p: {"preds": p.predictions.argmax(-1), "target": p.label_ids}
     ),
