@@ -14,9 +14,9 @@ BLOCK = re.compile(r"(?<!<!-- shown only -->\n)^```(\w+)\n(.*?)^```$", re.DOTALL
 #: needs what a test lacks, such as a library.
 SHOWN = {"diff", "text"}
 #: Commands that make an environment; `make test-install` and CI run them.
-NOT_HERE = ("git clone", "cd hftrainer", "python -m venv", ". .venv", "pip install", "make ")
-#: The first line of a block that needs the names of the one before it.
-GOES_ON = "# goes on from the block above"
+NOT_HERE = ("mkdir ~/try", "python -m venv", ". .venv", "pip install", "make ")
+#: Stands above a block that needs the names of the one before it.
+GOES_ON = "<!-- goes on from the block above -->\n"
 
 
 def run_shell(code: str, processes: Any) -> None:
@@ -40,7 +40,7 @@ def run_page(page: Path, processes: Any) -> None:
         kind, code = block.groups()
         assert kind in SHOWN | {"python", "bash"}, f"a block of {kind} is neither run nor known as shown only"
         if kind == "python":
-            if not code.startswith(GOES_ON):
+            if not text.endswith(GOES_ON, 0, block.start()):
                 names = {"__name__": "__page__"}
             before = "\n" * text[: block.start(2)].count("\n")  # an error names the line of the page
             exec(compile(before + code, page, "exec"), names)
