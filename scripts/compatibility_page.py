@@ -31,6 +31,12 @@ names of checkpoint files, and the final weights by `torch.equal`.
 
 ## Where hftrainer differs
 
+Three differences that many scripts meet:
+
+- With several visible GPUs and no launcher, the script trains on all of them by DDP, in a process each, not by DataParallel.
+- SIGTERM and Ctrl-C save a checkpoint first.
+- `resume_from_checkpoint=True` takes the newest *whole* checkpoint.
+
 **Your numbers stay the same to the last bit** (losses, weights, metrics, predictions), unless your script meets one
 of the cases below. None of them concerns a script that
 
