@@ -33,7 +33,8 @@ names of checkpoint files, and the final weights by `torch.equal`.
 
 Three differences that many scripts meet:
 
-- With several visible GPUs and no launcher, the script trains on all of them by DDP, in a process each, not by DataParallel.
+- With several visible GPUs and no launcher, the script trains on all of them by DDP, in a process each, not by
+  DataParallel.
 - SIGTERM and Ctrl-C save a checkpoint first.
 - `resume_from_checkpoint=True` takes the newest *whole* checkpoint.
 
