@@ -56,7 +56,7 @@ class TrainerParts:
     Attributes:
         run: the state of the current or last `train()`.
         policy: the behaviour of the followed release of transformers.
-        resolved: the parsed arguments. A trial replaces this attribute and the next three.
+        resolved: the parsed arguments. A trial replaces `resolved`, `engine`, `strategy` and `checkpoint_writer`.
         engine: the Lightning engine, built from the arguments.
         strategy: how the processes share the model.
         checkpoint_writer: writes checkpoint folders, synchronously or in the background.

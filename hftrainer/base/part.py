@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Part:
-    """A part of a Trainer. It looks up other parts in `parts` at each use, since a trial replaces some."""
+    """A part of a Trainer. One that outlives a trial looks up others in `parts` at each use: a trial replaces some."""
 
     def __init__(self, parts: TrainerParts) -> None:
         self.parts = parts

@@ -1,7 +1,7 @@
 """`TrainingLoop`: what happens in an epoch, a micro-batch and an optimizer step of a training run.
 
-Lightning's loops call its methods: `private_api/epoch_loop.py` of the adapter for Lightning those of a micro-batch, and
-the hooks of `TrainerModule` all others.
+`private_api/epoch_loop.py` of the adapter for Lightning calls `begin_micro_batch` and `end_micro_batch`; the hooks of
+its `TrainerModule` call the other methods.
 
 The order of events, log lines and random draws is that of `transformers.Trainer` v5.24.
 """
