@@ -115,8 +115,8 @@ def traced_run() -> dict[str, Any]:
         return call
 
     clip, save = torch.nn.utils.clip_grad_norm_, safetensors.torch.save_file
-    torch.nn.utils.clip_grad_norm_ = noted("optimizer step to clipping", "step", clip)
-    safetensors.torch.save_file = noted("end of a batch to a checkpoint's file", "end_micro_batch", save)
+    torch.nn.utils.clip_grad_norm_ = noted("optimizer step to clipping", "run_micro_batch", clip)
+    safetensors.torch.save_file = noted("end of a step to a checkpoint's file", "_end_step", save)
     rows = [{"x": torch.randn(4), "labels": index % 2} for index in range(8)]
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(

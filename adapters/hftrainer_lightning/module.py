@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hftrainer.errors import InvalidSetup
 from hftrainer.training.checkpoints.progress import make_ckpt_entry
 from hftrainer_lightning import callbacks
-from hftrainer_lightning.private_api.callback_hooks import call_hooks
 from hftrainer_lightning.private_api.epoch_loop import WithoutBatchTransfer
 from hftrainer_lightning.private_api.evaluation import can_be_logged
 
@@ -120,20 +119,10 @@ class TrainerModule(WithoutBatchTransfer):
         # With DeepSpeed, a scheduler from the script acts on the optimizer inside the engine.
         return is_supported and self._scheduler.optimizer is self._optimizer
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Clip the gradients, step the optimizer and the schedule, in the order of `TrainingLoop.step`."""
-        pl_trainer: Any = self.trainer
-        precision = pl_trainer.precision_plugin
-
-        def step() -> bool:
-            optimizer.step()
-            return bool(precision.has_skipped_step)
-
-        precision.unscale_gradients(optimizer.optimizer)
-        call_hooks(pl_trainer, "on_before_optimizer_step", optimizer.optimizer)
-        configs = pl_trainer.strategy.lr_scheduler_configs
-        is_replaced = self._gives_scheduler_to_lightning and not (configs and configs[0].scheduler is self._scheduler)
-        self.loop.step(self.model, step, is_schedule_replaced=is_replaced)
+    def is_schedule_replaced(self) -> bool:
+        """Whether a callback has replaced the run's schedule."""
+        configs = self.trainer.strategy.lr_scheduler_configs
+        return self._gives_scheduler_to_lightning and not (configs and configs[0].scheduler is self._scheduler)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Step a scheduler by which a callback replaced the run's. The run steps its own scheduler."""
@@ -184,7 +173,7 @@ class TrainerModule(WithoutBatchTransfer):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """Run the forward and backward passes of a micro-batch; returns the detached loss."""
-        return self.loop.run_micro_batch(self.model, batch)
+        return self.loop.forward_and_backward(self.model, batch)
 
     def on_train_epoch_end(self) -> None:
         """End an epoch."""

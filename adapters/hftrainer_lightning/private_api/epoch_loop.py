@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from hftrainer.errors import UnsupportedArgument
-from hftrainer_lightning.private_api.callback_hooks import needs_lightning_hooks
+from hftrainer_lightning.private_api.callback_hooks import call_hooks, needs_lightning_hooks
 from hftrainer_lightning.private_api.evaluation import make_evaluation_loop
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _WindowedEpochLoop(_TrainingEpochLoop):
-    """Runs micro-batches, and steps the optimizer after the last of an accumulation window.
+    """Runs micro-batches, and steps the optimizer after the last of an accumulation window (`LightningSteps`).
 
     Lightning counts batches, and always steps after the last one. With data without a length, the next epoch completes
     the last window. Lightning also passes forward and backward to the optimizer's step as a closure: the optimizer's
@@ -41,38 +41,20 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     has_listeners: bool
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
-        """Run a micro-batch, and after the last of a window the optimizer step."""
+        """Fetch a micro-batch, and count it. `TrainingLoop.run_micro_batch` calls the methods below in its order."""
         pl_trainer: Any = self.trainer
-        pl_module, progress = pl_trainer.lightning_module, self.batch_progress
+        progress = self.batch_progress
         batch, _, _ = next(data_fetcher)
-        index = progress.current.ready
+        self._batch, self._index = batch, progress.current.ready
         progress.is_last_batch = data_fetcher.done
         progress.increment_ready()
         # Callbacks log within a step under its number, as in the Trainer's log lines. Lightning counts ended steps.
         self._batches_that_stepped = self.global_step + 1
         if self.has_listeners:
             pl_trainer._logger_connector.on_batch_start(batch)
-            call._call_callback_hooks(pl_trainer, "on_train_batch_start", batch, index)
-        with self._profile("on_train_batch_start"):
-            self.loop.begin_micro_batch()
+            call._call_callback_hooks(pl_trainer, "on_train_batch_start", batch, self._index)
         progress.increment_started()
-        with pl_trainer.profiler.profile("run_training_batch"):
-            loss = self._run_training_step(batch, index)
-            if self.loop.batches.position.is_last:
-                steps = self.automatic_optimization.optim_progress.optimizer.step
-                steps.increment_ready()
-                optimizer = pl_trainer.strategy._lightning_optimizers[0]
-                with self._profile("optimizer_step"):
-                    pl_module.optimizer_step(pl_trainer.current_epoch, index, optimizer)
-                steps.increment_completed()
-        progress.increment_processed()
-        if self.has_listeners:
-            if self._num_ready_batches_reached():
-                # Schedulers that callbacks add. The run steps its own.
-                self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-            call._call_callback_hooks(pl_trainer, "on_train_batch_end", {"loss": loss}, batch, index)
-        with self._profile("on_train_batch_end"):
-            self.loop.end_micro_batch(pl_module.model)
+        self.loop.run_micro_batch(pl_trainer.lightning_module.model, batch, self)
         if self.loop.should_stop:
             pl_trainer.should_stop = True
         if self.has_listeners:
@@ -81,18 +63,51 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         if self.has_listeners:
             pl_trainer._logger_connector.update_train_step_metrics()
 
-    def _run_training_step(self, batch: Any, index: int) -> torch.Tensor:
-        """Run forward and backward; returns the loss."""
+    def training_step(self, batch: Any) -> torch.Tensor:
+        """Run the module's training step, forward and backward; returns the loss."""
         pl_trainer: Any = self.trainer
         if not self.has_listeners:
-            return pl_trainer.strategy.training_step(batch, index)
+            return pl_trainer.strategy.training_step(batch, self._index)
         if self.loop.batches.position.is_first:
             # Only announced: the run clears the gradients after the step.
             self.automatic_optimization._on_before_zero_grad(pl_trainer.optimizers[0])
-        return call._call_strategy_hook(pl_trainer, "training_step", batch, index)
+        with pl_trainer.profiler.profile("run_training_batch"):
+            return call._call_strategy_hook(pl_trainer, "training_step", batch, self._index)
 
-    def _profile(self, hook: str) -> AbstractContextManager[Any]:
-        """Let a profiler record what happens at a hook of the module."""
+    def before_optimizer_step(self) -> None:
+        """Unscale the gradients, and call the callbacks."""
+        pl_trainer: Any = self.trainer
+        optimizer = pl_trainer.strategy._lightning_optimizers[0].optimizer
+        self.automatic_optimization.optim_progress.optimizer.step.increment_ready()
+        pl_trainer.precision_plugin.unscale_gradients(optimizer)
+        call_hooks(pl_trainer, "on_before_optimizer_step", optimizer)
+
+    def optimizer_step(self) -> bool:
+        """Step the optimizer. Returns whether the loss scaler skipped the step."""
+        pl_trainer: Any = self.trainer
+        with self.profile("optimizer_step"):
+            pl_trainer.strategy._lightning_optimizers[0].step()
+        return bool(pl_trainer.precision_plugin.has_skipped_step)
+
+    def is_schedule_replaced(self) -> bool:
+        """Whether a callback sets the learning rate instead of the run's schedule."""
+        pl_module: Any = self.trainer.lightning_module
+        return bool(pl_module.is_schedule_replaced())
+
+    def end_batch(self, loss: torch.Tensor) -> None:
+        """Count the step and the micro-batch, and call the callbacks."""
+        pl_trainer: Any = self.trainer
+        if self.loop.batches.position.is_last:
+            self.automatic_optimization.optim_progress.optimizer.step.increment_completed()
+        self.batch_progress.increment_processed()
+        if self.has_listeners:
+            if self._num_ready_batches_reached():
+                # Schedulers that callbacks add. The run steps its own.
+                self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+            call._call_callback_hooks(pl_trainer, "on_train_batch_end", {"loss": loss}, self._batch, self._index)
+
+    def profile(self, hook: str) -> AbstractContextManager[Any]:
+        """A context that a profiler records as a hook of the module."""
         return self.trainer.profiler.profile(f"[LightningModule]TrainerModule.{hook}")
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:

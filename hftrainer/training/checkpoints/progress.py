@@ -67,7 +67,7 @@ def make_ckpt_entry(loop: TrainingLoop) -> torch.Tensor:
     trainer.store_flos()
     trainer.state.stateful_callbacks = export_states(loop.parts.stateful_callbacks())
     state, scaler = dataclasses.asdict(trainer.state), trainer.accelerator.scaler
-    # Lightning's callbacks may save before `TrainingLoop.end_micro_batch` counts the step.
+    # Lightning's callbacks may save before the run counts the step.
     if loop.batches.phase == StepPhase.UNCOUNTED:
         state |= {"global_step": state["global_step"] + 1, "epoch": loop.epoch_after_step()}
     return as_bytes(

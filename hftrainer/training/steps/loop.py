@@ -1,7 +1,7 @@
 """`TrainingLoop`: what happens in an epoch, a micro-batch and an optimizer step of a training run.
 
-`private_api/epoch_loop.py` of the adapter for Lightning calls `begin_micro_batch` and `end_micro_batch`; the hooks of
-its `TrainerModule` call the other methods.
+`private_api/epoch_loop.py` of the adapter for Lightning calls `run_micro_batch`, which has the order of a step; the
+hooks of its `TrainerModule` call the other methods.
 
 The order of events, log lines and random draws is that of `transformers.Trainer` v5.24.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -33,6 +32,28 @@ if TYPE_CHECKING:
     from hftrainer.training.steps.micro_batches import MicroBatches
 
 logger = logging.getLogger(__name__)
+
+
+class LightningSteps(Protocol):
+    """What `TrainingLoop.run_micro_batch` leaves to Lightning, whose callbacks and profilers follow it there."""
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        """Run `TrainingLoop.forward_and_backward`; returns the loss."""
+
+    def before_optimizer_step(self) -> None:
+        """Unscale the gradients of float16, and call Lightning's callbacks."""
+
+    def optimizer_step(self) -> bool:
+        """Step the optimizer. Returns whether the loss scaler skipped the step, because of infinite gradients."""
+
+    def is_schedule_replaced(self) -> bool:
+        """Whether a Lightning callback sets the learning rate instead of the schedule."""
+
+    def end_batch(self, loss: torch.Tensor) -> None:
+        """Count the step and the micro-batch, and call Lightning's callbacks."""
+
+    def profile(self, hook: str) -> contextlib.AbstractContextManager[Any]:
+        """A context that profilers record under Lightning's name of a hook."""
 
 
 class TrainingLoop(Part):
@@ -177,15 +198,35 @@ class TrainingLoop(Part):
 
     # ---- Micro-batches -----------------------------------------------------------------------------------------
 
-    def begin_micro_batch(self) -> None:
-        """Call `on_step_begin` at the first micro-batch of an optimizer step."""
+    def run_micro_batch(self, model: torch.nn.Module, inputs: Any, lightning: LightningSteps) -> None:
+        """Run a micro-batch, and after the last of a window the optimizer step: all in the order of `Trainer`."""
         position = self.batches.position
         self.trainer.accelerator.sync_gradients = position.is_last
         if position.is_first:
             self.parts.call_callbacks("on_step_begin")
+        # It calls `forward_and_backward`, within the contexts of Lightning's strategy.
+        loss = lightning.training_step(inputs)
+        self._count_micro_batch(loss, inputs)
+        if position.is_last:
+            lightning.before_optimizer_step()
+            self.batches.phase = StepPhase.STEPPING
+            with lightning.profile("configure_gradient_clipping"):
+                self._clip_gradients(model)
+                self.divergence.check_step(model, self.grad_norm)
+                self.parts.call_callbacks("on_pre_optimizer_step")
+            is_skipped = self.trainer.accelerator.optimizer_step_was_skipped = lightning.optimizer_step()
+            self.batches.phase = StepPhase.UNCOUNTED
+            self.parts.call_callbacks("on_optimizer_step")
+            self._step_schedule(is_skipped, lightning.is_schedule_replaced())
+        lightning.end_batch(loss)
+        with lightning.profile("on_train_batch_end"):
+            if position.is_last:
+                self._end_step(model)
+            else:
+                self._end_substep()
 
-    def run_micro_batch(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """Run forward and backward by `Trainer.training_step`, and count the loss, which is returned detached.
+    def forward_and_backward(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        """Run forward and backward by `Trainer.training_step`; returns the detached loss.
 
         Only the window's last micro-batch all-reduces gradients, unless `syncs_each_batch`.
         """
@@ -198,9 +239,7 @@ class TrainingLoop(Part):
             loss = training_step(model, inputs, **arguments)
         if loss is None:
             raise InvalidSetup(f"{type(self.trainer).__name__}.training_step must return the loss.")
-        loss = loss.detach()
-        self._count_micro_batch(loss, inputs)
-        return loss
+        return loss.detach()
 
     def _count_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         self.divergence.add_loss(loss)
@@ -210,39 +249,6 @@ class TrainingLoop(Part):
         # Reads the arguments at each step, since a callback may have changed them.
         self.trainer._track_num_input_tokens(inputs)
 
-    def end_micro_batch(self, model: torch.nn.Module) -> None:
-        """End the optimizer step after the last micro-batch of a window; call `on_substep_end` after any other."""
-        if self.batches.position.is_last:
-            self._end_step(model)
-        else:
-            self.parts.strategy.run_recorded_operations()
-            self.parts.call_callbacks("on_substep_end")
-
-    # ---- Optimizer steps ---------------------------------------------------------------------------------------
-
-    def step(
-        self, model: torch.nn.Module, optimizer_step: Callable[[], bool], *, is_schedule_replaced: bool = False
-    ) -> None:
-        """Clip the gradients, step the optimizer, and step the learning-rate schedule.
-
-        Args:
-            model: the model.
-            optimizer_step: steps the optimizer, and returns whether the loss scaler skipped the step because of
-                infinite gradients. The schedule does not step then.
-            is_schedule_replaced: whether a Lightning callback sets the learning rate instead of the schedule.
-        """
-        self.batches.phase = StepPhase.STEPPING
-        self._clip_gradients(model)
-        self.divergence.check_step(model, self.grad_norm)
-        self.parts.call_callbacks("on_pre_optimizer_step")
-        is_skipped = self.trainer.accelerator.optimizer_step_was_skipped = optimizer_step()
-        self.batches.phase = StepPhase.UNCOUNTED
-        self.parts.call_callbacks("on_optimizer_step")
-        if is_schedule_replaced:
-            self.learning_rate = float(self.trainer.get_learning_rates()[0])
-        else:
-            self._step_schedule(is_skipped)
-
     def _clip_gradients(self, model: torch.nn.Module) -> None:
         # Until v4.57, max_grad_norm may be None.
         should_clip = self.trainer.args.max_grad_norm is not None and self.trainer.args.max_grad_norm > 0
@@ -250,13 +256,20 @@ class TrainingLoop(Part):
         needs_norm = norm is not None or self.parts.policy.logs_grad_norm_without_clipping
         self.grad_norm = self.trainer._get_grad_norm(model, grad_norm=norm) if needs_norm else None
 
-    def _step_schedule(self, is_skipped: bool) -> None:
+    def _step_schedule(self, is_skipped: bool, is_replaced: bool) -> None:
+        if is_replaced:
+            self.learning_rate = float(self.trainer.get_learning_rates()[0])
+            return
         # In other releases, the log line reads the learning rate after the scheduler's step.
         if self.parts.policy.logs_rate_of_step:
             self.learning_rate = self.trainer._get_learning_rate()
         # Metric-driven schedules step after evaluations.
         if not is_skipped and not needs_metric(self.trainer.lr_scheduler):
             self.trainer.lr_scheduler.step()
+
+    def _end_substep(self) -> None:
+        self.parts.strategy.run_recorded_operations()
+        self.parts.call_callbacks("on_substep_end")
 
     def _end_step(self, model: torch.nn.Module) -> None:
         """Count the step, call `on_step_end`, then log, evaluate, save or stop as requested."""
