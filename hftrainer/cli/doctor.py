@@ -217,7 +217,7 @@ def _find_missing_packages() -> Iterator[tuple[str, dict[str, Any]]]:
             packages_by_extra.setdefault(extra, []).append(f"{requirement.name}{requirement.specifier}, not {version}")
     for extra, packages in packages_by_extra.items():
         if extra != "other":
-            target = f"'hftrainer[{extra}]'" if extra else "--upgrade hftrainer"
+            target = f"'hftrainer[{extra}]'" if extra else "hftrainer"
             yield extra, {"packages": packages, "install": f"pip install {target}"}
 
 

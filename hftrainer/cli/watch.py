@@ -178,6 +178,7 @@ def _state(page: dict[str, Any]) -> str:
         "running": "running on {host}",
         "silent": f"{silence}; process {{pid}} on {{host}}",
         "killed": "killed: process {pid} on {host} has ended",
+        "stopped": "stopped" if page.get("reason") in (None, "stopped") else "stopped by {reason}",
         "failed": "ended with {reason}",
     }
     if page["state"] in ("complete", "unobserved") and not page["device"] and step_of(page["folder"]) is not None:

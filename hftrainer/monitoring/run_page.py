@@ -124,7 +124,11 @@ class JournalSummary:
             is_complete = self.last_event is not None and 0 < self.max_steps <= self.last_event["step"]
             return "complete" if is_complete else "unobserved"
         if self.end is not None:
-            return self.end["reason"] if self.end["reason"] in journal.COMPLETE else "failed"
+            reason = self.end["reason"]
+            if reason in journal.COMPLETE:
+                return reason
+            # The other names are those of errors.
+            return "stopped" if reason in journal.CHOSEN or reason.startswith("SIG") else "failed"
         if has_ended(f"{self.begin['host']} {self.begin['pid']}"):
             return "killed"
         return "silent" if now - self.last_event["time"] > max(SILENCE, 3 * self.longest_pause) else "running"

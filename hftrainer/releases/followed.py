@@ -57,7 +57,7 @@ def describe_newer_release(version: str) -> str | None:
         return None
     return (
         f"transformers {version} is newer than {NEWEST}, the newest release that this hftrainer knows: later changes "
-        f"are not followed. Upgrade with pip install --upgrade hftrainer."
+        f"are not followed. A newer hftrainer may know it."
     )
 
 

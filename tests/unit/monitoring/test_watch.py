@@ -100,16 +100,18 @@ def test_two_runs_fit_the_terminal(tmp_path, capsys, monkeypatch, width, beside)
 
 
 @pytest.mark.parametrize(
-    ("reason", "text"),
+    ("reason", "state", "text"),
     [
-        ("complete", "complete"),
-        ("stopped", "stopped"),
-        ("KeyError", "ended with KeyError"),
-        ("TrainingDiverged", "diverged at step 11"),
+        ("complete", "complete", "complete"),
+        ("stopped", "stopped", "stopped"),
+        ("Ctrl-C", "stopped", "stopped by Ctrl-C"),
+        ("SIGTERM", "stopped", "stopped by SIGTERM"),
+        ("KeyError", "failed", "ended with KeyError"),
+        ("TrainingDiverged", "failed", "diverged at step 11"),
     ],
 )
-def test_ended_run_says_how_it_ended(tmp_path, capsys, monkeypatch, reason, text):
-    state, error = (reason, {}) if reason == text else ("failed", {"message": "why " * 30})
+def test_ended_run_says_how_it_ended(tmp_path, capsys, monkeypatch, reason, state, text):
+    error = {"message": "why " * 30} if state == "failed" else {}
     journal = begin(tmp_path)
     train(journal, 10)
     journal.write("end", 10, reason=reason, **error)
