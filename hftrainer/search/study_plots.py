@@ -136,8 +136,8 @@ def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tup
     """A copy without results so far beyond the third quarter that they would squeeze the others.
 
     Returns:
-        The copy; by number the last values of these trials and of unfinished ones, within those that are drawn, and
-        why they were left out; and the range of the axis.
+        The copy; by number the values of these trials and the last ones of unfinished trials, within those that are
+        drawn, and why they were left out; and the range of the axis.
     """
     optuna = import_plotting("optuna")
     copy, trials = optuna.create_study(directions=study.directions), study.get_trials(deepcopy=True)
@@ -147,8 +147,10 @@ def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tup
     limit = 4 * abs(ranked[len(ranked) * 3 // 4] - ranked[0]) or math.inf
     near, left_out = [value for value in ranked if abs(value - ranked[0]) <= limit], {}
     for trial in trials:
-        if trial.state.name != "COMPLETE" or trial.values[number] not in near:
-            last = trial.intermediate_values.get(trial.last_step or 0, near[-1])
+        is_complete = trial.state.name == "COMPLETE"
+        if not is_complete or trial.values[number] not in near:
+            reported = trial.intermediate_values.get(trial.last_step or 0, near[-1])
+            last = trial.values[number] if is_complete else reported
             left_out[trial.number] = min(max(near), max(min(near), last)), REASONS[trial.state.name]
             trial.state, trial.values = optuna.trial.TrialState.PRUNED, None
         copy.add_trial(trial)
