@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
-from hftrainer.arguments.fields.current import table
+from hftrainer.arguments.fields import table
 from hftrainer.trainer_callback import ProgressCallback
 from tests.docs.documents.running import losses, make_args
 from tests.support import tiny
