@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -84,8 +83,13 @@ class LossComputer(Part):
             # A batch without labels cannot show whether the model divides its loss.
             self.run.has_checked_model = items is not None or not trainer.args.elastic
         kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": items})
-        with self._describe_errors(inputs), trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(model, inputs, **kwargs)
+        try:
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(model, inputs, **kwargs)
+        except Exception as error:
+            step = trainer.state.global_step + 1
+            note_batch(error, f"training step {step}", inputs, getattr(trainer.model, "config", None))
+            raise
         # A rank that hangs in the forward pass is behind those that wait for it in backward.
         self.run.heartbeat.beat()
         interval = trainer.args.torch_empty_cache_steps
@@ -98,16 +102,6 @@ class LossComputer(Part):
             if other_loss is not None:
                 self.run.logged_metrics.add(name, other_loss / divisor, count=0)
         return loss / divisor if divisor > 1 else loss
-
-    @contextlib.contextmanager
-    def _describe_errors(self, inputs: Any) -> Iterator[None]:
-        """Add the step, and a description of the batch, to an error of the forward pass."""
-        try:
-            yield
-        except Exception as error:
-            step = self.trainer.state.global_step + 1
-            note_batch(error, f"training step {step}", inputs, getattr(self.trainer.model, "config", None))
-            raise
 
     def _loss_remedy(self) -> str:
         if not is_overridden(self.trainer, "compute_loss"):
