@@ -1,77 +1,29 @@
-"""Utilities for nested outputs, parameter names and the display of metrics."""
+"""Label smoothing, parameter counts and the display of metrics; and names of transformers' module."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig as AcceleratorConfig
+from hftrainer.base.nested import (
+    find_batch_size as find_batch_size,
+    nested_detach as nested_detach,
+    nested_numpify as nested_numpify,
+)
 from hftrainer.compat import libraries
 from hftrainer.errors import InvalidArgument
-from hftrainer.parallel.processes import map_leaves, rebuild_container as rebuild_container
 from hftrainer.releases.policy import get_parameter_names as get_parameter_names
-
-#: `isinstance` checks these types in order, so the most frequent are first.
-_CONTAINERS = (tuple, dict, list, Mapping)
 
 
 def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int:
     """Number of elements in a model's (trainable) parameters, including those that ZeRO-3 partitions."""
     return sum(libraries.element_count(p) for p in model.parameters() if p.requires_grad or not trainable_only)
-
-
-def nested_apply(function: Callable[[Any], Any], data: Any) -> Any:
-    """Apply `function` to every leaf of nested mappings, lists and tuples."""
-    # The common case first, since `isinstance(data, Mapping)` is slow.
-    if isinstance(data, torch.Tensor):
-        return function(data)
-    if isinstance(data, _CONTAINERS):
-        return rebuild_container(data, lambda value: nested_apply(function, value))
-    return function(data)
-
-
-def nested_detach(tensors: Any) -> Any:
-    """Detach every tensor; other leaves are unchanged."""
-    return nested_apply(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tensors)
-
-
-def nested_numpify(tensors: Any) -> Any:
-    """Convert tensors to NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
-    return nested_apply(_numpify, tensors)
-
-
-def _numpify(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    leaf = leaf.cpu()
-    return (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy()
-
-
-def iterate_arrays(data: Any) -> Iterator[Any]:
-    """The tensors and NumPy arrays in nested mappings, lists and tuples."""
-    if isinstance(data, (torch.Tensor, np.ndarray)):
-        yield data
-    elif isinstance(data, _CONTAINERS):
-        for value in data.values() if isinstance(data, (dict, Mapping)) else data:
-            yield from iterate_arrays(value)
-
-
-def drop_all_rows(data: Any, *, lists_of_samples: bool = False) -> Any:
-    """The nested outputs without rows; with `lists_of_samples`, lists are empty too."""
-    if lists_of_samples:
-        data = map_leaves(data, list, lambda _: [])
-    return map_leaves(data, (torch.Tensor, np.ndarray), lambda rows: (rows if rows.ndim else rows.reshape(1))[:0])
-
-
-def find_batch_size(tensors: Any) -> int | None:
-    """The first dimension of the first tensor in nested containers, or None."""
-    return next((array.shape[0] for array in iterate_arrays(tensors) if array.ndim), None)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from hftrainer.arguments.choices import (
     SaveStrategy as SaveStrategy,
     SchedulerType as SchedulerType,
 )
+from hftrainer.base.nested import nested_apply
 from hftrainer.base.signatures import number_of_arguments as number_of_arguments
 from hftrainer.callbacks.state import is_measurement
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
@@ -27,7 +28,6 @@ from hftrainer.data.randomness import (
     seed_worker as seed_worker,
     set_seed as set_seed,
 )
-from hftrainer.trainer_pt_utils import nested_apply
 
 
 class EvalPrediction:

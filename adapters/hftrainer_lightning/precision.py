@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
+from hftrainer.base.nested import nested_apply
 from hftrainer.parallel.plan import TRUE_TYPES, LightningPlan
-from hftrainer.trainer_pt_utils import nested_apply
 from hftrainer_lightning.private_api.callback_hooks import call_hooks
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from hftrainer.base.nested import nested_apply
 from hftrainer.errors import InvalidArgument
-from hftrainer.trainer_pt_utils import nested_apply
 
 logger = logging.getLogger(__name__)
 

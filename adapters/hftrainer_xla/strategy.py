@@ -19,7 +19,8 @@ from hftrainer.errors import CheckpointNotFound
 from hftrainer.parallel.fsdp_settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
-from hftrainer.strategies.strategy import CallWrite, MakeOptimizer, ReplicasStrategy, Strategy
+from hftrainer.strategies.replicas import ReplicasStrategy
+from hftrainer.strategies.strategy import CallWrite, MakeOptimizer, Strategy
 from hftrainer_xla import devices, sharding
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.base.nested import find_batch_size, nested_apply
 from hftrainer.compat import libraries
 from hftrainer.data import elastic, samplers
 from hftrainer.data.samplers import ShardedBatchSampler, ShardSpec
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel.processes import Processes
-from hftrainer.trainer_pt_utils import find_batch_size, nested_apply
 
 logger = logging.getLogger(__name__)
 

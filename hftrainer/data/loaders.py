@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
 from hftrainer.base.content_checks import name_file_in_errors
+from hftrainer.base.nested import find_batch_size, rebuild_container
 from hftrainer.base.signatures import can_call
 from hftrainer.base.tracebacks import add_note, read_variable
 from hftrainer.compat.libraries import has_length
@@ -26,7 +27,6 @@ from hftrainer.data.mixture import MixtureBatchSampler
 from hftrainer.data.randomness import DATA_STATE, StateSendingCollator, init_worker
 from hftrainer.data.samplers import UNSHARDED, ShardSpec, SkippingBatchSampler, settings_of
 from hftrainer.parallel.processes import Processes
-from hftrainer.trainer_pt_utils import find_batch_size, rebuild_container
 
 if TYPE_CHECKING:
     from hftrainer.data.epoch_reader import ReadRecorder

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from hftrainer.base.messages import log_once
+from hftrainer.base.nested import nested_apply, nested_numpify
 from hftrainer.parallel.accelerator import EngineAccelerator
 from hftrainer.parallel.processes import LEAVES
-from hftrainer.trainer_pt_utils import nested_apply, nested_numpify
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
+from hftrainer.base.nested import drop_all_rows, find_batch_size
 from hftrainer.base.signatures import can_call
 from hftrainer.base.tracebacks import note_batch
 from hftrainer.compat.libraries import has_length
@@ -22,7 +23,6 @@ from hftrainer.data.samplers import has_exact_length
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collecting import OutputCollector, can_skip_gathering
 from hftrainer.evaluation.metrics import FunctionMetrics, TorchMetrics, as_metrics
-from hftrainer.trainer_pt_utils import drop_all_rows, find_batch_size
 from hftrainer.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 if TYPE_CHECKING:

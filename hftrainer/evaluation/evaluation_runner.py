@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from hftrainer.arguments import legacy
 from hftrainer.base.messages import log_facts, log_once
+from hftrainer.base.nested import nested_detach
 from hftrainer.base.part import Part
 from hftrainer.base.signatures import accepted_args, call_with_accepted
 from hftrainer.base.tracebacks import add_note, describe_type
@@ -29,7 +30,6 @@ from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.parallel import devices
 from hftrainer.parallel.process_group import CollectiveCall
 from hftrainer.reporting.metrics import mean_loss
-from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
 from hftrainer.training.steps.loss import split_losses
 from hftrainer.training.steps.sums import LoggedMetrics

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from hftrainer.base.messages import log_once
+from hftrainer.base.nested import drop_all_rows, iterate_arrays
 from hftrainer.base.signatures import accepts, can_call
 from hftrainer.base.tracebacks import add_note, describe_shapes, describe_type
 from hftrainer.compat import libraries
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel import devices
-from hftrainer.trainer_pt_utils import drop_all_rows, iterate_arrays
 from hftrainer.trainer_utils import EvalPrediction, denumpify_detensorize
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from hftrainer.callbacks.state import TrainerCallback
 from hftrainer.monitoring.flops import FlopCounter
 from hftrainer.monitoring.journal import Journal, read_events
 from hftrainer.parallel import devices
-from hftrainer.reporting.summary import peak_process_memory
+from hftrainer.reporting.memory import peak_process_memory
 
 logger = logging.getLogger(__name__)
 

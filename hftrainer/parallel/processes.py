@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import itertools
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from torch import distributed
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from hftrainer.base.nested import map_leaves
 from hftrainer.parallel.devices import DEVICE_OF_BACKEND, device_module, visible_device_count
 from hftrainer.parallel.environment import RankInfo
 from hftrainer.parallel.process_group import (
@@ -332,32 +331,6 @@ def _wait_for_job(job: Future[None] | None) -> bool:
     for ended_job in ended_jobs:
         ended_job.result()
     return bool(ended_jobs)
-
-
-def map_leaves(data: Any, types: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """A copy of nested data with `function` applied to each value of `types`.
-
-    Mappings, sequences and instances of dataclasses keep their type. A container that is one of `types` is passed to
-    `function` itself. Values of other types are unchanged.
-    """
-    if isinstance(data, types):
-        return function(data)
-    if isinstance(data, (Mapping, Sequence)) and not isinstance(data, (str, bytes)):
-        return rebuild_container(data, lambda value: map_leaves(value, types, function))
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        names = [field.name for field in dataclasses.fields(data) if field.init]
-        return dataclasses.replace(data, **{name: map_leaves(getattr(data, name), types, function) for name in names})
-    return data
-
-
-def rebuild_container(container: Any, convert: Callable[[Any], Any]) -> Any:
-    """A container of the same type, with `convert` applied to each value of a mapping or sequence."""
-    cls: Any = type(container)
-    if isinstance(container, (dict, Mapping)):
-        items = {key: convert(value) for key, value in container.items()}
-        return cls(container.default_factory, items) if isinstance(container, defaultdict) else cls(items)
-    values = [convert(value) for value in container]
-    return cls(*values) if hasattr(container, "_fields") else cls(values)  # the former for a named tuple
 
 
 #: Leaves of nested data; only tensors and arrays can be gathered.

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from hftrainer.base.nested import nested_numpify
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.names import checkpoints_newest_first, sort_checkpoints
 from hftrainer.checkpointing.run_checkpoints import rotate_checkpoints
 from hftrainer.errors import InvalidSetup, UnsupportedArgument
 from hftrainer.model.apply_arguments import add_noise_to_embeddings
-from hftrainer.trainer_pt_utils import nested_numpify
 from hftrainer.training_args import TrainingArguments
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 import threading
 from typing import Any
 
@@ -98,3 +99,12 @@ class TrainerMemoryTracker:
     def _watch(self) -> None:
         while not self._stop_watching.wait(0.002):
             self._peak = max(self._peak, self._process.memory_info().rss)
+
+
+def peak_process_memory() -> int:
+    """The peak memory of this process, in bytes; 0 on Windows."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -18,6 +18,7 @@ from hftrainer.callbacks.state import TrainerState, evaluation_key
 from hftrainer.checkpointing.names import checkpoints_newest_first
 from hftrainer.monitoring.journal import goodput, select_last_run
 from hftrainer.parallel import devices
+from hftrainer.reporting.memory import peak_process_memory
 
 
 def make_resume_message(folder: str, state: TrainerState, epochs: float) -> str:
@@ -161,12 +162,3 @@ def _memory() -> str:
     """The peak memory of this process, and of its tensors on an accelerator."""
     peaks = {"": peak_process_memory(), " of tensors on the accelerator": devices.memory_peak()}
     return ", ".join(f"{format_bytes(peak)}{label}" for label, peak in peaks.items() if peak) or "unknown"
-
-
-def peak_process_memory() -> int:
-    """The peak memory of this process, in bytes; 0 on Windows."""
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.plugins import ADAPTERS, import_adapter
-from hftrainer.strategies.strategy import ReplicasStrategy, Strategy
+from hftrainer.strategies.replicas import ReplicasStrategy
+from hftrainer.strategies.strategy import Strategy
 
 
 def make_strategy(plan: LightningPlan) -> Strategy:

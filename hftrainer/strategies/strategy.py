@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -12,14 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrainer.checkpointing import names, optimizer_state
-from hftrainer.checkpointing.weights import load_weights
+from hftrainer.base.nested import nested_apply
 from hftrainer.errors import InvalidArgument
 from hftrainer.optimizers.optimizer_setup import make_scheduler
 from hftrainer.parallel.plan import TRUE_TYPES, LightningPlan
 from hftrainer.parallel.process_state import DistributedType
-from hftrainer.plugins import import_adapter
-from hftrainer.trainer_pt_utils import nested_apply
 
 #: Returns the optimizer. The first call makes it, since some strategies never need it.
 MakeOptimizer = Callable[[], torch.optim.Optimizer]
@@ -297,48 +293,6 @@ class Strategy(ABC):
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
     ) -> None:
         """Load the states of optimizer and scheduler in place. Log a warning if the checkpoint has none."""
-
-
-class ReplicasStrategy(Strategy):
-    """Keeps a replica of the model in each process, with states in torch's format."""
-
-    def lightning_strategy(self, settings: Any) -> Any:
-        """Lightning's strategy for one device, or for DDP."""
-        return import_adapter("lightning", "strategies").make_replicas(self.initial_plan, settings)
-
-    @property
-    def saves_only_shards(self) -> bool:  # type: ignore[override]
-        """Whether checkpoints hold the model only in DCP format, here with a single shard."""
-        return self.initial_plan.saves_dcp
-
-    def gather_states(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
-        """Keep model and optimizer, since only the process that writes needs their states."""
-        self._gathered_states = {"model": model, "optimizer": optimizer}
-
-    def state_files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
-        """Yields the file name and the state of the optimizer."""
-        if optimizer is not None and not self.initial_plan.saves_dcp:
-            yield names.OPTIMIZER_NAME, optimizer().state_dict()
-
-    def write_full_states(self, folder: str, write: CallWrite) -> None:
-        """Write the states in DCP format, if the plan asks for it."""
-        if self.initial_plan.saves_dcp:
-            # Import lazily, since this imports torch's FSDP.
-            from hftrainer.checkpointing import sharded
-
-            model, optimizer = self._gathered_states["model"], self._gathered_states["optimizer"]
-            states = sharded.states_for_dcp(model, None if optimizer is None else optimizer(), shards=False)
-            write(functools.partial(sharded.save_dcp, folder=folder, is_only_writer=True), states)
-
-    def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
-        """Load the weights of any checkpoint."""
-        return load_weights(model, folder)
-
-    def load_optimizer_and_scheduler(
-        self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
-    ) -> None:
-        """Load the states of optimizer and scheduler from a checkpoint of any format."""
-        optimizer_state.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler)
 
 
 def cast_floating(batch: Any, dtype: torch.dtype) -> Any:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.choices import read_observe
+from hftrainer.base.nested import find_batch_size
 from hftrainer.base.part import Part
 from hftrainer.data.mixture_batches import make_source_log
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
 from hftrainer.monitoring.journal import COMPLETE, JOURNAL_NAME, Journal, read_events
 from hftrainer.monitoring.observer import Observer
 from hftrainer.monitoring.run_requests import Requests
-from hftrainer.trainer_pt_utils import find_batch_size
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts

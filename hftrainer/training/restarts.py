@@ -11,6 +11,7 @@ import torch
 
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import count_of, tell
+from hftrainer.base.nested import nested_apply
 from hftrainer.base.part import Part
 from hftrainer.callbacks.handler import restore_callbacks
 from hftrainer.callbacks.progress_bar import close_bars
@@ -20,7 +21,6 @@ from hftrainer.errors import InvalidArgument, TrainingDiverged, UnsupportedArgum
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
-from hftrainer.trainer_pt_utils import nested_apply
 from hftrainer.training.divergence import DivergedStep, SkippedSamples
 
 if TYPE_CHECKING:

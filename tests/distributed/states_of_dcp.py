@@ -3,7 +3,7 @@
 import pytest
 
 from hftrainer.strategies.fsdp import FsdpStrategy
-from hftrainer.strategies.strategy import ReplicasStrategy
+from hftrainer.strategies.replicas import ReplicasStrategy
 from tests.support.checkpoints import BACKGROUND
 from tests.support.model_states import ModelStatesSuite
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hftrainer.base.messages import log_once
+from hftrainer.base.nested import rebuild_container
 from hftrainer.base.part import Part
 from hftrainer.base.signatures import accepted_args
 from hftrainer.base.tracebacks import describe_type, note_batch
@@ -18,7 +19,6 @@ from hftrainer.data.loaders import to_device
 from hftrainer.errors import InvalidArgument
 from hftrainer.model.inspection import LOSS_REMEDY, call_loss_func, extract_loss, is_training, smoothing_shifts_labels
 from hftrainer.parallel import devices
-from hftrainer.trainer_pt_utils import rebuild_container
 from hftrainer.training.steps import loss_division
 from hftrainer.training.steps.first_batch import check_first_batch
 

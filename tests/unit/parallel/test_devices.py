@@ -13,7 +13,7 @@ from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.data import randomness
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.parallel import devices
-from hftrainer.strategies.strategy import ReplicasStrategy
+from hftrainer.strategies.replicas import ReplicasStrategy
 from hftrainer_lightning.precision import precision_plugin
 from tests.support.processes import ROOT
 from tests.support.refusals import assert_refused, make, plan_of, problems

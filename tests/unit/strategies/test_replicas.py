@@ -1,6 +1,6 @@
 """The suite for model states, with a model that no strategy shards."""
 
-from hftrainer.strategies.strategy import ReplicasStrategy
+from hftrainer.strategies.replicas import ReplicasStrategy
 from tests.support.model_states import ModelStatesSuite
 
 
