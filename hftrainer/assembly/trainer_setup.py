@@ -49,6 +49,7 @@ from hftrainer.strategies import make_strategy
 from hftrainer.strategies.strategy import TRAINER_FLAGS, Strategy
 from hftrainer.trackers.base import ReportingCallback
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
+from hftrainer.training.steps.loss_division import divide_in_backward
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -187,6 +188,7 @@ class TrainerSetup(Part):
             is_trainer_model=lambda model: model is trainer.model or model is trainer.model_wrapped,
             config=vars(parts.resolved.accelerator_config),
             num_steps=parts.policy.gradient_divisor(trainer.args),
+            divide_loss=divide_in_backward,
         )
         copy_accelerator_settings(self.parts.resolved, trainer.accelerator)
         trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)

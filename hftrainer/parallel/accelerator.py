@@ -14,7 +14,7 @@ import torch
 from hftrainer.errors import InvalidConfig
 from hftrainer.parallel import devices
 from hftrainer.parallel.process_group import disconnect
-from hftrainer.parallel.process_state import DistributedType, GradientState, ProcessState
+from hftrainer.parallel.process_state import GradientState, ProcessState
 from hftrainer.parallel.processes import Processes
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class EngineAccelerator(ProcessState):
         prepare_loader: prepares a `DataLoader` in the same way as the Trainer's.
         is_trainer_model: returns whether a model is the Trainer's, which `train()` prepares.
         config: the keys of `accelerator_config`.
-        num_steps: divisor of the loss in `backward`, in addition to that of `LossComputer`.
+        num_steps: accelerate's accumulation steps.
+        divide_loss: divides a loss by them before its backward pass.
 
     Attributes:
         gradient_state: whether this micro-batch ends an optimizer step, and the active loader's position.
@@ -61,6 +62,7 @@ class EngineAccelerator(ProcessState):
         is_trainer_model: Callable[[torch.nn.Module], bool],
         config: Mapping[str, Any],
         num_steps: int,
+        divide_loss: Callable[[EngineAccelerator, torch.Tensor], torch.Tensor],
     ) -> None:
         plan = engine.plan
         processes = plan.processes
@@ -77,6 +79,7 @@ class EngineAccelerator(ProcessState):
         self._strategy = engine.strategy
         self._prepare_loader = prepare_loader
         self._is_trainer_model = is_trainer_model
+        self._divide_loss = divide_loss
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         # This name is accelerate's: scripts check whether the list is empty.
         self._models: list[torch.nn.Module] = []
@@ -116,14 +119,8 @@ class EngineAccelerator(ProcessState):
         self.gradient_state.plugin_kwargs["num_steps"] = steps
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward through the strategy and the precision plugin.
-
-        Like accelerate's, this divides the loss by `gradient_accumulation_steps`, but not with DeepSpeed. That is 1
-        except in v5.2 to v5.5, where `LossComputer` has divided the loss already (`training/steps/loss_division.py`).
-        """
-        if self.gradient_accumulation_steps > 1 and self.distributed_type is not DistributedType.DEEPSPEED:
-            loss = loss / self.gradient_accumulation_steps
-        self._engine.backward(loss, **kwargs)
+        """Run backward through the strategy and the precision plugin, after `divide_in_backward`."""
+        self._engine.backward(self._divide_loss(self, loss), **kwargs)
 
     def prepare(self, *objects: Any) -> Any:
         """Prepare loaders and models, and return optimizers and schedulers unchanged."""

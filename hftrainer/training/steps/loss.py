@@ -74,7 +74,7 @@ class LossComputer(Part):
     # ---- The loss ----------------------------------------------------------------------------------------------
 
     def micro_batch_loss(self, model: nn.Module, inputs: Any, items: torch.Tensor | int | None) -> torch.Tensor:
-        """The loss of one micro-batch, divided for accumulation unless already divided (`loss_division.py`)."""
+        """The loss of one micro-batch, divided for accumulation (`loss_division.py`)."""
         trainer = self.trainer
         _set_training_mode(model, trainer.optimizer)
         inputs = trainer._prepare_inputs(inputs)
@@ -97,11 +97,10 @@ class LossComputer(Part):
             devices.empty_cache()
         loss, other_losses = split_losses(loss)
         loss = check_loss(loss, self._loss_remedy)
-        divisor = loss_division.micro_batch_divisor(self.parts, items)
-        for name, other_loss in other_losses.items():
-            if other_loss is not None:
-                self.run.logged_metrics.add(name, other_loss / divisor, count=0)
-        return loss / divisor if divisor > 1 else loss
+        loss, logged_losses = loss_division.divide_by_micro_batches(self.parts, loss, other_losses, items)
+        for name, logged_loss in logged_losses.items():
+            self.run.logged_metrics.add(name, logged_loss, count=0)
+        return loss
 
     def _loss_remedy(self) -> str:
         if not is_overridden(self.trainer, "compute_loss"):
@@ -138,8 +137,7 @@ class LossComputer(Part):
                     f"and the batch has only {', '.join(inputs)}; the model computes its own loss.",
                 )
             loss = extract_loss(outputs, inputs)
-        factor = loss_division.rank_multiplier(self.parts, num_items_in_batch)
-        return loss * factor if factor > 1 else loss, outputs
+        return loss_division.undo_mean_over_ranks(self.parts, loss, num_items_in_batch), outputs
 
 
 def _set_training_mode(model: nn.Module, optimizer: Any) -> None:

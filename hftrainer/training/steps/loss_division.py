@@ -1,11 +1,15 @@
-"""What divides the loss of a micro-batch, so that a step's gradients are those of a mean over its data.
+"""Divides the loss of a micro-batch, so that a step's gradients are those of a mean over its data.
 
-- Models and loss functions that accept `num_items_in_batch` divide their sum by the items of the whole step
-  (`count_items`). If all ranks' are counted, averaging the gradients divides once more: `rank_multiplier` makes up.
-- Any other loss is the mean of its micro-batch: `micro_batch_divisor` is the number of micro-batches.
-- In v5.2 to v5.5, `accelerator.backward` divides too, by `ReleasePolicy.gradient_divisor`.
+A model or loss function that accepts `num_items_in_batch` divides its sum by the items of the step (`count_items`). All
+else that divides a loss is here: a function for each of three methods, which users override or call by themselves.
 
-`LossComputer` applies `rank_multiplier` and `micro_batch_divisor`.
+1. `Trainer.compute_loss`: `undo_mean_over_ranks`. If the items of all ranks have divided the loss, averaging the
+   gradients would divide once more.
+2. `Trainer.training_step`: `divide_by_micro_batches`. A loss that no items have divided is the mean of its micro-batch.
+   Up to v4.54 `gradient_accumulation_steps` divides it, even in an epoch's last step, which may have fewer
+   (`ReleasePolicy.loss_divisor`); up to v4.52 not if the model accepts items that are not counted.
+3. `accelerator.backward`: `divide_in_backward`, by accelerate's own accumulation steps. They are 1, except in v5.2 to
+   v5.5 (`ReleasePolicy.gradient_divisor`).
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from torch import nn
 
 from hftrainer.base.signatures import accepts, ignores_other_keywords
 from hftrainer.model.inspection import extract_loss
+from hftrainer.parallel.accelerator import EngineAccelerator
+from hftrainer.parallel.process_state import DistributedType
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
@@ -41,18 +47,30 @@ def count_items(parts: TrainerParts, micro_batches: list[Any], device: torch.dev
     return policy.num_items(parts.counters.sum_over_data(items) if parts.averages_tokens else items)
 
 
-def rank_multiplier(parts: TrainerParts, items: torch.Tensor | int | None) -> int:
-    """The ranks with distinct data, if the loss is divided by the items of all of them; else 1."""
+def undo_mean_over_ranks(parts: TrainerParts, loss: Any, items: torch.Tensor | int | None) -> Any:
+    """The loss times the ranks with distinct data, if the items of all of them have divided it."""
     if not parts.averages_tokens or items is None:
-        return 1
-    divides = parts.trainer.model_accepts_loss_kwargs or _function_accepts_items(parts.trainer.compute_loss_func)
-    return parts.trainer.accelerator.processes.data_world_size if divides else 1
+        return loss
+    is_divided = parts.trainer.model_accepts_loss_kwargs or _function_accepts_items(parts.trainer.compute_loss_func)
+    ranks = parts.trainer.accelerator.processes.data_world_size
+    return loss * ranks if is_divided and ranks > 1 else loss
 
 
-def micro_batch_divisor(parts: TrainerParts, items: torch.Tensor | int | None) -> int:
-    """The divisor of a loss for accumulation: 1 if the items of the step have divided it."""
-    micro_batches = parts.policy.loss_divisor(parts.run.accumulation_steps, parts.trainer.args)
-    return 1 if micro_batches > 1 and _is_divided_by_items(parts, items) else micro_batches
+def divide_by_micro_batches(
+    parts: TrainerParts, loss: torch.Tensor, other_losses: Mapping[str, Any], items: torch.Tensor | int | None
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The loss, and the other losses that are logged, divided by the step's micro-batches unless items divided them."""
+    divisor = parts.policy.loss_divisor(parts.run.accumulation_steps, parts.trainer.args)
+    if divisor > 1 and _is_divided_by_items(parts, items):
+        divisor = 1
+    logged_losses = {name: other / divisor for name, other in other_losses.items() if other is not None}
+    return loss / divisor if divisor > 1 else loss, logged_losses
+
+
+def divide_in_backward(accelerator: EngineAccelerator, loss: torch.Tensor) -> torch.Tensor:
+    """The loss divided by accelerate's accumulation steps, but not with DeepSpeed, whose engine divides itself."""
+    steps = accelerator.gradient_accumulation_steps
+    return loss / steps if steps > 1 and accelerator.distributed_type is not DistributedType.DEEPSPEED else loss
 
 
 def _is_divided_by_items(parts: TrainerParts, items: torch.Tensor | int | None) -> bool:
