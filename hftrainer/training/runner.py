@@ -38,7 +38,6 @@ from hftrainer.training.planner import RunPlanner
 from hftrainer.training.restarts import Restarts
 from hftrainer.training.steps.loop import TrainingLoop
 from hftrainer.training.steps.micro_batches import MicroBatches, RunStart
-from hftrainer.training.steps.step_position import StepPhase
 from hftrainer.training.stopping import ControlSync, SignalListener
 from hftrainer.training_args import TrainingArguments
 
@@ -461,7 +460,7 @@ def _add_step_note(loop: TrainingLoop) -> Iterator[None]:
         if not getattr(error, "__notes__", ()):
             done = loop.trainer.state.global_step
             place = f"after training step {done}" if done else "before training step 1"
-            if loop.batches.phase != StepPhase.NOT_BEGUN:
+            if loop.batches.step.has_begun:
                 place = f"in training step {done + 1}"
             add_note(error, f"This happened {place}.")
         raise

@@ -14,7 +14,6 @@ from hftrainer.data import mixture_batches
 from hftrainer.data.randomness import rng_state
 from hftrainer.trackers.base import ids_of_open_runs
 from hftrainer.training.run_lengths import RunLengths
-from hftrainer.training.steps.step_position import StepPhase
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
@@ -68,7 +67,7 @@ def make_ckpt_entry(loop: TrainingLoop) -> torch.Tensor:
     trainer.state.stateful_callbacks = export_states(loop.parts.stateful_callbacks())
     state, scaler = dataclasses.asdict(trainer.state), trainer.accelerator.scaler
     # Lightning's callbacks may save before the run counts the step.
-    if loop.batches.phase == StepPhase.UNCOUNTED:
+    if loop.batches.step.is_uncounted:
         state |= {"global_step": state["global_step"] + 1, "epoch": loop.epoch_after_step()}
     return as_bytes(
         {

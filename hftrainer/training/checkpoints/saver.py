@@ -31,7 +31,6 @@ from hftrainer.parallel.process_group import is_communication_error, lost_ranks_
 from hftrainer.parallel.rank_errors import read_first_error
 from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training.checkpoints.progress import make_progress
-from hftrainer.training.steps.step_position import StepPhase
 from hftrainer.training_args import without_tokens
 
 if TYPE_CHECKING:
@@ -165,7 +164,7 @@ class CheckpointSaver(Part):
     def save_progress(self, folder: str) -> None:
         """Write the progress that `trainer_state.json` does not hold."""
         # A checkpoint within a step resumes from the step count alone.
-        if self.run.loop is not None and self.run.loop.batches.phase == StepPhase.NOT_BEGUN:
+        if self.run.loop is not None and not self.run.loop.batches.step.has_begun:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
             torch.save(vars(make_progress(self.run.loop)), os.path.join(folder, name))
 
@@ -180,8 +179,8 @@ class CheckpointSaver(Part):
         if is_lost and not read_first_error(os.getpid()):
             logger.error(lost_ranks_message("gradients or weights of all ranks"))
         should_restart = self.trainer.args.auto_find_batch_size and is_out_of_memory(error)
-        has_changed_weights = loop.batches.phase >= StepPhase.STEPPING
-        if isinstance(error, CheckpointNotWritten) or should_restart or is_distributed or has_changed_weights:
+        is_updating = loop.batches.step.may_have_changed_weights
+        if isinstance(error, CheckpointNotWritten) or should_restart or is_distributed or is_updating:
             return
         has_new_step = self.trainer.state.global_step > self.run.initial_step
         if not has_new_step or loop.trial is not None or not self.should_save_on_interrupt():
@@ -190,7 +189,7 @@ class CheckpointSaver(Part):
         try:
             self.save_if_needed(loop.trial)
             self.run.has_saved_after_error = len(self.run.checkpoints_written) > count
-            if loop.batches.phase != StepPhase.NOT_BEGUN:
+            if loop.batches.step.has_begun:
                 logger.warning(
                     "The error occurred within a step: a run resumed from there draws different random numbers."
                 )

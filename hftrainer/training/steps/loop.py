@@ -24,7 +24,7 @@ from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.schedules import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import Monitors
-from hftrainer.training.steps.step_position import MicroBatchPosition, StepPhase
+from hftrainer.training.steps.step_position import MicroBatchPosition
 from hftrainer.training.steps.sums import LossAccumulator, StepEndValues
 
 if TYPE_CHECKING:
@@ -209,13 +209,13 @@ class TrainingLoop(Part):
         self._count_micro_batch(loss, inputs)
         if position.is_last:
             lightning.before_optimizer_step()
-            self.batches.phase = StepPhase.STEPPING
+            self.batches.step.begin_update()
             with lightning.profile("configure_gradient_clipping"):
                 self._clip_gradients(model)
                 self.divergence.check_step(model, self.grad_norm)
                 self.parts.call_callbacks("on_pre_optimizer_step")
             is_skipped = self.trainer.accelerator.optimizer_step_was_skipped = lightning.optimizer_step()
-            self.batches.phase = StepPhase.UNCOUNTED
+            self.batches.step.end_update()
             self.parts.call_callbacks("on_optimizer_step")
             self._step_schedule(is_skipped, lightning.is_schedule_replaced())
         lightning.end_batch(loss)
@@ -278,7 +278,7 @@ class TrainingLoop(Part):
         self.parts.strategy.run_recorded_operations()
         state.global_step += 1
         state.epoch = self.epoch_after_step()
-        self.batches.phase = StepPhase.NOT_BEGUN
+        self.batches.step.finish()
         self.parts.call_callbacks("on_step_end", **self.step_end_values.pop())
         self.monitors.poll_requests()
         self.control_sync.end_step()

@@ -10,7 +10,7 @@ from hftrainer.base.part import Part
 from hftrainer.base.signatures import call_with_accepted
 from hftrainer.data.epoch_reader import EpochReader, EpochStart
 from hftrainer.training.run_lengths import RunLengths
-from hftrainer.training.steps.step_position import MicroBatchPosition, StepPhase
+from hftrainer.training.steps.step_position import MicroBatchPosition, StepProgress
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
@@ -46,7 +46,7 @@ class MicroBatches(Part):
 
     Attributes:
         epoch: the current epoch, counted from 0.
-        phase: how far the current step is.
+        step: how far the current optimizer step is.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MicroBatches(Part):
         self.start = start
         self.epoch = start.epoch
         self.position = MicroBatchPosition()
-        self.phase = StepPhase.NOT_BEGUN
+        self.step = StepProgress()
         #: Index of the first micro-batch of the next iteration.
         self._first_index = start.finished_micro_batches
         self.reader = EpochReader(loader)
@@ -100,7 +100,7 @@ class MicroBatches(Part):
             next_index = index + len(micro_batches)
             if self._is_skipped(index):
                 # It belongs to no step.
-                self.phase = StepPhase.NOT_BEGUN
+                self.step.finish()
                 self.position = MicroBatchPosition(next_index - 1, index, len(micro_batches), num_items)
             else:
                 yield index, micro_batches, num_items
@@ -137,14 +137,14 @@ class MicroBatches(Part):
 
     def _get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
         """What `Trainer.get_batch_samples` returns."""
-        phase, self.phase = self.phase, StepPhase.BEGUN
+        self.step.begin_reading()
         get_samples = self.trainer.get_batch_samples
         device = self.run.loss_since_log.device
         micro_batches, num_items = call_with_accepted(get_samples, iterator, num_batches, device=device)
         self.run.accumulation_steps = len(micro_batches)
         if not micro_batches:
             # A stream without a length has ended.
-            self.phase = phase
+            self.step.find_no_data()
         return micro_batches, num_items
 
     def _is_interrupted(self) -> bool:

@@ -9,9 +9,7 @@ from typing import NamedTuple
 import torch
 
 
-class StepPhase(enum.IntEnum):
-    """How far the current optimizer step is."""
-
+class _Phase(enum.IntEnum):
     #: No data is read, and no random number drawn, for the next step.
     NOT_BEGUN = 0
     #: Micro-batches are read.
@@ -20,6 +18,49 @@ class StepPhase(enum.IntEnum):
     STEPPING = 2
     #: The optimizer has stepped, but `global_step` does not count the step yet.
     UNCOUNTED = 3
+
+
+class StepProgress:
+    """How far the current optimizer step is. The methods are its changes, in the order of a step."""
+
+    def __init__(self) -> None:
+        self._phase = self._phase_before_reading = _Phase.NOT_BEGUN
+
+    def begin_reading(self) -> None:
+        """Micro-batches are about to be read."""
+        # It has begun already if the end of a stream left it without all of its micro-batches.
+        self._phase_before_reading, self._phase = self._phase, _Phase.BEGUN
+
+    def find_no_data(self) -> None:
+        """A stream had ended, so that `begin_reading` began nothing."""
+        self._phase = self._phase_before_reading
+
+    def begin_update(self) -> None:
+        """The optimizer is about to step."""
+        self._phase = _Phase.STEPPING
+
+    def end_update(self) -> None:
+        """The optimizer has stepped."""
+        self._phase = _Phase.UNCOUNTED
+
+    def finish(self) -> None:
+        """The step is counted, or its micro-batches are skipped."""
+        self._phase = _Phase.NOT_BEGUN
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether data is read, or random numbers drawn, for a step that is not counted."""
+        return self._phase != _Phase.NOT_BEGUN
+
+    @property
+    def may_have_changed_weights(self) -> bool:
+        """Whether the optimizer steps or has stepped, but the step is not counted."""
+        return self._phase >= _Phase.STEPPING
+
+    @property
+    def is_uncounted(self) -> bool:
+        """Whether the optimizer has stepped, but the step is not counted."""
+        return self._phase == _Phase.UNCOUNTED
 
 
 @dataclass(slots=True)
