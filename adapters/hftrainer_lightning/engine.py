@@ -92,8 +92,9 @@ class LightningEngine:
             model: the model to train.
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
         """
-        optimizer, resumed_state = loop.parts.require_optimizer(), load_lightning_callbacks(loop.resume_folder)
-        max_epochs = loop.lengths.num_train_epochs
+        attempt, optimizer = loop.attempt, loop.parts.require_optimizer()
+        resumed_state = load_lightning_callbacks(attempt.resume_folder)
+        max_epochs = attempt.lengths.num_train_epochs
         with quiet_lightning():
             self.pl_trainer = pl_trainer = self._make_pl_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
@@ -107,17 +108,16 @@ class LightningEngine:
         loggers = pl_trainer.loggers
         self.pl_module = pl_module = TrainerModule(model)
         pl_module.attach(loop, optimizer, loop.trainer.lr_scheduler, resumed_state)
-        batches = loop.batches
         install_training_loops(pl_trainer, loop, is_epoch_overridden=is_overridden(loop.trainer, "_run_epoch"))
-        if batches.start.epoch or batches.start.finished_micro_batches:
-            restore_progress(pl_trainer, batches, loop.trainer.state.global_step)
+        if attempt.first_epoch or attempt.finished_micro_batches:
+            restore_progress(pl_trainer, attempt, loop.trainer.state.global_step)
         self.is_fitting = True
         callback_hooks.reset_averages(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
         try:
             with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
-                pl_trainer.fit(pl_module, train_dataloaders=batches, val_dataloaders=[])
+                pl_trainer.fit(pl_module, train_dataloaders=loop.batches, val_dataloaders=[])
         except Exception as error:
             loop.parts.saver.save_after_error(loop, error)
             raise

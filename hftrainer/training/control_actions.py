@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections.abc import Mapping
@@ -48,7 +47,7 @@ class ControlActions(Part):
             self._sync_control_flags()
         metrics = None
         if trainer.control.should_evaluate:
-            with self._measure_activity("evaluation"):
+            with self.run.measure_activity("evaluation"):
                 metrics = trainer._evaluate(trial, ignore_keys)
             self.run.evaluation_metrics = metrics
             is_new_best = trainer._determine_best_metric(metrics=metrics, trial=trial)
@@ -60,15 +59,10 @@ class ControlActions(Part):
             # override may not accept them.
             save = trainer._save_checkpoint
             needs_metrics = is_overridden(trainer, "_save_checkpoint") and has_parameter(save, "metrics")
-            with self._measure_activity("saving"):
+            with self.run.measure_activity("saving"):
                 save(model, trial, **({"metrics": metrics} if needs_metrics else {}))
                 self.parts.saver.call_on_save()
             self._sync_control_flags()
-
-    def _measure_activity(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Time the block, and report it to the observers of the run."""
-        # A script may call `_maybe_log_save_evaluate` without a run.
-        return self.run.measure_time(name) if self.run.loop is None else self.run.loop.monitors.activity(name)
 
     def _sync_control_flags(self) -> None:
         """Synchronize the control flags of all ranks."""

@@ -20,6 +20,7 @@ from hftrainer.monitoring.run_requests import Requests
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
+    from hftrainer.training.run import Attempt
     from hftrainer.training.steps.micro_batches import MicroBatches
 
 
@@ -28,8 +29,8 @@ class Monitors(Part):
 
     Args:
         parts: the parts of the Trainer.
+        attempt: its trial, and the checkpoint that it resumes from.
         batches: the micro-batches of the run.
-        trial: the hyperparameter trial, if any.
         is_finished: whether the checkpoint already contains the run's last step.
 
     Attributes:
@@ -38,12 +39,12 @@ class Monitors(Part):
         requests: the requests to the run; None except on the main process.
     """
 
-    def __init__(self, parts: TrainerParts, batches: MicroBatches, trial: Any, *, is_finished: bool) -> None:
+    def __init__(self, parts: TrainerParts, attempt: Attempt, batches: MicroBatches, *, is_finished: bool) -> None:
         super().__init__(parts)
         self.batches = batches
         self.sources = make_source_log(parts, batches.reader.loader)
-        folder = parts.default_run_folder(trial)
-        self.observer = _make_observer(parts, batches, folder, is_finished=is_finished)
+        folder = parts.default_run_folder(attempt.trial)
+        self.observer = _make_observer(parts, batches, folder, attempt.resume_folder, is_finished=is_finished)
         self.requests = _make_requests(parts, folder)
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
@@ -84,7 +85,9 @@ class Monitors(Part):
             self.trainer.remove_callback(self.observer)
 
 
-def _make_observer(parts: TrainerParts, batches: MicroBatches, folder: str, *, is_finished: bool) -> Observer | None:
+def _make_observer(
+    parts: TrainerParts, batches: MicroBatches, folder: str, resume_folder: str | None, *, is_finished: bool
+) -> Observer | None:
     """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
     trainer, args, plan = parts.trainer, parts.trainer.args, parts.engine.plan
     # All later runs in a folder write to its journal, so that it says which is the last.
@@ -106,7 +109,7 @@ def _make_observer(parts: TrainerParts, batches: MicroBatches, folder: str, *, i
         sum_over_data=lambda count: int(parts.counters.sum_over_data(torch.tensor([count]))),
         flops=None if peak is None else FlopCounter(peak),
         journal=Journal(folder if has_journal else None),
-        facts={"world_size": args.world_size, "device": str(args.device), "resumed_from": batches.start.resume_folder},
+        facts={"world_size": args.world_size, "device": str(args.device), "resumed_from": resume_folder},
     )
     trainer.add_callback(observer)
     return observer

@@ -20,7 +20,7 @@ from hftrainer.training.run_lengths import RunLengths, plan_lengths, position_at
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
-    from hftrainer.training.steps.micro_batches import RunStart
+    from hftrainer.training.run import Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -99,13 +99,9 @@ class RunPlanner(Part):
             return lengths.num_update_steps_per_epoch
         return sys.maxsize if strategy == IntervalStrategy.NO else max(1, int(self.trainer.state.logging_steps))
 
-    def log_start(self, lengths: RunLengths, start: RunStart) -> None:
-        """Log the sizes and the start of the run, and warn about batches that XLA compiles separately.
-
-        Args:
-            lengths: the lengths of the run.
-            start: where the run starts.
-        """
+    def log_start(self, attempt: Attempt) -> None:
+        """Log the sizes and the start of the run, and warn about batches that XLA compiles separately."""
+        lengths, resume_folder = attempt.lengths, attempt.resume_folder
         args, tokens, steps = self.trainer.args, self.trainer.args.tokens_per_batch, lengths.max_steps
         size_label = "Batch size of a device" if tokens is None else "Most tokens in a batch of a device"
         sizes = {
@@ -122,22 +118,22 @@ class RunPlanner(Part):
         log_facts(logger, "Running training begins.", sizes)
         if args.num_train_epochs < 0 and args.max_steps <= 0:
             logger.warning("num_train_epochs=%s trains no step.", args.num_train_epochs)
-        if start.resume_folder is not None:
-            self._log_resume(start)
+        if resume_folder is not None:
+            self._log_resume(attempt)
         # In a search, each trial would repeat it.
         if self.trainer.is_world_process_zero() and self.trainer.state.global_step < steps and self.run.trial is None:
-            if start.resume_folder is None:
+            if resume_folder is None:
                 resume.warn_about_earlier_run(args)
             self._tell_start(lengths, sizes["Trainable parameters"])
         # XLA compiles the step for each shape of a batch, which takes minutes for a large model.
         if args.device.type == "xla" and not args.dataloader_drop_last:
             self._warn_about_ragged_batches(lengths)
 
-    def _log_resume(self, start: RunStart) -> None:
+    def _log_resume(self, attempt: Attempt) -> None:
         args = self.trainer.args
-        facts = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": start.epoch}
+        facts = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": attempt.first_epoch}
         if not args.ignore_data_skip:
-            facts["Batches of the next epoch that are skipped"] = start.finished_micro_batches
+            facts["Batches of the next epoch that are skipped"] = attempt.finished_micro_batches
         log_facts(logger, f"Training resumes from {self.run.resume_folder}.", facts)
         if self.trainer.is_world_process_zero():
             num_train_epochs = args.num_train_epochs if args.max_steps <= 0 else 0

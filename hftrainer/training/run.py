@@ -1,4 +1,4 @@
-"""`Run`: the state of one `train()`, kept until the next."""
+"""`Run`: the state of one `train()`, kept until the next; and `Attempt`, what is fixed for one attempt of it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,27 @@ if TYPE_CHECKING:
     from hftrainer.training.steps.loop import TrainingLoop
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """What does not change in an attempt at training, from where its loop is made.
+
+    Attributes:
+        trial: the hyperparameter trial, if any.
+        ignore_keys: outputs of the model that evaluation leaves out.
+        lengths: the lengths of the run.
+        resume_folder: the checkpoint that it resumes from, if any.
+        first_epoch: the epoch in which it starts, counted from 0.
+        finished_micro_batches: those of the first epoch that an earlier run has finished.
+    """
+
+    trial: Any
+    ignore_keys: list[str] | None
+    lengths: RunLengths
+    resume_folder: str | None
+    first_epoch: int
+    finished_micro_batches: int
+
+
 @dataclass
 class Run:
     """Counters, sums and the position of a training run.
@@ -35,7 +56,7 @@ class Run:
         trial: the hyperparameter trial, if any.
         loop: what Lightning's hooks call while the run lasts.
         signal_listener: the signals that ask this run to stop.
-        lengths: the lengths of the run.
+        lengths: the planned lengths, for `Trainer._init_training_state`, which does not receive them.
         resumed_progress: our progress data in the checkpoint that the run resumes from, or None.
         resume_folder: the checkpoint that the run resumes from, if any.
         loss_since_log: the sum of the losses since the last log line, `()`, on the device; set when training begins.
@@ -104,6 +125,11 @@ class Run:
         finally:
             seconds = self.seconds_by_activity
             seconds[activity] = seconds.get(activity, 0.0) + time.perf_counter() - start
+
+    def measure_activity(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Time the block, and report it to the observers of the run."""
+        # A script may call methods that evaluate or save without a run.
+        return self.measure_time(name) if self.loop is None else self.loop.monitors.activity(name)
 
     def reset_attempt(self) -> None:
         """Reset the state of one attempt at training."""

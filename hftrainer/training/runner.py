@@ -36,9 +36,9 @@ from hftrainer.training.divergence import Diverged
 from hftrainer.training.finders import LightningFinders
 from hftrainer.training.planner import RunPlanner
 from hftrainer.training.restarts import Restarts
+from hftrainer.training.run import Attempt
 from hftrainer.training.steps.loop import TrainingLoop
-from hftrainer.training.steps.micro_batches import MicroBatches, RunStart
-from hftrainer.training.stopping import ControlSync, SignalListener
+from hftrainer.training.stopping import SignalListener
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
@@ -273,19 +273,19 @@ class TrainingRunner(Part):
         if resume_folder is None:
             self.finders.run_batch_size_finder()
         loop, model = self._prepare_attempt(args, resume_folder, trial, ignore_keys)
-        self._announce_run(trial, loop)
+        self._announce_run(loop)
         self.run.set_start_values(trainer.state)
         if self.run.resumed_progress is not None:
             loop.loss_accumulator.restore(self.run.resumed_progress)
         if loop.is_finished:
-            self._resume_finished_run(loop, resume_folder)
+            self._resume_finished_run(loop)
         else:
             recorder = loop.step_end_values.record_outputs(trainer.model)
             with _add_step_note(loop), recorder, devices.error_hints():
-                steps_between_logs = self.planner.steps_between_logs(loop.lengths)
+                steps_between_logs = self.planner.steps_between_logs(loop.attempt.lengths)
                 self.parts.engine.fit(loop, model, log_every_n_steps=steps_between_logs)
         self.run.heartbeat.begin_activity("ended")
-        return trainer._finalize_training(trial, loop.lengths.num_train_samples, loop.start_time)
+        return trainer._finalize_training(trial, loop.attempt.lengths.num_train_samples, loop.start_time)
 
     def _prepare_attempt(
         self, args: TrainingArguments, resume_folder: str | None, trial: Any, ignore_keys: list[str] | None
@@ -314,19 +314,17 @@ class TrainingRunner(Part):
         if resume_folder is None:
             self.finders.run_learning_rate_finder(lengths.max_steps)
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
-        start = RunStart(resume_folder, epoch, position)
-        self.planner.log_start(lengths, start)
-        control_sync = ControlSync(self.parts, functools.partial(self.parts.saver.save_if_needed, trial))
-        batches = MicroBatches(self.parts, control_sync, lengths, dataloader, start)
-        self.run.loop = loop = TrainingLoop(self.parts, batches, trial, ignore_keys)
+        attempt = Attempt(trial, ignore_keys, lengths, resume_folder, epoch, position)
+        self.planner.log_start(attempt)
+        self.run.loop = loop = TrainingLoop(self.parts, attempt, dataloader)
         return loop, model
 
-    def _announce_run(self, trial: Any, loop: TrainingLoop) -> None:
+    def _announce_run(self, loop: TrainingLoop) -> None:
         """Notify trackers and the checkpoint writer that a run begins.
 
         Trackers do not continue a finished run, which already has its last log line.
         """
-        trainer, progress = self.trainer, self.run.resumed_progress
+        trainer, progress, trial = self.trainer, self.run.resumed_progress, loop.attempt.trial
         if trainer.is_world_process_zero():
             tracker_runs: Mapping[str, Any] = {}
             if progress is not None and (progress.owes_evaluation or not loop.is_finished):
@@ -337,14 +335,14 @@ class TrainingRunner(Part):
             run_folder = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
             self.parts.checkpoint_writer.script_files.begin_run(run_folder)
 
-    def _resume_finished_run(self, loop: TrainingLoop, resume_folder: str | None) -> None:
+    def _resume_finished_run(self, loop: TrainingLoop) -> None:
         """Load and upload the checkpoint of a finished run, without training."""
         trainer = self.trainer
         loop.load_optimizer()
         loop.begin_training()
         # The run may have ended before its last upload.
-        if trainer.args.push_to_hub and resume_folder is not None:
-            trainer._push_from_checkpoint(resume_folder)
+        if trainer.args.push_to_hub and loop.attempt.resume_folder is not None:
+            trainer._push_from_checkpoint(loop.attempt.resume_folder)
 
     # ---- The end -----------------------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ from hftrainer_lightning.private_api.callback_hooks import call_hooks, needs_lig
 from hftrainer_lightning.private_api.evaluation import make_evaluation_loop
 
 if TYPE_CHECKING:
+    from hftrainer.training.run import Attempt
     from hftrainer.training.steps.loop import TrainingLoop
-    from hftrainer.training.steps.micro_batches import MicroBatches
 
 
 class _WindowedEpochLoop(_TrainingEpochLoop):
@@ -191,21 +191,21 @@ def install_training_loops(pl_trainer: Any, loop: TrainingLoop, *, is_epoch_over
     pl_trainer._logger_connector = _StepLoggerConnector(pl_trainer)
 
 
-def restore_progress(pl_trainer: pl.Trainer, micro_batches: MicroBatches, global_step: int) -> None:
+def restore_progress(pl_trainer: pl.Trainer, attempt: Attempt, global_step: int) -> None:
     """Set the loops' counters as a Lightning checkpoint would, from the values in `trainer_state.json`.
 
     Args:
         pl_trainer: a trainer that has not run.
-        micro_batches: the micro-batches of the run, with the position from which it resumes.
+        attempt: where the run resumes, and how long its epochs are.
         global_step: completed optimizer steps.
     """
     state = pl_trainer.fit_loop.state_dict()
-    epoch, batch = micro_batches.start.epoch, micro_batches.start.finished_micro_batches
+    epoch, batch = attempt.first_epoch, attempt.finished_micro_batches
     started_epochs = epoch + 1 if batch else epoch
     epochs = {"ready": started_epochs, "started": started_epochs, "processed": epoch, "completed": epoch}
     state["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}
     batches = dict.fromkeys(("ready", "started", "processed", "completed"), batch)
-    total = {name: epoch * len(micro_batches) + count for name, count in batches.items()}
+    total = {name: epoch * attempt.lengths.steps_in_epoch + count for name, count in batches.items()}
     state["epoch_loop.batch_progress"] |= {"total": total, "current": batches, "is_last_batch": False}
     steps = {"ready": global_step, "completed": global_step}
     optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]

@@ -38,9 +38,9 @@ def make_progress(loop: TrainingLoop) -> RunProgress:
     """The current progress for a checkpoint, in addition to the trainer's state."""
     parts, position = loop.parts, loop.batches.position
     return RunProgress(
-        settings=position_settings(parts, loop.lengths),
+        settings=position_settings(parts, loop.attempt.lengths),
         epoch=loop.batches.epoch if position.window_size else None,
-        position=position.index + 1 if position.window_size else loop.batches.start.finished_micro_batches,
+        position=position.index + 1 if position.window_size else loop.attempt.finished_micro_batches,
         epoch_ended=loop.epoch_ended,
         epoch_left=loop.epoch_ended and parts.trainer.control.should_epoch_stop,
         owes_evaluation=parts.run.has_unfinished_evaluation,
@@ -55,7 +55,7 @@ def make_progress(loop: TrainingLoop) -> RunProgress:
         since_evaluation=0.0 if loop.monitors.requests is None else loop.monitors.requests.since_evaluation,
         recent_losses=list(loop.divergence.recent_losses),
         tracker_runs=ids_of_open_runs(
-            parts.trainer.callback_handler.callbacks, parts.storage_sync.checkpoint_place(loop.trial)
+            parts.trainer.callback_handler.callbacks, parts.storage_sync.checkpoint_place(loop.attempt.trial)
         ),
     )
 

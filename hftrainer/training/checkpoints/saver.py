@@ -126,8 +126,7 @@ class CheckpointSaver(Part):
         """Write a checkpoint of this step unless it exists, and wait until it is on disk."""
         self.wait_for_save()
         if self.run.last_saved_step != self.trainer.state.global_step or self.parts.checkpoint_writer.has_failed:
-            loop = self.run.loop
-            with self.run.measure_time("saving") if loop is None else loop.monitors.activity("saving"):
+            with self.run.measure_activity("saving"):
                 self.trainer._save_checkpoint(self.trainer.model_wrapped, trial)
                 self.run.last_saved_step = self.trainer.state.global_step
                 self.call_on_save()
@@ -183,11 +182,11 @@ class CheckpointSaver(Part):
         if isinstance(error, CheckpointNotWritten) or should_restart or is_distributed or is_updating:
             return
         has_new_step = self.trainer.state.global_step > self.run.initial_step
-        if not has_new_step or loop.trial is not None or not self.should_save_on_interrupt():
+        if not has_new_step or loop.attempt.trial is not None or not self.should_save_on_interrupt():
             return
         count = len(self.run.checkpoints_written)
         try:
-            self.save_if_needed(loop.trial)
+            self.save_if_needed(loop.attempt.trial)
             self.run.has_saved_after_error = len(self.run.checkpoints_written) > count
             if loop.batches.step.has_begun:
                 logger.warning(

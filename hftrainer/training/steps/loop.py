@@ -9,6 +9,7 @@ The order of events, log lines and random draws is that of `transformers.Trainer
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,12 +25,14 @@ from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.schedules import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import Monitors
+from hftrainer.training.steps.micro_batches import MicroBatches
 from hftrainer.training.steps.step_position import MicroBatchPosition
 from hftrainer.training.steps.sums import LossAccumulator, StepEndValues
+from hftrainer.training.stopping import ControlSync
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
-    from hftrainer.training.steps.micro_batches import MicroBatches
+    from hftrainer.training.run import Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -61,30 +64,27 @@ class TrainingLoop(Part):
 
     Args:
         parts: the parts of the Trainer.
-        batches: the micro-batches of the run.
-        trial: the hyperparameter trial, if any.
-        ignore_keys: outputs of the model that evaluation leaves out.
+        attempt: what is fixed for this attempt at training.
+        loader: the loader of the training data.
 
     Attributes:
+        batches: the micro-batches, with the current epoch and position.
         epoch_ended: whether `on_epoch_end` has been called for the current epoch.
         syncs_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
     """
 
-    def __init__(self, parts: TrainerParts, batches: MicroBatches, trial: Any, ignore_keys: list[str] | None) -> None:
+    def __init__(self, parts: TrainerParts, attempt: Attempt, loader: Any) -> None:
         super().__init__(parts)
-        self.batches = batches
-        self.trial = trial
-        self.ignore_keys = ignore_keys
-        self.lengths = batches.lengths
-        self.resume_folder = batches.start.resume_folder
-        self.control_sync = batches.control_sync
+        self.attempt = attempt
+        self.control_sync = ControlSync(parts, functools.partial(parts.saver.save_if_needed, attempt.trial))
+        self.batches = MicroBatches(parts, attempt, self.control_sync, loader)
         self.start_time = time.time()
         self.syncs_each_batch = parts.resolved.accelerator_config.sync_each_batch
 
         self.loss_accumulator = LossAccumulator(self.trainer, self.run)
         self.divergence = DivergenceWatch(parts, self.batches)
         self.step_end_values = StepEndValues(self.trainer.callback_handler.callbacks)
-        self.monitors = Monitors(parts, self.batches, trial, is_finished=self.is_finished)
+        self.monitors = Monitors(parts, attempt, self.batches, is_finished=self.is_finished)
 
         self.grad_norm: torch.Tensor | float | None = None
         self.learning_rate: float | None = None
@@ -97,12 +97,12 @@ class TrainingLoop(Part):
         optimizer, scheduler = self.parts.require_optimizer(), self.trainer.lr_scheduler
         initial_groups = [dict(group) for group in optimizer.param_groups]
         add_missing_groups(scheduler, optimizer)
-        context = contextlib.nullcontext() if self.trial is None else keep_argument_settings(optimizer, scheduler)
-        with context:
+        folder, is_trial = self.attempt.resume_folder, self.attempt.trial is not None
+        with keep_argument_settings(optimizer, scheduler) if is_trial else contextlib.nullcontext():
             try:
-                self.trainer._load_optimizer_and_scheduler(self.resume_folder)
+                self.trainer._load_optimizer_and_scheduler(folder)
             except (DamagedCheckpoint, InvalidSetup) as error:
-                explain_incompatible_state(str(self.resume_folder), self.trainer.args, error)
+                explain_incompatible_state(str(folder), self.trainer.args, error)
                 raise
         if not self.is_finished:
             warn_about_kept_settings(initial_groups, optimizer)
@@ -110,8 +110,9 @@ class TrainingLoop(Part):
     @property
     def is_finished(self) -> bool:
         """Whether the checkpoint already contains the run's last step."""
-        is_complete = self.resume_folder is not None and self.trainer.state.global_step >= self.lengths.max_steps
-        return is_complete or self.batches.start.epoch >= self.lengths.num_train_epochs
+        attempt, step = self.attempt, self.trainer.state.global_step
+        is_complete = attempt.resume_folder is not None and step >= attempt.lengths.max_steps
+        return is_complete or attempt.first_epoch >= attempt.lengths.num_train_epochs
 
     def begin_training(self) -> None:
         """Call `on_train_begin`, evaluate with `eval_on_start`, and complete an interrupted evaluation or epoch."""
@@ -120,7 +121,7 @@ class TrainingLoop(Part):
         self.parts.call_callbacks("on_train_begin")
         if self.trainer.args.eval_on_start:
             with self.control_sync.abort_evaluation_on_signal(), self.monitors.activity("evaluation"):
-                self.trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
+                self.trainer._evaluate(self.attempt.trial, self.attempt.ignore_keys, skip_scheduler=True)
             self.control_sync.sync_control_flags()
             self.control_sync.stop_if_signalled()
         if self.run.resumed_progress is not None and self.run.resumed_progress.owes_evaluation:
@@ -132,31 +133,31 @@ class TrainingLoop(Part):
 
     def _finish_saved_epoch(self) -> None:
         """End the checkpoint's epoch, if it was saved after the epoch's last step but before `on_epoch_end`."""
-        progress, batches = self.run.resumed_progress, self.batches
+        progress, attempt = self.run.resumed_progress, self.attempt
         if progress is None or progress.epoch_ended or progress.epoch is None:
             return
-        if progress.epoch >= batches.start.epoch and self.trainer.state.global_step < self.lengths.max_steps:
+        if progress.epoch >= attempt.first_epoch and self.trainer.state.global_step < attempt.lengths.max_steps:
             return
-        batches.epoch = progress.epoch
-        self.grad_norm = progress.grad_norm
-        self.learning_rate = progress.learning_rate
-        batches.restore_rng_before_reading()
+        self.batches.epoch = progress.epoch
+        self.grad_norm, self.learning_rate = progress.grad_norm, progress.learning_rate
+        self.batches.restore_rng_before_reading()
         self._close_epoch()
 
     def epoch_arguments(self) -> dict[str, Any]:
         """The arguments of `Trainer._run_epoch`."""
+        attempt = self.attempt
         return {
             "model": self.trainer.model_wrapped,
             "epoch": self.batches.epoch,
             "train_dataloader": self.batches.reader.loader,
-            "steps_in_epoch": self.lengths.steps_in_epoch,
-            "num_update_steps_per_epoch": self.lengths.num_update_steps_per_epoch,
-            "trial": self.trial,
-            "ignore_keys_for_eval": self.ignore_keys,
+            "steps_in_epoch": attempt.lengths.steps_in_epoch,
+            "num_update_steps_per_epoch": attempt.lengths.num_update_steps_per_epoch,
+            "trial": attempt.trial,
+            "ignore_keys_for_eval": attempt.ignore_keys,
             "start_time": self.start_time,
-            "resume_from_checkpoint": self.resume_folder,
-            "epochs_trained": self.batches.start.epoch,
-            "steps_trained_in_current_epoch": self.batches.start.finished_micro_batches,
+            "resume_from_checkpoint": attempt.resume_folder,
+            "epochs_trained": attempt.first_epoch,
+            "steps_trained_in_current_epoch": attempt.finished_micro_batches,
         }
 
     def begin_epoch(self, epoch: int) -> None:
@@ -173,11 +174,11 @@ class TrainingLoop(Part):
     def end_epoch(self) -> None:
         """Call `on_epoch_end`, then log, evaluate and save as requested."""
         batches = self.batches
-        if not batches.position.window_size and not (batches.resumes_epoch and batches.start.finished_micro_batches):
+        if not batches.position.window_size and not (batches.resumes_epoch and self.attempt.finished_micro_batches):
             is_stream = isinstance(self.trainer.train_dataset, torch.utils.data.IterableDataset)
             # accelerate's loader fails there too.
             fails = is_stream and self.trainer.accelerator.dispatch_batches is not False
-            if fails and not batches.epoch and self.resume_folder is None:
+            if fails and not batches.epoch and self.attempt.resume_folder is None:
                 problem = "check its filters, its split, or whether its iterator was used up"
                 raise InvalidArgument(f"The training dataset yielded no batch: {problem}.")
             logger.warning(
@@ -288,7 +289,7 @@ class TrainingLoop(Part):
 
     def epoch_after_step(self) -> float:
         """The fraction of epochs that is done once the current step is counted."""
-        return self.batches.epoch + (self.batches.position.index + 1) / self.lengths.steps_in_epoch
+        return self.batches.epoch + (self.batches.position.index + 1) / self.attempt.lengths.steps_in_epoch
 
     def _log_save_evaluate(self) -> None:
         """Log, evaluate and save as requested. Overrides are called after every step."""
@@ -300,9 +301,9 @@ class TrainingLoop(Part):
                 "tr_loss": self.run.loss_since_log,
                 "grad_norm": self.grad_norm,
                 "model": self.trainer.model_wrapped,
-                "trial": self.trial,
+                "trial": self.attempt.trial,
                 "epoch": self.batches.epoch,
-                "ignore_keys_for_eval": self.ignore_keys,
+                "ignore_keys_for_eval": self.attempt.ignore_keys,
                 "start_time": self.start_time,
                 "learning_rate": self.learning_rate,
             }
@@ -310,7 +311,7 @@ class TrainingLoop(Part):
             args, kwargs = overrides.log_save_evaluate_arguments(method, arguments)
             with self.control_sync.abort_evaluation_on_signal():
                 method(*args, **kwargs)
-        if self.parts.search is not None and self.trial is not None:
+        if self.parts.search is not None and self.attempt.trial is not None:
             self.parts.search.send_pending_report(self.trainer)
 
     # ---- The end -----------------------------------------------------------------------------------------------

@@ -1,34 +1,20 @@
-"""`MicroBatches`: the micro-batches of a run, from its `RunStart` on."""
+"""`MicroBatches`: the micro-batches of a run, from where its `Attempt` starts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hftrainer.base.part import Part
 from hftrainer.base.signatures import call_with_accepted
 from hftrainer.data.epoch_reader import EpochReader, EpochStart
-from hftrainer.training.run_lengths import RunLengths
 from hftrainer.training.steps.step_position import MicroBatchPosition, StepProgress
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
+    from hftrainer.training.run import Attempt
     from hftrainer.training.stopping import ControlSync
-
-
-class RunStart(NamedTuple):
-    """Where a run starts.
-
-    Attributes:
-        resume_folder: the checkpoint that the run resumes from, if any.
-        epoch: finished epochs.
-        finished_micro_batches: those of the next epoch.
-    """
-
-    resume_folder: str | None
-    epoch: int
-    finished_micro_batches: int
 
 
 class MicroBatches(Part):
@@ -39,35 +25,31 @@ class MicroBatches(Part):
 
     Args:
         parts: the parts of the Trainer.
+        attempt: its lengths, and where in the data it starts.
         control_sync: knows when all ranks have agreed to stop.
-        lengths: the lengths of the run.
         loader: the loader of the training data.
-        start: where the run starts.
 
     Attributes:
         epoch: the current epoch, counted from 0.
         step: how far the current optimizer step is.
     """
 
-    def __init__(
-        self, parts: TrainerParts, control_sync: ControlSync, lengths: RunLengths, loader: Any, start: RunStart
-    ) -> None:
+    def __init__(self, parts: TrainerParts, attempt: Attempt, control_sync: ControlSync, loader: Any) -> None:
         super().__init__(parts)
-        self.control_sync = control_sync
-        self.lengths = lengths
-        self.start = start
-        self.epoch = start.epoch
+        self.attempt = attempt
+        self.epoch = attempt.first_epoch
         self.position = MicroBatchPosition()
         self.step = StepProgress()
         #: Index of the first micro-batch of the next iteration.
-        self._first_index = start.finished_micro_batches
+        self._first_index = attempt.finished_micro_batches
         self.reader = EpochReader(loader)
+        self._control_sync = control_sync
         self._data_state = None if self.run.resumed_progress is None else self.run.resumed_progress.data
         self._has_restored_rng = False
 
     def __len__(self) -> int:
         """Micro-batches in an epoch. For data without a length, as many as `max_steps` needs."""
-        return self.lengths.steps_in_epoch
+        return self.attempt.lengths.steps_in_epoch
 
     def __iter__(self) -> Iterator[Any]:
         # Do nothing before the first micro-batch is requested: Lightning calls iter() before the epoch begins.
@@ -150,25 +132,25 @@ class MicroBatches(Part):
     def _is_interrupted(self) -> bool:
         """Whether a control flag that all ranks know ends the epoch or the training."""
         control = self.trainer.control
-        return self.control_sync.flags_are_agreed and (control.should_epoch_stop or control.should_training_stop)
+        return self._control_sync.flags_are_agreed and (control.should_epoch_stop or control.should_training_stop)
 
     # ---- Resume ------------------------------------------------------------------------------------------------
 
     @property
     def resumes_epoch(self) -> bool:
         """Whether the current epoch is the one in which the run resumes."""
-        return self.start.resume_folder is not None and self.epoch == self.start.epoch
+        return self.attempt.resume_folder is not None and self.epoch == self.attempt.first_epoch
 
     def _open_epoch(self) -> Iterator[Any]:
         """The batches of the epoch; in the one in which the run resumes, the remaining ones."""
         if not self.resumes_epoch:
             return self.reader.open_epoch(self.epoch)
-        point = EpochStart(self.start.finished_micro_batches, self._restore_rng_once, self._data_state)
+        point = EpochStart(self.attempt.finished_micro_batches, self._restore_rng_once, self._data_state)
         return self.reader.open_epoch(self.epoch, point)
 
     def _restore_rng_after_reading(self) -> None:
         """After the first window, restore the random states of a checkpoint without reading state."""
-        if self.resumes_epoch and self.start.finished_micro_batches and self._data_state is None:
+        if self.resumes_epoch and self.attempt.finished_micro_batches and self._data_state is None:
             self._restore_rng_states()
 
     def _restore_rng_once(self) -> None:
@@ -181,6 +163,6 @@ class MicroBatches(Part):
         self._has_restored_rng = True
 
     def _restore_rng_states(self) -> None:
-        self.trainer._load_rng_state(self.start.resume_folder)
+        self.trainer._load_rng_state(self.attempt.resume_folder)
         if self._data_state is not None:
             self.reader.restore_generators(self._data_state)
