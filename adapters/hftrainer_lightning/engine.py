@@ -93,7 +93,7 @@ class LightningEngine:
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
         """
         attempt, optimizer = loop.attempt, loop.parts.require_optimizer()
-        resumed_state = load_lightning_callbacks(attempt.resume_folder)
+        callback_states = {} if attempt.resume_folder is None else load_lightning_callbacks(attempt.resume_folder)
         max_epochs = attempt.lengths.num_train_epochs
         with quiet_lightning():
             self.pl_trainer = pl_trainer = self._make_pl_trainer(
@@ -107,7 +107,7 @@ class LightningEngine:
             )
         loggers = pl_trainer.loggers
         self.pl_module = pl_module = TrainerModule(model)
-        pl_module.attach(loop, optimizer, loop.trainer.lr_scheduler, resumed_state)
+        pl_module.attach(loop, optimizer, loop.trainer.lr_scheduler, callback_states)
         install_training_loops(pl_trainer, loop, is_epoch_overridden=is_overridden(loop.trainer, "_run_epoch"))
         if attempt.first_epoch or attempt.finished_micro_batches:
             restore_progress(pl_trainer, attempt, loop.trainer.state.global_step)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hftrainer.training.steps.loop import TrainingLoop
 
 #: Attributes of the run, not of the model, that a copy of the module lacks: callbacks copy it.
-_NOT_COPIED = ("loop", "resume_state", "_optimizer", "_scheduler", "_resumed_state")
+_NOT_COPIED = ("loop", "resume_state", "_optimizer", "_scheduler", "_callback_states")
 
 
 class TrainerModule(WithoutBatchTransfer):
@@ -41,7 +41,7 @@ class TrainerModule(WithoutBatchTransfer):
         self.active_evaluation: tuple[EvaluationPass | None, Any] = None, None
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
-        self._resumed_state: Mapping[str, Any] | None = None
+        self._callback_states: Mapping[str, Any] = {}
         #: Returns the Trainer's entry in a Lightning checkpoint, for the run that is or was attached.
         self.resume_state: Callable[[], torch.Tensor] | None = None
 
@@ -50,19 +50,20 @@ class TrainerModule(WithoutBatchTransfer):
         loop: TrainingLoop,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
-        resumed_state: Mapping[str, Any] | None,
+        callback_states: Mapping[str, Any],
     ) -> None:
-        """Attach the training run for `fit`, and the state that its callbacks resume from."""
+        """Attach the training run for `fit`, and the states that its callbacks resume from."""
         self.loop = loop
         self.resume_state = functools.partial(make_ckpt_entry, loop)
-        self._resumed_state = resumed_state
+        self._callback_states = callback_states
         self._optimizer = optimizer
         self._scheduler = scheduler
 
     def detach(self) -> None:
         """Release the training run."""
         vars(self).pop("loop", None)
-        self._optimizer = self._scheduler = self._resumed_state = None
+        self._optimizer = self._scheduler = None
+        self._callback_states = {}
         self.active_evaluation = None, None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,18 +83,18 @@ class TrainerModule(WithoutBatchTransfer):
         return self.model(*args, **kwargs)
 
     def setup(self, stage: str) -> None:
-        """Restore the callbacks' states from the checkpoint."""
-        if self._resumed_state is not None:
-            callbacks.restore_state(self.trainer, self, self._resumed_state)
+        """Restore the callbacks' states from the checkpoint, before `on_fit_start` loads the optimizer's."""
+        if stage == "fit" and self.loop.attempt.resume_folder is not None:
+            callbacks.restore_state(self.trainer, self, self._callback_states)
 
     def on_fit_start(self) -> None:
-        """Load the optimizer's state, after callbacks have restored its parameter groups."""
+        """In a run that resumes, load the optimizer's state, after callbacks have restored its parameter groups."""
         assert self._optimizer is not None
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EarlyStopping):
                 # Otherwise the summary would name an earlier run's reason.
                 callback.stopping_reason_message = None
-        if self._resumed_state is not None:
+        if self.loop.attempt.resume_folder is not None:
             callbacks.unfreeze_optimized_parameters(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]
             self.loop.load_optimizer()
 
@@ -107,22 +108,16 @@ class TrainerModule(WithoutBatchTransfer):
         """The Trainer's optimizer and scheduler; None without an attached run, as in evaluation."""
         if self._optimizer is None:
             return None
-        if not self._gives_scheduler_to_lightning:
+        if (scheduler := self.scheduler_for_lightning) is None:
             return self._optimizer
-        scheduler = {"scheduler": self._scheduler, "interval": "step"}
-        return {"optimizer": self._optimizer, "lr_scheduler": scheduler}
+        return {"optimizer": self._optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @property
-    def _gives_scheduler_to_lightning(self) -> bool:
-        """Whether Lightning gets the scheduler for its callbacks. It accepts fewer types than the Trainer."""
+    def scheduler_for_lightning(self) -> LRScheduler | None:
+        """The run's scheduler, if Lightning's callbacks can use it. Lightning accepts fewer types than the Trainer."""
         is_supported = isinstance(self._scheduler, LRScheduler) and not isinstance(self._scheduler, ReduceLROnPlateau)
         # With DeepSpeed, a scheduler from the script acts on the optimizer inside the engine.
-        return is_supported and self._scheduler.optimizer is self._optimizer
-
-    def is_schedule_replaced(self) -> bool:
-        """Whether a callback has replaced the run's schedule."""
-        configs = self.trainer.strategy.lr_scheduler_configs
-        return self._gives_scheduler_to_lightning and not (configs and configs[0].scheduler is self._scheduler)
+        return self._scheduler if is_supported and self._scheduler.optimizer is self._optimizer else None
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Step a scheduler by which a callback replaced the run's. The run steps its own scheduler."""
@@ -160,7 +155,7 @@ class TrainerModule(WithoutBatchTransfer):
 
     def on_train_start(self) -> None:
         """Begin the run. Lightning does not announce an epoch that resumes in the middle, so announce it."""
-        if self._resumed_state is not None and not self._resumed_state.get("epoch_ended", True):
+        if not self._callback_states.get("epoch_ended", True):
             callbacks.run_missed_epoch_end(self.trainer, self)
         self.loop.begin_training()
         if self.trainer.fit_loop.restarted_mid_epoch:

@@ -180,10 +180,8 @@ def warn_about_changed_arguments(args: TrainingArguments, state: TrainerState) -
         logger.warning("Resuming with arguments that differ from the checkpoint's: %s.", "; ".join(changes))
 
 
-def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
-    """The states of Lightning's callbacks; empty in a checkpoint of transformers, None without a folder."""
-    if folder is None:
-        return None
+def load_lightning_callbacks(folder: str) -> dict[str, Any]:
+    """The states of Lightning's callbacks; empty in a checkpoint of transformers."""
     path = os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME)
     states: dict[str, Any] = load_torch_file(path) if os.path.isfile(path) else {}
     with name_file_in_errors(path):

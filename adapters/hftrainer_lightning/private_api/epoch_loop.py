@@ -90,9 +90,10 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         return bool(pl_trainer.precision_plugin.has_skipped_step)
 
     def is_schedule_replaced(self) -> bool:
-        """Whether a callback sets the learning rate instead of the run's schedule."""
-        pl_module: Any = self.trainer.lightning_module
-        return bool(pl_module.is_schedule_replaced())
+        """Whether a callback has replaced the run's schedule, so that it sets the learning rate."""
+        pl_trainer: Any = self.trainer
+        scheduler, configs = pl_trainer.lightning_module.scheduler_for_lightning, pl_trainer.lr_scheduler_configs
+        return scheduler is not None and not (configs and configs[0].scheduler is scheduler)
 
     def end_batch(self, loss: torch.Tensor) -> None:
         """Count the step and the micro-batch, and call the callbacks."""
