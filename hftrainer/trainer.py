@@ -596,7 +596,7 @@ class Trainer(EarlierMethods):
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
-        return self._hftrainer.runner.finish(trial, num_train_samples, start_time)
+        return self._hftrainer.runner.end.finish(trial, num_train_samples, start_time)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None

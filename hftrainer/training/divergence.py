@@ -28,12 +28,11 @@ from hftrainer.data.samplers import seed_of_order
 from hftrainer.errors import TrainingDiverged
 from hftrainer.monitoring import journal
 from hftrainer.training.run_lengths import RunLengths
-from hftrainer.training.steps.step_position import Window
+from hftrainer.training.steps.micro_batches import MicroBatches, Window
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
     from hftrainer.trainer import Trainer
-    from hftrainer.training.steps.micro_batches import MicroBatches
 
 logger = logging.getLogger(__name__)
 

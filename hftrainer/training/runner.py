@@ -12,28 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.arguments import legacy
 from hftrainer.base.messages import tell, wrap_text
 from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import add_note, hide_interrupt_traceback
 from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.checkpointing import resume
-from hftrainer.checkpointing.run_checkpoints import delete_all_but_best
-from hftrainer.checkpointing.run_progress import read_global_batch_size
-from hftrainer.checkpointing.writing.files import check_writable
-from hftrainer.checkpointing.writing.folder import clear_stale
 from hftrainer.compat.overrides import is_overridden
-from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.model.apply_arguments import apply_model_arguments
 from hftrainer.monitoring import health
 from hftrainer.parallel import devices
-from hftrainer.reporting import summary
 from hftrainer.trackers.base import begin_runs
-from hftrainer.trainer_utils import TrainOutput, speed_metrics
+from hftrainer.trainer_utils import TrainOutput
 from hftrainer.training.divergence import Diverged
 from hftrainer.training.finders import LightningFinders
+from hftrainer.training.finish import RunEnd
 from hftrainer.training.planner import RunPlanner
 from hftrainer.training.restarts import Restarts
 from hftrainer.training.run import Attempt
@@ -54,6 +48,7 @@ class TrainingRunner(Part):
         super().__init__(parts)
         self.planner = RunPlanner(parts)
         self.finders = LightningFinders(parts)
+        self.end = RunEnd(parts)
         self.restarts = Restarts(parts)
 
     # ---- Before the first attempt ------------------------------------------------------------------------------
@@ -81,7 +76,7 @@ class TrainingRunner(Part):
         model_setup = self.parts.model_setup
         resume.warn_about_unused_argument(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
         self.parts.checkpoint_writer.close_ignoring_errors()
-        resume_folder = self._find_folder(resume_from_checkpoint)
+        resume_folder = self.parts.restorer.find_folder(resume_from_checkpoint)
         if self.parts.policy.makes_model_before_trial:
             model_setup.remake_model(trial)
             model_setup.align_special_tokens()
@@ -99,40 +94,8 @@ class TrainingRunner(Part):
         if resume_folder is not None:
             self.parts.restorer.load_weights_and_batch_size(resume_folder)
             if self.trainer.args.elastic:
-                self._keep_global_batch(resume_folder)
+                self.parts.restorer.keep_global_batch(resume_folder)
         return resume_folder
-
-    def _find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """Find the checkpoint that all ranks resume from, after completing or removing incomplete folders."""
-        processes, args = self.trainer.accelerator.processes, self.trainer.args
-        if args.should_save:
-            clear_stale(str(args.output_dir))
-        processes.barrier()
-        if args.save_strategy != "no" and not is_overridden(self.trainer, "_save_checkpoint"):
-            processes.broadcast_from_main(lambda: check_writable(str(args.output_dir)))
-        resume_from_checkpoint = self.parts.storage_sync.fetch_checkpoint(resume_from_checkpoint)
-        if not (isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.startswith("hub:")):
-            return processes.broadcast_from_main(lambda: resume.find_folder(resume_from_checkpoint, args))
-        from hftrainer.hub.download import download_checkpoint
-
-        # The first rank of a node downloads the checkpoint; the others read it from the cache.
-        with processes.run_in_order(first=self.trainer.is_local_process_zero()):
-            resume_folder = download_checkpoint(resume_from_checkpoint, args)
-        processes.broadcast_from_main(lambda: resume.find_folder(resume_folder, args))
-        return resume_folder
-
-    def _keep_global_batch(self, folder: str) -> None:
-        """Keep the checkpoint's number of samples per optimizer step by setting the accumulation steps."""
-        processes = self.trainer.accelerator.processes
-        global_batch_size = processes.broadcast_from_main(lambda: read_global_batch_size(folder))
-        if global_batch_size is None:
-            logger.warning("elastic=True: %s does not record the samples per step; the current number is used.", folder)
-            return
-        steps = accumulation_steps(global_batch_size, self.run.train_batch_size, processes.data_world_size)
-        if steps != self.trainer.args.gradient_accumulation_steps and self.trainer.is_world_process_zero():
-            tell(f"gradient_accumulation_steps={steps} keeps the {global_batch_size} samples of a step (elastic=True).")
-        self.trainer.args.gradient_accumulation_steps = steps
-        self.parts.setup.apply_changed_arguments()
 
     # ---- Attempts ----------------------------------------------------------------------------------------------
 
@@ -184,7 +147,7 @@ class TrainingRunner(Part):
         trainer, parts = self.trainer, self.parts
         trainer.is_in_train = True
         saves = parts.saver.should_save_on_interrupt()
-        listener = SignalListener(saves, self._describe_saves, has_launcher=trainer.args.world_size > 1)
+        listener = SignalListener(saves, parts.saver.describe_saves, has_launcher=trainer.args.world_size > 1)
         self.run.signal_listener = listener
         failure = ("", "")
         try:
@@ -220,7 +183,7 @@ class TrainingRunner(Part):
         parts = self.parts
         close_bars(self.trainer.callback_handler.callbacks)
         parts.checkpoint_writer.close_ignoring_errors()
-        if text := self._describe_saves():
+        if text := parts.saver.describe_saves():
             if isinstance(error, KeyboardInterrupt):
                 add_note(error, wrap_text(f"[hftrainer] {text}", sys.stderr))
                 hide_interrupt_traceback()
@@ -242,21 +205,6 @@ class TrainingRunner(Part):
         self.run.mems = self.run.loop = self.run.skipped_samples = self.run.initial_state = None
         self.run.evaluation_metrics = None
         self.trainer.is_in_train = False
-
-    def _describe_saves(self) -> str:
-        """What an interrupted run has saved; empty in all but the main process, and with save_on_interrupt=False."""
-        run, step = self.run, self.trainer.state.global_step
-        if not self.trainer.is_world_process_zero():
-            return ""
-        if not self.parts.saver.should_save_on_interrupt():
-            is_empty = step and self.trainer.args.save_strategy == "no" and not run.checkpoints_written
-            place = f"step {step:,} of {self.trainer.state.max_steps:,}"
-            return f"Stopped at {place}; nothing was saved (save_strategy='no')." if is_empty else ""
-        text = f"A second signal stopped the run at step {step}, before its save was complete. "
-        since = f" since {run.resume_folder}" if run.resume_folder else ""
-        label = "Saved at the error" if run.has_saved_after_error else "Last checkpoint"
-        hint = summary.make_resume_hint(run.checkpoints_written, is_complete=False, label=label)
-        return (text if run.signal_listener.is_forced else "") + (hint or f"No checkpoint was saved{since}.")
 
     def run_attempt(
         self, args: TrainingArguments, batch_size: int | None, resume_folder: str | None, trial: Any, ignore_keys: Any
@@ -343,90 +291,6 @@ class TrainingRunner(Part):
         # The run may have ended before its last upload.
         if trainer.args.push_to_hub and loop.attempt.resume_folder is not None:
             trainer._push_from_checkpoint(loop.attempt.resume_folder)
-
-    # ---- The end -----------------------------------------------------------------------------------------------
-
-    def finish(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
-        """Write the last log line, load the best model, and end the run."""
-        trainer, parts = self.trainer, self.parts
-        assert self.run.loop is not None
-        if not parts.policy.loads_best_after_logging:
-            parts.saver.wait_for_save()
-            parts.restorer.load_best_at_end()
-        metrics = self._final_metrics(num_train_samples, start_time)
-        trainer.log(metrics)
-        parts.saver.wait_for_save()
-        parts.checkpoint_writer.close()
-        if parts.policy.loads_best_after_logging:
-            parts.restorer.load_best_at_end()
-        run_folder = trainer._get_output_dir(trial)
-        only_checkpoint = self._only_checkpoint()
-        if trainer.args.should_save and only_checkpoint is not None and parts.storage_sync.mirror is None:
-            delete_all_but_best(only_checkpoint, run_folder)
-        parts.call_callbacks("on_train_end")
-        if trainer.args.push_to_hub:
-            trainer.accelerator.processes.run_on_main(trainer._finish_current_push)
-        else:
-            trainer._finish_current_push()
-        parts.storage_sync.finish_uploads(run_folder, only_checkpoint)
-        has_trained = trainer.state.global_step != self.run.initial_step
-        if has_trained and trial is None and trainer.is_world_process_zero():
-            for text, level in summary.make_summary(self._describe_run(metrics, self.run.loop)):
-                tell(text, level)
-        if getattr(trainer, "neftune_hook_handle", None) is not None:
-            # Copies of transformers' `train` rely on this method to remove the hook and to reset `is_in_train`.
-            trainer.neftune_hook_handle.remove()
-        trainer.is_in_train = False
-        return TrainOutput(trainer.state.global_step, metrics["train_loss"], metrics)
-
-    def _only_checkpoint(self) -> str | None:
-        """The best checkpoint, if all others are deleted at the end."""
-        # If the last save failed, keep the previous checkpoint, from which the run can resume.
-        keeps_others = self.trainer.args.save_total_limit != 1 or self.parts.checkpoint_writer.has_failed
-        return None if keeps_others else self.trainer.state.best_model_checkpoint
-
-    def _describe_run(self, metrics: Mapping[str, float], loop: TrainingLoop) -> summary.FinishedRun:
-        """What the summary of a run of at least one step tells."""
-        state = self.trainer.state
-        steps = state.global_step - self.run.initial_step
-        # Lightning's EarlyStopping notes why it stops.
-        stopped = [each for each in self.parts.engine.callbacks if vars(each).get("stopping_reason_message")]
-        observer, requests = loop.monitors.observer, loop.monitors.requests
-        losses = loop.loss_accumulator
-        return summary.FinishedRun(
-            state,
-            self.trainer.args,
-            metrics,
-            seconds={
-                "waiting for data": sum(loop.batches.reader.wait_seconds_by_cause().values()),
-                "in evaluations": self.run.seconds_by_activity.get("evaluation", 0.0),
-                "saving": self.run.seconds_by_activity.get("saving", 0.0),
-            },
-            steps=steps,
-            share=1 if self.parts.policy.averages_train_loss_over_call else steps / state.global_step,
-            stopper=self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else ""),
-            was_asked_to_stop=requests is not None and requests.has_stopped,
-            non_finite_since=losses.non_finite_since if losses.has_warned else None,
-            checkpoints=self.run.checkpoints_written,
-            has_failed_save=self.parts.checkpoint_writer.has_failed,
-            has_journal=observer is not None and observer.journal.folder is not None,
-            events=None if observer is None else observer.read_events(),
-        )
-
-    def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
-        run = self.run
-        state = self.trainer.state
-        steps = state.global_step - (run.initial_step if self.parts.policy.averages_train_loss_over_call else 0)
-        run.loss_up_to_log += run.loss_since_log.item()
-        samples = num_train_samples * steps / max(state.max_steps, 1)
-        tokens = run.trained_tokens if legacy.old_argument(self.trainer.args, "include_tokens_per_second") else None
-        metrics = speed_metrics("train", start_time, num_samples=samples, num_steps=steps, num_tokens=tokens)
-        logger.info("Training is complete.")
-        self.trainer.store_flos()
-        metrics["total_flos"] = state.total_flos
-        metrics["train_loss"] = run.loss_up_to_log / max(steps, 0.001)
-        self.trainer._memory_tracker.stop_and_update_metrics(metrics)
-        return metrics
 
     # ---- Releasing ---------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Restores what a checkpoint holds: weights, batch size and progress."""
+"""Finds the checkpoint to resume from, and restores what it holds: weights, batch sizes and progress."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import os
 
 from torch import nn
 
+from hftrainer.base.messages import tell
 from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
-from hftrainer.checkpointing.run_progress import RunProgress, load_progress
+from hftrainer.checkpointing.run_progress import RunProgress, load_progress, read_global_batch_size
+from hftrainer.checkpointing.writing.files import check_writable
+from hftrainer.checkpointing.writing.folder import clear_stale
 from hftrainer.compat import libraries
+from hftrainer.compat.overrides import is_overridden
+from hftrainer.data.elastic import accumulation_steps
 from hftrainer.training.checkpoints.progress import position_settings
 from hftrainer.training.run_lengths import RunLengths
 
@@ -20,7 +25,39 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointRestorer(Part):
-    """Restores weights, batch size and progress, and the best weights at the end of a run."""
+    """Finds the checkpoint that a run resumes from, and restores what it holds; the best weights at the run's end."""
+
+    def find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """Find the checkpoint that all ranks resume from, after completing or removing incomplete folders."""
+        processes, args = self.trainer.accelerator.processes, self.trainer.args
+        if args.should_save:
+            clear_stale(str(args.output_dir))
+        processes.barrier()
+        if args.save_strategy != "no" and not is_overridden(self.trainer, "_save_checkpoint"):
+            processes.broadcast_from_main(lambda: check_writable(str(args.output_dir)))
+        resume_from_checkpoint = self.parts.storage_sync.fetch_checkpoint(resume_from_checkpoint)
+        if not (isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.startswith("hub:")):
+            return processes.broadcast_from_main(lambda: resume.find_folder(resume_from_checkpoint, args))
+        from hftrainer.hub.download import download_checkpoint
+
+        # The first rank of a node downloads the checkpoint; the others read it from the cache.
+        with processes.run_in_order(first=self.trainer.is_local_process_zero()):
+            resume_folder = download_checkpoint(resume_from_checkpoint, args)
+        processes.broadcast_from_main(lambda: resume.find_folder(resume_folder, args))
+        return resume_folder
+
+    def keep_global_batch(self, folder: str) -> None:
+        """Keep the checkpoint's number of samples per optimizer step by setting the accumulation steps."""
+        processes = self.trainer.accelerator.processes
+        global_batch_size = processes.broadcast_from_main(lambda: read_global_batch_size(folder))
+        if global_batch_size is None:
+            logger.warning("elastic=True: %s does not record the samples per step; the current number is used.", folder)
+            return
+        steps = accumulation_steps(global_batch_size, self.run.train_batch_size, processes.data_world_size)
+        if steps != self.trainer.args.gradient_accumulation_steps and self.trainer.is_world_process_zero():
+            tell(f"gradient_accumulation_steps={steps} keeps the {global_batch_size} samples of a step (elastic=True).")
+        self.trainer.args.gradient_accumulation_steps = steps
+        self.parts.setup.apply_changed_arguments()
 
     def load_weights_and_batch_size(self, folder: str) -> None:
         """Load the weights of an unsharded model, and the batch size, from a checkpoint."""

@@ -29,6 +29,7 @@ from hftrainer.errors import CheckpointNotWritten, RanksLost
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.parallel.rank_errors import read_first_error
+from hftrainer.reporting import summary
 from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training.checkpoints.progress import make_progress
 from hftrainer.training_args import without_tokens
@@ -140,6 +141,27 @@ class CheckpointSaver(Part):
         """Whether a signal or an error saves a checkpoint before the run ends."""
         args = self.trainer.args
         return args.enable_jit_checkpoint or (args.save_on_interrupt and args.save_strategy != SaveStrategy.NO)
+
+    def describe_saves(self) -> str:
+        """What an interrupted run has saved; empty in all but the main process, and with save_on_interrupt=False."""
+        run, step = self.run, self.trainer.state.global_step
+        if not self.trainer.is_world_process_zero():
+            return ""
+        if not self.should_save_on_interrupt():
+            is_empty = step and self.trainer.args.save_strategy == "no" and not run.checkpoints_written
+            place = f"step {step:,} of {self.trainer.state.max_steps:,}"
+            return f"Stopped at {place}; nothing was saved (save_strategy='no')." if is_empty else ""
+        text = f"A second signal stopped the run at step {step}, before its save was complete. "
+        since = f" since {run.resume_folder}" if run.resume_folder else ""
+        label = "Saved at the error" if run.has_saved_after_error else "Last checkpoint"
+        hint = summary.make_resume_hint(run.checkpoints_written, is_complete=False, label=label)
+        return (text if run.signal_listener.is_forced else "") + (hint or f"No checkpoint was saved{since}.")
+
+    def only_checkpoint(self) -> str | None:
+        """The best checkpoint, if all others are deleted at the end."""
+        # If the last save failed, keep the previous checkpoint, from which the run can resume.
+        keeps_others = self.trainer.args.save_total_limit != 1 or self.parts.checkpoint_writer.has_failed
+        return None if keeps_others else self.trainer.state.best_model_checkpoint
 
     def call_on_save(self) -> None:
         """Call `on_save` once the checkpoint is written, with the state that it holds."""

@@ -25,8 +25,7 @@ from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.schedules import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import Monitors
-from hftrainer.training.steps.micro_batches import MicroBatches
-from hftrainer.training.steps.step_position import MicroBatchPosition
+from hftrainer.training.steps.micro_batches import MicroBatches, MicroBatchPosition
 from hftrainer.training.steps.sums import LossAccumulator, StepEndValues
 from hftrainer.training.stopping import ControlSync
 

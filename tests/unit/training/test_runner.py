@@ -28,4 +28,4 @@ def test_best_checkpoint_is_the_only_one_unless_the_last_save_failed(tmp_path, l
     trainer = make_trainer(tmp_path, save_total_limit=limit)
     trainer.state.best_model_checkpoint = "best"
     trainer._hftrainer.checkpoint_writer.has_failed = has_failed
-    assert trainer._hftrainer.runner._only_checkpoint() == kept
+    assert trainer._hftrainer.saver.only_checkpoint() == kept

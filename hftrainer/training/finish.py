@@ -1,0 +1,99 @@
+"""`RunEnd`: the last log line of a run, its best model, and the summary of what it did."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.arguments import legacy
+from hftrainer.base.messages import tell
+from hftrainer.base.part import Part
+from hftrainer.checkpointing.run_checkpoints import delete_all_but_best
+from hftrainer.reporting import summary
+from hftrainer.trainer_utils import TrainOutput, speed_metrics
+
+if TYPE_CHECKING:
+    from hftrainer.training.steps.loop import TrainingLoop
+
+logger = logging.getLogger(__name__)
+
+
+class RunEnd(Part):
+    """Ends a run that has trained all its steps, or stopped as asked."""
+
+    def finish(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
+        """Write the last log line, load the best model, and end the run."""
+        trainer, parts = self.trainer, self.parts
+        assert self.run.loop is not None
+        if not parts.policy.loads_best_after_logging:
+            parts.saver.wait_for_save()
+            parts.restorer.load_best_at_end()
+        metrics = self._final_metrics(num_train_samples, start_time)
+        trainer.log(metrics)
+        parts.saver.wait_for_save()
+        parts.checkpoint_writer.close()
+        if parts.policy.loads_best_after_logging:
+            parts.restorer.load_best_at_end()
+        run_folder = trainer._get_output_dir(trial)
+        only_checkpoint = parts.saver.only_checkpoint()
+        if trainer.args.should_save and only_checkpoint is not None and parts.storage_sync.mirror is None:
+            delete_all_but_best(only_checkpoint, run_folder)
+        parts.call_callbacks("on_train_end")
+        if trainer.args.push_to_hub:
+            trainer.accelerator.processes.run_on_main(trainer._finish_current_push)
+        else:
+            trainer._finish_current_push()
+        parts.storage_sync.finish_uploads(run_folder, only_checkpoint)
+        has_trained = trainer.state.global_step != self.run.initial_step
+        if has_trained and trial is None and trainer.is_world_process_zero():
+            for text, level in summary.make_summary(self._describe_run(metrics, self.run.loop)):
+                tell(text, level)
+        if getattr(trainer, "neftune_hook_handle", None) is not None:
+            # Copies of transformers' `train` rely on this method to remove the hook and to reset `is_in_train`.
+            trainer.neftune_hook_handle.remove()
+        trainer.is_in_train = False
+        return TrainOutput(trainer.state.global_step, metrics["train_loss"], metrics)
+
+    def _describe_run(self, metrics: Mapping[str, float], loop: TrainingLoop) -> summary.FinishedRun:
+        """What the summary of a run of at least one step tells."""
+        state = self.trainer.state
+        steps = state.global_step - self.run.initial_step
+        # Lightning's EarlyStopping notes why it stops.
+        stopped = [each for each in self.parts.engine.callbacks if vars(each).get("stopping_reason_message")]
+        observer, requests = loop.monitors.observer, loop.monitors.requests
+        losses = loop.loss_accumulator
+        return summary.FinishedRun(
+            state,
+            self.trainer.args,
+            metrics,
+            seconds={
+                "waiting for data": sum(loop.batches.reader.wait_seconds_by_cause().values()),
+                "in evaluations": self.run.seconds_by_activity.get("evaluation", 0.0),
+                "saving": self.run.seconds_by_activity.get("saving", 0.0),
+            },
+            steps=steps,
+            share=1 if self.parts.policy.averages_train_loss_over_call else steps / state.global_step,
+            stopper=self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else ""),
+            was_asked_to_stop=requests is not None and requests.has_stopped,
+            non_finite_since=losses.non_finite_since if losses.has_warned else None,
+            checkpoints=self.run.checkpoints_written,
+            has_failed_save=self.parts.checkpoint_writer.has_failed,
+            has_journal=observer is not None and observer.journal.folder is not None,
+            events=None if observer is None else observer.read_events(),
+        )
+
+    def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
+        run = self.run
+        state = self.trainer.state
+        steps = state.global_step - (run.initial_step if self.parts.policy.averages_train_loss_over_call else 0)
+        run.loss_up_to_log += run.loss_since_log.item()
+        samples = num_train_samples * steps / max(state.max_steps, 1)
+        tokens = run.trained_tokens if legacy.old_argument(self.trainer.args, "include_tokens_per_second") else None
+        metrics = speed_metrics("train", start_time, num_samples=samples, num_steps=steps, num_tokens=tokens)
+        logger.info("Training is complete.")
+        self.trainer.store_flos()
+        metrics["total_flos"] = state.total_flos
+        metrics["train_loss"] = run.loss_up_to_log / max(steps, 0.001)
+        self.trainer._memory_tracker.stop_and_update_metrics(metrics)
+        return metrics
