@@ -173,10 +173,8 @@ def collect_state(
     """
     states = {each.state_key: state for each in callbacks if (state := callback_hooks.checkpoint_state(each))}
     other_state: dict[str, Any] = {"callbacks": states} if states else {}
-    if (
-        find_callback(callbacks, _EPOCH_END_CALLBACKS) is not None
-        and pl_trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-    ):
+    changes_weights = find_callback(callbacks, _EPOCH_END_CALLBACKS) is not None
+    if changes_weights and pl_trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
         other_state["epoch_ended"] = pl_module.has_epoch_ended
     if (pruning := find_callback(callbacks, ModelPruning)) is not None:
         other_state["pruning"] = _pruning_state(pruning, pl_module)

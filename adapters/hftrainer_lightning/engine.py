@@ -96,18 +96,17 @@ class LightningEngine:
         callback_states = {} if attempt.resume_folder is None else load_lightning_callbacks(attempt.resume_folder)
         max_epochs = attempt.lengths.num_train_epochs
         with quiet_lightning():
+            settings = StrategySettings(self.scaler, loop.parts.model_setup.finds_unused_parameters())
             self.pl_trainer = pl_trainer = self._make_pl_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
                 accumulate_grad_batches=self.plan.accumulate_grad_batches,
                 logger=self._loggers_or_fallback(),
                 log_every_n_steps=log_every_n_steps,
-                strategy=self.strategy.lightning_strategy(
-                    StrategySettings(self.scaler, loop.parts.model_setup.finds_unused_parameters())
-                ),
+                strategy=self.strategy.lightning_strategy(settings),
             )
         loggers = pl_trainer.loggers
         self.pl_module = pl_module = TrainerModule(model)
-        pl_module.attach(loop, optimizer, loop.trainer.lr_scheduler, callback_states)
+        pl_module.attach(loop, callback_states)
         install_training_loops(pl_trainer, loop, is_epoch_overridden=is_overridden(loop.trainer, "_run_epoch"))
         if attempt.first_epoch or attempt.finished_micro_batches:
             restore_progress(pl_trainer, attempt, loop.trainer.state.global_step)
@@ -325,16 +324,14 @@ class LightningEngine:
     def run_batch_size_finder(self, trial_steps: TrialSteps, model: torch.nn.Module) -> int | None:
         """The batch size that a `BatchSizeFinder` callback finds; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder)
-        if finder is None:
-            return None
-        return finders.search_batch_size(self._make_pl_trainer, finder, trial_steps, model)
+        search = finders.search_batch_size
+        return None if finder is None else search(self._make_pl_trainer, finder, trial_steps, model)
 
     def run_learning_rate_finder(self, trial_steps: TrialSteps, model: torch.nn.Module) -> float | None:
         """The learning rate that a `LearningRateFinder` callback suggests; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.LearningRateFinder)
-        if finder is None:
-            return None
-        return finders.search_learning_rate(self._make_pl_trainer, finder, trial_steps, model)
+        search = finders.search_learning_rate
+        return None if finder is None else search(self._make_pl_trainer, finder, trial_steps, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""

@@ -45,19 +45,12 @@ class TrainerModule(WithoutBatchTransfer):
         #: Returns the Trainer's entry in a Lightning checkpoint, for the run that is or was attached.
         self.resume_state: Callable[[], torch.Tensor] | None = None
 
-    def attach(
-        self,
-        loop: TrainingLoop,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        callback_states: Mapping[str, Any],
-    ) -> None:
+    def attach(self, loop: TrainingLoop, callback_states: Mapping[str, Any]) -> None:
         """Attach the training run for `fit`, and the states that its callbacks resume from."""
         self.loop = loop
         self.resume_state = functools.partial(make_ckpt_entry, loop)
         self._callback_states = callback_states
-        self._optimizer = optimizer
-        self._scheduler = scheduler
+        self._optimizer, self._scheduler = loop.parts.require_optimizer(), loop.trainer.lr_scheduler
 
     def detach(self) -> None:
         """Release the training run."""

@@ -161,8 +161,7 @@ class ControlActions(Part):
         Raises:
             MetricNotFound: when evaluation does not return the metric; the error names those that it returns.
         """
-        args = self.trainer.args
-        state = self.trainer.state
+        args, state = self.trainer.args, self.trainer.state
         if args.metric_for_best_model is None:
             return False
         value = get_metric(metrics, args.metric_for_best_model)

@@ -84,8 +84,7 @@ class RunEnd(Part):
         )
 
     def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
-        run = self.run
-        state = self.trainer.state
+        run, state = self.run, self.trainer.state
         steps = state.global_step - (run.initial_step if self.parts.policy.averages_train_loss_over_call else 0)
         run.loss_up_to_log += run.loss_since_log.item()
         samples = num_train_samples * steps / max(state.max_steps, 1)

@@ -44,8 +44,35 @@ class Monitors(Part):
         self.batches = batches
         self.sources = make_source_log(parts, batches.reader.loader)
         folder = parts.default_run_folder(attempt.trial)
-        self.observer = _make_observer(parts, batches, folder, attempt.resume_folder, is_finished=is_finished)
+        self.observer = self._make_observer(folder, attempt.resume_folder, is_finished=is_finished)
         self.requests = _make_requests(parts, folder)
+
+    def _make_observer(self, folder: str, resume_folder: str | None, *, is_finished: bool) -> Observer | None:
+        """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
+        trainer, args, plan = self.trainer, self.trainer.args, self.parts.engine.plan
+        # All later runs in a folder write to its journal, so that it says which is the last.
+        has_earlier = os.path.isfile(os.path.join(folder, JOURNAL_NAME))
+        observations = read_observe(args.observe) | ({"journal"} if has_earlier else set())
+        if not observations:
+            return None
+        self.batches.reader.time_collator()
+        peak = peak_flops(args.device, plan.precision) if "mfu" in observations else None
+        # The resume of a run that has already ended would spoil its record.
+        last_event = (read_events(folder) or [{}])[-1] if is_finished else {}
+        is_recorded = last_event.get("reason") in COMPLETE
+        has_journal = "journal" in observations and trainer.is_world_process_zero() and not is_recorded
+        observer = Observer(
+            observations,
+            step=lambda: trainer.state.global_step,
+            seconds=lambda: self.run.seconds_by_activity,
+            waits=self.batches.reader.wait_seconds_by_cause,
+            sum_over_data=lambda count: int(self.parts.counters.sum_over_data(torch.tensor([count]))),
+            flops=None if peak is None else FlopCounter(peak),
+            journal=Journal(folder if has_journal else None),
+            facts={"world_size": args.world_size, "device": str(args.device), "resumed_from": resume_folder},
+        )
+        trainer.add_callback(observer)
+        return observer
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count a micro-batch after its backward pass. `loss` is the result of `LossAccumulator.add_loss`."""
@@ -83,36 +110,6 @@ class Monitors(Part):
         if self.observer is not None:
             self.observer.close(reason, message)
             self.trainer.remove_callback(self.observer)
-
-
-def _make_observer(
-    parts: TrainerParts, batches: MicroBatches, folder: str, resume_folder: str | None, *, is_finished: bool
-) -> Observer | None:
-    """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
-    trainer, args, plan = parts.trainer, parts.trainer.args, parts.engine.plan
-    # All later runs in a folder write to its journal, so that it says which is the last.
-    has_earlier = os.path.isfile(os.path.join(folder, JOURNAL_NAME))
-    observations = read_observe(args.observe) | ({"journal"} if has_earlier else set())
-    if not observations:
-        return None
-    batches.reader.time_collator()
-    peak = peak_flops(args.device, plan.precision) if "mfu" in observations else None
-    # The resume of a run that has already ended would spoil its record.
-    last_event = (read_events(folder) or [{}])[-1] if is_finished else {}
-    is_recorded = last_event.get("reason") in COMPLETE
-    has_journal = "journal" in observations and trainer.is_world_process_zero() and not is_recorded
-    observer = Observer(
-        observations,
-        step=lambda: trainer.state.global_step,
-        seconds=lambda: parts.run.seconds_by_activity,
-        waits=batches.reader.wait_seconds_by_cause,
-        sum_over_data=lambda count: int(parts.counters.sum_over_data(torch.tensor([count]))),
-        flops=None if peak is None else FlopCounter(peak),
-        journal=Journal(folder if has_journal else None),
-        facts={"world_size": args.world_size, "device": str(args.device), "resumed_from": resume_folder},
-    )
-    trainer.add_callback(observer)
-    return observer
 
 
 def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:

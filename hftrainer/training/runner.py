@@ -285,19 +285,17 @@ class TrainingRunner(Part):
 
     def _resume_finished_run(self, loop: TrainingLoop) -> None:
         """Load and upload the checkpoint of a finished run, without training."""
-        trainer = self.trainer
         loop.load_optimizer()
         loop.begin_training()
         # The run may have ended before its last upload.
-        if trainer.args.push_to_hub and loop.attempt.resume_folder is not None:
-            trainer._push_from_checkpoint(loop.attempt.resume_folder)
+        if self.trainer.args.push_to_hub and loop.attempt.resume_folder is not None:
+            self.trainer._push_from_checkpoint(loop.attempt.resume_folder)
 
     # ---- Releasing ---------------------------------------------------------------------------------------------
 
     def release_trial(self) -> None:
         """Release a trial's model and everything made for it."""
-        parts = self.parts
-        handler = self.trainer.callback_handler
+        parts, handler = self.parts, self.trainer.callback_handler
         self.restarts.release_run()
         parts.engine.release()
         self.trainer.accelerator.free_memory()

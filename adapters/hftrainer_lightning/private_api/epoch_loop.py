@@ -36,14 +36,14 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     step hooks would then see no gradients, and optimizers that ignore closures would not train.
     """
 
+    trainer: Any
     loop: TrainingLoop
     #: Whether callbacks of Lightning or a profiler follow the run.
     has_listeners: bool
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Fetch a micro-batch, and count it. `TrainingLoop.run_micro_batch` calls the methods below in its order."""
-        pl_trainer: Any = self.trainer
-        progress = self.batch_progress
+        pl_trainer, progress = self.trainer, self.batch_progress
         batch, _, _ = next(data_fetcher)
         self._batch, self._index = batch, progress.current.ready
         progress.is_last_batch = data_fetcher.done
@@ -65,39 +65,34 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
 
     def training_step(self, batch: Any) -> torch.Tensor:
         """Run the module's training step, forward and backward; returns the loss."""
-        pl_trainer: Any = self.trainer
         if not self.has_listeners:
-            return pl_trainer.strategy.training_step(batch, self._index)
+            return self.trainer.strategy.training_step(batch, self._index)
         if self.loop.batches.position.is_first:
             # Only announced: the run clears the gradients after the step.
-            self.automatic_optimization._on_before_zero_grad(pl_trainer.optimizers[0])
-        with pl_trainer.profiler.profile("run_training_batch"):
-            return call._call_strategy_hook(pl_trainer, "training_step", batch, self._index)
+            self.automatic_optimization._on_before_zero_grad(self.trainer.optimizers[0])
+        with self.trainer.profiler.profile("run_training_batch"):
+            return call._call_strategy_hook(self.trainer, "training_step", batch, self._index)
 
     def before_optimizer_step(self) -> None:
         """Unscale the gradients, and call the callbacks."""
-        pl_trainer: Any = self.trainer
-        optimizer = pl_trainer.strategy._lightning_optimizers[0].optimizer
+        optimizer = self.trainer.strategy._lightning_optimizers[0].optimizer
         self.automatic_optimization.optim_progress.optimizer.step.increment_ready()
-        pl_trainer.precision_plugin.unscale_gradients(optimizer)
-        call_hooks(pl_trainer, "on_before_optimizer_step", optimizer)
+        self.trainer.precision_plugin.unscale_gradients(optimizer)
+        call_hooks(self.trainer, "on_before_optimizer_step", optimizer)
 
     def optimizer_step(self) -> bool:
         """Step the optimizer. Returns whether the loss scaler skipped the step."""
-        pl_trainer: Any = self.trainer
         with self.profile("optimizer_step"):
-            pl_trainer.strategy._lightning_optimizers[0].step()
-        return bool(pl_trainer.precision_plugin.has_skipped_step)
+            self.trainer.strategy._lightning_optimizers[0].step()
+        return bool(self.trainer.precision_plugin.has_skipped_step)
 
     def is_schedule_replaced(self) -> bool:
         """Whether a callback has replaced the run's schedule, so that it sets the learning rate."""
-        pl_trainer: Any = self.trainer
-        scheduler, configs = pl_trainer.lightning_module.scheduler_for_lightning, pl_trainer.lr_scheduler_configs
+        scheduler, configs = self.trainer.lightning_module.scheduler_for_lightning, self.trainer.lr_scheduler_configs
         return scheduler is not None and not (configs and configs[0].scheduler is scheduler)
 
     def end_batch(self, loss: torch.Tensor) -> None:
         """Count the step and the micro-batch, and call the callbacks."""
-        pl_trainer: Any = self.trainer
         if self.loop.batches.position.is_last:
             self.automatic_optimization.optim_progress.optimizer.step.increment_completed()
         self.batch_progress.increment_processed()
@@ -105,7 +100,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
             if self._num_ready_batches_reached():
                 # Schedulers that callbacks add. The run steps its own.
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-            call._call_callback_hooks(pl_trainer, "on_train_batch_end", {"loss": loss}, self._batch, self._index)
+            call._call_callback_hooks(self.trainer, "on_train_batch_end", {"loss": loss}, self._batch, self._index)
 
     def profile(self, hook: str) -> AbstractContextManager[Any]:
         """A context that a profiler records as a hook of the module."""

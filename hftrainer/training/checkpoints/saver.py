@@ -65,8 +65,7 @@ class CheckpointSaver(Part):
 
     def _write_files(self, folder: str, files_of_other_ranks: Mapping[str, Any]) -> None:
         """Write everything that a run needs to resume."""
-        trainer = self.trainer
-        parts = self.parts
+        trainer, parts = self.trainer, self.parts
         parts.strategy.write_shards(folder, parts.checkpoint_writer.write_shard)
         parts.strategy.write_full_states(folder, parts.checkpoint_writer.call_or_defer)
         uses_thread = not trainer.args.save_only_model and self._can_write_optimizer_in_parallel()
@@ -325,9 +324,7 @@ class CheckpointSaver(Part):
             on_written: called when it is complete; see `CheckpointWriter.checkpoint`.
             on_failure: called if the storage fails.
         """
-        trainer = self.trainer
-        writer = self.parts.checkpoint_writer
-        strategy = self.parts.strategy
+        trainer, writer, strategy = self.trainer, self.parts.checkpoint_writer, self.parts.strategy
         processes = trainer.accelerator.processes
         other_files = self._gather_files_of_other_ranks()
         # Staging folders are named after their writer. If each node has a writer, use that of the nearest lower rank.

@@ -223,7 +223,8 @@ class TrainingLoop(Part):
             if position.is_last:
                 self._end_step(model)
             else:
-                self._end_substep()
+                self.parts.strategy.run_recorded_operations()
+                self.parts.call_callbacks("on_substep_end")
 
     def forward_and_backward(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """Run forward and backward by `Trainer.training_step`; returns the detached loss.
@@ -266,10 +267,6 @@ class TrainingLoop(Part):
         # Metric-driven schedules step after evaluations.
         if not is_skipped and not needs_metric(self.trainer.lr_scheduler):
             self.trainer.lr_scheduler.step()
-
-    def _end_substep(self) -> None:
-        self.parts.strategy.run_recorded_operations()
-        self.parts.call_callbacks("on_substep_end")
 
     def _end_step(self, model: torch.nn.Module) -> None:
         """Count the step, call `on_step_end`, then log, evaluate, save or stop as requested."""

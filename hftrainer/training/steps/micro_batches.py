@@ -162,7 +162,7 @@ class MicroBatches(Part):
 
     def _read_windows(self) -> Iterator[tuple[int, list[Any], Any]]:
         """Yields the windows that the run does not skip: index of the first micro-batch, micro-batches, and items."""
-        start, self._first_index = self._first_index, 0
+        start, self._first_index, skipped_samples = self._first_index, 0, self.run.skipped_samples
         iterator = self._open_epoch()
         index = start
         for num_batches in self._window_sizes(start):
@@ -172,8 +172,8 @@ class MicroBatches(Part):
             if not micro_batches:
                 return
             next_index = index + len(micro_batches)
-            if self._is_skipped(index):
-                # It belongs to no step.
+            if skipped_samples is not None and (self.epoch, index) in skipped_samples.windows:
+                # It is of a step that diverged, and belongs to none now.
                 self.step.finish()
                 self.position = MicroBatchPosition(next_index - 1, index, len(micro_batches), num_items)
             else:
@@ -187,11 +187,6 @@ class MicroBatches(Part):
         last_update = math.ceil(total / self.parts.engine.accumulation_steps_of(self.epoch)) - 1
         for update in range(start // size, last_update + 1):
             yield (total % size or size) if update == last_update else self._accumulation_steps()
-
-    def _is_skipped(self, start: int) -> bool:
-        """Whether the run skips the window from micro-batch `start`, after a divergence."""
-        skipped_samples = self.run.skipped_samples
-        return skipped_samples is not None and (self.epoch, start) in skipped_samples.windows
 
     # Lightning resumes within an epoch only if the loader has these two methods.
 
