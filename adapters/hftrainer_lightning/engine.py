@@ -324,14 +324,16 @@ class LightningEngine:
     def run_batch_size_finder(self, trial_steps: TrialSteps, model: torch.nn.Module) -> int | None:
         """The batch size that a `BatchSizeFinder` callback finds; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder)
-        search = finders.search_batch_size
-        return None if finder is None else search(self._make_pl_trainer, finder, trial_steps, model)
+        if finder is None:
+            return None
+        return finders.search_batch_size(self._make_pl_trainer, finder, trial_steps, model)
 
     def run_learning_rate_finder(self, trial_steps: TrialSteps, model: torch.nn.Module) -> float | None:
         """The learning rate that a `LearningRateFinder` callback suggests; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.LearningRateFinder)
-        search = finders.search_learning_rate
-        return None if finder is None else search(self._make_pl_trainer, finder, trial_steps, model)
+        if finder is None:
+            return None
+        return finders.search_learning_rate(self._make_pl_trainer, finder, trial_steps, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""
