@@ -23,7 +23,6 @@ from hftrainer.arguments.fields.old import OldArguments
 from hftrainer.arguments.fields.table import ARGUMENTS
 from hftrainer.errors import InvalidArgument
 from hftrainer.releases import followed
-from hftrainer.releases.followed import is_before
 from hftrainer.releases.policy import Release
 
 if TYPE_CHECKING:
@@ -258,19 +257,19 @@ def set_release_values(args: BaseArguments) -> None:
     """Set the attributes and argument values that only the installed, older release sets."""
     if not HIDDEN_FIELDS:
         return
-    if is_before("5.10"):
+    if followed.is_before("5.10"):
         args.fsdp_config = dict(_FSDP_CONFIG) if args.fsdp_config is None else args.fsdp_config
         args.fsdp = args.fsdp or []  # type: ignore[assignment]
-    if is_before("5.0"):
+    if followed.is_before("5.0"):
         args.local_rank = args.local_process_index
         vars(args)["framework"] = "pt"
         folder_name = f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
         args.logging_dir = old_argument(args, "logging_dir") or os.path.join(str(args.output_dir), "runs", folder_name)
-    if is_before("4.57"):
+    if followed.is_before("4.57"):
         args.lr_scheduler_kwargs = args.lr_scheduler_kwargs or {}
         if args.include_num_input_tokens_seen == "no":
             args.include_num_input_tokens_seen = False
-    if is_before("4.54") and args.run_name is None:
+    if followed.is_before("4.54") and args.run_name is None:
         args.run_name = str(args.output_dir)
 
 

@@ -13,7 +13,6 @@ import torch
 
 from hftrainer.base.safe_loading import load_torch_file
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import FULL_STATE_FILES
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotFound
 
@@ -59,7 +58,7 @@ def _convert_ckpt(path: str, folder: str) -> None:
         optimizer["state"] = {name.removeprefix(prefix): state for name, state in optimizer["state"].items()}
         for group in optimizer["param_groups"]:
             group["params"] = [name.removeprefix(prefix) for name in group["params"]]
-    write(FULL_STATE_FILES["optimizer"] if has_names else names.OPTIMIZER_NAME, optimizer)
+    write(names.FULL_STATE_FILES["optimizer"] if has_names else names.OPTIMIZER_NAME, optimizer)
     write(names.SCHEDULER_NAME, trainer_entry["scheduler"])
     write(names.rng_name(0, 1), trainer_entry["rng"])
     write(names.progress_name(0, 1), trainer_entry["progress"])

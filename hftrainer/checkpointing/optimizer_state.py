@@ -17,7 +17,6 @@ from hftrainer.base.content_checks import name_file_in_errors
 from hftrainer.base.safe_loading import load_torch_file, projectors
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.file_checks import FRESH_OPTIMIZER, check_optimizer_state, check_value_types
-from hftrainer.checkpointing.names import FULL_STATE_FILES, has_state_files
 from hftrainer.checkpointing.saved_arguments import read_arguments
 from hftrainer.compat.libraries import bare_name
 from hftrainer.errors import InvalidSetup, UnsupportedArgument
@@ -47,7 +46,7 @@ def load_optimizer_and_scheduler(
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
     scheduler_file = os.path.join(folder, names.SCHEDULER_NAME)
     shard_folder = _find_optimizer_shards(folder)
-    has_full_state = has_state_files(FULL_STATE_FILES, "optimizer", folder)
+    has_full_state = names.has_state_files(names.FULL_STATE_FILES, "optimizer", folder)
     if not ((os.path.isfile(optimizer_file) or shard_folder or has_full_state) and os.path.isfile(scheduler_file)):
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return

@@ -17,7 +17,6 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.file_checks import check_value_types
 from hftrainer.checkpointing.inspection import Inspection, inspect_checkpoint
-from hftrainer.checkpointing.names import checkpoints_newest_first, describe_nearest
 from hftrainer.checkpointing.run_checkpoints import find_intact, get_last_checkpoint
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from hftrainer.training_args import TrainingArguments
@@ -116,14 +115,14 @@ def _hint_for_missing(path: str, output_dir: str) -> str:
     parent = os.path.dirname(path)
     if os.path.isfile(os.path.join(parent, names.TRAINER_STATE_NAME)):
         return f" Did you mean {parent!r}?"
-    nearest = describe_nearest(path, output_dir)
+    nearest = names.describe_nearest(path, output_dir)
     return f" The {nearest}." if nearest else ""
 
 
 def warn_about_earlier_run(args: TrainingArguments) -> None:
     """Warn, once, that a run which starts from scratch saves into a folder with another run's checkpoints."""
     folder, saves = str(args.output_dir), as_text(args.save_strategy) != "no"
-    newest = next(checkpoints_newest_first(folder), None) if saves and os.path.isdir(folder) else None
+    newest = next(names.checkpoints_newest_first(folder), None) if saves and os.path.isdir(folder) else None
     if newest is not None:
         known = f"{folder} already has checkpoints, up to {os.path.basename(newest)}; this run starts from scratch"
         log_once(logger, f"{known}. Pass resume_from_checkpoint=True, or use another output_dir.")

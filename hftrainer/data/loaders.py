@@ -25,7 +25,6 @@ from hftrainer.data.collators import describe_columns
 from hftrainer.data.loader_plan import group_batches, plan_loader, samples_per_batch, split_groups
 from hftrainer.data.mixture import MixtureBatchSampler
 from hftrainer.data.randomness import DATA_STATE, StateSendingCollator, init_worker
-from hftrainer.data.samplers import UNSHARDED, ShardSpec, SkippingBatchSampler, settings_of
 from hftrainer.parallel.processes import Processes
 
 if TYPE_CHECKING:
@@ -105,12 +104,12 @@ class PreparedDataLoader(DataLoader[Any]):
         *,
         seed: int | None = None,
         config: AcceleratorConfig = DEFAULT,
-        shard_spec: ShardSpec = UNSHARDED,
+        shard_spec: samplers.ShardSpec = samplers.UNSHARDED,
         processes: Processes | None = None,
         global_batch: int | None = None,
     ) -> None:
         plan = plan_loader(loader, config, shard_spec, processes, seed, global_batch)
-        super().__init__(plan.dataset, **(settings_of(loader) | plan.settings))
+        super().__init__(plan.dataset, **(samplers.settings_of(loader) | plan.settings))
         self.device = device
         # On MPS the values would be wrong: https://github.com/pytorch/pytorch/issues/139550
         self.non_blocking = config.non_blocking and device.type != "mps"
@@ -189,7 +188,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def skip_first(self, batches: int) -> None:
         """Skip the first batches of the next iteration, in the batch sampler if possible."""
-        if isinstance(self.batch_sampler, SkippingBatchSampler):
+        if isinstance(self.batch_sampler, samplers.SkippingBatchSampler):
             self.batch_sampler.skipped = batches
         else:
             self._start.skipped_batches = batches
@@ -230,7 +229,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def record_batches(self) -> list[list[int]] | None:
         """A list that the next iteration fills with each batch's sample indices; None for streams."""
-        if not isinstance(self.batch_sampler, SkippingBatchSampler):
+        if not isinstance(self.batch_sampler, samplers.SkippingBatchSampler):
             return None
         self.batch_sampler.recorded_indices = []
         return self.batch_sampler.recorded_indices
@@ -283,7 +282,7 @@ class PreparedDataLoader(DataLoader[Any]):
         else:
             # In an evaluation, every process reads the complete stream.
             reads_all = plan.processes is None and isinstance(self.dataset, IterableDataset)
-            spec = self.shard_spec if reads_all else UNSHARDED
+            spec = self.shard_spec if reads_all else samplers.UNSHARDED
             iterator = samplers.batches_of_rank(plan.stop_at_shortest_shard(self._read_batches(spec.processes)), spec)
         next_item = next(iterator, _NOTHING)
         while next_item is not _NOTHING:
@@ -326,7 +325,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 start.restore_random()
             return
         batches = self._mark_read(self._open_data(start))
-        if isinstance(self.batch_sampler, SkippingBatchSampler):
+        if isinstance(self.batch_sampler, samplers.SkippingBatchSampler):
             self.batch_sampler.skip_now()
         for _ in range(start.skipped_batches * times):
             skipped = next(batches, None)
@@ -408,8 +407,8 @@ def skip_first(loader: Any, batches: int) -> tuple[Any, int]:
         loader.skip_first(batches)
         return loader, 0
     if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler:
-        sampler = SkippingBatchSampler(loader.batch_sampler, batches)
-        return DataLoader(loader.dataset, batch_sampler=sampler, **settings_of(loader)), 0
+        sampler = samplers.SkippingBatchSampler(loader.batch_sampler, batches)
+        return DataLoader(loader.dataset, batch_sampler=sampler, **samplers.settings_of(loader)), 0
     return loader, batches
 
 

@@ -22,7 +22,6 @@ from hftrainer.base.part import Part
 from hftrainer.base.signatures import accepted_args, call_with_accepted
 from hftrainer.base.tracebacks import add_note, describe_type
 from hftrainer.compat import libraries
-from hftrainer.compat.libraries import has_length
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collecting import make_metrics_gather, select_predictions
@@ -108,7 +107,7 @@ class EvaluationRunner(Part):
         if not trainer.is_in_train:
             self.parts.setup.update_engine(trainer.args)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        examples: Any = trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
+        examples: Any = trainer.num_examples(dataloader) if libraries.has_length(dataloader) else "unknown"
         batch_size = getattr(dataloader, "batch_size", None) or trainer.args.eval_batch_size
         log_facts(logger, f"Running {description} begins.", {"Number of examples": examples, "Batch size": batch_size})
         model = self._prepare_model(dataloader)

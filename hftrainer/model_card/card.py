@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.base.messages import count_of
 from hftrainer.compat import libraries
-from hftrainer.compat.libraries import has_length
 from hftrainer.compat.version import __version__
 from hftrainer.errors import InvalidArgument, suggest
 from hftrainer.model_card import card_contents
@@ -311,7 +310,7 @@ def _count_samples(trainer: Trainer) -> dict[str, int]:
         {f"evaluation, {name}": data for name, data in evaluation.items()} if has_names else {"evaluation": evaluation}
     )
     datasets = {"training": trainer.train_dataset, **sets}
-    return {name: len(data) for name, data in datasets.items() if data is not None and has_length(data)}
+    return {name: len(data) for name, data in datasets.items() if data is not None and libraries.has_length(data)}
 
 
 def _versions() -> dict[str, str]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.inspection import inspect_checkpoint
-from hftrainer.checkpointing.names import checkpoints_newest_first, sort_checkpoints
 from hftrainer.checkpointing.run_checkpoints import delete_all_but_best
 from hftrainer.checkpointing.writing.files import read_manifest
 from hftrainer.checkpointing.writing.folder import CheckpointFolder
@@ -200,7 +199,7 @@ class Mirror:
 
         Checkpoints that this mirror does not upload are kept.
         """
-        local = [self._remote_name(path) for path in sort_checkpoints(str(self.local / folder))]
+        local = [self._remote_name(path) for path in names.sort_checkpoints(str(self.local / folder))]
         for name in [name for name in local[: -self._keep_local] if name not in kept_names]:
             if name in self._missing_reasons:
                 logger.error("%s is deleted, though it was not uploaded: keep_local=%s.", name, self._keep_local)
@@ -272,7 +271,7 @@ class Mirror:
 
     def _newest_local(self, run_folder: str) -> str | None:
         """The newest intact local checkpoint that was not deleted or replaced at the URL."""
-        for path in checkpoints_newest_first(run_folder) if os.path.isdir(run_folder) else ():
+        for path in names.checkpoints_newest_first(run_folder) if os.path.isdir(run_folder) else ():
             name = self._remote_name(path)
             if (reason := inspect_checkpoint(path).skip_reason_within) is not None:
                 logger.warning("%s is damaged and is skipped: %s.", path, reason)

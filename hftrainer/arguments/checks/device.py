@@ -14,7 +14,6 @@ from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import suggest
 from hftrainer.parallel import devices
-from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend
 from hftrainer.parallel.environment import RankInfo
 from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings
 from hftrainer.parallel.plan import TRUE_TYPES
@@ -52,7 +51,7 @@ def check_device(resolved: ResolvedArguments) -> Iterator[str]:
         yield reason
     if device_type == "mps":
         yield from _check_mps(resolved.precision, processes, is_model_sharded)
-    elif device_type in UNSUPPORTED_BY_LIGHTNING and is_model_sharded:
+    elif device_type in devices.UNSUPPORTED_BY_LIGHTNING and is_model_sharded:
         yield f"Sharding needs CUDA or the CPU, but this device is {device_type}: remove fsdp and parallelism_config."
     if resolved.precision in TRUE_TYPES and (is_model_sharded or device_type == "xla"):
         yield (
@@ -115,7 +114,7 @@ def _explain_backend(backends: str, device_type: str, has_process_group: bool) -
     registry = distributed.Backend.backend_capability
     known_names = {*registry, *BACKENDS}
     device_types: set[str] = set()
-    remedy = f"use {native_backend(device_type)!r}, or remove the argument."
+    remedy = f"use {devices.native_backend(device_type)!r}, or remove the argument."
     for part in backends.split(","):
         *device, name = part.split(":")
         if name not in known_names:
@@ -186,7 +185,7 @@ def check_fsdp(resolved: ResolvedArguments, has_custom_optimizer: bool) -> Itera
     """
     args, settings, world_size = resolved.args, resolved.fsdp, resolved.rank_info.world_size
     # `check_device` reports devices that cannot shard.
-    if settings is None or resolved.device.type in ("mps", *UNSUPPORTED_BY_LIGHTNING):
+    if settings is None or resolved.device.type in ("mps", *devices.UNSUPPORTED_BY_LIGHTNING):
         return
     setting = f"fsdp={args.fsdp!r}" if args.fsdp else "ACCELERATE_USE_FSDP=true"
     if args.deepspeed:

@@ -20,9 +20,7 @@ from safetensors import SafetensorError
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.writing import files, writer_process
-from hftrainer.checkpointing.writing.files import Entry
 from hftrainer.checkpointing.writing.folder import CheckpointFolder
-from hftrainer.checkpointing.writing.writer_process import CannotUnpack, SharedCopies, WriterProcess
 from hftrainer.errors import CheckpointNotWritten
 from hftrainer.parallel.process_group import start_in_thread
 
@@ -97,7 +95,7 @@ class CheckpointInProgress:
     on_failure: Callable[[], None]
     writes: list[DeferredWrite] = field(default_factory=list)
     pickled_writes: list[bytes] = field(default_factory=list)
-    known_entries: dict[str, Entry] = field(default_factory=dict)
+    known_entries: dict[str, files.Entry] = field(default_factory=dict)
     futures: list[Future[None]] = field(default_factory=list)
     completion_callbacks: list[Callable[[], None]] = field(default_factory=list)
     publication: Future[None] | None = None
@@ -198,7 +196,7 @@ class CheckpointWriter:
     _shard_future: Future[None] | None = None
     _thread: ThreadPoolExecutor = field(init=False)
     _copies: files.HostCopies = field(init=False)
-    _process: WriterProcess | None = field(init=False)
+    _process: writer_process.WriterProcess | None = field(init=False)
 
     def __post_init__(self) -> None:
         self._open()
@@ -209,8 +207,8 @@ class CheckpointWriter:
         self._copies = files.HostCopies()
         self._process = None
         if self.is_async and writer_process.IS_AVAILABLE:
-            self._copies = copies = SharedCopies()
-            self._process = WriterProcess(copies)
+            self._copies = copies = writer_process.SharedCopies()
+            self._process = writer_process.WriterProcess(copies)
 
     @contextlib.contextmanager
     def checkpoint(
@@ -284,7 +282,7 @@ class CheckpointWriter:
             try:
                 current.known_entries.update(self._process.run(current.pickled_writes, current.folder.staging))
                 return
-            except CannotUnpack as error:
+            except writer_process.CannotUnpack as error:
                 self._fall_back_to_thread(error)
         for deferred_write in current.writes:
             deferred_write.write(deferred_write.values)
