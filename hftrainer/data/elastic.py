@@ -7,8 +7,8 @@ each step are the first in the epoch's order, however they are divided into micr
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from itertools import cycle, islice
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,41 +16,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import libraries
+from hftrainer.data import samplers
 from hftrainer.data.mixture import MixtureBatchSampler
 from hftrainer.data.randomness import cpu_rng_state, seed_cpu, set_cpu_rng_state
-from hftrainer.data.samplers import EpochSampler, StreamWrapper, set_epoch, settings_of
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
 logger = logging.getLogger(__name__)
 
 
-def complete_groups(
-    samples: Iterable[Any], size: int, drop_last: bool, first: Iterable[Any] | None = None
-) -> Iterator[Any]:
-    """Yields the samples of complete groups of `size`.
-
-    Args:
-        samples: the samples to group.
-        size: samples of a group.
-        drop_last: drop an incomplete last group, rather than completing it with the first samples.
-        first: the first samples, if `samples` do not begin with them.
-    """
-    iterator = iter(samples)
-    while group := list(islice(iterator, size)):
-        first = list(group) if first is None else first
-        if len(group) < size:
-            if drop_last:
-                return
-            group += islice(cycle(first), size - len(group))
-        yield from group
-
-
-def count_complete_samples(samples: int, size: int, drop_last: bool) -> int:
-    """The number of samples that `complete_groups` yields for `samples` of them."""
-    return (samples // size if drop_last else -(-samples // size)) * size
-
-
-class GlobalBatchSampler(EpochSampler, Sampler[int]):
+class GlobalBatchSampler(samplers.EpochSampler, Sampler[int]):
     """A sampler of complete global batches, in the same order on all ranks of any run.
 
     Args:
@@ -70,18 +44,18 @@ class GlobalBatchSampler(EpochSampler, Sampler[int]):
             order = list(self.sampler)
         finally:
             set_cpu_rng_state(states)
-        return complete_groups(order, self.size, self.drop_last)
+        return chain.from_iterable(samplers.complete_groups(order, self.size, self.drop_last))
 
     def __len__(self) -> int:
-        return count_complete_samples(len(self.sampler), self.size, self.drop_last)
+        return samplers.count_complete_samples(len(self.sampler), self.size, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
         super().set_epoch(epoch)
-        set_epoch(self.sampler, epoch)
+        samplers.set_epoch(self.sampler, epoch)
 
 
-class GlobalBatchStream(StreamWrapper):
+class GlobalBatchStream(samplers.StreamWrapper):
     """A stream of complete global batches.
 
     Args:
@@ -103,11 +77,11 @@ class GlobalBatchStream(StreamWrapper):
     def __iter__(self) -> Iterator[Any]:
         self.seed_generator()
         start_stream, self._epoch_start_stream = self._epoch_start_stream, None
-        set_epoch(start_stream, self.epoch)
-        return complete_groups(self.dataset, self.size, self.drop_last, start_stream)
+        samplers.set_epoch(start_stream, self.epoch)
+        return chain.from_iterable(samplers.complete_groups(self.dataset, self.size, self.drop_last, start_stream))
 
     def __len__(self) -> int:
-        return count_complete_samples(len(self.dataset), self.size, self.drop_last)
+        return samplers.count_complete_samples(len(self.dataset), self.size, self.drop_last)
 
 
 def check_loader(loader: DataLoader[Any], config: AcceleratorConfig) -> None:
@@ -128,7 +102,7 @@ def check_loader(loader: DataLoader[Any], config: AcceleratorConfig) -> None:
 def make_global_batch_loader(loader: DataLoader[Any], global_batch: int) -> DataLoader[Any]:
     """A loader of the same stream, with complete global batches and at most one worker."""
     dataset = GlobalBatchStream(loader.dataset, global_batch, loader.drop_last)
-    settings = settings_of(loader) | {"num_workers": min(loader.num_workers, 1)}
+    settings = samplers.settings_of(loader) | {"num_workers": min(loader.num_workers, 1)}
     if loader.num_workers > 1:
         logger.warning(
             "elastic=True: one worker reads the stream, not dataloader_num_workers=%d, which would divide it.",

@@ -423,6 +423,32 @@ class StreamWrapper(IterableDataset[Any]):
             generator.manual_seed(self.epoch)
 
 
+def complete_groups(
+    samples: Iterable[Any], size: int, drop_last: bool, first: Iterable[Any] | None = None
+) -> Iterator[list[Any]]:
+    """Yields groups of `size` samples.
+
+    Args:
+        samples: the samples to group.
+        size: samples of a group.
+        drop_last: drop an incomplete last group, rather than completing it with the first samples.
+        first: the first samples, if `samples` do not begin with them.
+    """
+    iterator = iter(samples)
+    while group := list(islice(iterator, size)):
+        first = list(group) if first is None else first
+        if len(group) < size:
+            if drop_last:
+                return
+            group += islice(cycle(first), size - len(group))
+        yield group
+
+
+def count_complete_samples(samples: int, size: int, drop_last: bool) -> int:
+    """The number of samples in the groups that `complete_groups` yields for `samples` of them."""
+    return (samples // size if drop_last else -(-samples // size)) * size
+
+
 class ShardedStream(StreamWrapper):
     """The samples of one process from a stream that every process reads.
 
@@ -437,28 +463,17 @@ class ShardedStream(StreamWrapper):
 
     def __init__(self, dataset: Any, shard_spec: ShardSpec, size: int, drop_last: bool) -> None:
         super().__init__(dataset)
-        self.shard_spec = shard_spec
-        self.size = size
-        self.drop_last = drop_last
+        self.shard_spec, self.size, self.drop_last = shard_spec, size, drop_last
+        self._round_size = size * shard_spec.processes
 
     def __iter__(self) -> Iterator[Any]:
         self.seed_generator()
-        round_size = self.size * self.shard_spec.processes
-        rank_slice = slice(self.shard_spec.rank * self.size, (self.shard_spec.rank + 1) * self.size)
-        first_round: list[Any] | None = None
-        samples: list[Any] = []
-        for sample in self.dataset:
-            samples.append(sample)
-            if len(samples) == round_size:
-                yield from samples[rank_slice]
-                first_round, samples = first_round or samples, []
-        if samples and not self.drop_last:
-            yield from [*samples, *islice(cycle(first_round or samples), round_size - len(samples))][rank_slice]
+        start = self.shard_spec.rank * self.size
+        for group in complete_groups(self.dataset, self._round_size, self.drop_last):
+            yield from group[start : start + self.size]
 
     def __len__(self) -> int:
-        round_size = self.size * self.shard_spec.processes
-        count = len(self.dataset)
-        return (count // round_size if self.drop_last else -(-count // round_size)) * self.size
+        return count_complete_samples(len(self.dataset), self._round_size, self.drop_last) // self.shard_spec.processes
 
 
 def batches_of_rank(batches: Iterable[Any], shard_spec: ShardSpec) -> Iterator[tuple[Any, bool]]:
