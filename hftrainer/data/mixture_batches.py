@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.compat import libraries
+from hftrainer.data import mixture
 from hftrainer.data.loaders import PreparedDataLoader
-from hftrainer.data.mixture import (
-    MixtureBatchSampler,
-    MixtureDataset,
-    MixturePlan,
-    MixtureStream,
-    as_mixture,
-    make_shares,
-)
 from hftrainer.data.samplers import innermost, seed_of_order
 from hftrainer.errors import InvalidArgument, UnsupportedArgument, suggest
 
@@ -26,20 +19,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MIXTURES = (MixtureDataset, MixtureStream)
+_MIXTURES = (mixture.MixtureDataset, mixture.MixtureStream)
 
 
 def collect_settings(parts: TrainerParts) -> list[Any] | None:
     """The settings that determine the sample order of a mixture; None without a mixture."""
     args = parts.trainer.args
-    if args.mixture_column is None and not isinstance(as_mixture(parts.trainer.train_dataset), _MIXTURES):
+    if args.mixture_column is None and not isinstance(mixture.as_mixture(parts.trainer.train_dataset), _MIXTURES):
         return None
     weights = args.mixture_weights
     weights = getattr(weights, "__qualname__", type(weights).__name__) if callable(weights) else weights
     return [weights, args.mixture_temperature, args.mixture_column]
 
 
-def make_batch_sampler(parts: TrainerParts, sources: Mapping[str, Sequence[int]]) -> MixtureBatchSampler:
+def make_batch_sampler(parts: TrainerParts, sources: Mapping[str, Sequence[int]]) -> mixture.MixtureBatchSampler:
     """A batch sampler for map-style data.
 
     Args:
@@ -50,10 +43,10 @@ def make_batch_sampler(parts: TrainerParts, sources: Mapping[str, Sequence[int]]
         UnsupportedArgument: for an order within the sources that is neither random nor sequential.
     """
     plan = _make_plan(parts, {name: len(indices) for name, indices in sources.items()})
-    return MixtureBatchSampler(sources, plan, parts.run.train_batch_size, _find_order_seed(parts, plan))
+    return mixture.MixtureBatchSampler(sources, plan, parts.run.train_batch_size, _find_order_seed(parts, plan))
 
 
-def plan_stream(parts: TrainerParts, stream: MixtureStream) -> MixtureStream:
+def plan_stream(parts: TrainerParts, stream: mixture.MixtureStream) -> mixture.MixtureStream:
     """The stream in the order of its plan. Only one worker may read it: each of several would read all sources."""
     plan = _make_plan(parts, dict.fromkeys(stream.sources))
     if (workers := parts.trainer.args.dataloader_num_workers) > 1:
@@ -63,7 +56,7 @@ def plan_stream(parts: TrainerParts, stream: MixtureStream) -> MixtureStream:
     return stream.copy_with_plan(plan, parts.run.train_batch_size, _find_order_seed(parts, plan))
 
 
-def _find_order_seed(parts: TrainerParts, plan: MixturePlan) -> int | None:
+def _find_order_seed(parts: TrainerParts, plan: mixture.MixturePlan) -> int | None:
     """The seed for the order within the sources; None keeps the order of each source."""
     order = parts.trainer.args.train_sampling_strategy
     if order not in ("random", "sequential") or getattr(parts.trainer.args, "sortish_sampler", False):
@@ -74,7 +67,7 @@ def _find_order_seed(parts: TrainerParts, plan: MixturePlan) -> int | None:
     return None if order == "sequential" else plan.seed
 
 
-def _make_plan(parts: TrainerParts, sizes: Mapping[str, int | None]) -> MixturePlan:
+def _make_plan(parts: TrainerParts, sizes: Mapping[str, int | None]) -> mixture.MixturePlan:
     trainer, args = parts.trainer, parts.trainer.args
     if parts.loaders.read_config().split_batches:
         raise UnsupportedArgument(
@@ -86,9 +79,9 @@ def _make_plan(parts: TrainerParts, sizes: Mapping[str, int | None]) -> MixtureP
             f"tokens_per_batch={args.tokens_per_batch}: each micro-batch of a mixture has per_device_train_batch_size "
             "samples. Remove one of the two arguments."
         )
-    shares = make_shares(args.mixture_weights, args.mixture_temperature, sizes)
+    shares = mixture.make_shares(args.mixture_weights, args.mixture_temperature, sizes)
     micro_batches = args.gradient_accumulation_steps * trainer.accelerator.processes.data_world_size
-    return MixturePlan(shares, len(sizes), micro_batches, seed_of_order(args))
+    return mixture.MixturePlan(shares, len(sizes), micro_batches, seed_of_order(args))
 
 
 def check_column(column: str, dataset: Any) -> None:
@@ -125,10 +118,10 @@ class SourceLog:
         self,
         parts: TrainerParts,
         names: list[str],
-        plan: MixturePlan,
+        plan: mixture.MixturePlan,
         steps_in_epoch: int,
         sizes: list[int] | None,
-        stream: MixtureStream | None,
+        stream: mixture.MixtureStream | None,
     ) -> None:
         self.parts, self.names, self.sizes, self.stream = parts, names, sizes, stream
         self._plan, self._steps_in_epoch = plan, steps_in_epoch
@@ -204,10 +197,10 @@ def make_source_log(parts: TrainerParts, loader: Any) -> SourceLog | None:
     if not isinstance(loader, PreparedDataLoader):
         return None
     batches = innermost(loader.batch_sampler)
-    if isinstance(batches, MixtureBatchSampler):
+    if isinstance(batches, mixture.MixtureBatchSampler):
         sizes = list(map(len, batches.sources.values()))
         return SourceLog(parts, list(batches.sources), batches.plan.from_step(0), batches.steps, sizes, None)
     stream = loader.source
-    if not isinstance(stream, MixtureStream) or stream.plan is None:
+    if not isinstance(stream, mixture.MixtureStream) or stream.plan is None:
         return None
     return SourceLog(parts, list(stream.sources), stream.plan.from_step(0), 0, None, stream)

@@ -14,23 +14,11 @@ from typing import Any
 
 import torch
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import choices, legacy
 from hftrainer.arguments.accelerate import find_device_mismatch
 from hftrainer.arguments.accelerator_config import as_accelerator_config
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.checks import param_group_entries
-from hftrainer.arguments.choices import (
-    DebugOption,
-    IntervalStrategy,
-    OptimizerNames,
-    SaveStrategy,
-    as_text,
-    describe_invalid,
-    normalize_observe,
-    read_address,
-    read_observe,
-    token_counting_mode,
-)
 from hftrainer.arguments.fields.table import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, asks_for_deepspeed
 from hftrainer.arguments.storage_url import separate_storage
@@ -49,7 +37,7 @@ ALIASES = {
 
 #: Schedules that step on an evaluation metric.
 _METRIC_BASED = ("reduce_lr_on_plateau", "greedy")
-_LAYERWISE = [name.value for name in OptimizerNames if name.value.endswith("layerwise")]
+_LAYERWISE = [name.value for name in choices.OptimizerNames if name.value.endswith("layerwise")]
 
 
 def normalize(args: BaseArguments) -> None:
@@ -66,12 +54,12 @@ def normalize(args: BaseArguments) -> None:
     _normalize_output_dir(args)
     if args.disable_tqdm is None:
         args.disable_tqdm = logging.getLogger("hftrainer").getEffectiveLevel() > logging.WARNING
-    args.include_num_input_tokens_seen = token_counting_mode(args.include_num_input_tokens_seen)
+    args.include_num_input_tokens_seen = choices.token_counting_mode(args.include_num_input_tokens_seen)
     _normalize_compilation(args)
     choose_start_method(args)
     args.debug = _debug_options(args.debug)
     args.report_to = _as_list(args.report_to)
-    args.observe = normalize_observe(args.observe)
+    args.observe = choices.normalize_observe(args.observe)
     # A command line passes text.
     if isinstance(args.metrics_port, str) and args.metrics_port.isdecimal():
         args.metrics_port = int(args.metrics_port)
@@ -109,9 +97,9 @@ def _fill_dependent_defaults(args: BaseArguments) -> None:
         setattr(args, old, getattr(args, new))
     if args.activation_checkpointing is None:
         args.activation_checkpointing = args.gradient_checkpointing = False
-    if args.eval_strategy != IntervalStrategy.NO:
+    if args.eval_strategy != choices.IntervalStrategy.NO:
         args.do_eval = True
-    if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
+    if args.eval_strategy == choices.IntervalStrategy.STEPS and not args.eval_steps:
         args.eval_steps = args.logging_steps
         logger.info("eval_steps is not set: using logging_steps=%s.", args.logging_steps)
     _choose_best_metric(args)
@@ -192,7 +180,7 @@ def _parse_enums(args: BaseArguments) -> Iterator[str]:
             try:
                 setattr(args, name, argument.choices(getattr(args, name)))
             except InvalidArgument:
-                yield f"{name}: {describe_invalid(getattr(args, name), argument.choices, name)}"
+                yield f"{name}: {choices.describe_invalid(getattr(args, name), argument.choices, name)}"
 
 
 def _parse_json(args: BaseArguments) -> Iterator[str]:
@@ -221,9 +209,9 @@ def _convert_strings(value: Any) -> Any:
 
 def _debug_options(value: Any) -> list[Any]:
     """The options as members of their enumeration. Unknown ones are kept, and `check_values` reports them."""
-    members = {option.value: option for option in DebugOption}
+    members = {option.value: option for option in choices.DebugOption}
     parts = value if isinstance(value, (list, tuple, set)) else [value or ""]
-    words = [word for part in parts for word in as_text(part).split()]
+    words = [word for part in parts for word in choices.as_text(part).split()]
     return [members.get(word, word) for word in words]
 
 
@@ -312,7 +300,7 @@ def check_types(args: BaseArguments) -> Iterator[str]:
     """An error message for each argument of another type: text for a number, a float for an integer, ..."""
     for name, kind in _TYPES.items():
         value = getattr(args, name, None)
-        is_unused = name == "per_device_eval_batch_size" and args.eval_strategy == IntervalStrategy.NO
+        is_unused = name == "per_device_eval_batch_size" and args.eval_strategy == choices.IntervalStrategy.NO
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         # For these, transformers fails with a float that has no fraction too.
         is_strict = name == "max_steps" or (ARGUMENTS[name].minimum is not None and not is_unused)
@@ -331,7 +319,7 @@ def check_types(args: BaseArguments) -> Iterator[str]:
 def _check_run(args: BaseArguments) -> Iterator[str]:
     """Errors in values that only a run needs."""
     yield from check_ranges(args)
-    if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
+    if args.save_strategy == choices.SaveStrategy.BEST and args.metric_for_best_model is None:
         yield "save_strategy='best': `args.metric_for_best_model` must be provided, as it decides which model is best."
     if args.elastic and args.auto_find_batch_size:
         yield "elastic=True keeps the samples of a step, which auto_find_batch_size=True would change: choose one."
@@ -354,9 +342,9 @@ def _check_choices(args: BaseArguments) -> Iterator[str]:
             continue
         # If the default is None, other objects are accepted, such as a multiprocessing context.
         if argument.default is not None or isinstance(value, str):
-            yield f"{name}: {describe_invalid(value, argument.choices, name)}"
-    if unknown_options := [option for option in args.debug or () if option not in list(DebugOption)]:
-        allowed = " and ".join(option.value for option in DebugOption)
+            yield f"{name}: {choices.describe_invalid(value, argument.choices, name)}"
+    if unknown_options := [option for option in args.debug or () if option not in list(choices.DebugOption)]:
+        allowed = " and ".join(option.value for option in choices.DebugOption)
         yield f"debug: unknown {sorted(map(str, unknown_options))}: use {allowed}."
     if isinstance(args.label_names, str):
         yield f"label_names={args.label_names!r} is text: use a list of names, [{args.label_names!r}]."
@@ -367,9 +355,9 @@ def _check_monitoring(args: BaseArguments) -> Iterator[str]:
         if (minutes := getattr(args, name)) is not None and not (isinstance(minutes, (int, float)) and minutes > 0):
             yield f"{name}={minutes!r}: use a number of minutes above 0, or None."
     try:
-        read_observe(args.observe)
+        choices.read_observe(args.observe)
         if args.metrics_port is not None:
-            read_address(args.metrics_port)
+            choices.read_address(args.metrics_port)
     except InvalidArgument as error:
         yield str(error)
 
@@ -386,17 +374,17 @@ def _check_intervals(args: BaseArguments) -> Iterator[str]:
 
 
 def _check_best_model(args: BaseArguments) -> Iterator[str]:
-    if not args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST:
+    if not args.load_best_model_at_end or args.save_strategy == choices.SaveStrategy.BEST:
         return
     if args.eval_strategy != args.save_strategy:
-        evaluation, saving = as_text(args.eval_strategy), as_text(args.save_strategy)
+        evaluation, saving = choices.as_text(args.eval_strategy), choices.as_text(args.save_strategy)
         both = "both to the same value, or use save_strategy='best'"
         same = f"eval_strategy={saving!r}" if evaluation == "no" else both
         yield (
             f"load_best_model_at_end needs each checkpoint evaluated, but eval_strategy={evaluation!r} and "
             f"save_strategy={saving!r} differ: set {same}."
         )
-    elif args.eval_strategy == IntervalStrategy.STEPS and args.eval_steps and not _is_multiple(args):
+    elif args.eval_strategy == choices.IntervalStrategy.STEPS and args.eval_steps and not _is_multiple(args):
         is_comparable = (args.save_steps < 1) == (args.eval_steps < 1)
         remedy = "a multiple" if is_comparable else "two whole numbers or two fractions"
         yield (
@@ -422,8 +410,9 @@ def _check_precision(args: BaseArguments) -> Iterator[str]:
             yield f"fp16{suffix} and bf16{suffix} are both set: choose one."
     if args.bf16 and args.device.type == "cuda" and not torch.cuda.is_bf16_supported():
         yield "bf16=True, but this GPU does not support bfloat16: use fp16=True, or use_cpu=True."
-    if args.lr_scheduler_type in _METRIC_BASED and args.eval_strategy == IntervalStrategy.NO:
-        yield f"lr_scheduler_type={as_text(args.lr_scheduler_type)!r} needs evaluation metrics: set eval_strategy."
+    schedule = choices.as_text(args.lr_scheduler_type)
+    if schedule in _METRIC_BASED and args.eval_strategy == choices.IntervalStrategy.NO:
+        yield f"lr_scheduler_type={schedule!r} needs evaluation metrics: set eval_strategy."
 
 
 def _check_tokens_per_batch(args: BaseArguments) -> Iterator[str]:
@@ -466,10 +455,10 @@ def _check_divergence(args: BaseArguments) -> Iterator[str]:
     threshold = args.divergence_threshold
     if args.on_divergence is None and (threshold is not None or args.max_rollbacks != 3):
         yield "divergence_threshold and max_rollbacks need on_divergence: set it to 'rollback' or 'stop'."
-    if args.on_divergence is not None and as_text(args.optim) in ("lomo", "adalomo", *_LAYERWISE):
+    if args.on_divergence is not None and choices.as_text(args.optim) in ("lomo", "adalomo", *_LAYERWISE):
         yield (
             f"on_divergence={args.on_divergence!r} checks a step before it changes weights, but "
-            f"optim={as_text(args.optim)!r} changes them during the backward pass: choose another optim."
+            f"optim={choices.as_text(args.optim)!r} changes them during the backward pass: choose another optim."
         )
     is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
     if threshold is not None and not (is_number and threshold > 0):
