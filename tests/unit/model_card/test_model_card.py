@@ -19,7 +19,7 @@ from huggingface_hub import HfApi, constants, metadata_load
 from hftrainer import TrainerCallback, TrainingArguments, TrainingSummary
 from hftrainer.cli import install
 from hftrainer.errors import InvalidArgument
-from hftrainer.model_card import card_contents, card_files
+from hftrainer.model_card import card_contents
 from hftrainer.model_card.card_contents import evaluation_rows, final_results, markdown_table
 from tests.support.parity import EVERY_STEP, accuracy, build
 from tests.support.releases import pinned, release_of
@@ -89,7 +89,7 @@ def test_card_without_training_has_no_results_table(tmp_path):
 
 
 def test_card_in_training_has_columns_for_each_eval_set(tmp_path, monkeypatch):
-    monkeypatch.setattr(card_files, "_SECONDS_BETWEEN_PLOTS", float("inf"))
+    monkeypatch.setattr("hftrainer.model_card.card._SECONDS_BETWEEN_PLOTS", float("inf"))
     rows, drawn, data = [], [], plain_data()
 
     class Cards(TrainerCallback):
