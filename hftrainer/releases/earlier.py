@@ -1,7 +1,7 @@
 """The table of releases: a subclass of `ReleasePolicy` for each release after which `transformers` changed.
 
-Each class restores what the next release changed; `own_changes` describes it. To drop releases, delete the last
-subclasses.
+Each class restores what the next release changed; `own_changes` describes it, and turns off the switches that it names.
+To drop releases, delete the last subclasses.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ class PolicyUntil5_22(ReleasePolicy):
         "filters_nonfinite_eval_losses": "eval_loss is nan or infinite if the loss of one batch is",
         "skips_logits": "with use_liger_kernel, an evaluation that needs only the loss computes the logits too",
     }
-    filters_nonfinite_eval_losses = False
-    skips_logits = False
 
 
 class PolicyUntil5_18(PolicyUntil5_22):
@@ -57,7 +55,6 @@ class PolicyUntil5_18(PolicyUntil5_22):
         "steps, including those before the checkpoint",
         "num_items": "num_items_in_batch is an integer",
     }
-    averages_train_loss_over_call = False
 
     def num_items(self, count: torch.Tensor) -> torch.Tensor | int:
         return count
@@ -69,7 +66,6 @@ class PolicyUntil5_17(PolicyUntil5_18):
         "aligns_only_set_tokens": "the model's configs lose special tokens that the tokenizer lacks, and lists of end "
         "tokens become one token (transformers#48708)"
     }
-    aligns_only_set_tokens = False
 
 
 class PolicyUntil5_15(PolicyUntil5_17):
@@ -89,7 +85,6 @@ class PolicyUntil5_14(PolicyUntil5_15):
         "smooths_over_items": "label smoothing divides by the labels of its micro-batch, even where the loss is summed "
         "over an optimizer step (transformers#47261)"
     }
-    smooths_over_items = False
 
 
 class PolicyUntil5_9(PolicyUntil5_14):
@@ -117,7 +112,6 @@ class PolicyUntil5_3(PolicyUntil5_5):
         "evaluates_last_step": "with eval_strategy='steps', the last step is evaluated only if it is a multiple of "
         "eval_steps (transformers#44146)"
     }
-    evaluates_last_step = False
 
 
 class PolicyUntil5_2(PolicyUntil5_3):
@@ -132,17 +126,11 @@ class PolicyUntil5_2(PolicyUntil5_3):
         "sixth values",
     }
     epoch_before_training = None
-    loads_best_after_logging = False
-    logs_grad_norm_without_clipping = False
-    makes_model_before_trial = False
-    reads_batch_size_once = False
-    returns_steps_in_epoch = False
 
 
 class PolicyUntil5_1(PolicyUntil5_2):
     last_release = Release(5, 1)
     own_changes = {"resumes_with_batch_size_of_arguments": "a resumed run has the batch size of its checkpoint"}
-    resumes_with_batch_size_of_arguments = False
     gradient_divisor = ReleasePolicy.gradient_divisor
 
 
@@ -152,7 +140,6 @@ class PolicyUntil5_0(PolicyUntil5_1):
         "calls_create_scheduler": "train() calls create_optimizer_and_scheduler, even if create_optimizer and "
         "create_scheduler are overridden too"
     }
-    calls_create_scheduler = False
 
 
 class PolicyUntil4_57(PolicyUntil5_0):
@@ -163,8 +150,6 @@ class PolicyUntil4_57(PolicyUntil5_0):
         "printed": "numbers in printed log lines have all digits",
         "sets_use_cache": "the model's config keeps its use_cache",
     }
-    estimates_total_flos = False
-    sets_use_cache = False
 
     def logged_loss(self, mean: float) -> float:
         return round(mean, 4)
@@ -178,13 +163,11 @@ class PolicyUntil4_56(PolicyUntil4_57):
     own_changes = {
         "divides_eval_loss_by_items": "the loss of an evaluation batch is the model's own mean (transformers#41183)"
     }
-    divides_eval_loss_by_items = False
 
 
 class PolicyUntil4_55(PolicyUntil4_56):
     last_release = Release(4, 55)
     own_changes = {"aligns_special_tokens": "the model's configs keep their special tokens (transformers#38441)"}
-    aligns_special_tokens = False
 
 
 class PolicyUntil4_54(PolicyUntil4_55):
@@ -203,7 +186,6 @@ class PolicyUntil4_52(PolicyUntil4_54):
         "divides_uncounted_loss": "the loss of a model that accepts num_items_in_batch is never divided for "
         "accumulation",
     }
-    divides_uncounted_loss = False
 
     def decay_parameter_names(self, model: nn.Module) -> list[str]:
         return get_parameter_names(model, libraries.normalization_layers(), ["bias", "layernorm", "rmsnorm"])
@@ -217,8 +199,6 @@ class PolicyUntil4_51(PolicyUntil4_52):
         "steps_of_epoch": "the steps of an epoch are rounded down, so training ends earlier when its last optimizer "
         "step has fewer micro-batches (transformers#37923)",
     }
-    logs_tokens_per_second = False
-    seeds_workers_by_rank = False
 
     def steps_of_epoch(self, micro_batches: int, accumulation_steps: int) -> int:
         return max(1, micro_batches // accumulation_steps)
@@ -230,8 +210,6 @@ class PolicyUntil4_50(PolicyUntil4_51):
         "counts_items_only_if_used": "items are counted for every model, and passed to overrides of compute_loss",
         "logs_rate_of_step": "the logged learning rate is that of the next step (transformers#36973)",
     }
-    counts_items_only_if_used = False
-    logs_rate_of_step = False
 
 
 class PolicyUntil4_49(PolicyUntil4_50):
@@ -244,9 +222,7 @@ class PolicyUntil4_49(PolicyUntil4_50):
         "of the epoch",
         "saves_tokenizer_of_collator": "without a processing class, the tokenizer of the data collator is not saved",
     }
-    records_best_step = False
     saves_last_step_with = ("steps", "epoch")
-    saves_tokenizer_of_collator = False
 
     def num_items(self, count: torch.Tensor) -> torch.Tensor | int:
         return int(count)
@@ -259,8 +235,6 @@ class PolicyUntil4_48(PolicyUntil4_49):
         "excludes_past_key_values": "only the keys in the config's list are excluded from predictions",
         "saves_scaler": "the loss scale is not saved; a resumed run starts with the initial scale",
     }
-    excludes_past_key_values = False
-    saves_scaler = False
 
     def decay_parameter_names(self, model: nn.Module) -> list[str]:
         names = get_parameter_names(model, libraries.normalization_layers())

@@ -40,11 +40,18 @@ class ReleasePolicy:
 
     Attributes:
         last_release: the last release with this behaviour.
-        own_changes: method or value → the different behaviour, as `explain` and COMPATIBILITY.md show it.
+        own_changes: method or value → the different behaviour, as `explain` and COMPATIBILITY.md show it. A switch that
+            a subclass names here without setting it is off.
     """
 
     last_release = NEWEST
     own_changes: dict[str, str] = {}
+
+    def __init_subclass__(cls) -> None:
+        # A subclass without a table of its own changes nothing.
+        for name in vars(cls).get("own_changes", {}).keys() - vars(cls).keys():
+            assert getattr(cls, name) is True, f"{cls.__name__}.{name} is no switch that is on"
+            setattr(cls, name, False)
 
     def __init__(self, release: Release = NEWEST) -> None:
         self.release = release
@@ -55,7 +62,8 @@ class ReleasePolicy:
         classes: Any = type(self).__mro__[:-2]
         # The text of an earlier release hides that of a later one.
         for policy_class in classes:
-            texts = {name: policy_class.own_changes.get(name) for name in vars(policy_class)} | texts
+            own_changes = policy_class.own_changes
+            texts = {name: own_changes.get(name) for name in (*own_changes, *vars(policy_class))} | texts
         return {name: text for name, text in texts.items() if text is not None}
 
     # ---- The loss and its divisor ------------------------------------------------------------------------------
