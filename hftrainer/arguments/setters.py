@@ -22,7 +22,8 @@ class ChainingSetters(BaseArguments):
         """Set arguments from a method's parameters, named by `prefix` and parameter, or by `names`."""
         for parameter, value in values.items():
             if parameter != "self":
-                setattr(self, names.get(parameter, prefix + parameter), value)
+                name = parameter if parameter in self.__dataclass_fields__ else prefix + parameter
+                setattr(self, names.get(parameter, name), value)
         normalize(self)
         return self
 
@@ -86,12 +87,7 @@ class ChainingSetters(BaseArguments):
     ) -> Self:
         """Set what to log, when (in optimizer steps), and where."""
         return self._set(
-            "logging_",
-            locals(),
-            report_to="report_to",
-            level="log_level",
-            on_each_node="log_on_each_node",
-            replica_level="log_level_replica",
+            "logging_", locals(), level="log_level", on_each_node="log_on_each_node", replica_level="log_level_replica"
         )
 
     def set_push_to_hub(
@@ -118,15 +114,7 @@ class ChainingSetters(BaseArguments):
         args: str | None = None,
     ) -> Self:
         """Set the optimizer. Its default name differs from that of `TrainingArguments`, as in transformers."""
-        return self._set(
-            "",
-            locals(),
-            name="optim",
-            beta1="adam_beta1",
-            beta2="adam_beta2",
-            epsilon="adam_epsilon",
-            args="optim_args",
-        )
+        return self._set("adam_", locals(), name="optim", args="optim_args")
 
     def set_lr_scheduler(
         self: Self,
@@ -163,7 +151,5 @@ class ChainingSetters(BaseArguments):
             locals(),
             train_batch_size="per_device_train_batch_size",
             eval_batch_size="per_device_eval_batch_size",
-            auto_find_batch_size="auto_find_batch_size",
-            ignore_data_skip="ignore_data_skip",
             sampler_seed="data_seed",
         )
