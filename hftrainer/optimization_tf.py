@@ -115,10 +115,8 @@ class AdamWeightDecay:
             raise UnknownKey(f"AdamWeightDecay has no argument {', '.join(unknown)}; use {', '.join(CLIPPING)}.")
         self.learning_rate, self.beta_1, self.beta_2, self.epsilon = learning_rate, beta_1, beta_2, epsilon
         self.amsgrad, self.weight_decay_rate, self.name = amsgrad, weight_decay_rate, name
-        self._include_in_weight_decay, self._exclude_from_weight_decay = (
-            include_in_weight_decay,
-            exclude_from_weight_decay,
-        )
+        self._include_in_weight_decay = include_in_weight_decay
+        self._exclude_from_weight_decay = exclude_from_weight_decay
         self._clipping = clipping
 
     def get_config(self) -> dict[str, Any]:

@@ -259,11 +259,8 @@ def _check_scheduler(args: Any, scheduler: Any) -> None:
             f"scheduler={name} compares trials during training, but eval_strategy='no' never evaluates them: set "
             "eval_strategy, or remove scheduler."
         )
-    needs_checkpoints = isinstance(scheduler, (HyperBandScheduler, PopulationBasedTraining)) or name in (
-        "hyperband",
-        "hb_bohb",
-    )
-    if needs_checkpoints and (args.save_strategy == "no" or args.save_only_model):
+    resumes_trials = isinstance(scheduler, (HyperBandScheduler, PopulationBasedTraining))
+    if (resumes_trials or name in ("hyperband", "hb_bohb")) and (args.save_strategy == "no" or args.save_only_model):
         raise errors.InvalidArgument(
             f"scheduler={name} resumes trials from checkpoints, which need the optimizer's state: set save_strategy to "
             "the value of eval_strategy, and save_only_model=False."

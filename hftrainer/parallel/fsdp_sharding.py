@@ -181,12 +181,8 @@ def _large_modules(model: nn.Module, min_size: int) -> list[nn.Module]:
         parameters = [parameter for parameter in module.parameters() if id(parameter) not in unit_parameters]
         has_shared = any(uses[id(parameter)] > 1 for parameter in parameters)
         is_plain = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if (
-            parameters
-            and is_plain
-            and not has_shared
-            and sum(parameter.numel() for parameter in parameters) >= min_size
-        ):
+        size = sum(parameter.numel() for parameter in parameters)
+        if parameters and is_plain and not has_shared and size >= min_size:
             units.append(module)
             unit_parameters |= {id(parameter) for parameter in parameters}
     return units

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
@@ -90,7 +90,11 @@ class WandbSearch(SearchBackend):
         options: dict[str, Any] = {"count": n_trials, "max_consecutive_failed_runs": max_consecutive_failed_runs}
         if sweep_id is None:
             sweep_id = wandb.sweep(self._space(trainer, name), **owner)
-        with _report_to_wandb(trainer):
+        with contextlib.ExitStack() as stack:
+            # The sweep needs the metrics even without `report_to='wandb'`.
+            if not any(isinstance(callback, WandbCallback) for callback in trainer.callback_handler.callbacks):
+                trainer.add_callback(tracker := WandbCallback())
+                stack.callback(trainer.remove_callback, tracker)
             wandb.agent(sweep_id, functools.partial(self._train, trainer), **options, **owner)
         return self._find_best_run(sweep_id)
 
@@ -171,17 +175,3 @@ class WandbSearch(SearchBackend):
             reasons = "".join(f"\n- {reason}" for reason in dict.fromkeys(self.failures))
             logger.warning("%d runs of the sweep %s failed:%s", len(self.failures), sweep, reasons)
         return self.best_run._replace(run_summary=sweep)
-
-
-@contextmanager
-def _report_to_wandb(trainer: Trainer) -> Iterator[None]:
-    """Report to W&B during the search, since the sweep needs the metrics even without `report_to='wandb'`."""
-    if any(isinstance(callback, WandbCallback) for callback in trainer.callback_handler.callbacks):
-        yield
-        return
-    callback = WandbCallback()
-    trainer.add_callback(callback)
-    try:
-        yield
-    finally:
-        trainer.remove_callback(callback)
