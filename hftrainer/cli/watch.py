@@ -58,6 +58,7 @@ def add_subcommand(commands: Any) -> None:
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
+    from hftrainer.arguments.storage_url import explain_unreadable_url
     from hftrainer.errors import InvalidArgument, MissingPackage
     from hftrainer.monitoring.journal import check_folder, run_names
     from hftrainer.monitoring.run_page import WatchedRun
@@ -69,10 +70,13 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     runs = [WatchedRun(folder) for folder in options.folders]
     names = run_names(options.folders)
     try:
-        for folder in options.folders:
-            check_folder(folder)
         console = None if options.json else _console()
-        if console is not None and sys.stdout.isatty() and not options.once:
+        is_live = console is not None and sys.stdout.isatty() and not options.once
+        for folder in options.folders:
+            # A live page waits for a run that has not made its folder.
+            if not is_live or os.path.exists(folder) or explain_unreadable_url(folder):
+                check_folder(folder)
+        if console is not None and is_live:
             _show(console, runs, names, options.every)
             return
         pages = [run.read() for run in runs]
@@ -106,12 +110,14 @@ def _show(console: Console, runs: list[WatchedRun], names: list[str], every: flo
     from rich.live import Live
 
     from hftrainer.errors import InvalidArgument
+    from hftrainer.monitoring.journal import check_folder
 
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             pages = []
             for run in runs:
                 try:
+                    check_folder(run.folder)
                     pages.append(run.read())
                 # The run has not started yet.
                 except (InvalidArgument, OSError) as error:
@@ -154,12 +160,12 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
         [Text(page["problem"])] if "problem" in page else [*_parts(page, inner, colour, texts)]
     )
     lines = len(console.render_lines(Group(*parts), console.options.update(width=inner)))
-    curves = page.get("curves", {}).values()
-    is_flat = all(len({*_finite(curve)}) < 2 for curve in curves)
-    rows = min(1 if is_flat else MAX_ROWS, ROWS if height is None else height - lines - 4)
     # A point is no curve.
-    if rows > (not is_flat) and any(len(curve["steps"]) > 1 for curve in curves):
-        parts.append(_make_charts(console, page["curves"], inner, rows))
+    curves = {name: curve for name, curve in page.get("curves", {}).items() if len(_finite(curve)) > 1}
+    is_flat = all(len({*_finite(curve)}) < 2 for curve in curves.values())
+    rows = min(1 if is_flat else MAX_ROWS, ROWS if height is None else height - lines - 4)
+    if rows > (not is_flat) and curves:
+        parts.append(_make_charts(console, curves, inner, rows))
         lines += rows + 2
     title = Text.assemble((name, "bold"), "  ", (_state(page), colour))
     height = height and min(height, lines + 2)
@@ -174,7 +180,7 @@ def _state(page: dict[str, Any]) -> str:
     words = {
         "waiting": "waiting for a run",
         "complete": "complete" if page.get("device") else "complete, by its newest checkpoint",
-        "unobserved": "not finished, by its newest checkpoint; observe=True shows a run live",
+        "unobserved": "not finished, by its newest checkpoint",
         "running": "running on {host}",
         "silent": f"{silence}; process {{pid}} on {{host}}",
         "killed": "killed: process {pid} on {host} has ended",
@@ -271,6 +277,8 @@ def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
         yield f"started {_format_age(now, page['started'])}"
     if page["updated"]:
         yield f"last event {_format_age(now, page['updated'])}"
+    if page["state"] == "unobserved" and step_of(page["folder"]) is None:
+        yield "observe=True shows a run live"
     if page["resumed_from"]:
         yield f"resumed from {os.path.basename(page['resumed_from'])}"
     if page["goodput"] is not None:
@@ -308,9 +316,9 @@ def _make_charts(console: Console, curves: dict[str, Any], width: int, rows: int
     others = {name: curve for name, curve in curves.items() if name not in losses}
     shares = {name: curve for name, curve in others.items() if all(not abs(value) > 1 for value in curve["values"])}
     first = dict(list(others.items())[:1])
-    charts = [chart for chart in (losses, shares or first) if any(map(_finite, chart.values()))]
+    charts = list(filter(None, (losses, shares or first)))
     if console.color_system is None or console.no_color:
-        single = [{name: curve} for chart in charts for name, curve in chart.items() if _finite(curve)]
+        single = [{name: curve} for chart in charts for name, curve in chart.items()]
         charts = single[: max(1, width // 24)]
     grid = Table.grid(padding=(0, 2))
     width = width // max(1, len(charts)) - 2
@@ -326,8 +334,13 @@ def _make_chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int
     """Curves in braille characters, with their names, the range of values and the range of steps."""
     from rich.text import Text
 
+    from hftrainer.reporting.curves import Curve
+    from hftrainer.reporting.panels import vertical_axis
+
     values = [value for curve in curves.values() for value in _finite(curve)]
-    low, high = min(values), max(values)
+    panel = "loss" if all(name.endswith("loss") for name in curves) else "metrics"
+    scale, (bottom, top) = vertical_axis([Curve(panel, name, **curve) for name, curve in curves.items()])
+    low, high = max(min(values), bottom), min(max(values), top)
     labels = [format_number(high), *[""] * (rows - 1)]
     # A flat curve has one value.
     if format_number(low) != labels[0]:
@@ -336,10 +349,11 @@ def _make_chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int
     steps = [step for curve in curves.values() for step in curve["steps"]]
     box = (min(steps), max(steps), low, high)
     columns = max(1, width - margin)
-    curve_offsets = [_braille(curve, box, columns, rows) for curve in curves.values()]
+    curve_offsets = [_braille(curve, box, columns, rows, is_log=scale == "log") for curve in curves.values()]
     text = Text(" " * margin, no_wrap=True)
     for colour, name in zip(CURVE_COLOURS, curves, strict=False):
         text.append(f"{name}  ", colour)
+    text.append("log scale  " * (scale == "log") + f"max {format_number(max(values))}" * (high < max(values)), "dim")
     for row, label in enumerate(labels):
         text.append(f"\n{label:>{margin - 1}} ", "dim")
         for column in range(columns):
@@ -351,7 +365,9 @@ def _make_chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int
     return text
 
 
-def _braille(curve: dict[str, list[float]], box: tuple[float, float, float, float], width: int, rows: int) -> Any:
+def _braille(
+    curve: dict[str, list[float]], box: tuple[float, float, float, float], width: int, rows: int, *, is_log: bool
+) -> Any:
     """A curve as offsets of braille characters, shape `(rows, width)`.
 
     plotext 6.1 ends the process at a NaN; plotext 5.3 and uniplot 0.23 label axes with wrong numbers.
@@ -364,7 +380,11 @@ def _braille(curve: dict[str, list[float]], box: tuple[float, float, float, floa
     dense_steps = np.linspace(first, last, 8 * rows * width)
     positions = np.concatenate([steps, dense_steps])
     heights = np.concatenate([values, np.interp(dense_steps, steps, values, left=math.nan, right=math.nan)])
-    positions, heights = positions[np.isfinite(heights)], heights[np.isfinite(heights)]
+    # What leaves the chart is not drawn.
+    is_shown = (heights >= low) & (heights <= high)
+    positions, heights = positions[is_shown], heights[is_shown]
+    if is_log:
+        low, high, heights = math.log10(low), math.log10(high), np.log10(heights)
     dots = np.zeros((4 * rows, 2 * width), int)
     row_of_dot = (high - heights) / (high - low or 1) * (4 * rows - 1)
     column_of_dot = (positions - first) / (last - first or 1) * (2 * width - 1)

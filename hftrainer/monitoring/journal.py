@@ -29,7 +29,7 @@ from hftrainer.arguments.storage_url import explain_unreadable_url
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.names import checkpoints_newest_first
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, suggest
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,10 @@ def check_folder(folder: str) -> None:
     if not os.path.isdir(folder):
         reason = explain_unreadable_url(folder)
         problem = f": {reason}" if reason else " is not a folder" if os.path.exists(folder) else " does not exist"
-        raise InvalidArgument(f"{folder}{problem}: pass a run's output_dir")
+        parent, name = os.path.split(os.path.abspath(folder))
+        siblings = [each.name for each in os.scandir(parent) if each.is_dir()] if os.path.isdir(parent) else []
+        advice = suggest(name, siblings, ": pass a run's output_dir")
+        raise InvalidArgument(f"{folder}{problem}{advice}")
 
 
 def read_events(folder: str) -> list[dict[str, Any]]:
@@ -197,8 +200,10 @@ def read_state(folder: str) -> TrainerState:
     paths = [Path(each) / names.TRAINER_STATE_NAME for each in (folder, *checkpoints_newest_first(folder))]
     files = [path for path in paths if path.is_file()]
     if not files:
-        if run := min(Path(folder).glob("*/checkpoint-*/"), default=None):
-            raise InvalidArgument(f"no run has written in {folder}; did you mean {run.parent}?")
+        runs = {path.parent for name in ("checkpoint-*/", JOURNAL_NAME) for path in Path(folder).glob(f"*/{name}")}
+        if runs:
+            newest = sorted(runs, key=os.path.getmtime, reverse=True)[:5]
+            raise InvalidArgument(f"no run has written in {folder}; did you mean {' or '.join(map(str, newest))}?")
         advice = "pass the output_dir of a run that has saved or has observe=True"
         raise InvalidArgument(f"{folder} has no logs of a run (no {JOURNAL_NAME}, no checkpoint): {advice}")
     try:

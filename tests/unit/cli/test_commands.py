@@ -188,6 +188,9 @@ def test_folder_of_runs_suggests_one_of_them(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["plot", str(tmp_path)])
     assert f"no run has written in {tmp_path}; did you mean {tmp_path / 'run'}?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plot", str(tmp_path / "runs")])
+    assert f"{tmp_path / 'runs'} does not exist; did you mean 'run'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

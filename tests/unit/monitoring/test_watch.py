@@ -84,7 +84,7 @@ def test_page_shows_progress_metrics_and_checkpoints(tmp_path, capsys, monkeypat
     assert "lr 3.00e-04 · 12,346 tokens/s" in page and "total  60.0%  20.0%       10.0%   10.0%       30" in page
     assert "checkpoint-30 0 s ago" in page and "checkpoint-20" not in page
     assert "after step 30: Step 30 took 9 s, [red][31m12 times the median." in page and "\x1b" not in page
-    assert any(re.search("loss  +eval_loss  +eval_", line) for line in lines) and "⠉" in page and "step 30 " in page
+    assert any(re.search("loss  +eval_wer", line) for line in lines) and "⠉" in page and "step 30 " in page
 
 
 @pytest.mark.parametrize(("width", "beside"), [(50, False), (80, False), (160, True), (320, True)])
@@ -265,6 +265,14 @@ def test_losses_that_are_not_finite_are_shown(tmp_path, capsys, monkeypatch):
     assert "  loss NaN since step 43, complete " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
 
 
+@pytest.mark.parametrize(("losses", "text"), [([1.0, 1.5] * 6 + [60.0], "max 60"), ([500.0, 9.0, 0.5], "log scale")])
+def test_chart_has_the_axis_of_plots(tmp_path, capsys, monkeypatch, losses, text):
+    journal = begin(tmp_path)
+    for step, loss in enumerate(losses, 1):
+        train(journal, step, loss=loss)
+    assert text in show(capsys, monkeypatch, tmp_path)
+
+
 def test_run_without_log_lines_is_waited_for(tmp_path, capsys, monkeypatch):
     journal = begin(tmp_path, logging_steps=10)
     page = show(capsys, monkeypatch, tmp_path)
@@ -287,7 +295,8 @@ def test_run_without_a_journal_is_shown_from_its_checkpoints(tmp_path, capsys, m
     assert "checkpoint-4 0 s ago · checkpoint-2" in page and "loss" in page and "seconds" not in page
     shutil.rmtree(tmp_path / "checkpoint-4")
     page = show(capsys, monkeypatch, tmp_path, width=110)
-    assert "  not finished, by its newest checkpoint; observe=True shows a run live " in page and "step 2 of 4" in page
+    assert "  not finished, by its newest checkpoint ─" in page and "step 2 of 4" in page
+    assert "· observe=True shows a run live" in page
     title, *lines = show(capsys, monkeypatch, tmp_path / "checkpoint-2").splitlines()
     assert "checkpoint-2  checkpoint at step 2 of 4 " in title and not any(
         re.fullmatch("[│ ]+", line) for line in lines
@@ -329,16 +338,16 @@ def read_until(terminal, text):
 
 
 def test_terminal_page_follows_a_run_until_ctrl_c(tmp_path, processes):
-    """The page waits for the run to begin, follows it, and ends with Ctrl-C."""
+    """The page waits for the run to make its folder, follows it, and ends with Ctrl-C."""
     terminal, inside = pty.openpty()
-    command = [sys.executable, "-m", "hftrainer", "watch", str(tmp_path), "--every", "0.1"]
+    command = [sys.executable, "-m", "hftrainer", "watch", str(tmp_path / "new"), "--every", "0.1"]
     variables = processes.environment() | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
     # A job in the background of a shell ignores Ctrl-C, and so would what it starts.
     reset = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     watching = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=variables, preexec_fn=reset)
     try:
         read_until(terminal, "waiting")
-        journal = begin(tmp_path)
+        journal = begin(tmp_path / "new")
         train(journal, 10)
         read_until(terminal, "step 10 of 100")
         train(journal, 20)
