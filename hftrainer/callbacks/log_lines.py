@@ -43,11 +43,12 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "step_seconds": lambda value: f"{_duration(value)}/step",
     "steps_per_second": _rate("steps/s"),
     "model_preparation_time": lambda value: f"prepare {format_duration(value)}",
-    # Shares of the time, at the end. The last two are in few lines.
     "data_wait": "data {:.0%}".format,
-    "eval_share": "eval {:.0%}".format,
-    "save_share": "save {:.0%}".format,
 }
+#: Not in lines. The summary of the run has the time of evaluations and saves.
+_HIDDEN = ("total_flos", "eval_share", "save_share")
+#: What the summary of a run repeats, with more digits.
+_IN_SUMMARY = ("runtime", "samples_per_second", "tokens_per_second", "steps_per_second")
 #: What a narrow terminal leaves out, in this order: first what follows from other parts, the data wait last.
 _LEFT_OUT = (
     "model_preparation_time of_time steps_per_second step_seconds epoch peak_memory_mb learning_rate mfu runtime "
@@ -61,21 +62,21 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
     Args:
         logs: the log line.
         state: the state of the run.
-        width: terminal columns; parts that do not fit are left out, except shares of evaluations and saves, which stay
-            at the end together with that of data, to be wrapped. None shows all.
+        width: terminal columns; parts that do not fit are left out. None shows all.
     """
     values = unfilter(logs, state)
     parts = {"": format_place(state)} if state.max_steps > 0 else {}
     parts |= format_values(values)
     if note := _note_nan(values, state):
         parts["loss"] += f"  {note}"
-    shares = [parts.pop(name) for name in ("data_wait", "eval_share", "save_share") if name in parts]
-    if len(shares) == 1:
-        parts |= {"data_wait": shares.pop(), "of_time": "of time"}
-    for name in _LEFT_OUT:
-        if width is not None and len(_join(parts)) > width:
+    if "data_wait" in parts:
+        parts["of_time"] = "of time"
+    # Trials have no summary.
+    repeated = _IN_SUMMARY if "train_runtime" in logs and not state.is_hyper_param_search else ()
+    for name in (*repeated, *_LEFT_OUT):
+        if name in repeated or (width is not None and len(_join(parts)) > width):
             parts.pop(name, None)
-    return f"{_join(parts)}  {', '.join(shares)} of time" if shares else _join(parts)
+    return _join(parts)
 
 
 def _join(parts: Mapping[str, str]) -> str:
@@ -100,12 +101,11 @@ def unfilter(logs: Mapping[str, Any], state: TrainerState) -> Mapping[str, Any]:
 def format_values(logs: Mapping[str, Any]) -> dict[str, str]:
     """Part of a log line → its text, with short names or units, and without the step."""
     values = {key: value for name, value in logs.items() if (key := _key(name, value)) is not None}
-    values = {key: value for key, value in values.items() if not key.endswith("_share") or value >= 0.005}
     texts = {key: form(values[key]) for key, form in _FORMATS.items() if key in values}
     others = {
         name: f"{name} {_fit(value, 4, 7):<7}" if isinstance(value, (int, float)) else f"{name} {value}"
         for name, value in logs.items()
-        if _key(name, value) is None and name != "total_flos"
+        if _key(name, value) is None and name not in _HIDDEN
     }
     return others | texts
 

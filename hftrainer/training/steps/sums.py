@@ -146,8 +146,8 @@ class LossAccumulator:
     def _warn_about_non_finite_loss(self, problem: str, step: int, inputs: Any = None) -> None:
         """Warn once of such losses, which the logged mean may hide, unless `on_divergence` reports them."""
         if not self.has_warned and self.trainer.args.on_divergence is None:
-            effect = "; logging_nan_inf_filter leaves it out of the loss in log_history, which is too low, or 0"
-            problem = f"{problem} at optimizer step {step}{effect if self.trainer.args.logging_nan_inf_filter else ''}"
+            effect = "; logging_nan_inf_filter leaves it out of the log"
+            problem = f"{problem} at step {step:,}{effect if self.trainer.args.logging_nan_inf_filter else ''}"
             # Without inputs, the step is that of the log line.
             values = None if inputs is None else {"non_finite_step": step}
             logger.warning("The loss %s. %s", problem, _advice_on_nan(inputs), extra=values)
@@ -167,7 +167,7 @@ def _advice_on_nan(inputs: Any) -> str:
     for name, value in inputs.items() if isinstance(inputs, Mapping) else ():
         if isinstance(value, torch.Tensor) and value.layout == torch.strided and (count := int(value.isnan().sum())):
             return f"The batch's {name!r} contains NaN ({count:,} of {value.numel():,} values): clean the data."
-    return "Find it with debug='underflow_overflow'. A lower learning_rate or max_grad_norm, or bf16, often helps."
+    return "Lower learning_rate, or find it with debug='underflow_overflow'."
 
 
 class StepEndValues:
