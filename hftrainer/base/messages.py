@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -175,6 +176,8 @@ def print_interrupt_notes(error: BaseException) -> bool:
     notes = [note for each in (error.__context__, error) for note in getattr(each, "__notes__", ())]
     if not (isinstance(error, KeyboardInterrupt) and notes):
         return False
+    # A further Ctrl-C, while Python exits, ends the process without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stderr.writelines(f"{note}\n" for note in notes if sys.version_info >= (3, 11))
     return True
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, embedding, nll_loss
 
-from hftrainer.base.messages import TRACEBACK_VARIABLE, print_interrupt_notes
+from hftrainer.base.messages import TRACEBACK_VARIABLE, print_interrupt_notes, wrap_text
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def _join_frames(frames: list[TracebackType]) -> TracebackType | None:
 
 def add_note(error: BaseException, text: str) -> None:
     """Add a line below the error's message, once. Log the line if Python shows no notes (3.10)."""
-    notes = getattr(error, "__notes__", [])
+    notes, text = getattr(error, "__notes__", []), wrap_text(text, sys.stderr)
     if text not in notes:
         vars(error)["__notes__"] = [*notes, text]
         if sys.version_info < (3, 11):

@@ -14,6 +14,7 @@ from typing import Any
 
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import command_name, count_of, format_bytes, format_duration, format_number
+from hftrainer.callbacks.log_lines import unfilter
 from hftrainer.callbacks.state import TrainerState, evaluation_key
 from hftrainer.checkpointing.names import checkpoints_newest_first
 from hftrainer.monitoring.journal import goodput, select_last_run
@@ -83,9 +84,7 @@ def _describe_training(run: FinishedRun) -> Iterator[tuple[str, int]]:
     runtime = float(metrics["train_runtime"])
     speeds = {"samples": "train_samples_per_second", "tokens": "train_tokens_per_second"}
     speed = [f"{format_number(metrics[key] * run.share)} {name}/s" for name, key in speeds.items() if metrics.get(key)]
-    parts = {"training": runtime - sum(run.seconds.values()), **run.seconds}
-    times = [f"{format_duration(time)} {name}" for name, time in parts.items() if time >= 0.01 * runtime]
-    yield (f"Trained {count_of(run.steps, 'steps')} in {format_duration(runtime)}: {', '.join(times)}.", logging.INFO)
+    yield f"Trained {count_of(run.steps, 'steps')} in {describe_times(runtime, run.seconds)}.", logging.INFO
     yield f"{', '.join([*speed, f'peak memory {_memory()}'])}.", logging.INFO
     if state.global_step < state.max_steps:
         place = f"step {state.global_step:,} of {state.max_steps:,}"
@@ -103,6 +102,13 @@ def _describe_training(run: FinishedRun) -> Iterator[tuple[str, int]]:
         hidden = ". In log_history, train_loss is too low" if args.logging_nan_inf_filter else ""
         text = f"The loss {lasting if run.non_finite_since else 'was not finite in some steps'}{hidden}."
         yield text, logging.WARNING
+
+
+def describe_times(runtime: float, seconds: Mapping[str, float]) -> str:
+    """The time of a run, and where it went."""
+    parts = {"training": runtime - sum(seconds.values()), **seconds}
+    times = [f"{format_duration(time)} {name}" for name, time in parts.items() if time >= 0.01 * runtime]
+    return f"{format_duration(runtime)}: {', '.join(times)}"
 
 
 def _describe_checkpoints(run: FinishedRun) -> Iterator[tuple[str, int]]:
@@ -127,6 +133,14 @@ def _place_of_best(state: TrainerState, args: Any) -> str:
     by = "steps" if args.save_strategy == "steps" else "strategy"
     loaded = f". Loaded: {folder}" if args.load_best_model_at_end else ""
     return f", of which there is no checkpoint (save_{by}={as_text(getattr(args, f'save_{by}'))}){loaded}"
+
+
+def make_stop_message(state: TrainerState, runtime: float, seconds: Mapping[str, float]) -> str:
+    """The step, time and last loss of a run that a signal has stopped."""
+    loss = next((unfilter(line, state)["loss"] for line in reversed(state.log_history) if "loss" in line), None)
+    last = "" if loss is None else f"; last loss {format_number(loss)}"
+    place = f"step {state.global_step:,} of {state.max_steps:,}"
+    return f"Stopped at {place}, after {describe_times(runtime, seconds)}{last}."
 
 
 def make_goodput_message(events: list[dict[str, Any]]) -> str:

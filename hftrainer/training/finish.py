@@ -67,11 +67,7 @@ class RunEnd(Part):
             state,
             self.trainer.args,
             metrics,
-            seconds={
-                "waiting for data": sum(loop.batches.reader.wait_seconds_by_cause().values()),
-                "in evaluations": self.run.seconds_by_activity.get("evaluation", 0.0),
-                "saving": self.run.seconds_by_activity.get("saving", 0.0),
-            },
+            seconds=loop.seconds_by_cause(),
             steps=steps,
             share=1 if self.parts.policy.averages_train_loss_over_call else steps / state.global_step,
             stopper=self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else ""),

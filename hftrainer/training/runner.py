@@ -6,13 +6,13 @@ import contextlib
 import functools
 import gc
 import logging
-import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.base.messages import tell, wrap_text
+from hftrainer.base.messages import tell
 from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import add_note, hide_interrupt_traceback
 from hftrainer.callbacks.progress_bar import close_bars
@@ -185,12 +185,14 @@ class TrainingRunner(Part):
         parts.checkpoint_writer.close_ignoring_errors()
         if text := parts.saver.describe_saves():
             if isinstance(error, KeyboardInterrupt):
-                add_note(error, wrap_text(f"[hftrainer] {text}", sys.stderr))
+                for line in text.splitlines():
+                    add_note(error, f"[hftrainer] {line}")
                 hide_interrupt_traceback()
             elif isinstance(error, Exception) and self.run.checkpoints_written and parts.search is None:
                 add_note(error, text)
             elif self.run.signal_listener.signal_number is not None:
-                tell(text)
+                for line in text.splitlines():
+                    tell(line)
         # After an Exception, a search continues with the next trial.
         if parts.uploads is not None and (parts.search is None or not isinstance(error, Exception)):
             parts.uploads.finish(is_urgent=lambda: True)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -150,11 +151,18 @@ class CheckpointSaver(Part):
             is_empty = step and self.trainer.args.save_strategy == "no" and not run.checkpoints_written
             place = f"step {step:,} of {self.trainer.state.max_steps:,}"
             return f"Stopped at {place}; nothing was saved (save_strategy='no')." if is_empty else ""
-        text = f"A second signal stopped the run at step {step}, before its save was complete. "
         since = f" since {run.resume_folder}" if run.resume_folder else ""
         label = "Saved at the error" if run.has_saved_after_error else "Last checkpoint"
         hint = summary.make_resume_hint(run.checkpoints_written, is_complete=False, label=label)
-        return (text if run.signal_listener.is_forced else "") + (hint or f"No checkpoint was saved{since}.")
+        if run.has_saved_after_error and run.loop is not None and run.loop.batches.step.has_begun:
+            hint = f"{hint.removesuffix('.')}, with other random numbers, since the error was within a step."
+        text = ""
+        if run.signal_listener.is_forced:
+            text = f"A second signal stopped the run at step {step}, before its save was complete. "
+        elif run.signal_listener.signal_number is not None and run.loop is not None and step > run.initial_step:
+            runtime = time.time() - run.loop.start_time
+            text = f"{summary.make_stop_message(self.trainer.state, runtime, run.loop.seconds_by_cause())}\n"
+        return text + (hint or f"No checkpoint was saved{since}.")
 
     def only_checkpoint(self) -> str | None:
         """The best checkpoint, if all others are deleted at the end."""
@@ -209,10 +217,6 @@ class CheckpointSaver(Part):
         try:
             self.save_if_needed(loop.attempt.trial)
             self.run.has_saved_after_error = len(self.run.checkpoints_written) > count
-            if loop.batches.step.has_begun:
-                logger.warning(
-                    "The error occurred within a step: a run resumed from there draws different random numbers."
-                )
         except Exception:
             logger.exception("Could not save a checkpoint after the error that ends the run.")
 

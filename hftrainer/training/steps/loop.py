@@ -317,6 +317,15 @@ class TrainingLoop(Part):
         self.batches.reader.close()
         self.monitors.close(reason, message)
 
+    def seconds_by_cause(self) -> dict[str, float]:
+        """The seconds that went into other activities than training."""
+        seconds = self.run.seconds_by_activity
+        return {
+            "waiting for data": sum(self.batches.reader.wait_seconds_by_cause().values()),
+            "in evaluations": seconds.get("evaluation", 0.0),
+            "saving": seconds.get("saving", 0.0),
+        }
+
     @property
     def should_stop(self) -> bool:
         """Whether training should stop."""

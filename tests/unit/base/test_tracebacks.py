@@ -3,7 +3,7 @@
 import re
 import sys
 import traceback
-from signal import SIGINT, raise_signal
+from signal import SIG_DFL, SIGINT, raise_signal
 from types import SimpleNamespace
 
 import pytest
@@ -152,11 +152,14 @@ def test_ctrl_c_shows_the_script_alone(tmp_path):
 def test_checkpoint_note_after_ctrl_c_is_shown_once(monkeypatch, caplog, capsys, version):
     for module in (messages, tracebacks):
         monkeypatch.setattr(module, "sys", SimpleNamespace(**{**vars(sys), "version_info": version}))
+    handlers = {}
+    monkeypatch.setattr(messages.signal, "signal", handlers.__setitem__)
     error = KeyboardInterrupt()
     tracebacks.add_note(error, "[hftrainer] Last checkpoint: out.")
     run._print_script_traceback(KeyboardInterrupt, error, None)
     shown = capsys.readouterr().err.count("[hftrainer] Last checkpoint: out.\n"), caplog.messages
     assert shown == ((1, []) if version == (3, 11) else (0, ["Last checkpoint: out."]))
+    assert handlers == {SIGINT: SIG_DFL}
 
 
 @pytest.mark.parametrize("names", [["RANK", "LOCAL_RANK"], ["LOCAL_RANK", "NODE_RANK"]], ids=["torchrun", "devices"])
