@@ -47,9 +47,12 @@ def main(words: Sequence[str] | None = None) -> None:
         words: the command-line arguments; default `sys.argv[1:]`.
     """
     words = list(sys.argv[1:] if words is None else words)
-    if not words or words[0] == "help":
-        words = [*words[1:2], "--help"]
     parser = make_parser()
+    if not words:
+        parser.print_help()
+        parser.exit(2)
+    if words[0] == "help":
+        words = [*words[1:2], "--help"]
     # The output of `run` is the script's.
     if words[0] == "run" and words[1:2] not in (["-h"], ["--help"]):
         _execute(parser, words)

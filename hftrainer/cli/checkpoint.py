@@ -12,7 +12,7 @@ from hftrainer.base.messages import format_bytes
 from hftrainer.cli.parser import Parser
 
 #: Entries that the table shows under other names.
-_RENAMED = ("damage", "step", "max_steps", "epoch", "bytes")
+_RENAMED = ("complete", "damage", "step", "max_steps", "epoch", "bytes")
 
 _ADVICE = "To resume, resume_from_checkpoint=True takes the newest complete checkpoint of the run."
 
@@ -111,6 +111,7 @@ def describe(folder: str) -> dict[str, Any]:
     size = sum((Path(folder) / name).stat().st_size for name in list_files(Path(folder)))
     kind, resumes_on = _strategy(folder)
     return {
+        "complete": damage is None,
         "damage": damage,
         "step": state.global_step,
         "max_steps": state.max_steps,

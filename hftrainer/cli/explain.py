@@ -151,9 +151,11 @@ def _arguments_of_script(
     # These libraries read the variables during their import.
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     from hftrainer.cli.run import check_script, run_script
-    from hftrainer.training_args import TrainingArguments
 
     check_script(parser, script, as_module=as_module)
+    # Only now, since it imports torch.
+    from hftrainer.training_args import TrainingArguments
+
     all_args = _patch_trainer_to_stop()
     failure = None
     try:

@@ -32,6 +32,7 @@ What follows SCRIPT is for the script.
   --tpu          one process per TPU core of this machine; on a pod, run this
                  on each host
   --num-cores N  with --tpu: 1 core, or all cores of this machine
+  -h, --help     show this help message
 
 Torchrun's options are accepted too, such as --nnodes N and --rdzv-endpoint HOST;
 torchrun --help lists them.

@@ -305,7 +305,7 @@ def run_command(capsys):
 def test_checkpoint_command_describes_the_run(checkpoint, run_command):
     status, printed, _ = run_command(checkpoint, "--json")
     found = json.loads(printed)
-    assert status == 0
+    assert status == 0 and found["complete"]
     assert (found["damage"], found["step"], found["max_steps"], found["lacks"]) == (None, 6, 9, None)
     assert (found["processes"], found["global_batch"], found["samples_read_in_epoch"]) == (1, 4, 24)
     assert found["resumes_on"] == "any number of processes, with DDP, FSDP or neither"
