@@ -134,7 +134,7 @@ def _keys(value: Any) -> dict[str, Any]:
         return read_mapping(value, "JSON", "accelerator_config: ")
     except OSError as error:
         error_class = MissingFile if isinstance(error, FileNotFoundError) else InvalidArgument
-        raise error_class(f"accelerator_config={str(value)!r} cannot be read: {error.strerror}.") from error
+        raise error_class(f"accelerator_config={str(value)!r} cannot be read: {error.strerror}.") from None
 
 
 def _check(location: str, keys: Mapping[str, Any], key_types: Mapping[str, str]) -> list[InvalidArgument]:

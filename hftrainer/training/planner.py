@@ -122,6 +122,8 @@ class RunPlanner(Part):
             self._log_resume(attempt)
         # In a search, each trial would repeat it.
         if self.trainer.is_world_process_zero() and self.trainer.state.global_step < steps and self.run.trial is None:
+            if args.fp16 and args.device.type == "cpu":
+                logger.warning("fp16=True on a CPU computes in float16; transformers trains in float32 there.")
             if resume_folder is None:
                 resume.warn_about_earlier_run(args)
             self._tell_start(lengths, sizes["Trainable parameters"])
