@@ -339,7 +339,9 @@ def _make_chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int
 
     values = [value for curve in curves.values() for value in _finite(curve)]
     panel = "loss" if all(name.endswith("loss") for name in curves) else "metrics"
-    scale, (bottom, top) = vertical_axis([Curve(panel, name, **curve) for name, curve in curves.items()])
+    scale, (bottom, top) = vertical_axis(
+        [Curve(panel, name, each["steps"], each["values"]) for name, each in curves.items()]
+    )
     low, high = max(min(values), bottom), min(max(values), top)
     labels = [format_number(high), *[""] * (rows - 1)]
     # A flat curve has one value.
@@ -365,9 +367,7 @@ def _make_chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int
     return text
 
 
-def _braille(
-    curve: dict[str, list[float]], box: tuple[float, float, float, float], width: int, rows: int, *, is_log: bool
-) -> Any:
+def _braille(curve: dict[str, list[float]], box: tuple[float, ...], width: int, rows: int, *, is_log: bool) -> Any:
     """A curve as offsets of braille characters, shape `(rows, width)`.
 
     plotext 6.1 ends the process at a NaN; plotext 5.3 and uniplot 0.23 label axes with wrong numbers.

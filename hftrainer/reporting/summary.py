@@ -138,9 +138,8 @@ def _place_of_best(state: TrainerState, args: Any) -> str:
 def make_stop_message(state: TrainerState, runtime: float, seconds: Mapping[str, float]) -> str:
     """The step, time and last loss of a run that a signal has stopped."""
     loss = next((unfilter(line, state)["loss"] for line in reversed(state.log_history) if "loss" in line), None)
-    last = "" if loss is None else f"; last loss {format_number(loss)}"
-    place = f"step {state.global_step:,} of {state.max_steps:,}"
-    return f"Stopped at {place}, after {describe_times(runtime, seconds)}{last}."
+    last = describe_times(runtime, seconds) + ("" if loss is None else f"; last loss {format_number(loss)}")
+    return f"Stopped at step {state.global_step:,} of {state.max_steps:,}, after {last}."
 
 
 def make_goodput_message(events: list[dict[str, Any]]) -> str:
