@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
