@@ -214,11 +214,11 @@ def restore_progress(pl_trainer: pl.Trainer, attempt: Attempt, global_step: int)
 def use_previous_epoch(pl_trainer: pl.Trainer) -> Iterator[None]:
     """Set Lightning's epoch number to the epoch that has just ended."""
     progress: Any = pl_trainer.fit_loop.epoch_progress.current
-    progress.processed -= 1
+    progress.completed -= 1
     try:
         yield
     finally:
-        progress.processed += 1
+        progress.completed += 1
 
 
 class WithoutBatchTransfer(pl.LightningModule):

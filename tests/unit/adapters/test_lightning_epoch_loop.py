@@ -1,0 +1,50 @@
+"""Lightning's loops count our steps, and resume from our counters."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hftrainer import Trainer
+from hftrainer.training.steps.micro_batches import RunStart
+from hftrainer.training.steps.step_position import MicroBatchPosition
+from hftrainer_lightning.private_api import epoch_loop
+from tests.support.tiny import make_plain
+
+
+class Batches(list):
+    def __init__(self, *start):
+        super().__init__(range(5))
+        self.start, self.position = RunStart("folder", *start), MicroBatchPosition()
+
+
+@pytest.fixture
+def pl_trainer(make_args):
+    """A `lightning.Trainer` with our loops."""
+    made = Trainer(make_plain(), make_args())._hftrainer.engine._make_pl_trainer(max_epochs=9)
+    loop = SimpleNamespace(batches=Batches(0, 0))
+    epoch_loop.install_training_loops(made, loop, is_epoch_overridden=False)
+    return made
+
+
+@pytest.mark.parametrize(("epoch", "batch"), [(2, 0), (2, 3)])
+def test_counters_continue_where_the_checkpoint_ended(pl_trainer, epoch, batch):
+    epoch_loop.restore_progress(pl_trainer, Batches(epoch, batch), 7)
+    progress, loop = pl_trainer.fit_loop.epoch_loop.batch_progress, pl_trainer.fit_loop.epoch_loop
+    assert pl_trainer.current_epoch == epoch
+    assert pl_trainer.fit_loop.epoch_progress.current.started == epoch + (batch > 0)
+    assert progress.total.completed == epoch * 5 + batch
+    assert progress.current.ready == batch
+    assert pl_trainer.global_step == loop._batches_that_stepped == 7
+    with epoch_loop.use_previous_epoch(pl_trainer):
+        assert pl_trainer.current_epoch == epoch - 1, "callbacks of an epoch's end read it"
+    assert pl_trainer.current_epoch == epoch
+
+
+def test_step_is_counted_at_the_end_of_its_window(pl_trainer):
+    loop = pl_trainer.fit_loop.epoch_loop
+    for is_last, counted in ((False, 0), (True, 1)):
+        loop.loop.batches.position.is_last = is_last
+        assert loop._should_accumulate() is not is_last
+        loop.end_batch(torch.ones(()))
+        assert loop.automatic_optimization.optim_progress.optimizer.step.total.completed == counted
