@@ -6,30 +6,30 @@ import pytest
 import torch
 
 from hftrainer import Trainer
-from hftrainer.training.steps.micro_batches import RunStart
-from hftrainer.training.steps.step_position import MicroBatchPosition
+from hftrainer.training.run import Attempt
+from hftrainer.training.run_lengths import RunLengths
+from hftrainer.training.steps.micro_batches import MicroBatchPosition
 from hftrainer_lightning.private_api import epoch_loop
 from tests.support.tiny import make_plain
 
 
-class Batches(list):
-    def __init__(self, *start):
-        super().__init__(range(5))
-        self.start, self.position = RunStart("folder", *start), MicroBatchPosition()
+def start_at(epoch, batch):
+    """An attempt with epochs of five micro-batches."""
+    return Attempt(None, None, RunLengths(9, 0, 0, 0, 0, 5, 0), "folder", epoch, batch)
 
 
 @pytest.fixture
 def pl_trainer(make_args):
     """A `lightning.Trainer` with our loops."""
     made = Trainer(make_plain(), make_args())._hftrainer.engine._make_pl_trainer(max_epochs=9)
-    loop = SimpleNamespace(batches=Batches(0, 0))
+    loop = SimpleNamespace(batches=SimpleNamespace(position=MicroBatchPosition()))
     epoch_loop.install_training_loops(made, loop, is_epoch_overridden=False)
     return made
 
 
 @pytest.mark.parametrize(("epoch", "batch"), [(2, 0), (2, 3)])
 def test_counters_continue_where_the_checkpoint_ended(pl_trainer, epoch, batch):
-    epoch_loop.restore_progress(pl_trainer, Batches(epoch, batch), 7)
+    epoch_loop.restore_progress(pl_trainer, start_at(epoch, batch), 7)
     progress, loop = pl_trainer.fit_loop.epoch_loop.batch_progress, pl_trainer.fit_loop.epoch_loop
     assert pl_trainer.current_epoch == epoch
     assert pl_trainer.fit_loop.epoch_progress.current.started == epoch + (batch > 0)

@@ -3,11 +3,13 @@
 import contextlib
 
 import pytest
+import torch
 
-from hftrainer import TrainerState, TrainingArguments
+from hftrainer import Trainer, TrainerState, TrainingArguments
 from hftrainer.checkpointing.file_checks import check_optimizer_state
 from hftrainer.checkpointing.resume import warn_about_changed_arguments
 from tests.support.sharded_checkpoints import make_stepped
+from tests.support.tiny import make_plain, plain_data
 
 
 @pytest.mark.parametrize("name", ["logging_steps", "eval_steps", "save_steps"])
@@ -31,3 +33,19 @@ def test_optimizer_setting_of_none_is_refused(name, value, error):
     state["param_groups"][0][name] = value
     with pytest.raises(TypeError, match=error) if error else contextlib.nullcontext():
         check_optimizer_state(state, optimizer)
+
+
+def test_checkpoint_of_another_shape_offers_a_new_start(make_args):
+    Trainer(model := make_plain(), args := make_args(save_strategy="steps"), train_dataset=plain_data()).train()
+    model.layers[4] = torch.nn.Linear(16, 5)
+    with pytest.raises(RuntimeError, match="size mismatch") as caught:
+        Trainer(model, args, train_dataset=plain_data()).train(resume_from_checkpoint=True)
+    assert "or start without resume_from_checkpoint" in caught.value.__notes__[0]
+
+
+def test_complete_run_does_not_warn_of_other_batches(make_args, caplog):
+    """It reads no data."""
+    for size in (4, 2):
+        args = make_args(save_strategy="steps", save_steps=1, max_steps=1, per_device_train_batch_size=size)
+        Trainer(make_plain(), args, train_dataset=plain_data()).train(resume_from_checkpoint=size == 2)
+    assert "per_device_train_batch_size=2, was 4" not in caplog.text

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from hftrainer import TrainerControl
-from hftrainer.training.run import Run
+from hftrainer.training.run import Attempt, Run
 from hftrainer.training.run_lengths import RunLengths
-from hftrainer.training.steps.micro_batches import MicroBatches, RunStart
-from hftrainer.training.steps.step_position import MicroBatchPosition, StepPhase
+from hftrainer.training.steps.micro_batches import MicroBatches, MicroBatchPosition
 
 
 def make_batches(count, accumulation=2, *, start=(None, 0, 0), planned=None, length=None, progress=None):
@@ -31,7 +30,7 @@ def make_batches(count, accumulation=2, *, start=(None, 0, 0), planned=None, len
     model_setup = SimpleNamespace(check_accumulation=lambda value: None)
     parts = SimpleNamespace(trainer=trainer, run=run, engine=engine, model_setup=model_setup)
     lengths, loader = RunLengths(1, 0, 0, 0, 0, length or count, 0), [str(index) for index in range(count)]
-    return MicroBatches(parts, SimpleNamespace(flags_are_agreed=True), lengths, loader, RunStart(*start))
+    return MicroBatches(parts, Attempt(None, None, lengths, *start), SimpleNamespace(flags_are_agreed=True), loader)
 
 
 def positions(batches):
@@ -58,7 +57,7 @@ def positions(batches):
 def test_windows_have_as_many_micro_batches_as_a_step(settings, expected):
     batches = make_batches(**settings)
     assert positions(batches) == expected
-    assert batches.phase == (StepPhase.BEGUN if expected else StepPhase.NOT_BEGUN)
+    assert batches.step.has_begun == bool(expected)
 
 
 def test_window_is_read_whole_before_its_first_micro_batch():
@@ -66,10 +65,10 @@ def test_window_is_read_whole_before_its_first_micro_batch():
     assert batches.position == MicroBatchPosition(-1, 0, 0, None, is_first=False, is_last=True)
     iterator = iter(batches)
     assert batches.trainer.calls == [], "Lightning calls iter() before the epoch begins"
-    assert batches.phase == StepPhase.NOT_BEGUN
+    assert not batches.step.has_begun
     assert next(iterator) == "0"
     assert batches.trainer.calls == ["0", "1"]
-    assert batches.phase == StepPhase.BEGUN
+    assert batches.step.has_begun
     assert batches.position.num_items == 20
     assert batches.state_dict() == {"position": 1}
 
@@ -79,7 +78,7 @@ def test_window_is_read_whole_before_its_first_micro_batch():
 def test_flag_ends_the_epoch_once_all_ranks_know_it(flag, is_agreed):
     batches = make_batches(3)
     setattr(batches.trainer.control, flag, True)
-    batches.control_sync.flags_are_agreed = is_agreed
+    batches._control_sync.flags_are_agreed = is_agreed
     assert list(batches) == (["0"] if is_agreed else ["0", "1", "2"])
 
 
@@ -87,7 +86,7 @@ def test_skipped_window_is_read_but_belongs_to_no_step():
     batches = make_batches(6)
     batches.run.skipped_samples = SimpleNamespace(windows={(0, 4), (1, 0)})
     assert list(batches) == ["0", "1", "2", "3"]
-    assert batches.phase == StepPhase.NOT_BEGUN
+    assert not batches.step.has_begun
     assert batches.position == MicroBatchPosition(5, 4, 2, 20)
 
 
