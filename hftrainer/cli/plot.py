@@ -152,6 +152,7 @@ def _read_runs(folders: list[str], x: str) -> tuple[list[RunRecord], list[str]]:
 
 def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[dict[str, Any]], str]:
     """The values of each run by which they are compared, and what they mean."""
+    from hftrainer.cli.watch import nan_place
     from hftrainer.monitoring.journal import run_names
 
     names = run_names([run.folder for run in runs])
@@ -177,7 +178,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
             "run": name,
             "differs in": next(curve.settings for (run_name, _), curve in named.items() if run_name == name),
             "steps": page["step"],
-            "state": page["state"] if last is None or not math.isnan(last) else "diverged",
+            "state": "diverged" if nan_place(page) else page["state"],
             "last loss": last,
             **{f"best {metric}": value for metric, value in best.items()},
             **{f"mean {rate.replace('_', ' ')}": value for rate, value in speeds.items()},

@@ -152,7 +152,7 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     from rich.panel import Panel
     from rich.text import Text
 
-    colour = "red" if _nan_place(page) else COLOURS.get(page["state"], "red")
+    colour = "red" if nan_place(page) else COLOURS.get(page["state"], "red")
     # The advice is at the end of a warning, but a low page needs its lines for the curves.
     inner = width - 4
     texts = 5 if height is None or height > 40 else 2
@@ -192,15 +192,18 @@ def _state(page: dict[str, Any]) -> str:
     # The step that diverged was not made.
     if page.get("reason") == "TrainingDiverged":
         return f"diverged at step {page['step'] + 1:,}"
-    problem = f"loss NaN since step {place}, " if (place := _nan_place(page)) else ""
+    problem = f"loss NaN since step {place}, " if (place := nan_place(page)) else ""
     return problem + words.get(page["state"], page["state"]).format_map(page)
 
 
-def _nan_place(page: dict[str, Any]) -> str:
-    """The step since which the loss is NaN, or those among which it is; empty if the last loss is a number."""
+def nan_place(page: dict[str, Any]) -> str:
+    """The step since which the loss is NaN, or those among which it is; empty if the last loss is a number.
+
+    It is empty too if only the last line has a loss that was not finite, but a gradient that is.
+    """
     curve = page.get("curves", {}).get("loss", {"steps": (), "values": ()})
     count = sum(1 for _ in itertools.takewhile(math.isnan, reversed(curve["values"])))
-    if not count:
+    if not count or (count == 1 and math.isfinite(page["values"].get("grad_norm", math.nan))):
         return ""
     before, last = [0, *curve["steps"]][-count - 1 :][:2]
     if before < (step := page["non_finite_step"] or 0) <= last:

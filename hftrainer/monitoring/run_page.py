@@ -97,7 +97,7 @@ class JournalSummary:
             del steps[length:], values[length:]
 
     def _add_log(self, event: Event) -> None:
-        line = {"step": event["step"], **event["logs"]}
+        line = {"step": event["step"], **event["logs"]} | ({"loss": math.nan} if event.get("is_partial") else {})
         for panel, name, step, value in logged_values([line]):
             if panel in ("loss", "metrics"):
                 steps, values = self.curves.setdefault(name, ([], []))
@@ -286,6 +286,7 @@ class RunRecord:
         joined: dict[Any, dict[str, float]] = dict(self._joined_shares())
         shown = (line | joined.get(line.get("step"), {}) if "data_wait" in line else line for line in merged)
         self.state.log_history = list(shown)
+        self._partial = {event["step"] for event in self._logs if event.get("is_partial")}
         #: Seconds without pauses, and of pauses after failures; None without a journal.
         self.seconds = last_run[-1]["time"] if last_run else None
         self.downtime = journal.downtime(self._events)
@@ -301,6 +302,8 @@ class RunRecord:
     def read_log(self, x: str) -> tuple[TrainerState, dict[float, float]]:
         """The state with places on the axis `x` as the steps of log lines; and place → optimizer step.
 
+        A loss that leaves out some that were not finite is NaN.
+
         Args:
             x: 'step', 'epoch' or 'time', in seconds without pauses before restarts, for which it needs a journal.
         """
@@ -311,6 +314,9 @@ class RunRecord:
             pairs = [(event["time"], {**event["logs"], "step": event["step"]}) for event in self._logs]
             closing = ((place, {"step": step, **shares}) for place, step, shares, _ in self._last_shares())
             pairs = sorted([*pairs, *closing], key=lambda pair: pair[0])
+        # A mean that leaves out losses is no value of a curve.
+        gap, partial = {"loss": math.nan}, self._partial
+        pairs = [(at, line | gap if "loss" in line and line.get("step") in partial else line) for at, line in pairs]
         log = [line if x == "step" else {**line, "step": place} for place, line in pairs]
         steps = {place: line.get("step", place) for place, line in pairs if is_number(place)}
         return replace(self.state, log_history=log), steps

@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 
 from hftrainer.errors import InvalidArgument
+from hftrainer.monitoring.journal import read_events
 from tests.support import parity
 from tests.support.parity import EVALUATED, EVERY_STEP, assert_same_weights, build, compare, subclass, train
 from tests.support.tiny import Plain, language_data, make_llama, make_plain, make_t5, plain_data, t5_data
@@ -112,11 +113,13 @@ def test_bad_loss_is_reported_with_its_step_and_advice(tmp_path, caplog, capsys,
     settings = {"max_steps": 6, "logging_nan_inf_filter": filtered, "logging_steps": 2, "observe": True}
     model.factor = factor
     with caplog.at_level(logging.INFO, logger="hftrainer"):
-        build("hftrainer", "plain", tmp_path, trainer={"model": model}, **settings)[0].train()
+        (trainer := build("hftrainer", "plain", tmp_path, trainer={"model": model}, **settings)[0]).train()
     assert f"{summary}{'. In log_history, train_loss is too low' if filtered else ''}." in caplog.text
     (said,) = [text for text in caplog.messages if f"The loss is {math.inf * factor} at step" in text]
     assert all(words in said for words in ("step 3", "learning_rate", "underflow_overflow"))
     assert ("logging_nan_inf_filter leaves it out" in said) == filtered
+    lines = [event for event in read_events(trainer.args.output_dir) if "loss" in event.get("logs", ())]
+    assert [line.get("is_partial", False) for line in lines] == [False, True, True]
     # A log line of losses that are all NaN shows that.
     assert ("NaN at step 3  " in capsys.readouterr().out) == (filtered and factor == 1)
 

@@ -139,8 +139,11 @@ class LossAccumulator:
         """Warn about non-finite losses since the last log line; logging reads from the device anyway."""
         if self._is_on_cpu or not self.trainer.control.should_log:
             return
-        if bool(self._has_non_finite | ~self.run.loss_since_log.isfinite()):
-            self._warn_about_non_finite_loss("was not finite before or", self.trainer.state.global_step)
+        state, is_found = self.trainer.state, bool(self._has_non_finite | ~self.run.loss_since_log.isfinite())
+        # The step itself is not known.
+        state._non_finite_step = state.global_step if is_found else 0
+        if is_found:
+            self._warn_about_non_finite_loss("was not finite before or", state.global_step)
         self._has_non_finite = torch.zeros_like(self._has_non_finite)
 
     def _warn_about_non_finite_loss(self, problem: str, step: int, inputs: Any = None) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hftrainer import TrainingArguments
+from hftrainer.__main__ import main
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import differing_arguments
 from hftrainer.monitoring.journal import Journal
@@ -32,6 +33,21 @@ def test_logs_without_weights_are_drawn(tmp_path):
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": log}))
     drawn = logged_curves(RunRecord(str(tmp_path)).state)["loss"]
     assert drawn == {"loss": ([4, 8], [3.0, 2.0]), "predict_loss": ([4], [0.5])}
+
+
+@pytest.mark.parametrize("x", ["step", "time"])
+def test_loss_that_leaves_out_some_is_a_gap_and_not_the_best(tmp_path, x, capsys):
+    """Also of a saved log, which does not say so; a single one is no divergence."""
+    journal = Journal(write_observed_run(tmp_path))
+    journal.write("log", 30, logs={"loss": 0.1, "grad_norm": 1.0}, is_partial=True)
+    write_log(tmp_path, [{"step": 30, "loss": 0.1, "grad_norm": 1.0}])
+    loss = read_curves([str(tmp_path)], x)[0]
+    assert loss.finite == [1.0, 2.0] and loss.gaps == [2] and loss.non_finite[1] == "by step 30"
+    page = RunRecord(str(tmp_path)).page
+    assert page["metrics"]["loss"]["best"] == 1.0
+    main(["plot", "--json", str(tmp_path)])
+    (row,) = json.loads(capsys.readouterr().out)["runs"]
+    assert row["state"] != "diverged" and row["last_loss"] is None
 
 
 def test_run_has_curves_of_loss_metrics_rate_and_norm(runs):
