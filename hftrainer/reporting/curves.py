@@ -126,16 +126,17 @@ class Curve:
         """The steps and values that are drawn.
 
         Speeds and shares are of the time since the log line before, so that the first value begins there, and over time
-        the first after a restart at the restart, before which stacked shares are 0. A share of a long run is the mean
-        of a part.
+        the first after a restart at the restart, before which stacked shares are 0. Other curves over time have a gap
+        where steps were undone. A share of a long run is the mean of a part.
         """
         steps, shown = ([each[index] for index in self.drawn_indices] for each in (self.steps, values))
         if self.name in PANELS[SHARES]:
             shown = [statistics.fmean(values[part.start : part.stop]) for part in self._parts()]
         is_interval = PANEL_OF.get(self.name) in SPEEDS
-        for _, restart in self.restarts if self.x in TIME_UNITS and is_interval else ():
+        for lost, restart in self.restarts if self.x in TIME_UNITS else ():
             place = bisect.bisect_right(steps, restart)
-            first = [0.0] if self.panel == SHARES else shown[place : place + 1]
+            gap = [math.nan] if place and lost < restart else []
+            first = [0.0] if self.panel == SHARES else gap + is_interval * shown[place : place + 1]
             steps[place:place] = [restart] * len(first)
             shown[place:place] = first
         if is_interval and steps and steps[0] > self.start:

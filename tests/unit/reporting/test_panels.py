@@ -155,10 +155,12 @@ def test_time_axis_breaks_at_restarts_without_their_pauses(tmp_path):
     saving = next(share for share in shares if share.name == "save_share")
     assert saving.points(saving.values) == ([0, 10, 20, 50, 60], [0, 0, 0, 0, 0.75])
     assert (curve.steps, curve.restarts) == ([10, 50], [(10, 20)])
-    # Not broken at the restart, as over steps; a speed of the time since then begins there.
-    assert curve.points(curve.values) == ([10, 50], [1.0, 1.0])
+    # A gap where steps were undone, before the restart, at which a speed of the time since then begins.
+    steps, values = curve.points(curve.values)
+    assert steps == [10, 20, 50] and values == pytest.approx([1.0, math.nan, 1.0], nan_ok=True)
     speed = replace(curve, name="samples_per_second", values=[4.0, 2.0])
-    assert speed.points(speed.values) == ([0, 10, 20, 50], [4.0, 4.0, 2.0, 2.0])
+    steps, values = speed.points(speed.values)
+    assert steps == [0, 10, 20, 20, 50] and values == pytest.approx([4.0, 4.0, math.nan, 2.0, 2.0], nan_ok=True)
     plot([str(tmp_path)], x="time", html=True, out=str(tmp_path / "a.svg"))
     resumed = "resumed (shaded: steps done again)"
     assert {resumed, "the time leaves out the pauses before a run resumed"} <= {*texts_in_svg(tmp_path / "a.svg")}
