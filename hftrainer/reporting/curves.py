@@ -164,22 +164,21 @@ class Curve:
 
     @cached_property
     def mean(self) -> list[float] | None:
-        """The exponential mean of many values of training, over a thirtieth of them; None for shares and rates."""
+        """The centred mean of many values of training, over a thirtieth of them; None for shares and rates."""
         is_exact = self.name in ("learning_rate", *PANELS[SHARES]) or self.name.startswith("eval_")
         return None if is_exact or len(self.values) < MANY else self.smooth(30)
 
     def smooth(self, parts: int) -> list[float]:
-        """The exponential mean of the usual values over about one of so many parts of them.
+        """The centred mean of the usual values over about one of so many parts of them; of speeds, over the time.
 
-        It begins at the first value. As losses fall steeply at first, it goes over about a third of those so far.
+        As losses fall steeply at first, it takes there as few values after a point as there are before it.
         """
-        least, count, mean, means = 2 / (len(self.values) / parts + 1), 2, 0.0, []
-        for value in self.usual:
-            if math.isfinite(value):
-                count += 1
-                mean += max(least, 3 / count) * (value - mean)
-            means.append(mean if math.isfinite(value) else math.nan)
-        return means
+        finite = np.array(list(filter(math.isfinite, self.usual)))
+        is_speed = (self.name.endswith("_per_second") or self.name == "mfu") and min(finite, default=0) > 0
+        power, half = -1 if is_speed else 1, max(1, len(finite) // parts // 2)
+        windows = (finite[max(0, n - half) : n + min(n, half) + 1] ** power for n in range(len(finite)))
+        means = (float(window.mean()) ** power for window in windows)
+        return [next(means) if math.isfinite(value) else math.nan for value in self.usual]
 
     def peaks(self, top: float) -> list[int]:
         """The index of the highest of each group of neighbours above `top`."""

@@ -183,9 +183,13 @@ def test_100_losses_or_more_get_a_running_mean():
     for panel, name in (("learning rate", "learning_rate"), (SHARES, "data_wait"), ("loss", "eval_loss")):
         assert Curve(panel, name, steps, values).mean is None
     mean = Curve("loss", "loss", steps, values).mean
-    # The weights are 1, 3/4, 3/5, ..., and at least 2 / (100 / 30 + 1).
-    assert mean[:4] == pytest.approx([0, 3 / 4, 3 / 10, 13 / 20])
-    assert math.isnan(mean[50]) and mean[51] == pytest.approx(mean[49] + 6 / 13 * (1 - mean[49]))
+    # Of three values, at first of one and at the end of two.
+    assert mean[:3] == pytest.approx([0, 1 / 3, 2 / 3]) and mean[-1] == 1 / 2
+    assert math.isnan(mean[50]) and mean[51] == pytest.approx(2 / 3)
+    # It does not lag, and the mean of speeds is over the time.
+    assert Curve("loss", "loss", steps, steps).mean[:-1] == pytest.approx(steps[:-1])
+    speeds = [90.0 if step == 50 else 2.0 for step in steps]
+    assert max(Curve("samples per second", "samples_per_second", steps, speeds).mean) < 3
 
 
 @pytest.mark.parametrize("loss", [1.0, 2.0])
