@@ -32,7 +32,8 @@ def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     three times the height of their 95th percentile if others are `CLIP_RATIO` times as high, so that a few do not
     flatten the rest. If these span two orders of magnitude, the scale is logarithmic instead, and ends at a third of
     the lowest mean above 0; so it is if the peak learning rates of curves differ 50-fold. Of several runs, losses and
-    gradient norms that reach 100 times the median of the curves' highest values leave the panel.
+    gradient norms that reach 100 times the median of the curves' highest values leave the panel. A level that lasts
+    remains in it.
     """
     curves, name, panel = [curve for curve in curves if curve.finite], curves[0].name, curves[0].panel
     if name in PANELS[SHARES] or not curves:
@@ -44,14 +45,13 @@ def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     if is_speed:
         if 0 < 10 * min(map(statistics.median, parts)) <= usual:
             return _log_axis(min(value for value in values if value > 0), max(highs))
-        return "linear", (
-            0,
-            1.05 * (max(highs) if max(highs) <= 2 * CLIP_RATIO * usual else 2 * usual or max(highs)) or 1,
-        )
+        end = max(2 * usual, *map(_lasting_height, parts)) or max(highs)
+        return "linear", (0, 1.05 * (max(highs) if max(highs) <= CLIP_RATIO * end else end) or 1)
     bottom, high, is_steep = min(values), max(highs), panel in ("loss", "gradient norm")
     if curves[0].run and is_steep:
         high = max(high for high in highs if high <= abs(100 * statistics.median_low(highs)))
     top = max(value for value in values if value - bottom <= 3 * (usual - bottom))
+    top = max(top, *(height for height in map(_lasting_height, parts) if height <= high))
     # To cut off less would not show the others larger.
     is_squeezed = (
         is_steep
@@ -72,6 +72,11 @@ def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
         return _log_axis(low, high)
     # A mark of what leaves the panel needs space.
     return "linear", axis_range([bottom, top + is_squeezed * (top - bottom) / 10])
+
+
+def _lasting_height(values: list[float]) -> float:
+    """The height of the highest level that lasts for a twentieth of the values of a curve, as in a slow phase."""
+    return max(float(np.median(part)) for part in np.array_split(values, max(1, min(20, len(values) // 5))))
 
 
 def _log_axis(low: float, high: float) -> tuple[str, tuple[float, float]]:

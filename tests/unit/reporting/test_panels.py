@@ -200,3 +200,10 @@ def test_single_value_has_a_large_mark_and_an_axis_from_0(value, limits):
     curve = Curve("eval_f1", "eval_f1", [40.0], [value])
     assert vertical_axis([curve]) == ("linear", pytest.approx(limits)) and curve.has_large_marks
     assert not replace(curve, steps=[40.0, 50.0], values=[value, value]).has_large_marks
+
+
+def test_level_that_lasts_remains_in_the_panel():
+    values = [1 + step % 5 / 100 for step in range(200)]
+    values[-15:] = [12.0] * 15
+    curves = [Curve(name, name, list(map(float, range(200))), values) for name in ("loss", "step_seconds")]
+    assert all(vertical_axis([curve])[1][1] > 12 for curve in curves)
