@@ -138,8 +138,7 @@ def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
     if any(curve.restarts and curve.x in TIME_UNITS for curve in curves):
         title.append("the time leaves out the pauses before a run resumed")
     title += [curves[0].state] * bool(not curves[0].run and curves[0].state)
-    # Of several runs, the legend has it.
-    title += filter(None, [_constant_memory("", curves)])
+    title += filter(None, [_constant_memory(curves)])
     observed = {curve.run for curve in curves if PANEL_OF.get(curve.name) in SPEEDS}
     if observed and (others := ", ".join(run for run in runs if run not in observed)):
         title.append(f"{others} ran without observe=True: no speed, time or memory")
@@ -152,16 +151,16 @@ def opacity_under_mean(curves: list[Curve]) -> float:
 
 
 def group_by_panel(curves: list[Curve]) -> dict[str, list[Curve]]:
-    """The panels. A constant memory has none: the title or the legend names it."""
+    """The panels. A constant memory has none: a note below the title has it."""
     panels = {panel: list(panel_curves) for panel, panel_curves in groupby(curves, key=lambda curve: curve.panel)}
     memory = [value for curve in panels.get(MEMORY_PANEL, ()) for value in curve.finite]
     is_flat = memory and len(panels) > 1 and max(memory) < 1.05 * min(memory)
     return {panel: panel_curves for panel, panel_curves in panels.items() if panel != MEMORY_PANEL or not is_flat}
 
 
-def _constant_memory(run: str, curves: list[Curve]) -> str:
-    """A run's peak memory in words, if it has no panel."""
-    memory = [value for curve in curves if curve.panel == MEMORY_PANEL and curve.run == run for value in curve.finite]
+def _constant_memory(curves: list[Curve]) -> str:
+    """The peak memory of all runs in words, if it has no panel."""
+    memory = [value for curve in curves if curve.panel == MEMORY_PANEL for value in curve.finite]
     return (
         f"{MEMORY_PANEL}: {format_number(max(memory))}" if memory and MEMORY_PANEL not in group_by_panel(curves) else ""
     )
@@ -195,7 +194,7 @@ def describe_run(run: str, curves: list[Curve]) -> str:
     first = next(other for other, found in points.items() if found == points[run])
     run_curves = [curve for curve in curves if curve.run == run]
     best = (f"★ best {c.name}\xa0{c.format(c.values[c.best])}" for c in run_curves if c.best is not None)
-    facts = (describe(run_curves[0].settings), next(best, ""), _constant_memory(run, curves), run_curves[0].state)
+    facts = (describe(run_curves[0].settings), next(best, ""), run_curves[0].state)
     return " · ".join(filter(None, (f"{run} = {first}" if first != run else run, *facts)))
 
 

@@ -74,9 +74,8 @@ def test_observed_run_has_panels_for_speeds_and_shares(tmp_path):
     assert labels | {"peak memory (MB): 812"} <= {*texts_in_svg(picture)}
     others = [write_observed_run(tmp_path / "one"), write_observed_run(tmp_path / "two", peak_memory_mb=814.0)]
     plot(others, out=picture)
-    texts = texts_in_svg(picture)
-    for run, memory in (("one", 812), ("two", 814)):
-        assert any(text.startswith(run) and f"peak memory (MB): {memory}" in text for text in texts)
+    # A difference of less than 5 % is noise, and is named once.
+    assert [text for text in texts_in_svg(picture) if "memory" in text] == ["peak memory (MB): 814"]
 
 
 def test_journal_knows_the_step_of_the_first_loss_that_is_not_finite(tmp_path):
