@@ -8,7 +8,7 @@ import os
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,11 @@ MANY_TRIALS = 20
 STATES = {"complete": "completed", "fail": "failed"}
 #: Optuna's state of a trial that is not drawn as the others → why, in the order of a legend.
 REASONS = {"PRUNED": "pruned", "FAIL": "failed", "COMPLETE": "far worse", "RUNNING": "running", "WAITING": "waiting"}
+#: Why a trial is not drawn as the others → its mark, matplotlib's and plotly's.
+REASON_MARKS = {
+    **{"pruned": ("v", "triangle-down"), "failed": ("x", "x"), "far worse": ("^", "triangle-up")},
+    **{"running": ("s", "square"), "waiting": ("D", "diamond")},
+}
 
 
 def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", html: bool | str = False) -> list[str]:
@@ -82,20 +87,20 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
             if html:
                 paths.append(str(page := path.with_suffix(".html")))
                 figure = getattr(import_plotting("optuna.visualization"), function)(shown, **objective)
-                # The colours of the worst trials are nearly white.
-                style = {"plot_bgcolor": "#d8d8d8"} if name == "parallel_coordinates" else {"colorway": COLOURS}
-                figure.update_layout(title=heading, template="plotly_white", font_size=13, **style)
+                figure.update_layout(title=heading, template="plotly_white", font_size=13, colorway=COLOURS)
                 if name == "parallel_coordinates":
-                    _label_page(figure, [objective["target_name"], *_parameters(shown)])
+                    _colour_page(figure, is_maximized=study.directions[number].name == "MAXIMIZE")
+                    _label_page(figure, [objective["target_name"], *_parameters(shown)], _whole_places(shown))
                 figure.update_traces(opacity=1, selector={"type": "scatter"})
                 figure.update_traces(line_shape="hv", name="Best value", selector={"name": "Best Value"})
                 if name == "importance":
                     figure.update_xaxes(title_text="Hyperparameter importance")
-                if name == "history" and left_out:
-                    x, (y, reasons) = list(left_out), zip(*left_out.values(), strict=True)
-                    marks = {"x": x, "y": y, "mode": "markers", "marker_symbol": "x", "name": _either(reasons)}
-                    figure.add_scatter(**marks).update_yaxes(range=limits)
-                figure.write_html(page, include_plotlyjs=html)
+                for reason, (x, y) in _by_reason(left_out) if name == "history" else ():
+                    marks = {"x": x, "y": y, "mode": "markers", "marker_symbol": REASON_MARKS[reason][1]}
+                    figure.add_scatter(**marks, marker_color="gray", name=reason).update_yaxes(range=limits)
+                # Margins would add scrollbars to a plot of the window's height.
+                text = figure.to_html(include_plotlyjs=html)
+                page.write_text(text.replace("<head>", "<head><style>body { margin: 0; }</style>", 1), "utf-8")
     return paths
 
 
@@ -128,8 +133,11 @@ def _value(number: int, trial: FrozenTrial) -> float:
     return trial.values[number]
 
 
-def _either(reasons: Iterable[str]) -> str:
-    return " or ".join(sorted(set(reasons), key=list(REASONS.values()).index))
+def _by_reason(left_out: dict[int, tuple[float, str]]) -> Iterator[tuple[str, tuple[list[int], list[float]]]]:
+    """Why trials were left out, their numbers and their values."""
+    for reason in REASONS.values():
+        if found := {number: value for number, (value, why) in left_out.items() if why == reason}:
+            yield reason, (list(found), list(found.values()))
 
 
 def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tuple[float, str]], tuple[float, float]]:
@@ -178,22 +186,26 @@ def _draw_png(
         colours = colours if lines.get_cmap().name.endswith("_r") else colours[::-1]
         lines.set_cmap(import_plotting("matplotlib.colors").ListedColormap(colours))
         _label_parameters(figure, [objective["target_name"], *_parameters(study)])
+        # After the objective's and the scale of colours.
+        ticker = import_plotting("matplotlib.ticker")
+        for locator in (figure.axes[place + 1].yaxis.get_major_locator() for place in _whole_places(study)):
+            if isinstance(locator, ticker.MaxNLocator):
+                locator.set_params(integer=True)
     else:
         axes.set_facecolor("white")
         axes.grid(color="#e0e0e0")
         for marks in (*axes.collections[:1], *axes.patches, *axes.lines):
             marks.set(color=COLOURS[marks in axes.lines], alpha=1)
         plt.setp(axes.lines, drawstyle="steps-post", label="Best value")
-        if function == "plot_optimization_history" and left_out:
-            values, reasons = zip(*left_out.values(), strict=True)
-            axes.scatter(list(left_out), values, marker="x", color="0.5", label=_either(reasons))
+        for reason, (x, y) in _by_reason(left_out) if function == "plot_optimization_history" else ():
+            axes.scatter(x, y, marker=REASON_MARKS[reason][0], color="0.5", label=reason)
             axes.set_ylim(limits)
         if function == "plot_param_importances":
             # It would name the objective, as the title does.
             axes.get_legend().remove()
             axes.set_xlabel("Hyperparameter importance")
         else:
-            axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=4, frameon=False)
+            axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=7, frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
@@ -204,6 +216,13 @@ def _parameters(study: Study) -> list[str]:
     return sorted({name for trial in trials if trial.state.name == "COMPLETE" for name in trial.params})
 
 
+def _whole_places(study: Study) -> list[int]:
+    """The places of whole numbers among the vertical axes, of which the objective's is the first."""
+    kinds = {name: kind for trial in study.get_trials(deepcopy=False) for name, kind in trial.distributions.items()}
+    named = enumerate((kinds[name] for name in _parameters(study)), 1)
+    return [place for place, kind in named if type(kind).__name__ == "IntDistribution"]
+
+
 def _label_parameters(figure: Any, names: list[str]) -> None:
     """Write the whole names, which Optuna truncates, and values that can be read over lines."""
     figure.set_size_inches(max(10, 2.2 * len(names)), 6)
@@ -212,10 +231,24 @@ def _label_parameters(figure: Any, names: list[str]) -> None:
         label.set(fontsize=9, bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1})
 
 
-def _label_page(figure: Any, names: list[str]) -> None:
+def _colour_page(figure: Any, *, is_maximized: bool) -> None:
+    """Give lines the colours of the picture; Optuna's would hide the worst trials."""
+    sample = import_plotting("plotly.colors").sample_colorscale
+    scale = sample("Viridis", [0.086 * part for part in range(11)])[:: -1 if is_maximized else 1]
+    colours = {"colorscale": scale, "reversescale": False}
+    figure.update_traces(line=colours, selector={"type": "parcoords"})
+    figure.update_traces(marker=colours, selector={"mode": "markers"})
+    # Optuna 5 has a trace per trial, whose first height is that of its objective.
+    for trace in figure.select_traces({"type": "scatter", "mode": "lines"}):
+        trace.line.color = sample(scale, [trace.y[0]])[0]
+
+
+def _label_page(figure: Any, names: list[str], whole: list[int]) -> None:
     """The same on a page of Optuna 5; Optuna 4 has another kind of plot."""
+    ticks = figure.layout.annotations
+    figure.layout.annotations = [tick for tick in ticks if tick.x not in whole or "." not in tick.text]
     figure.update_xaxes(ticktext=[_wrap(name).replace("\n", "<br>") for name in names])
-    figure.update_annotations(bgcolor="rgba(216, 216, 216, 0.8)")
+    figure.update_annotations(bgcolor="rgba(255, 255, 255, 0.8)")
 
 
 def _wrap(name: str) -> str:

@@ -1,6 +1,7 @@
 """`python -m hftrainer plot --study` draws the trials of a search, or says why there is nothing to draw."""
 
 import os
+import re
 import sys
 
 import optuna
@@ -98,12 +99,16 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     assert best_trials(url)[1] == "5 best of 9 trials: 8 completed, 1 pruned"
     page = (tmp_path / "history.html").read_text().split("newPlot")[-1]
     # The far one is at the edge, not at its last report.
-    assert '"name":"pruned or far worse","x":[5,7],"y":[2.0,' in page and '"text":"objective (minimize)"' in page
+    marks = re.findall(
+        r'"marker":{"color":"gray","symbol":"([\w-]+)"},"mode":"markers","name":"([\w ]+)","x":\[(\d)\]', page
+    )
+    assert marks == [("triangle-down", "pruned", "7"), ("triangle-up", "far worse", "5")]
+    assert '"text":"objective (minimize)"' in page
     assert '"range":[-0.1,2.1]' in page and "1000000" not in page
     legend, none = (figure.axes[0].get_legend() for figure in figures[:2])
     words = [text.get_text() for text in legend.get_texts()]
     # The bars of importances have one colour, which needs no legend.
-    assert words == ["objective (minimize)", "Best value", "pruned or far worse"] and none is None
+    assert words == ["objective (minimize)", "Best value", "pruned", "far worse"] and none is None
 
 
 def test_table_has_hyphens_for_hyperparameters_of_other_trials(tmp_path, capsys):
@@ -147,3 +152,14 @@ def test_missing_plot_package_is_named(url, tmp_path, monkeypatch, package, html
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackage, match=r"pip install 'hftrainer\[plot\]'"):
         plot_study(url, out=str(tmp_path), html=html)
+
+
+@pytest.mark.parametrize(("direction", "darkest"), [("minimize", 0), ("maximize", 4)])
+def test_page_has_dark_lines_for_the_best_and_whole_ticks(tmp_path, direction, darkest):
+    study = optuna.create_study(storage=(url := f"sqlite:///{tmp_path}/search.db"), direction=direction)
+    study.optimize(lambda trial: trial.suggest_int("epochs", 1, 3) * 0 + trial.number, n_trials=5)
+    plot_study(url, out=str(tmp_path), html=True)
+    page = (tmp_path / "parallel_coordinates.html").read_text().split("newPlot")[-1]
+    colours = [sum(map(float, rgb.split(","))) for rgb in re.findall(r'"line":\{"color":"rgb\(([^)]+)\)"', page)]
+    assert len(colours) == 5 and colours.index(min(colours)) == darkest and max(colours) < 500
+    assert '"text":"2"' in page and '"text":"1.5"' not in page
