@@ -315,8 +315,9 @@ class RunRecord:
             closing = ((place, {"step": step, **shares}) for place, step, shares, _ in self._last_shares())
             pairs = sorted([*pairs, *closing], key=lambda pair: pair[0])
         # A mean that leaves out losses is no value of a curve.
-        gap, partial = {"loss": math.nan}, self._partial
-        pairs = [(at, line | gap if "loss" in line and line.get("step") in partial else line) for at, line in pairs]
+        for place, (at, line) in enumerate(pairs):
+            if "loss" in line and is_number(step := line.get("step")) and step in self._partial:
+                pairs[place] = at, line | {"loss": math.nan}
         log = [line if x == "step" else {**line, "step": place} for place, line in pairs]
         steps = {place: line.get("step", place) for place, line in pairs if is_number(place)}
         return replace(self.state, log_history=log), steps
