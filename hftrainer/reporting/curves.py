@@ -176,8 +176,10 @@ class Curve:
         finite = np.array(list(filter(math.isfinite, self.usual)))
         is_speed = (self.name.endswith("_per_second") or self.name == "mfu") and min(finite, default=0) > 0
         power, half = -1 if is_speed else 1, max(1, len(finite) // parts // 2)
-        windows = (finite[max(0, n - half) : n + min(n, half) + 1] ** power for n in range(len(finite)))
-        means = (float(window.mean()) ** power for window in windows)
+        sums = np.concatenate([[0.0], np.cumsum(finite**power)])
+        places = np.arange(len(finite))
+        first, end = np.maximum(0, places - half), np.minimum(len(finite), places + np.minimum(places, half) + 1)
+        means = iter((((sums[end] - sums[first]) / (end - first)) ** power).tolist())
         return [next(means) if math.isfinite(value) else math.nan for value in self.usual]
 
     def peaks(self, top: float) -> list[int]:

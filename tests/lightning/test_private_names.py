@@ -39,7 +39,6 @@ OF_OTHERS = {
     "hftrainer_deepspeed.strategy": {"_move_model_to_device": "transformers' Trainer, and ours"},
     "hftrainer.parallel.fsdp_sharding": {"_no_split_modules": "transformers' models"},
     "hftrainer.parallel.plan": {"_is_distributed_loading_by_transformers": "transformers' models"},
-    "hftrainer.base.nested": {"_fields": "Python, whose named tuples have it"},
     "hftrainer_xla.devices": _XLA,
     "hftrainer_xla.sharding": {"_XLAC": "torch_xla", "_get_xla_sharding_spec": "torch_xla"},
     "hftrainer_lightning.module": {"_get_learning_rate": "the Trainer", "_opt_called": "torch's schedules"},
