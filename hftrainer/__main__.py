@@ -36,7 +36,9 @@ def make_parser() -> Parser:
     completion.epilog = "example, for a line of ~/.bashrc: source <(hftrainer completion bash)"
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="its name")
     completion.set_defaults(execute=print_completion, parser=completion, missing="name a shell: bash, zsh or fish")
-    parser.set_defaults(parsers=commands.choices, helps={each.dest: each.help for each in commands._choices_actions})
+    parser.set_defaults(
+        parsers=commands.choices, helps={command.dest: command.help for command in commands._choices_actions}
+    )
     return parser
 
 
@@ -98,7 +100,8 @@ def _execute(parser: Parser, words: list[str]) -> None:
             hint = f": run a script with {parser.prog} run {scripts[0]}"
         # The example is that of the suggested command.
         parsers = parser.get_default("parsers").items()
-        parser.epilog = next((each.epilog % {"prog": each.prog} for name, each in parsers if repr(name) in hint), None)
+        epilogs = (command.epilog % {"prog": command.prog} for name, command in parsers if repr(name) in hint)
+        parser.epilog = next(epilogs, None)
         parser.error(f"{problem}{hint}")
     # Argparse ignores errors of the output.
     if words[0] in ("-V", "--version"):

@@ -57,7 +57,7 @@ def check_config(config: Any) -> None:
         # DeepSpeed raises its own errors, pydantic's, assertions, and errors of plain values.
         batch = {"train_micro_batch_size_per_gpu": 1}
         errors = {key: _find_error(Config, {**batch, key: value}) for key, value in values.items()}
-        reasons = [line for key, each in errors.items() if each for line in _explain_error(key, values, each)]
+        reasons = [line for key, error in errors.items() if error for line in _explain_error(key, values, error)]
         raise InvalidConfig("\n".join(reasons or [f"deepspeed: {error}: correct the configuration."])) from error
     known_keys = {value for value in vars(constants).values() if isinstance(value, str)}
     for key in values.keys() - known_keys:

@@ -95,7 +95,7 @@ def check_callbacks(callbacks: Sequence[Callback], strategy: Strategy, trainer: 
             logger.warning("%s: the metrics of evaluations begin with 'eval_': did you mean %r?", place, meant)
     # Report only the first problem of each callback.
     all_problems = (_find_problems(callback, strategy, trainer) for callback in callbacks)
-    problems = [message for each in all_problems for message in itertools.islice(each, 1)]
+    problems = [message for found in all_problems for message in itertools.islice(found, 1)]
     if find_callback(callbacks, ModelPruning) and find_callback(callbacks, WeightAveraging):
         problems.append("ModelPruning changes the parameters that weight averaging averages: use only one of them.")
     return problems
@@ -171,7 +171,9 @@ def collect_state(
         The weights to save instead of the model's, by the keys of its state dict (None: save the model's weights), and
         the other state to save, `{"callbacks": states by state_key, ...}`, which may be empty.
     """
-    states = {each.state_key: state for each in callbacks if (state := callback_hooks.checkpoint_state(each))}
+    states = {
+        callback.state_key: state for callback in callbacks if (state := callback_hooks.checkpoint_state(callback))
+    }
     other_state: dict[str, Any] = {"callbacks": states} if states else {}
     changes_weights = find_callback(callbacks, _EPOCH_END_CALLBACKS) is not None
     if changes_weights and pl_trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:

@@ -199,7 +199,7 @@ class LightningEngine:
             if self.pl_trainer is None or is_nested:
                 self.pl_trainer = self._make_pl_trainer(max_epochs=1)
             training_only = lightning_callbacks.TRAINING_ONLY
-            callbacks = [each for each in self._training_callbacks if not isinstance(each, training_only)]
+            callbacks = [callback for callback in self._training_callbacks if not isinstance(callback, training_only)]
             self.pl_trainer.callbacks = callbacks  # type: ignore[attr-defined]
             evaluation_loops.install_evaluation_loops(self.pl_trainer)
             # Lightning opens its loggers, which starts a run. Only callbacks need them here.

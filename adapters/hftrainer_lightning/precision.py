@@ -73,7 +73,11 @@ class PlainPrecision(Precision):
 def _closure_arguments(optimizer_class: Any) -> tuple[None, ...]:
     """Arguments for `step`: None where the optimizer's class requires a closure, as accelerate passes it."""
     parameters = list(inspect.signature(optimizer_class.step).parameters.values())[1:]
-    required = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    required = [
+        parameter
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
     return (None,) * len(required)
 
 

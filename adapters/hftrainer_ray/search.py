@@ -123,7 +123,7 @@ class RaySearch(SearchBackend):
             "resources_per_trial": {"cpu": 1, "gpu": 1} if args.device.type in _GPUS else {"cpu": 1},
             "raise_on_failed_trial": False,
         }
-        if not any(getattr(kwargs.get(each), "metric", None) for each in ("scheduler", "search_alg")):
+        if not any(getattr(kwargs.get(option), "metric", None) for option in ("scheduler", "search_alg")):
             options |= {"metric": "objective", "mode": self.directions[0][:3]}
         return {**options, **kwargs}
 

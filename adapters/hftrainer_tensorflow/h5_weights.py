@@ -97,7 +97,7 @@ def load_weights(model: nn.Module, paths: list[str]) -> None:
     for path in paths:
         for name, value in read_weights(path):
             torch_key, keras_name = torch_name(name)
-            key = next((each for each in _candidates(torch_key, model) if each in state), None)
+            key = next((candidate for candidate in _candidates(torch_key, model) if candidate in state), None)
             if key is None:
                 unused_names.append(name)
                 continue
@@ -195,7 +195,7 @@ def _find_tensorflow_folder(name_or_path: str, kwargs: dict[str, Any]) -> str | 
     options = {key: kwargs[key] for key in keys if key in kwargs}
     options |= {"_raise_exceptions_for_missing_entries": False}
     names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-    if any(cached_file(name_or_path, each, **options) is not None for each in names):
+    if any(cached_file(name_or_path, name, **options) is not None for name in names):
         return None
     path = cached_file(name_or_path, WEIGHTS, **options)
     return os.path.dirname(path) if path is not None else None

@@ -179,7 +179,7 @@ def _make_groups(optimizer: Any, model: nn.Module, names: dict[int, str], decay:
     included_patterns = getattr(optimizer, "_include_in_weight_decay", None) or []
     excluded_patterns = list(getattr(optimizer, "_exclude_from_weight_decay", None) or [])
     # Keras stores the ids of variables.
-    if any(not isinstance(each, str) for each in excluded_patterns):
+    if any(not isinstance(pattern, str) for pattern in excluded_patterns):
         raise UnsupportedArgument("exclude_from_weight_decay: torch does not know Keras variables; use var_names.")
     if (pattern := getattr(optimizer, "_exclude_from_weight_decay_pattern", None)) is not None:
         excluded_patterns.append(pattern.pattern)
@@ -194,8 +194,8 @@ def _make_groups(optimizer: Any, model: nn.Module, names: dict[int, str], decay:
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay}, {"params": [], "weight_decay": 0.0}]
     for parameter in parameters:
         name = names[id(parameter)]
-        has_decay = any(re.search(each, name) for each in included_patterns) or not any(
-            re.search(each, name) for each in excluded_patterns
+        has_decay = any(re.search(pattern, name) for pattern in included_patterns) or not any(
+            re.search(pattern, name) for pattern in excluded_patterns
         )
         groups[0 if has_decay else 1]["params"].append(parameter)
     return [group for group in groups if group["params"]]

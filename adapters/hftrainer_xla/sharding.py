@@ -166,7 +166,9 @@ def _shard_rows(tensor: torch.Tensor) -> None:
 
 def _shard_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     arrays = iterate_arrays((args, kwargs))
-    tensors = [each for each in arrays if each.ndim and isinstance(each, torch.Tensor) and each.device.type == "xla"]
+    tensors = [
+        array for array in arrays if array.ndim and isinstance(array, torch.Tensor) and array.device.type == "xla"
+    ]
     for tensor in tensors:
         # Tensors with the batch's number of samples have one row per sample.
         if tensor.shape[0] == tensors[0].shape[0]:

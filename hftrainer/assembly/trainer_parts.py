@@ -160,7 +160,7 @@ class TrainerParts:
     def stateful_callbacks(self) -> list[Any]:
         """The callbacks and the control whose states are saved in checkpoints."""
         trainer = self.trainer
-        return [each for each in [*trainer.callback_handler.callbacks, trainer.control] if has_saved_state(each)]
+        return [owner for owner in [*trainer.callback_handler.callbacks, trainer.control] if has_saved_state(owner)]
 
     def open_loggers(self) -> list[Any]:
         """The Lightning loggers that this process writes to. The call opens their runs."""
@@ -168,10 +168,11 @@ class TrainerParts:
             return []
         callbacks = reporting_callbacks(self.trainer.callback_handler.callbacks)
         loggers_by_callback = [
-            (each, each.loggers(self.trainer.args, self.trainer.state, self.trainer.model)) for each in callbacks
+            (callback, callback.loggers(self.trainer.args, self.trainer.state, self.trainer.model))
+            for callback in callbacks
         ]
         # Loggers of report_to come first.
-        loggers_by_callback.sort(key=lambda each: not isinstance(each[0], TrackerCallback))
+        loggers_by_callback.sort(key=lambda pair: not isinstance(pair[0], TrackerCallback))
         return [logger for _, loggers in loggers_by_callback for logger in loggers]
 
     def print_xla_metrics(self) -> None:

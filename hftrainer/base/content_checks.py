@@ -58,9 +58,9 @@ def _matches_type(value: Any, hint: Any) -> bool:
         return True
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return any(_matches_type(value, each) for each in inner)
+        return any(_matches_type(value, alternative) for alternative in inner)
     if origin is list:
-        return isinstance(value, list) and all(_matches_type(each, inner[0]) for each in value)
+        return isinstance(value, list) and all(_matches_type(item, inner[0]) for item in value)
     # Bool is a subclass of int; an int is valid for a float.
     if hint is float or hint is int:
         return not isinstance(value, bool) and isinstance(value, (int, float) if hint is float else int)

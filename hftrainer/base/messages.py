@@ -173,7 +173,7 @@ def print_interrupt_notes(error: BaseException) -> bool:
 
     Another Ctrl-C may end the uploads that follow the first. On Python 3.10 `add_note` has logged the notes.
     """
-    notes = [note for each in (error.__context__, error) for note in getattr(each, "__notes__", ())]
+    notes = [note for noted in (error.__context__, error) for note in getattr(noted, "__notes__", ())]
     if not (isinstance(error, KeyboardInterrupt) and notes):
         return False
     # A further Ctrl-C, while Python exits, ends the process without a traceback.

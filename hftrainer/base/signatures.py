@@ -20,8 +20,8 @@ def _chain(function: Any) -> Iterator[Any]:
 def _accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
     """Parameter names that `function` and all functions it wraps accept; None for any name."""
     accepted: frozenset[str] | None = None
-    for each in _chain(function):
-        parameters = inspect.signature(each, follow_wrapped=False).parameters.values()
+    for wrapped in _chain(function):
+        parameters = inspect.signature(wrapped, follow_wrapped=False).parameters.values()
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
             names = frozenset(parameter.name for parameter in parameters)
             accepted = names if accepted is None else accepted & names
@@ -37,7 +37,7 @@ def accepts(method: Callable[..., Any], keyword: str) -> bool:
 def has_parameter(method: Callable[..., Any], keyword: str) -> bool:
     """Whether `method` has a parameter of this name, rather than only `**kwargs`."""
     functions = _chain(getattr(method, "__func__", method))
-    return any(keyword in inspect.signature(each, follow_wrapped=False).parameters for each in functions)
+    return any(keyword in inspect.signature(function, follow_wrapped=False).parameters for function in functions)
 
 
 def call_with_accepted(method: Callable[..., Any], *args: Any, **optional: Any) -> Any:
@@ -60,10 +60,10 @@ def max_positional_arguments(method: Callable[..., Any]) -> int | None:
 @functools.lru_cache(maxsize=64)
 def _count_positional_arguments(function: Callable[..., Any], is_bound: bool) -> int | None:
     counts: list[int] = []
-    for each in _chain(function):
-        parameters = inspect.signature(each, follow_wrapped=False).parameters.values()
+    for wrapped in _chain(function):
+        parameters = inspect.signature(wrapped, follow_wrapped=False).parameters.values()
         if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
-            has_self = is_bound if each is function else next(iter(parameters)).name == "self"
+            has_self = is_bound if wrapped is function else next(iter(parameters)).name == "self"
             kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
             counts.append(sum(parameter.kind in kinds for parameter in parameters) - has_self)
     return min(counts, default=None)

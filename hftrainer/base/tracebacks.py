@@ -54,7 +54,7 @@ class HideEngineFrames(contextlib.AbstractContextManager[None]):
                 frames.pop()
             kept = [] if type(link).__module__ == "hftrainer.errors" else frames[-1:]
             link.__traceback__ = _join_frames(
-                [each for each in frames if each in kept or _package(each) not in _ENGINE]
+                [frame for frame in frames if frame in kept or _package(frame) not in _ENGINE]
             )
             # Errors of arguments pass through these too, where no engine runs.
             is_shorter |= bool({*map(_package, frames[:-1])} & _ENGINE - _WITHOUT_NOTE)
@@ -129,7 +129,7 @@ def read_variable(error: BaseException, name: str) -> Any:
 def describe_shapes(value: Any) -> str:
     """The types and shapes in a batch, by key, as text for a message."""
     if isinstance(value, Mapping) and value:
-        return ", ".join(f"{name}: {describe_shapes(each)}" for name, each in value.items())
+        return ", ".join(f"{name}: {describe_shapes(item)}" for name, item in value.items())
     if isinstance(value, tuple):
         return f"({', '.join(map(describe_shapes, value))})"
     # Nested tensors have no shape.
@@ -196,7 +196,7 @@ def note_batch(error: Exception, place: str, inputs: Any, config: Any) -> None:
 def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:
     """What in the batch has probably caused the error, and the remedy."""
     columns = inputs if isinstance(inputs, Mapping) else {}
-    lookups = [each.__code__ for each in (embedding, cross_entropy, nll_loss, binary_cross_entropy_with_logits)]
+    lookups = [function.__code__ for function in (embedding, cross_entropy, nll_loss, binary_cross_entropy_with_logits)]
     calls = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in lookups]
     length = [0, *getattr(columns.get("input_ids"), "shape", ())][-1]
     limit = getattr(config, "max_position_embeddings", None)
@@ -222,7 +222,7 @@ def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:
         remedy = "pass the index of the class, labels.argmax(-1)"
         return f"The labels are one-hot, {describe_shapes(labels)}, but the loss takes one class per sample: {remedy}."
     matches = ((re.search(pattern, str(error)), text) for pattern, text in _EXPLANATIONS.items())
-    match, text = next((each for each in matches if each[0]), (None, ""))
+    match, text = next((match for match in matches if match[0]), (None, ""))
     return match and match.expand(text).format(columns=_columns_of_size(columns, match))
 
 

@@ -83,7 +83,9 @@ class CallbackHandler(TrainerCallback):
     def remove_progress_bars(self) -> bool:
         """Remove the callbacks that show a progress bar, and return whether any existed."""
         count = len(self.callbacks)
-        self.callbacks[:] = [each for each in self.callbacks if not is_instance_by_name(each, *PROGRESS_BAR_CALLBACKS)]
+        self.callbacks[:] = [
+            callback for callback in self.callbacks if not is_instance_by_name(callback, *PROGRESS_BAR_CALLBACKS)
+        ]
         return len(self.callbacks) < count
 
     def pop_callback(self, callback: Any) -> Any:
@@ -299,7 +301,7 @@ def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states:
 
 def warn_about_unrestored_callbacks(callbacks: list[Any], states: dict[str, Any]) -> None:
     """Log a warning about callbacks whose saved state is not restored, such as early stopping."""
-    for name, current_state in export_states([each for each in callbacks if has_saved_state(each)]).items():
+    for name, current_state in export_states([callback for callback in callbacks if has_saved_state(callback)]).items():
         saved_state = states.get(name)
         if not (isinstance(current_state, dict) and isinstance(saved_state, dict)):
             continue

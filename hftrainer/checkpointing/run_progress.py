@@ -199,9 +199,9 @@ def load_progress(folder: str, process_index: int, world_size: int) -> RunProgre
     other_paths = [os.path.join(folder, names.progress_name(rank, size)) for rank in range(1, size)]
     # A .ckpt file holds only the progress of rank 0.
     all_progress = [first, *(_read(path) for path in other_paths if os.path.isfile(path))]
-    first.loss = torch.stack([each.loss for each in all_progress]).mean()
+    first.loss = torch.stack([progress.loss for progress in all_progress]).mean()
     for name in first.sources:
-        columns = zip(*(each.sources[name] for each in all_progress), strict=True)
+        columns = zip(*(progress.sources[name] for progress in all_progress), strict=True)
         loss, samples, tokens = map(sum, columns)
         # Each process gets the mean loss and an equal share of the samples and tokens.
         first.sources[name] = [loss / len(all_progress), samples / world_size, tokens / world_size]
@@ -232,7 +232,7 @@ def _check_progress(saved: dict[str, Any]) -> None:
         if not isinstance(data.get("before"), (dict, type(None))):
             raise TypeError("data['before'] is not a dict")
     for name, row in saved.get("sources", {}).items():
-        if not (isinstance(name, str) and len(row) == 3 and all(isinstance(each, float) for each in row)):
+        if not (isinstance(name, str) and len(row) == 3 and all(isinstance(number, float) for number in row)):
             raise ValueError(f"sources[{reprlib.repr(name)}] is {reprlib.repr(row)}, not three floats")
     # Reject values that JSON cannot hold, since they cannot be compared.
     json.dumps(saved["settings"])

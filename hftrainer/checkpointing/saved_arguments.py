@@ -82,7 +82,7 @@ def read_arguments_of_run(folder: str, *, skip_unreadable: bool = False) -> dict
     Raises:
         DamagedCheckpoint: if the file cannot be read.
     """
-    paths = (Path(each) / names.TRAINING_ARGS_NAME for each in (folder, *names.checkpoints_newest_first(folder)))
+    paths = (Path(place) / names.TRAINING_ARGS_NAME for place in (folder, *names.checkpoints_newest_first(folder)))
     path = next(filter(zipfile.is_zipfile if skip_unreadable else Path.is_file, paths), None)
     arguments = {} if path is None else read_arguments(path)
     return {name: value for name, value in arguments.items() if name not in _PLACES}
@@ -92,16 +92,16 @@ def differing_arguments(runs: list[dict[str, Any]], labels: list[str]) -> list[d
     """For each run, its arguments with an effect that differ and are not in the labels of all runs."""
     first, *others = [arguments for arguments in runs if arguments] or [{}]
     effective = {name: value for name, value in first.items() if not _WITHOUT_EFFECT.fullmatch(name)}
-    names = [name for name, value in effective.items() if any(each.get(name, value) != value for each in others)]
+    names = [name for name, value in effective.items() if any(other.get(name, value) != value for other in others)]
     words = [set(re.split(r"[^a-zA-Z0-9.]+|(?<=[a-z])(?=\d)", label)) for label in labels]
     known = [(run, parts) for run, parts in zip(runs, words, strict=True) if run]
     names = [name for name in names if not all(str(run.get(name)) in parts for run, parts in known)]
     differing = [{name: run[name] for name in names if name in run} for run in runs]
-    for each, run in zip(differing, runs, strict=True):
+    for settings, run in zip(differing, runs, strict=True):
         # The epochs count instead.
-        if each.get("max_steps") == -1:
-            each["num_train_epochs"] = run.get("num_train_epochs")
-            del each["max_steps"]
+        if settings.get("max_steps") == -1:
+            settings["num_train_epochs"] = run.get("num_train_epochs")
+            del settings["max_steps"]
     return differing
 
 

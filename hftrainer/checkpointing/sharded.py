@@ -55,7 +55,7 @@ _ALLOWED = frozenset(f"{module}.{name}" for module, kinds in _CLASSES.items() fo
 
 def _state_dict_options(model: nn.Module, full: bool, only_trainable: bool = False) -> Any:
     # On the CPU there is nothing to offload, and FSDP1 crashes if it tries.
-    on_cpu = not torch.cuda.is_initialized() and all(each.device.type == "cpu" for each in model.parameters())
+    on_cpu = not torch.cuda.is_initialized() and all(parameter.device.type == "cpu" for parameter in model.parameters())
     return StateDictOptions(full_state_dict=full, cpu_offload=not on_cpu, ignore_frozen_params=only_trainable)
 
 

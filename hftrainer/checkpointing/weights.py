@@ -73,10 +73,10 @@ def make_meta_copy(model: Any) -> Any:
         raise TypeError(f"{type(model).__name__} has its own save_pretrained")
     tensors = [*model.parameters(), *model.buffers()]
     memo: dict[int, Any] = {
-        id(each): torch.nn.Parameter(each.to("meta"), each.requires_grad)
-        if isinstance(each, torch.nn.Parameter)
-        else each.to("meta")
-        for each in tensors
+        id(tensor): torch.nn.Parameter(tensor.to("meta"), tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter)
+        else tensor.to("meta")
+        for tensor in tensors
     }
     return copy.deepcopy(model, memo)
 

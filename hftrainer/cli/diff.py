@@ -205,7 +205,7 @@ def _weight_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Comp
 
     files_by_step = ((step, plain_files(folder_a), plain_files(folder_b)) for step, folder_a, folder_b in saved[::-1])
     # Only the newest is read.
-    for step, *files in itertools.islice((each for each in files_by_step if all(each[1:])), 1):
+    for step, *files in itertools.islice((row for row in files_by_step if all(row[1:])), 1):
         one, other = (ChainMap(*map(read_weights, paths)) for paths in files)
         for name in sorted(one.keys() | other.keys()):
             yield "weights", ComparedValues(step, name, (one.get(name), other.get(name)))

@@ -173,7 +173,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
             without_journal.append(name)
         elif seconds is None:
             unknown.append(name)
-        best = {each: marked.get((name, each), page["metrics"].get(each, {}).get("best")) for each in metrics}
+        best = {metric: marked.get((name, metric), page["metrics"].get(metric, {}).get("best")) for metric in metrics}
         row = {
             "run": name,
             "differs in": next(curve.settings for (run_name, _), curve in named.items() if run_name == name),
@@ -211,7 +211,7 @@ def _compare(runs: list[dict[str, Any]]) -> str:
     rows = [tuple(names) if names[0] == "trial" else ("", *names[1:])]
     missing = {name: "-" if any(run.get(name) is not None for run in runs) else "" for name in names}
     for run in runs:
-        texts = {name: str if isinstance(each, str) else format_number for name, each in run.items()} | formats
+        texts = {name: str if isinstance(value, str) else format_number for name, value in run.items()} | formats
         rows.append(tuple(missing[name] if run.get(name) is None else texts[name](run[name]) for name in names))
     return align(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
 

@@ -140,7 +140,7 @@ def _make_page(console: Console, names: list[str], pages: list[dict[str, Any]], 
     columns = max(1, min(len(pages), console.width // MIN_COLUMNS))
     lines = None if height is None else max(3, height // -(-len(pages) // columns))
     grid = Table.grid(*(Column(ratio=1) for _ in range(columns)), expand=True)
-    panels = [_make_panel(console, *each, console.width // columns, lines) for each in zip(names, pages, strict=True)]
+    panels = [_make_panel(console, *pair, console.width // columns, lines) for pair in zip(names, pages, strict=True)]
     for start in range(0, len(panels), columns):
         grid.add_row(*panels[start : start + columns])
     return grid
@@ -227,7 +227,7 @@ def _parts(page: dict[str, Any], width: int, colour: str, lines: int) -> Iterato
     titles = {"last": "last", "best": "best", "best_step": "at step"}
     if page["message"]:
         yield Text(_clean(f"{page['reason']}: {page['message']}", lines * width), "red")
-    rows = [(name, *(format_number(metric[each]) for each in titles)) for name, metric in page["metrics"].items()]
+    rows = [(name, *(format_number(metric[title]) for title in titles)) for name, metric in page["metrics"].items()]
     if rows:
         yield _make_table(["", *titles.values()], rows)
     elif page["state"] == "running":
@@ -238,7 +238,7 @@ def _parts(page: dict[str, Any], width: int, colour: str, lines: int) -> Iterato
     if any(page["seconds"]["all"].values()):
         yield _seconds_by_activity(page["seconds"])
     checkpoints = page["checkpoints"][: -MAX_EVENTS - 1 : -1]
-    if saves := [f"{os.path.basename(each['folder'])} {_format_age(now, each['time'])}" for each in checkpoints]:
+    if saves := [f"{os.path.basename(save['folder'])} {_format_age(now, save['time'])}" for save in checkpoints]:
         yield Text(_join([f"saved: {saves[0]}", *saves[1:]], width))
     for warning in page["warnings"][-MAX_EVENTS:]:
         text = f"{_format_age(now, warning['time'])}, after step {warning['step']:,}: {warning['text']}"
@@ -293,7 +293,7 @@ def _seconds_by_activity(seconds: dict[str, dict[str, float]]) -> Table:
     for spent_seconds in seconds.values():
         total = sum(spent_seconds.values()) or 1.0
         label = "total" if rows else f"last {format_duration(total)}"
-        rows.append((label, *(f"{each / total:.1%}" for each in spent_seconds.values()), format_number(total)))
+        rows.append((label, *(f"{seconds / total:.1%}" for seconds in spent_seconds.values()), format_number(total)))
     # Of a short run, the last intervals are all.
     return _make_table(["time", *seconds["all"], "seconds"], rows if rows[0][1:] != rows[1][1:] else rows[1:])
 
@@ -343,7 +343,7 @@ def _make_chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int
     values = [value for curve in curves.values() for value in _finite(curve)]
     panel = "loss" if all(name.endswith("loss") for name in curves) else "metrics"
     scale, (bottom, top) = vertical_axis(
-        [Curve(panel, name, each["steps"], each["values"]) for name, each in curves.items()]
+        [Curve(panel, name, curve["steps"], curve["values"]) for name, curve in curves.items()]
     )
     low, high = max(min(values), bottom), min(max(values), top)
     labels = [format_number(high), *[""] * (rows - 1)]

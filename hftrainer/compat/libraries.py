@@ -65,7 +65,8 @@ def num_parameters(model: Any, **options: bool) -> int:
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     excluded_ids = {id(weight) for weight in embeddings} if options.get("exclude_embeddings") else set()
     parameters = [parameter for parameter in model.parameters() if id(parameter) not in excluded_ids]
-    return int(model.num_parameters(**options) + sum(element_count(each) - each.numel() for each in parameters))
+    partitioned = sum(element_count(parameter) - parameter.numel() for parameter in parameters)
+    return int(model.num_parameters(**options) + partitioned)
 
 
 def normalization_layers() -> list[type]:

@@ -58,7 +58,7 @@ def _is_ours(method: Any, ours: Any) -> bool:
     """Whether a method is the recorded one, or a tool's unchanged copy of its source."""
     if method is ours:
         return True
-    code, our_code = (getattr(each, "__code__", None) for each in (method, ours))
+    code, our_code = (getattr(function, "__code__", None) for function in (method, ours))
     if code is None or our_code is None or (code.co_names, code.co_code) != (our_code.co_names, our_code.co_code):
         return False
     method_globals = method.__globals__

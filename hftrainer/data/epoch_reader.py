@@ -143,7 +143,7 @@ class ReadRecorder:
                 "seed": self.worker_seed,
                 "began_now": self.draws_seed,
                 **{
-                    name: {worker: pickle.loads(each) for worker, each in states.items()}
+                    name: {worker: pickle.loads(state) for worker, state in states.items()}
                     for name, states in worker_states.items()
                 },
             }
@@ -163,7 +163,7 @@ class ReadRecorder:
         workers, states = state["workers"], {}
         if position or self._keeps_workers:
             states = workers["round" if position else "latest"]
-        self._latest_states = {worker: pickle.dumps(each) for worker, each in states.items()}
+        self._latest_states = {worker: pickle.dumps(state) for worker, state in states.items()}
         self._states_before_turn = self._states_before_round = dict(self._latest_states)
         self.batch_count = 0 if self._streams else position - position % self._workers
         has_earlier_seed = self._keeps_workers and not (position and workers["began_now"])

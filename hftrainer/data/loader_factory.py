@@ -232,7 +232,9 @@ class LoaderFactory(Part):
                 raise
             vars(error)["_is_explained"] = True
             groups = [getattr(data, "sources", data) for data in datasets]
-            all_datasets = [each for data in groups for each in (data.values() if isinstance(data, dict) else [data])]
+            all_datasets = [
+                dataset for data in groups for dataset in (data.values() if isinstance(data, dict) else [data])
+            ]
             signature_columns = self.trainer._signature_columns
             if isinstance(error, TypeError):
                 collators.explain_call_error(error, self.trainer.model, all_datasets)

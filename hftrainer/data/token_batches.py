@@ -181,7 +181,7 @@ class BucketCollator:
                 f"tokens_per_batch: a sample has {longest} tokens, more than any in the column of lengths: correct the "
                 "column."
             )
-        collator.pad_to_multiple_of = next(each for each in self.boundaries if each >= longest)
+        collator.pad_to_multiple_of = next(boundary for boundary in self.boundaries if boundary >= longest)
         return collator(samples)
 
 

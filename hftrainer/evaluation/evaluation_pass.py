@@ -160,7 +160,7 @@ class EvaluationPass:
         if self._gathers_rows and not (self.args.world_size > 1 and self.args.eval_use_gather_object):
             pad = self.trainer.accelerator.pad_across_processes
             main_input, labels, logits = (
-                each if each is None else pad(each, dim=1, pad_index=-100) for each in (main_input, labels, logits)
+                rows if rows is None else pad(rows, dim=1, pad_index=-100) for rows in (main_input, labels, logits)
             )
         if logits is not None and self._preprocess_logits is not None:
             logits = self._preprocess_logits(logits, labels)

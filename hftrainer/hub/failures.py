@@ -83,7 +83,7 @@ def _reason_of_response(error: BaseException, status: int, text: str, has_token:
     if status >= 500 or status in _TRANSIENT_STATUSES:
         return f"the Hub failed: try again later ({text})"
     responses = [getattr(cause, "response", None) for cause in _chain(error)]
-    if "RevisionNotFound" in [(getattr(each, "headers", None) or {}).get("X-Error-Code") for each in responses]:
+    if "RevisionNotFound" in [(getattr(response, "headers", None) or {}).get("X-Error-Code") for response in responses]:
         return "the revision does not exist: create the branch with huggingface_hub.create_branch, or omit hub_revision"
     if status == 401 and not has_token:
         return f"the Hub needs a token: run `hf auth login`, or pass hub_token ({text})"

@@ -180,14 +180,14 @@ class Uploads:
         with self._lock:
             other = self._missing_commits.setdefault(commit.path_in_repo, commit)
             if other is not commit:
-                older, newer = sorted((other, commit), key=lambda each: each.number)
+                older, newer = sorted((other, commit), key=lambda commit: commit.number)
                 self._discard_snapshot(older)
                 self._missing_commits[commit.path_in_repo] = newer
             similar_commits = [
-                each for path, each in self._missing_commits.items() if bool(path) == bool(commit.path_in_repo)
+                missing for path, missing in self._missing_commits.items() if bool(path) == bool(commit.path_in_repo)
             ]
-            for each in sorted(similar_commits, key=lambda each: each.number)[:-1]:
-                self._discard_snapshot(each)
+            for outdated in sorted(similar_commits, key=lambda outdated: outdated.number)[:-1]:
+                self._discard_snapshot(outdated)
 
     def _record_upload(self, commit: PendingCommit) -> None:
         """Record an upload. Older missing commits to the same path are no longer needed."""

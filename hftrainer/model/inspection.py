@@ -42,7 +42,8 @@ def called_model(model: Any) -> Any:
     bare_model = libraries.unwrap_peft(model)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     children = list(bare_model.children())
-    forwards_all = all(each.kind in variadic for each in inspect.signature(bare_model.forward).parameters.values())
+    parameters = inspect.signature(bare_model.forward).parameters.values()
+    forwards_all = all(parameter.kind in variadic for parameter in parameters)
     return called_model(children[0]) if forwards_all and len(children) == 1 else bare_model
 
 
@@ -128,7 +129,7 @@ def check_lightning_module(model: Any, *, calls_forward: bool) -> None:
     """
     kind = type(model)
     bases = [
-        each for each in kind.__mro__ if each.__name__ == "LightningModule" and each.__module__.startswith(_PACKAGES)
+        base for base in kind.__mro__ if base.__name__ == "LightningModule" and base.__module__.startswith(_PACKAGES)
     ]
     if not bases or not calls_forward:
         return
@@ -238,15 +239,15 @@ def _add_special_tokens(config: Any, generation_config: Any, tokenizer: Any) -> 
     updated_tokens = {}
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
         token = getattr(tokenizer, name, None)
-        configs = [each for each in (config, generation_config) if each is not None]
-        if token is None or all(token in _as_list(getattr(each, name, None)) for each in configs):
+        configs = [candidate for candidate in (config, generation_config) if candidate is not None]
+        if token is None or all(token in _as_list(getattr(owner, name, None)) for owner in configs):
             continue
         updated_tokens[name] = token
-        for each in configs:
-            current_tokens = getattr(each, name, None)
-            extends = name == "eos_token_id" and (each is generation_config or isinstance(current_tokens, list))
+        for owner in configs:
+            current_tokens = getattr(owner, name, None)
+            extends = name == "eos_token_id" and (owner is generation_config or isinstance(current_tokens, list))
             other_tokens = [other for other in _as_list(current_tokens) if other is not None and other != token]
-            setattr(each, name, [token, *other_tokens] if extends else token)
+            setattr(owner, name, [token, *other_tokens] if extends else token)
     return updated_tokens
 
 

@@ -278,10 +278,10 @@ def license_of(repo_id: str) -> str | None:
 def datasets_of(dataset: Any) -> list[DatasetSource]:
     """The named datasets among one dataset or a dict of datasets, without duplicates."""
     sources: dict[str, DatasetSource] = {}
-    for each in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
-        name = each.builder_name if libraries.is_dataset_or_stream(each) else None
+    for part in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
+        name = part.builder_name if libraries.is_dataset_or_stream(part) else None
         # A generic reader of the `datasets` library, such as 'csv', does not name a dataset.
         if name is not None and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is None:
-            split = None if each.split is None else str(each.split)
-            sources.setdefault(name, DatasetSource(name, each.config_name, split))
+            split = None if part.split is None else str(part.split)
+            sources.setdefault(name, DatasetSource(name, part.config_name, split))
     return list(sources.values())

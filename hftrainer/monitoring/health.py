@@ -236,7 +236,7 @@ class _Reporter:
                 records[path] = old_record if old_record and old_record[0] == record else (record, time.monotonic())
         self._records = records
         late = [_position(rank) for rank in self._slowest_ranks() if rank["is_late"]]
-        self._late_since = {each: self._late_since.get(each, time.monotonic()) for each in late}
+        self._late_since = {rank: self._late_since.get(rank, time.monotonic()) for rank in late}
 
     def _slowest_ranks(self) -> list[dict[str, Any]]:
         """The ranks furthest behind."""
@@ -396,7 +396,7 @@ def serve_health(args: Any, processes: Processes, state: _GetState, last_checkpo
     folder, rank = Path(args.output_dir, HEALTH_FOLDER), processes.rank
     ranks = range(processes.world_size) if rank == 0 else range(rank, rank + processes.local_world_size)
     heartbeat, error = Heartbeat(), None
-    reporter = _Reporter(heartbeat, state, last_checkpoint, [folder / f"rank-{each}.json" for each in ranks])
+    reporter = _Reporter(heartbeat, state, last_checkpoint, [folder / f"rank-{rank}.json" for rank in ranks])
     is_server = processes.local_rank == 0
     with contextlib.ExitStack() as stack:
         if is_server:
@@ -406,9 +406,9 @@ def serve_health(args: Any, processes: Processes, state: _GetState, last_checkpo
                 stack.enter_context(_run_server(address, reporter))
             except (InvalidArgument, MissingPackage) as problem:
                 error = problem
-        for each in processes.gather_objects([error]):
-            if each is not None:
-                raise each
+        for rank_error in processes.gather_objects([error]):
+            if rank_error is not None:
+                raise rank_error
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{rank}.json"
         recorder = _Recorder(heartbeat, state, path, rank, reporter if is_server else None)

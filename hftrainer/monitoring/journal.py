@@ -98,7 +98,7 @@ def check_folder(folder: str) -> None:
         reason = explain_unreadable_url(folder)
         problem = f": {reason}" if reason else " is not a folder" if os.path.exists(folder) else " does not exist"
         parent, name = os.path.split(os.path.abspath(folder))
-        siblings = [each.name for each in os.scandir(parent) if each.is_dir()] if os.path.isdir(parent) else []
+        siblings = [entry.name for entry in os.scandir(parent) if entry.is_dir()] if os.path.isdir(parent) else []
         advice = suggest(name, siblings, ": pass a run's output_dir")
         raise InvalidArgument(f"{folder}{problem}{advice}")
 
@@ -146,7 +146,9 @@ def remove_undone_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for event in select_last_run(events):
         if event["event"] == "begin":
             remaining = [
-                each for each in remaining if each["event"] in ("begin", "end") or each["step"] <= event["step"]
+                earlier
+                for earlier in remaining
+                if earlier["event"] in ("begin", "end") or earlier["step"] <= event["step"]
             ]
         remaining.append(event)
     return remaining
@@ -198,7 +200,7 @@ def read_state(folder: str) -> TrainerState:
     """
     check_folder(folder)
     # Only the log is needed, so a checkpoint without weights is enough.
-    paths = [Path(each) / names.TRAINER_STATE_NAME for each in (folder, *checkpoints_newest_first(folder))]
+    paths = [Path(place) / names.TRAINER_STATE_NAME for place in (folder, *checkpoints_newest_first(folder))]
     files = [path for path in paths if path.is_file()]
     if not files:
         runs = {path.parent for name in ("checkpoint-*/", JOURNAL_NAME) for path in Path(folder).glob(f"*/{name}")}

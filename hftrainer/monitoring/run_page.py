@@ -135,7 +135,9 @@ class JournalSummary:
 
     def recent_seconds(self) -> dict[str, float]:
         """Activity → seconds in the last intervals."""
-        return {name: sum(each["seconds"].get(name, 0.0) for each in self.intervals) for name in journal.ACTIVITIES}
+        return {
+            name: sum(interval["seconds"].get(name, 0.0) for interval in self.intervals) for name in journal.ACTIVITIES
+        }
 
     def metric(self, name: str) -> dict[str, float | None]:
         """The last and the best value of a curve."""

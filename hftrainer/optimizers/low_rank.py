@@ -60,7 +60,10 @@ def make_arguments(
             f"optim={name!r} steps before the gradients are all-reduced: use optim={name.removesuffix('_layerwise')!r}."
         )
     optimizers = {parameter: optimizer_class([{"params": [parameter]}], **kwargs) for parameter in other_parameters}
-    optimizers |= {each: optimizer_class([{"params": [each], **projection}], **kwargs) for each in projected_parameters}
+    optimizers |= {
+        parameter: optimizer_class([{"params": [parameter], **projection}], **kwargs)
+        for parameter in projected_parameters
+    }
     return LayerWiseDummyOptimizer, {**kwargs, "optimizer_dict": optimizers}
 
 
@@ -141,7 +144,8 @@ class LayerWiseDummyOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state, including that of each parameter's optimizer in the order of the parameters."""
-        return {**super().state_dict(), "layers": [each.state_dict() for each in self.optimizer_dict.values()]}
+        layers = [optimizer.state_dict() for optimizer in self.optimizer_dict.values()]
+        return {**super().state_dict(), "layers": layers}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state. States written by transformers lack those of the parameters' optimizers."""

@@ -109,19 +109,21 @@ def find_stacks(model: nn.Module, names: list[str]) -> dict[str, int]:
         model: the model.
         names: names of parameters; stacks without any of them are left out.
     """
-    lists = {f"{bare_name(name)}.": each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+    lists = {
+        f"{bare_name(name)}.": module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    }
     # Ignore lists inside a layer, such as those of experts.
-    lists = {name: each for name, each in lists.items() if not any(name.startswith(o) for o in lists if o != name)}
-    lists = {name: each for name, each in lists.items() if any(other.startswith(name) for other in names)}
+    lists = {name: layers for name, layers in lists.items() if not any(name.startswith(o) for o in lists if o != name)}
+    lists = {name: layers for name, layers in lists.items() if any(other.startswith(name) for other in names)}
     # Prefer lists whose items have submodules, unlike a list of plain heads.
-    deep = {name: each for name, each in lists.items() if any(list(layer.children()) for layer in each)}
-    return {name: len(each) for name, each in (deep or lists).items()}
+    deep = {name: layers for name, layers in lists.items() if any(list(layer.children()) for layer in layers)}
+    return {name: len(layers) for name, layers in (deep or lists).items()}
 
 
 def _tower(stack: str, stacks: dict[str, int]) -> str:
     """Prefix of the largest module without another stack, such as an encoder or a decoder."""
     starts = itertools.accumulate(stack.split(".")[:-1], lambda start, part: f"{start}{part}.", initial="")
-    return next(start for start in starts if not any(each.startswith(start) for each in stacks if each != stack))
+    return next(start for start in starts if not any(other.startswith(start) for other in stacks if other != stack))
 
 
 def _check_stacks(stacks: dict[str, int], model: nn.Module) -> Iterator[str]:
@@ -153,11 +155,13 @@ def layer_scales(
         names: names of parameters, in the model's order.
     """
     towers = {_tower(name, stacks): name for name in stacks}
-    embeddings = {f"{bare_name(name)}.weight" for name, each in model.named_modules() if isinstance(each, nn.Embedding)}
+    embeddings = {
+        f"{bare_name(name)}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)
+    }
     scales: dict[str, tuple[str, float]] = {}
     started_towers = set()
     for name in names:
-        tower = next((each for each in towers if name.startswith(each)), None)
+        tower = next((prefix for prefix in towers if name.startswith(prefix)), None)
         stack = None if tower is None else towers[tower]
         if stack is not None and name.startswith(stack):
             started_towers.add(tower)

@@ -346,7 +346,7 @@ def get_scheduler(
         text = "warmup_steps=%s, but the run has only %s steps: the learning rate does not reach its peak."
         logger.warning(text, num_warmup_steps, num_training_steps)
     kwargs = scheduler_specific_kwargs or {}
-    others = {name: each for name, each in parameters.items() if name not in {*steps, "optimizer", "self"}}
+    others = {name: parameter for name, parameter in parameters.items() if name not in {*steps, "optimizer", "self"}}
     _check_schedule_kwargs(kind, others, kwargs)
     return schedule(optimizer, **step_counts, **kwargs)
 

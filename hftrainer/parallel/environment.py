@@ -291,7 +291,8 @@ def can_rerun_script() -> bool:
 def find_plugin(plugins: Any, name: str) -> Any:
     """The plugin of Lightning's class `name`, or None. Does not import Lightning."""
     candidates = plugins if isinstance(plugins, (list, tuple)) else [plugins]
-    return next((each for each in candidates if name in {kind.__name__ for kind in type(each).__mro__}), None)
+    named = (found for found in candidates if name in {kind.__name__ for kind in type(found).__mro__})
+    return next(named, None)
 
 
 def check_launcher_config(config: Mapping[str, Any]) -> Iterator[str]:

@@ -272,9 +272,9 @@ def _parse_prefetch(name: str, value: Any) -> str:
 
 def _parse_classes(name: str, value: Any) -> tuple[str, ...] | None:
     classes = value.split(",") if isinstance(value, str) else value
-    if classes and not (isinstance(classes, (list, tuple)) and all(isinstance(each, str) for each in classes)):
+    if classes and not (isinstance(classes, (list, tuple)) and all(isinstance(name, str) for name in classes)):
         raise InvalidConfig(f"fsdp_config[{name!r}]={value!r}: use class names, in a list or separated by commas.")
-    return tuple(each.strip() for each in classes) if classes else None
+    return tuple(name.strip() for name in classes) if classes else None
 
 
 def _parse_count(name: str, value: Any) -> int:

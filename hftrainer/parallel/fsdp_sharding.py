@@ -102,7 +102,7 @@ def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch
     for parameter in model.parameters():
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norms = [nn.utils.get_total_norm([each.grad for each in group], norm_type) for group in by_mesh.values()]
+    norms = [nn.utils.get_total_norm([parameter.grad for parameter in group], norm_type) for group in by_mesh.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms, norm_type)
     for group in by_mesh.values():
@@ -176,7 +176,7 @@ def _large_modules(model: nn.Module, min_size: int) -> list[nn.Module]:
     """Modules without shared parameters that have at least `min_size` parameters outside their inner units."""
     units: list[nn.Module] = []
     unit_parameters: set[int] = set()
-    uses = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     for module in reversed(list(model.modules())[1:]):
         parameters = [parameter for parameter in module.parameters() if id(parameter) not in unit_parameters]
         has_shared = any(uses[id(parameter)] > 1 for parameter in parameters)

@@ -129,7 +129,7 @@ class Curve:
         the first after a restart at the restart, before which stacked shares are 0. Other curves over time have a gap
         where steps were undone. A share of a long run is the mean of a part.
         """
-        steps, shown = ([each[index] for index in self.drawn_indices] for each in (self.steps, values))
+        steps, shown = ([column[index] for index in self.drawn_indices] for column in (self.steps, values))
         if self.name in PANELS[SHARES]:
             shown = [statistics.fmean(values[part.start : part.stop]) for part in self._parts()]
         is_interval = PANEL_OF.get(self.name) in SPEEDS
@@ -243,7 +243,7 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
             raise InvalidArgument(reason)
     folders = [record.folder for record in records]
     names = run_names(folders) if len(runs) > 1 else [""]
-    logs, size, unit = [each.read_log(x) for each in records], 1, x
+    logs, size, unit = [record.read_log(x) for record in records], 1, x
     if x == "time":
         last = max(line["step"] for state, _ in logs for line in state.log_history)
         unit, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))
@@ -260,7 +260,7 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
         facts |= {"restarts": [(lost / size, restart / size) for lost, restart in restarts]}
         facts |= {"state": _describe_state(record, known)}
         for curve in _plain_curves(state, known, places):
-            found = [each for each in (curve.non_finite, curve.name == "loss" and non_finite) if each]
+            found = [span for span in (curve.non_finite, curve.name == "loss" and non_finite) if span]
             first = min(((place / size, text) for place, text in found), default=None)
             scaled = [step / size for step in curve.steps]
             plain_curves.append(replace(curve, steps=scaled, start=curve.start / size, non_finite=first, **facts))
@@ -276,7 +276,7 @@ def read_charts(runs: Sequence[RunRecord | str], x: str, *, with_others: bool) -
     records = [RunRecord(run) if isinstance(run, str) else run for run in runs]
     others = [other for other in ("step", "epoch", "time") if other != x] if with_others else []
     found = [x, *(other for other in others if not any(explain_empty(record, other) for record in records))]
-    return {each: read_curves(records, each) for each in found}
+    return {metric: read_curves(records, metric) for metric in found}
 
 
 def explain_empty(record: RunRecord, x: str) -> str | None:
@@ -366,7 +366,9 @@ def _in_milliseconds(curves: list[Curve]) -> list[Curve]:
     if not seconds or max(seconds) >= 0.1:
         return curves
     name, panel = "step_milliseconds", "milliseconds per step"
-    longer = [replace(curve, panel=panel, name=name, values=[1000 * each for each in curve.values]) for curve in curves]
+    longer = [
+        replace(curve, panel=panel, name=name, values=[1000 * seconds for seconds in curve.values]) for curve in curves
+    ]
     return [short if curve.name == "step_seconds" else curve for curve, short in zip(curves, longer, strict=True)]
 
 

@@ -178,8 +178,8 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
             text += " (shaded: steps done again)" * any(lost < restart for lost, restart in curve.restarts)
             colour = curve.colour if curve.run else "#808080"
             yield lost, restart, text if curve.panel == "loss" and not number else "", colour, "--"
-    found = sorted(((*c.non_finite, c.label, c) for c in curves if c.non_finite), key=lambda each: each[0])
-    runs = {run: [each for each in found if each[3].run == run] for run in dict.fromkeys(each[3].run for each in found)}
+    found = sorted(((*c.non_finite, c.label, c) for c in curves if c.non_finite), key=lambda mark: mark[0])
+    runs = {run: [mark for mark in found if mark[3].run == run] for run in dict.fromkeys(mark[3].run for mark in found)}
     for (step, place, label, curve), *others in runs.values():
         colour = curve.colour if curve.run and len(runs) > 1 else "red"
         also = "".join(f", {WORDS.get(other.name, other.name)} {place}" for _, place, _, other in others)

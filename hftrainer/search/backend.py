@@ -154,7 +154,7 @@ def read_directions(direction: Any) -> list[str]:
         InvalidArgument: for any other value.
     """
     directions = list(direction) if isinstance(direction, (list, tuple)) else [direction]
-    names = [str(getattr(each, "name", each)).lower() for each in directions]
+    names = [str(getattr(direction, "name", direction)).lower() for direction in directions]
     if not names or any(name not in ("minimize", "maximize") for name in names):
         raise InvalidArgument(f"direction={direction!r}: use 'minimize' or 'maximize', or a list of these.")
     return names

@@ -244,7 +244,10 @@ def _find_unpicklable_name(parts: TrainerParts, state: dict[str, Any]) -> str:
     class_name, callbacks = type(parts.trainer).__name__, parts.trainer.callback_handler.callbacks
     search_attributes: dict[str, Any] = {} if parts.search is None else vars(parts.search)
     candidates: list[tuple[str, Any]] = [
-        *((f"The callback {type(each).__name__}", each) for each in (*callbacks, *parts.lightning_callbacks)),
+        *(
+            (f"The callback {type(callback).__name__}", callback)
+            for callback in (*callbacks, *parts.lightning_callbacks)
+        ),
         *((f"The search's {name.strip('_')}", value) for name, value in search_attributes.items()),
         *((f"{class_name}.{name}", value) for name, value in state.items()),
     ]

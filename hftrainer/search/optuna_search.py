@@ -273,7 +273,7 @@ def _check_kwargs(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str
     if not isinstance(options.get("callbacks"), (list, tuple, type(None))):
         raise InvalidArgument(f"callbacks={options['callbacks']!r} must be a list of functions (study, trial) → None.")
     catch = options.get("catch", ())
-    if not all(isinstance(each, type) for each in (catch if isinstance(catch, Iterable) else (catch,))):
+    if not all(isinstance(kind, type) for kind in (catch if isinstance(catch, Iterable) else (catch,))):
         raise InvalidArgument(f"catch={catch!r} must be exception classes.")
     if kwargs.get("load_if_exists") and not kwargs.get("study_name"):
         raise InvalidArgument("load_if_exists=True needs a study_name: without one, each search creates a new study.")

@@ -119,7 +119,7 @@ def best_trials(storage: str, study_name: str | None = None) -> tuple[list[dict[
     counts = ", ".join(f"{count} {STATES.get(state, state)}" for state, count in states.most_common())
     note = f"{len(trials)} best of {len(every)} trials: {counts}" if len(every) > len(trials) else ""
     return [
-        {"trial": each.number} | dict(zip(_names(study), each.values, strict=True)) | each.params for each in trials
+        {"trial": trial.number} | dict(zip(_names(study), trial.values, strict=True)) | trial.params for trial in trials
     ], note
 
 

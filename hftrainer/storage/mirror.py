@@ -306,7 +306,7 @@ class Mirror:
 
     def _local_files(self) -> Iterator[str]:
         for root, folders, files in os.walk(self.local):
-            folders[:] = [each for each in folders if not each.startswith((f"{names.PREFIX_CHECKPOINT_DIR}-", "_tmp_"))]
+            folders[:] = [name for name in folders if not name.startswith((f"{names.PREFIX_CHECKPOINT_DIR}-", "_tmp_"))]
             for name in sorted(files):
                 path = os.path.join(root, name)
                 if name != _UPLOADS_FILE and not name.startswith("_tmp_") and os.path.isfile(path):

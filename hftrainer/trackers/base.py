@@ -131,7 +131,7 @@ class ReportingCallback(TrainerCallback):
 
     def _make_loggers(self, args: TrainingArguments) -> list[Any]:
         """Create the loggers."""
-        return [self._make_table(args) if each == CSV_LOGGER else each for each in self._script_loggers]
+        return [self._make_table(args) if logger == CSV_LOGGER else logger for logger in self._script_loggers]
 
     def _make_table(self, args: TrainingArguments) -> Any:
         loggers = import_adapter("lightning", "loggers")
@@ -142,7 +142,7 @@ class ReportingCallback(TrainerCallback):
 
     def run_ids(self) -> dict[str, str]:
         """The ids in a checkpoint with which a later process can continue the open run; empty if no run is open."""
-        table = next((each for each in self._open_loggers or () if each not in self._script_loggers), None)
+        table = next((logger for logger in self._open_loggers or () if logger not in self._script_loggers), None)
         if table is None:
             return {}
         rows = import_adapter("lightning", "loggers").count_rows(table)
@@ -192,9 +192,9 @@ class ReportingCallback(TrainerCallback):
 
     def start_trial(self, args: TrainingArguments, name: str | None) -> None:
         """Start a new run for a hyperparameter trial."""
-        for each in self._open_loggers or ():
-            if each not in self._script_loggers:
-                each.finalize("success")
+        for logger in self._open_loggers or ():
+            if logger not in self._script_loggers:
+                logger.finalize("success")
         self._open_loggers, self._initialized, self._trial, self._earlier_run = None, False, name, None
 
     def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
@@ -209,14 +209,14 @@ class ReportingCallback(TrainerCallback):
 
     def _describe(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Write the hyperparameters: the arguments and the model's configuration."""
-        for each in self._get_loggers(args):
-            each.log_hyperparams({**model_config(model), **arguments_of(args)})
+        for logger in self._get_loggers(args):
+            logger.log_hyperparams({**model_config(model), **arguments_of(args)})
 
     def _write(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the numbers of a log line."""
-        for each in self._get_loggers(args):
-            each.log_metrics(self._numbers(to_tracker_names(logs)), step=state.global_step)
-            each.save()
+        for logger in self._get_loggers(args):
+            logger.log_metrics(self._numbers(to_tracker_names(logs)), step=state.global_step)
+            logger.save()
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Write the hyperparameters, unless they are already written."""
@@ -232,8 +232,8 @@ class ReportingCallback(TrainerCallback):
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         """End the run; later events, such as an evaluation, are still written."""
         if self._is_writing(state):
-            for each in self._get_loggers(args):
-                each.finalize("success")
+            for logger in self._get_loggers(args):
+                logger.finalize("success")
 
     def _numbers(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values that are numbers. Others are dropped, with one warning per name."""
@@ -279,7 +279,7 @@ class TrackerCallback(ReportingCallback):
 
 def reporting_callbacks(callbacks: Sequence[Any]) -> list[ReportingCallback]:
     """The callbacks that write to trackers."""
-    return [each for each in callbacks if isinstance(each, ReportingCallback)]
+    return [callback for callback in callbacks if isinstance(callback, ReportingCallback)]
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,8 @@ class CheckpointPlace:
 
 def ids_of_open_runs(callbacks: Sequence[Any], place: CheckpointPlace) -> dict[str, Any]:
     """A checkpoint's entry for open runs in trackers: the run's place, and the ids by tracker."""
-    runs = {each.name: place.relative(ids) for each in reporting_callbacks(callbacks) if (ids := each.run_ids())}
+    reporting = reporting_callbacks(callbacks)
+    runs = {callback.name: place.relative(ids) for callback in reporting if (ids := callback.run_ids())}
     return {"place": place.name, "runs": runs} if runs else {}
 
 
@@ -325,8 +326,8 @@ def begin_runs(
         place: the location of this run's checkpoints.
     """
     trackers = reporting_callbacks(callbacks)
-    for each in trackers if state.is_hyper_param_search else ():
-        each.start_trial(args, state.trial_name)
+    for tracker in trackers if state.is_hyper_param_search else ():
+        tracker.start_trial(args, state.trial_name)
     if not saved or args.new_tracker_run:
         return
     runs = saved.get("runs")
@@ -336,12 +337,12 @@ def begin_runs(
     if saved["place"] != place.name:
         logger.info("The checkpoint belongs to a run in %s, so trackers start new runs.", saved["place"])
         return
-    for each in trackers:
-        ids = runs.get(each.name)
-        if each.can_read(ids):
-            each.resume_run(args, EarlierRun(place.absolute(ids), state.global_step, list(state.log_history)))
+    for tracker in trackers:
+        ids = runs.get(tracker.name)
+        if tracker.can_read(ids):
+            tracker.resume_run(args, EarlierRun(place.absolute(ids), state.global_step, list(state.log_history)))
         elif ids is not None:
-            each._warn_about_new_run(reprlib.repr(ids), "this release cannot read it.")
+            tracker._warn_about_new_run(reprlib.repr(ids), "this release cannot read it.")
 
 
 def to_tracker_names(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -304,7 +304,7 @@ class MLflowCallback(TrackerCallback):
         client = self._ml_flow.MlflowClient()
         curves = [client.get_metric_history(run_id, name) for name in run.data.metrics]
         self._stored_values = {
-            (each.key, each.step): each.value for curve in curves for each in curve if each.step >= step
+            (point.key, point.step): point.value for curve in curves for point in curve if point.step >= step
         }
         steps = [run.data.tags[_RESUME_TAG]] if _RESUME_TAG in run.data.tags else []
         client.set_tag(run_id, _RESUME_TAG, ", ".join([*steps, str(step)]))
@@ -370,10 +370,10 @@ class MLflowCallback(TrackerCallback):
 
     def _has_line(self, metrics: Sequence[Any]) -> bool:
         """Whether a resumed run already has a line, judged by its losses, since times differ between processes."""
-        losses = [each for each in metrics if each.key.endswith("loss")] or metrics
+        losses = [metric for metric in metrics if metric.key.endswith("loss")] or metrics
         old_values = self._stored_values or {}
         # Compare texts, so that NaN equals NaN.
-        return all(str(old_values.get((each.key, each.step))) == str(float(each.value)) for each in losses)
+        return all(str(old_values.get((loss.key, loss.step))) == str(float(loss.value)) for loss in losses)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Set up, and reopen a run that an earlier training ended."""

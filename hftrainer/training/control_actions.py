@@ -122,7 +122,8 @@ class ControlActions(Part):
 
     def _evaluate_sets(self, sets: Mapping[str, Any], ignore_keys: list[str] | None) -> dict[str, float]:
         """Evaluate several sets. Early stopping may monitor a metric of one set, or the mean loss."""
-        stoppers = [each for each in self.trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
+        callbacks = self.trainer.callback_handler.callbacks
+        stoppers = [callback for callback in callbacks if isinstance(callback, EarlyStoppingCallback)]
         for callback in stoppers:
             callback.in_multi_set_evaluation = True
         try:
@@ -145,9 +146,9 @@ class ControlActions(Part):
         args, trainer = self.trainer.args, self.trainer
         metric = args.metric_for_best_model or "loss"
         is_built_in = "mem_" in metric or metric.endswith(("loss", "runtime", "per_second", "time"))
-        handlers = [getattr(type(each), "on_evaluate", None) for each in trainer.callback_handler.callbacks]
+        handlers = [getattr(type(callback), "on_evaluate", None) for callback in trainer.callback_handler.callbacks]
         adds_metrics = is_overridden(trainer, "evaluate", "evaluation_loop", "_evaluate", "log") or any(
-            not getattr(each, "__module__", "").startswith(("hftrainer", "transformers")) for each in handlers
+            not getattr(handler, "__module__", "").startswith(("hftrainer", "transformers")) for handler in handlers
         )
         if args.eval_strategy != "no" and trainer.compute_metrics is None and not (is_built_in or adds_metrics):
             raise MetricNotFound(

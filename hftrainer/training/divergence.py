@@ -146,7 +146,7 @@ class DivergenceWatch(Part):
         threshold = self.trainer.args.divergence_threshold
         if threshold is not None and len(self.recent_losses) >= _MIN_LOSSES:
             mean = sum(self.recent_losses) / len(self.recent_losses)
-            deviation = math.sqrt(sum([(each - mean) ** 2 for each in self.recent_losses]) / len(self.recent_losses))
+            deviation = math.sqrt(sum([(loss - mean) ** 2 for loss in self.recent_losses]) / len(self.recent_losses))
             # If the losses hardly vary, noise is no spike.
             deviation = max(deviation, 0.01 * abs(mean))
             if loss > mean + threshold * deviation:
@@ -258,10 +258,10 @@ class SkippedSamples:
         """
         processes, args = self.trainer.accelerator.processes, self.trainer.args
         diverged_steps = processes.gather_objects([diverged_step])
-        worst = max(diverged_steps, key=lambda each: each.reason)
+        worst = max(diverged_steps, key=lambda step: step.reason)
         reason, value = worst.reason, worst.value
-        ranks = [rank for rank, each in enumerate(diverged_steps) if each.reason == reason]
-        samples = [each.samples for each in diverged_steps]
+        ranks = [rank for rank, step in enumerate(diverged_steps) if step.reason == reason]
+        samples = [step.samples for step in diverged_steps]
         place = f" on rank {', '.join(map(str, ranks))}" if len(diverged_steps) > 1 else ""
         message = f"Step {diverged_step.step} diverged: {_DESCRIPTIONS[reason]} ({value:g}{place})"
         if len(self.entries) >= args.max_rollbacks or args.on_divergence == "stop":
@@ -288,9 +288,10 @@ class SkippedSamples:
         if args.on_divergence != "stop":
             reason = f"the run was rolled back {len(self.entries)} times, max_rollbacks={args.max_rollbacks}"
         skipped_steps = "".join(
-            f"\n  step {each['step']}: {each['reason']}, {_describe_samples(each['samples'])}" for each in self.entries
+            f"\n  step {entry['step']}: {entry['reason']}, {_describe_samples(entry['samples'])}"
+            for entry in self.entries
         )
-        places = ", ".join(f"epoch {each.epoch} from micro-batch {each.start}" for each in diverged_step.windows)
+        places = ", ".join(f"epoch {window.epoch} from micro-batch {window.start}" for window in diverged_step.windows)
         return (
             f"{message}, and {reason}. The step read {_describe_samples(samples)}, {places}. Check these "
             "samples first. If they are sound, lower learning_rate, lengthen the warmup, set max_grad_norm, or "

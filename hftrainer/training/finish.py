@@ -60,7 +60,8 @@ class RunEnd(Part):
         state = self.trainer.state
         steps = state.global_step - self.run.initial_step
         # Lightning's EarlyStopping notes why it stops.
-        stopped = [each for each in self.parts.engine.callbacks if vars(each).get("stopping_reason_message")]
+        callbacks = self.parts.engine.callbacks
+        stoppers = [type(callback).__name__ for callback in callbacks if vars(callback).get("stopping_reason_message")]
         observer, requests = loop.monitors.observer, loop.monitors.requests
         losses = loop.loss_accumulator
         return summary.FinishedRun(
@@ -70,7 +71,7 @@ class RunEnd(Part):
             seconds=loop.seconds_by_cause(),
             steps=steps,
             share=1 if self.parts.policy.averages_train_loss_over_call else steps / state.global_step,
-            stopper=self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else ""),
+            stopper=self.trainer.callback_handler.stopped_by or next(iter(stoppers), ""),
             was_asked_to_stop=requests is not None and requests.has_stopped,
             non_finite_since=losses.non_finite_since if losses.has_warned else None,
             checkpoints=self.run.checkpoints_written,

@@ -52,7 +52,9 @@ class InitialStateSnapshot:
         self._scaler_state = None if self._scaler is None else self._scaler.state_dict()
         self.optimizers = trainer.optimizer, trainer.lr_scheduler
         self._optimizer_states = [
-            (each, nested_apply(_to_cpu, each.state_dict())) for each in self.optimizers if each is not None
+            (optimizer, nested_apply(_to_cpu, optimizer.state_dict()))
+            for optimizer in self.optimizers
+            if optimizer is not None
         ]
         self.callback_states = copy.deepcopy(export_states(trainer._hftrainer.stateful_callbacks()))
         self._rng_state = rng_state()

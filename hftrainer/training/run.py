@@ -151,7 +151,7 @@ class RunAttribute:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        assert name in {each.name for each in dataclasses.fields(Run)}
+        assert name in {field.name for field in dataclasses.fields(Run)}
 
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
         return self if trainer is None else getattr(trainer._hftrainer.run, self.name)

@@ -77,7 +77,7 @@ def position_at_step(
     """
     epoch, starts = 0, sorted(skips)
     while global_step >= (
-        steps := math.ceil(micro_batches / accumulation_steps_of(epoch)) - sum(each == epoch for each, _ in starts)
+        steps := math.ceil(micro_batches / accumulation_steps_of(epoch)) - sum(first == epoch for first, _ in starts)
     ):
         global_step -= steps
         epoch += 1

@@ -207,7 +207,7 @@ class ControlSync(Part):
         control_flags = [int(getattr(self.trainer.control, name)) for name in _FLAGS]
         rank_flags = [self.run.signal_listener.signal_number or 0, *control_flags, int(self.engine.should_stop)]
         pending_flags = [0] * len(rank_flags) if self._pending_all_reduce is None else self._pending_all_reduce()[1:]
-        return [max(each) for each in zip(rank_flags, pending_flags, strict=True)]
+        return [max(flags) for flags in zip(rank_flags, pending_flags, strict=True)]
 
     def _start_all_reduce(self, flags: list[int]) -> Callable[[], list[int]]:
         """Start the all-reduce of flags. Its first number is 1 if some rank has set no flag."""

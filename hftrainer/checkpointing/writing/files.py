@@ -377,6 +377,6 @@ def parse_manifest(data: bytes, path: str) -> dict[str, Entry]:
         # Manifests of earlier releases have no checksum.
         if "crc32" in content and content["crc32"] != crc32_of_list(files):
             raise ValueError("the list has another checksum")
-        return {name: Entry(each["size"], each["crc32"]) for name, each in files.items()}
+        return {name: Entry(entry["size"], entry["crc32"]) for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{path} cannot be read") from error

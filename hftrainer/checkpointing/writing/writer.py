@@ -272,7 +272,8 @@ class CheckpointWriter:
         if self._process is None or self._copies.size < _MIN_BYTES_FOR_PROCESS:
             return
         try:
-            current.pickled_writes = [self._process.pack(each.make_picklable(), each.values) for each in current.writes]
+            pack = self._process.pack
+            current.pickled_writes = [pack(write.make_picklable(), write.values) for write in current.writes]
         # An object of the script may raise anything.
         except Exception as error:
             self._fall_back_to_thread(error)

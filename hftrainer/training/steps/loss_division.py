@@ -40,10 +40,10 @@ def count_items(parts: TrainerParts, micro_batches: list[Any], device: torch.dev
     if micro_batches[0] is None or "labels" not in micro_batches[0]:
         return None
     labels = [policy.counted_labels(batch, shifts=trainer._loss_shifts_labels) for batch in micro_batches]
-    if not all(isinstance(each, torch.Tensor) for each in labels):
+    if not all(isinstance(tensor, torch.Tensor) for tensor in labels):
         # The labels of detection models are lists of dicts.
         return None
-    items = sum(each.ne(-100).sum() for each in labels).to(device)
+    items = sum(tensor.ne(-100).sum() for tensor in labels).to(device)
     return policy.num_items(parts.counters.sum_over_data(items) if parts.averages_tokens else items)
 
 
