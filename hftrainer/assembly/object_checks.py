@@ -8,11 +8,11 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.fields.argument import changed_arguments
@@ -132,8 +132,12 @@ def _check_datasets(trainer: Trainer) -> None:
     if isinstance(trainer.train_dataset, (str, os.PathLike)) and not is_overridden(trainer, "get_train_dataloader"):
         check_dataset(trainer.train_dataset, "training")
     for name, dataset in evaluation_datasets(trainer).items():
-        # A run without evaluations may never read the others.
-        if trainer.args.eval_strategy != "no" or isinstance(dataset, (str, os.PathLike)):
+        is_name = isinstance(dataset, (str, os.PathLike))
+        # A run without evaluations may never read the others; the methods of what reads an iterable may come later, as
+        # those of Ray's `prepare_trainer`.
+        is_iterable = isinstance(dataset, Iterable) and not isinstance(dataset, (Iterator, DataLoader))
+        is_for_later = is_iterable and not hasattr(dataset, "__getitem__")
+        if is_name or (trainer.args.eval_strategy != "no" and not is_for_later):
             check_dataset(dataset, f"{name!r} evaluation" if name else "evaluation")
 
 

@@ -6,11 +6,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
 
 from hftrainer import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
 from hftrainer.assembly.object_checks import check_consistency
 from hftrainer.errors import InvalidArgument, UnknownArgument, WrongObject
-from tests.support.tiny import Plain, make_plain
+from tests.support.tiny import Plain, make_plain, plain_data
 
 
 class NeedsPath(TrainerCallback):
@@ -121,3 +122,18 @@ def test_arguments_must_be_the_same_on_all_ranks(make_args):
     ranks = SimpleNamespace(is_distributed=True, gather_objects=gather)
     with pytest.raises(InvalidArgument, match=r"\nseed is 1 in rank 0, 2; 7 in rank 1\.$"):
         check_consistency(make_args(seed=1), ranks)
+
+
+def test_iterable_of_an_evaluation_is_left_to_methods_that_come_later(make_args):
+    """Ray's `prepare_trainer` gives a Trainer the class that reads its iterables."""
+
+    class Reads(Trainer):
+        def get_eval_dataloader(self, eval_dataset=None):
+            return DataLoader(list(self.eval_dataset))
+
+    rows = type("Rows", (), {"__iter__": lambda self: iter(plain_data(4))})()
+    trainer = Trainer(make_plain(), make_args(eval_strategy="steps", eval_steps=2), eval_dataset=rows)
+    with pytest.raises(InvalidArgument, match="The evaluation dataset is a Rows: pass a list"):
+        trainer.evaluate()
+    trainer.__class__ = Reads
+    assert "eval_loss" in trainer.evaluate()
