@@ -70,6 +70,10 @@ def make_pushing(name, folder, model="bert", trainer=None, **settings):
     callback = Waiting()
     trainer_kwargs = {"data_collator": library.default_data_collator, "callbacks": [callback], **(trainer or {})}
     built, _ = build(name, model, folder, trainer=trainer_kwargs, **{**PUSHES, "max_steps": 3, **settings})
+    if name == "transformers":
+        # It rotates checkpoints while a push lists them, and loses a push that finds one gone.
+        push = built._push_from_checkpoint
+        built._push_from_checkpoint = lambda checkpoint: (push(checkpoint), callback.on_save(None, None, None))
     return built, callback
 
 
