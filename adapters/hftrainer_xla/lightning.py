@@ -180,7 +180,7 @@ class XlaReplicas(PrecisionFromPlan, PreparedStrategy, LaunchedXLAStrategy):
         xm.reduce_gradients(optimizer)
 
 
-class XLAFSDPStrategy(XlaReplicas):
+class ShardedXla(XlaReplicas):
     """A model sharded by torch_xla's FullyShardedDataParallel, whose backward pass averages the gradients."""
 
     shards_model = True
@@ -201,5 +201,5 @@ def make_lightning_strategy(plan: LightningPlan, *, shards_model: bool) -> Strat
     is_mixed = plan.precision == "bf16-mixed"
     precision: Any = XLAForwardAutocast("bf16-mixed", "xla") if is_mixed else _ReplicaPrecision()
     if shards_model:
-        return XLAFSDPStrategy(plan, precision)
+        return ShardedXla(plan, precision)
     return XlaReplicas(plan, precision) if plan.processes.is_distributed else SingleXla(precision)

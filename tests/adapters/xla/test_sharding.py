@@ -82,7 +82,7 @@ def make_wrapped(output_dir, name="llama", *, of_xla=None, **settings):
 def test_xla_fsdp_trains_as_the_cpu(tmp_path, cpu_run, of_xla):
     trainer = make_wrapped(tmp_path, of_xla=of_xla)
     trainer.train()
-    assert type(trainer.lightning_trainer.strategy).__name__ == "XLAFSDPStrategy"
+    assert type(trainer.lightning_trainer.strategy).__name__ == "ShardedXla"
     assert type(trainer.model).__name__ == "XlaFullyShardedDataParallel"
     assert (trainer.is_fsdp_xla_enabled, trainer.is_fsdp_xla_v1_enabled, trainer.is_fsdp_enabled) == (True, True, False)
     assert [len(group["params"]) for group in trainer.optimizer.param_groups] == [16, 5]
