@@ -177,7 +177,7 @@ def collect_state(
     other_state: dict[str, Any] = {"callbacks": states} if states else {}
     changes_weights = find_callback(callbacks, _EPOCH_END_CALLBACKS) is not None
     if changes_weights and pl_trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-        other_state["epoch_ended"] = pl_module.has_epoch_ended
+        other_state["epoch_ended"] = pl_module.callbacks_ended_epoch
     if (pruning := find_callback(callbacks, ModelPruning)) is not None:
         other_state["pruning"] = _pruning_state(pruning, pl_module)
     if not any(_overrides_hook(callback, "on_save_checkpoint") for callback in callbacks):

@@ -267,7 +267,7 @@ class LightningEngine:
 
     def save_lightning_checkpoint(self, path: str) -> bool:
         """Write a Lightning checkpoint of the current or last run. Returns False if there was no run."""
-        if self.pl_trainer is None or self.pl_module is None or self.pl_module.resume_state is None:
+        if self.pl_trainer is None or self.pl_module is None or self.pl_module.make_ckpt_entry is None:
             return False
         self.pl_trainer.save_checkpoint(path)
         return True

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hftrainer.training.steps.loop import TrainingLoop
 
 #: Attributes of the run, not of the model, that a copy of the module lacks: callbacks copy it.
-_NOT_COPIED = ("loop", "resume_state", "_optimizer", "_scheduler", "_callback_states")
+_NOT_COPIED = ("loop", "make_ckpt_entry", "_optimizer", "_scheduler", "_callback_states")
 
 
 class TrainerModule(WithoutBatchTransfer):
@@ -37,18 +37,20 @@ class TrainerModule(WithoutBatchTransfer):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.has_epoch_ended = self.is_validating = False
+        #: Whether the epoch-end hooks of Lightning's callbacks, which come first, have run; only within our `end_epoch`.
+        self.callbacks_ended_epoch = False
+        self.is_validating = False
         self.active_evaluation: tuple[EvaluationPass | None, Any] = None, None
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
         self._callback_states: Mapping[str, Any] = {}
-        #: Returns the Trainer's entry in a Lightning checkpoint, for the run that is or was attached.
-        self.resume_state: Callable[[], torch.Tensor] | None = None
+        #: Makes the Trainer's entry in a Lightning checkpoint, for the run that is or was attached.
+        self.make_ckpt_entry: Callable[[], torch.Tensor] | None = None
 
     def attach(self, loop: TrainingLoop, callback_states: Mapping[str, Any]) -> None:
         """Attach the training run for `fit`, and the states that its callbacks resume from."""
         self.loop = loop
-        self.resume_state = functools.partial(make_ckpt_entry, loop)
+        self.make_ckpt_entry = functools.partial(make_ckpt_entry, loop)
         self._callback_states = callback_states
         self._optimizer, self._scheduler = loop.parts.require_optimizer(), loop.trainer.lr_scheduler
 
@@ -142,9 +144,9 @@ class TrainerModule(WithoutBatchTransfer):
     # ---- Training ----------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the Trainer's resume state to a Lightning checkpoint."""
-        if self.resume_state is not None:
-            checkpoint["hftrainer"] = self.resume_state()
+        """Add the Trainer's entry to a Lightning checkpoint."""
+        if self.make_ckpt_entry is not None:
+            checkpoint["hftrainer"] = self.make_ckpt_entry()
 
     def on_train_start(self) -> None:
         """Begin the run. Lightning does not announce an epoch that resumes in the middle, so announce it."""
@@ -165,9 +167,9 @@ class TrainerModule(WithoutBatchTransfer):
 
     def on_train_epoch_end(self) -> None:
         """End an epoch."""
-        self.has_epoch_ended = True
+        self.callbacks_ended_epoch = True
         self.loop.end_epoch()
-        self.has_epoch_ended = False
+        self.callbacks_ended_epoch = False
         if self.loop.should_stop:
             self.trainer.should_stop = True
 
