@@ -114,7 +114,7 @@ class TrainingLoop(Part):
         return is_complete or attempt.first_epoch >= attempt.lengths.num_train_epochs
 
     def begin_training(self) -> None:
-        """Call `on_train_begin`, evaluate with `eval_on_start`, and complete an interrupted evaluation or epoch."""
+        """Call `on_train_begin`, evaluate with `eval_on_start`, and complete an interrupted evaluation and end an interrupted epoch."""
         self.trainer.model_wrapped.zero_grad()
         self.parts.strategy.run_recorded_operations()
         self.parts.call_callbacks("on_train_begin")
@@ -128,9 +128,9 @@ class TrainingLoop(Part):
             self.control_sync.sync_control_flags()
             self._log_save_evaluate()
             self.control_sync.stop_if_signalled()
-        self._finish_saved_epoch()
+        self._end_interrupted_epoch()
 
-    def _finish_saved_epoch(self) -> None:
+    def _end_interrupted_epoch(self) -> None:
         """End the checkpoint's epoch, if it was saved after the epoch's last step but before `on_epoch_end`."""
         progress, attempt = self.run.resumed_progress, self.attempt
         if progress is None or progress.epoch_ended or progress.epoch is None:
@@ -140,7 +140,7 @@ class TrainingLoop(Part):
         self.batches.epoch = progress.epoch
         self.grad_norm, self.learning_rate = progress.grad_norm, progress.learning_rate
         self.batches.restore_rng_before_reading()
-        self._close_epoch()
+        self._end_epoch()
 
     def epoch_arguments(self) -> dict[str, Any]:
         """The arguments of `Trainer._run_epoch`."""
@@ -171,7 +171,7 @@ class TrainingLoop(Part):
         self.parts.call_callbacks("on_epoch_begin")
 
     def end_epoch(self) -> None:
-        """Call `on_epoch_end`, then log, evaluate and save as requested."""
+        """Stop training after an epoch without a batch; call `on_epoch_end`, then log, evaluate and save as requested."""
         batches = self.batches
         if not batches.position.window_size and not (batches.resumes_epoch and self.attempt.finished_micro_batches):
             is_stream = isinstance(self.trainer.train_dataset, torch.utils.data.IterableDataset)
@@ -186,9 +186,9 @@ class TrainingLoop(Part):
                 self.trainer.state.global_step,
             )
             self.trainer.control.should_training_stop = True
-        self._close_epoch()
+        self._end_epoch()
 
-    def _close_epoch(self) -> None:
+    def _end_epoch(self) -> None:
         self.epoch_ended = True
         self.parts.call_callbacks("on_epoch_end")
         self.parts.print_xla_metrics()
