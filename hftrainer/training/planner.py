@@ -16,7 +16,7 @@ from hftrainer.compat.libraries import has_length
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases.earlier import EarlierLengths
 from hftrainer.reporting import summary
-from hftrainer.training.run_lengths import RunLengths, plan_lengths, position_at_step, read_lengths
+from hftrainer.training.run_lengths import RunLengths, compute_lengths, position_at_step, read_lengths
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class RunPlanner(Part):
     """Plans a run from its arguments and its training loader."""
 
-    def plan_run(self, args: TrainingArguments, dataloader: Any) -> RunLengths:
+    def plan_lengths(self, args: TrainingArguments, dataloader: Any) -> RunLengths:
         """Compute the lengths of the run with `set_initial_training_values`, whose signature depends on the release."""
         size = self.trainer.get_total_train_batch_size(args)
         argument_count = max_positional_arguments(self.trainer.set_initial_training_values)
@@ -36,14 +36,14 @@ class RunPlanner(Part):
         initial_values = self.trainer.set_initial_training_values(args, dataloader, *([size] if needs_size else []))
         return read_lengths(initial_values, args, total_train_batch_size=size)
 
-    def plan_length(self, args: TrainingArguments, loader: Any, size: int | None) -> RunLengths | EarlierLengths:
+    def initial_training_values(self, args: TrainingArguments, loader: Any, size: int | None) -> RunLengths | EarlierLengths:
         """Implements `Trainer.set_initial_training_values`."""
         is_sized = has_length(loader)
         # Batches differ in size, so use the mean.
         if is_sized and args.tokens_per_batch is not None and len(loader):
             examples = self.trainer.num_examples(loader) / len(loader)
             size = max(1, round(examples * self.parts.engine.accumulation_steps_of(0)))
-        lengths = plan_lengths(
+        lengths = compute_lengths(
             args,
             len(loader) * self.trainer.get_sp_size() if is_sized else None,
             self.trainer.num_examples(loader) if is_sized else None,

@@ -88,7 +88,7 @@ def position_at_step(
     return epoch, position
 
 
-def plan_lengths(
+def compute_lengths(
     args: TrainingArguments,
     micro_batches: int | None,
     num_examples: int | None,
@@ -96,7 +96,7 @@ def plan_lengths(
     accumulation_steps_of: Accumulation,
     steps_of_epoch: Callable[[int, int], int],
 ) -> RunLengths:
-    """Compute the lengths of a run.
+    """The lengths of a run, from the arguments and sizes alone.
 
     Args:
         args: the training arguments.

@@ -252,7 +252,7 @@ class TrainingRunner(Part):
                 f"on_divergence={args.on_divergence!r} needs Trainer.train: let your train() call super().train()."
             )
         self.parts.loaders.warn_about_custom_loader(dataloader)
-        planned, skipped_samples = self.planner.plan_run(args, dataloader), self.run.skipped_samples
+        planned, skipped_samples = self.planner.plan_lengths(args, dataloader), self.run.skipped_samples
         self.run.lengths = lengths = planned if skipped_samples is None else skipped_samples.extend_lengths(planned)
         self.run.resumed_progress = self.parts.restorer.load_adapted_progress(resume_folder, lengths)
         epoch, position = self.trainer._init_training_state(

@@ -15,11 +15,11 @@ def test_lightning_logs_at_the_steps_of_the_arguments(tmp_path, strategy, steps)
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, **strategy)
     trainer.state.compute_steps(trainer.args, 9)
     planner = trainer._hftrainer.runner.planner
-    assert planner.steps_between_logs(planner.plan_run(trainer.args, trainer.get_train_dataloader())) == steps
+    assert planner.steps_between_logs(planner.plan_lengths(trainer.args, trainer.get_train_dataloader())) == steps
 
 
 def test_samples_of_a_step_are_the_mean_over_token_batches(tmp_path):
     trainer = make_token_trainer(tmp_path, llama(), samples(40), tokens_per_batch=64, gradient_accumulation_steps=3)
     loader = trainer.get_train_dataloader()
-    lengths = trainer._hftrainer.runner.planner.plan_run(trainer.args, loader)
+    lengths = trainer._hftrainer.runner.planner.plan_lengths(trainer.args, loader)
     assert lengths.total_train_batch_size == round(3 * 40 / len(loader)) > 3

@@ -4,7 +4,7 @@ import pytest
 
 from hftrainer import TrainingArguments
 from hftrainer.errors import InvalidArgument
-from hftrainer.training.run_lengths import RunLengths, plan_lengths, position_at_step, read_lengths
+from hftrainer.training.run_lengths import RunLengths, compute_lengths, position_at_step, read_lengths
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_position_follows_another_accumulation_in_each_epoch():
 
 def plan(tmp_path, micro_batches=5, examples=9, **settings):
     args = TrainingArguments(str(tmp_path), report_to="none", **settings)
-    return plan_lengths(args, micro_batches, examples, 4, lambda epoch: 2, lambda micro, steps: -(-micro // steps))
+    return compute_lengths(args, micro_batches, examples, 4, lambda epoch: 2, lambda micro, steps: -(-micro // steps))
 
 
 @pytest.mark.parametrize(
