@@ -214,13 +214,13 @@ class Trainer(EarlierMethods):
             # Building the engine imports libraries that draw random numbers.
             parts.model_setup.seed_generators()
             parts.model_setup.set_model(model if model is not None else self.call_model_init())
-            parts.setup.begin_init()
+            parts.setup.init_attributes()
             if not isinstance(callbacks, (list, tuple, type(None))):
                 example = getattr(callbacks, "__name__", f"{type(callbacks).__name__}()")
                 raise NotACallback(f"callbacks takes a list: callbacks=[{example}].")
             trackers = selection.callback_classes(reports)
             parts.setup.init_callbacks([*trackers, *(callbacks or [])], further_loggers)
-            parts.setup.end_init()
+            parts.setup.finish_init()
             self._memory_tracker.stop_and_update_metrics()
 
     def __getstate__(self) -> dict[str, Any]:

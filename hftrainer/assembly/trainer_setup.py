@@ -90,8 +90,8 @@ class TrainerSetup(Part):
             return DataCollatorWithPadding(self.trainer.processing_class)
         return default_data_collator
 
-    def begin_init(self) -> None:
-        """Initialize the documented attributes that a run, a search or an upload sets later."""
+    def init_attributes(self) -> None:
+        """Check the hooks of the subclass, and set the documented attributes that a run, search or upload sets later."""
         trainer = self.trainer
         check_lightning_methods(type(trainer), {*EVENTS, *lightning_engine_module().HOOKS})
         trainer.is_in_train = False
@@ -99,8 +99,8 @@ class TrainerSetup(Part):
         trainer.hub_model_id = trainer.push_in_progress = None
         self.copy_argument_values()
 
-    def end_init(self) -> None:
-        """Open the repository, create the output folder, and call `on_init_end`."""
+    def finish_init(self) -> None:
+        """Open the repository and the output folder, call `on_init_end`, and set `config.use_cache`."""
         args = self.trainer.args
         if args.push_to_hub:
             self.trainer.accelerator.processes.broadcast_from_main(self.trainer.init_hf_repo)
