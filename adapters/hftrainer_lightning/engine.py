@@ -321,14 +321,14 @@ class LightningEngine:
             callback.freeze_before_training(TrainerModule(model))
         return bool(finetuners)
 
-    def run_batch_size_finder(self, trial_steps: TrialSteps, model: torch.nn.Module) -> int | None:
+    def search_batch_size(self, trial_steps: TrialSteps, model: torch.nn.Module) -> int | None:
         """The batch size that a `BatchSizeFinder` callback finds; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder)
         if finder is None:
             return None
         return finders.search_batch_size(self._make_pl_trainer, finder, trial_steps, model)
 
-    def run_learning_rate_finder(self, trial_steps: TrialSteps, model: torch.nn.Module) -> float | None:
+    def search_learning_rate(self, trial_steps: TrialSteps, model: torch.nn.Module) -> float | None:
         """The learning rate that a `LearningRateFinder` callback suggests; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.LearningRateFinder)
         if finder is None:

@@ -21,23 +21,23 @@ logger = logging.getLogger(__name__)
 class LightningFinders(Part):
     """Runs Lightning's finders before training, and applies what they find."""
 
-    def run_batch_size_finder(self) -> None:
-        """Run the `BatchSizeFinder` among the callbacks, if any."""
+    def apply_batch_size_finder(self) -> None:
+        """Train with the size that the `BatchSizeFinder` among the callbacks finds, if any."""
         optimizer = self.trainer.optimizer
-        batch_size = self.parts.engine.run_batch_size_finder(TrialSteps(self.parts), self.trainer.model)
+        batch_size = self.parts.engine.search_batch_size(TrialSteps(self.parts), self.trainer.model)
         # Discard the optimizer of the trial steps.
         self.trainer.optimizer = optimizer
         if batch_size is not None:
             self.run.train_batch_size = batch_size
             logger.info("BatchSizeFinder: training with %s in a batch.", count_of(batch_size, "samples"))
 
-    def run_learning_rate_finder(self, max_steps: int) -> None:
-        """Run the `LearningRateFinder` among the callbacks, if any.
+    def apply_learning_rate_finder(self, max_steps: int) -> None:
+        """Train with the rate that the `LearningRateFinder` among the callbacks suggests, if any.
 
         Args:
             max_steps: optimizer steps of the run.
         """
-        learning_rate = self.parts.engine.run_learning_rate_finder(TrialSteps(self.parts), self.trainer.model)
+        learning_rate = self.parts.engine.search_learning_rate(TrialSteps(self.parts), self.trainer.model)
         if learning_rate is None:
             return
         logger.info("LearningRateFinder: %g replaces learning_rate=%g.", learning_rate, self.trainer.args.learning_rate)

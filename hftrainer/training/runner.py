@@ -220,7 +220,7 @@ class TrainingRunner(Part):
         self.run.reset_attempt()
         trainer.callback_handler.stopped_by = ""
         if resume_folder is None:
-            self.finders.run_batch_size_finder()
+            self.finders.apply_batch_size_finder()
         loop, model = self._prepare_attempt(args, resume_folder, trial, ignore_keys)
         self._announce_run(loop)
         self.run.set_start_values(trainer.state)
@@ -261,7 +261,7 @@ class TrainingRunner(Part):
         self.parts.loaders.check_evaluation_data()
         model, dataloader = self.trainer._prepare_for_training(lengths.max_steps, dataloader, resume_folder)
         if resume_folder is None:
-            self.finders.run_learning_rate_finder(lengths.max_steps)
+            self.finders.apply_learning_rate_finder(lengths.max_steps)
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
         attempt = Attempt(trial, ignore_keys, lengths, resume_folder, epoch, position)
         self.planner.log_start(attempt)
