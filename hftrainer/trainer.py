@@ -519,7 +519,7 @@ class Trainer(EarlierMethods):
         Returns:
             Seven values. Before v5.3, the fifth and sixth are `epoch_based` and `len_dataloader`.
         """
-        return self._hftrainer.runner.planner.initial_training_values(args, dataloader, total_train_batch_size)
+        return self._hftrainer.runner.planner.initial_values(args, dataloader, total_train_batch_size)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples per optimizer step, over all ranks with distinct batches."""

@@ -37,9 +37,8 @@ class TrainerModule(WithoutBatchTransfer):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
-        #: Whether the epoch-end hooks of Lightning's callbacks, which come first, have run; only within our `end_epoch`.
-        self.callbacks_ended_epoch = False
-        self.is_validating = False
+        # `callbacks_ended_epoch`: their hooks for an epoch's end, which come first, have run, and our `end_epoch` runs.
+        self.callbacks_ended_epoch = self.is_validating = False
         self.active_evaluation: tuple[EvaluationPass | None, Any] = None, None
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None

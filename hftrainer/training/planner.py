@@ -36,7 +36,7 @@ class RunPlanner(Part):
         initial_values = self.trainer.set_initial_training_values(args, dataloader, *([size] if needs_size else []))
         return read_lengths(initial_values, args, total_train_batch_size=size)
 
-    def initial_training_values(self, args: TrainingArguments, loader: Any, size: int | None) -> RunLengths | EarlierLengths:
+    def initial_values(self, args: TrainingArguments, loader: Any, size: int | None) -> RunLengths | EarlierLengths:
         """Implements `Trainer.set_initial_training_values`."""
         is_sized = has_length(loader)
         # Batches differ in size, so use the mean.

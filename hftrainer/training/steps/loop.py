@@ -114,7 +114,7 @@ class TrainingLoop(Part):
         return is_complete or attempt.first_epoch >= attempt.lengths.num_train_epochs
 
     def begin_training(self) -> None:
-        """Call `on_train_begin`, evaluate with `eval_on_start`, and complete an interrupted evaluation and end an interrupted epoch."""
+        """Call `on_train_begin`, evaluate with `eval_on_start`, and complete what was interrupted."""
         self.trainer.model_wrapped.zero_grad()
         self.parts.strategy.run_recorded_operations()
         self.parts.call_callbacks("on_train_begin")
@@ -171,7 +171,7 @@ class TrainingLoop(Part):
         self.parts.call_callbacks("on_epoch_begin")
 
     def end_epoch(self) -> None:
-        """Stop training after an epoch without a batch; call `on_epoch_end`, then log, evaluate and save as requested."""
+        """Call `on_epoch_end`, then log, evaluate and save as requested. An epoch without a batch ends the training."""
         batches = self.batches
         if not batches.position.window_size and not (batches.resumes_epoch and self.attempt.finished_micro_batches):
             is_stream = isinstance(self.trainer.train_dataset, torch.utils.data.IterableDataset)
