@@ -725,9 +725,10 @@ class Trainer(EarlierMethods):
         if isinstance(grad_norm, nn.Module):
             Trainer._maybe_log_save_evaluate(self, tr_loss, None, grad_norm, model, trial, epoch)
             return
-        self._hftrainer.control_actions.run_requested_actions(
-            tr_loss, grad_norm, model, trial, ignore_keys_for_eval, start_time, learning_rate
-        )
+        actions = self._hftrainer.control_actions
+        actions.log_if_requested(tr_loss, grad_norm, learning_rate, start_time)
+        metrics = actions.evaluate_if_requested(trial, ignore_keys_for_eval)
+        actions.save_if_requested(model, trial, metrics)
 
     # ---- Evaluation and prediction -----------------------------------------------------------------------------
 

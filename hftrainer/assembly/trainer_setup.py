@@ -91,7 +91,7 @@ class TrainerSetup(Part):
         return default_data_collator
 
     def init_attributes(self) -> None:
-        """Check the subclass's hooks, and set the documented attributes that a run, a search or an upload sets later."""
+        """Check the subclass's hooks, and set the documented attributes that a run, search or upload sets later."""
         trainer = self.trainer
         check_lightning_methods(type(trainer), {*EVENTS, *lightning_engine_module().HOOKS})
         trainer.is_in_train = False

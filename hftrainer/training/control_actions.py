@@ -23,42 +23,41 @@ from hftrainer.reporting.metrics import get_metric, mean_loss
 
 
 class ControlActions(Part):
-    """Logs, evaluates and saves as the control flags request."""
+    """Logs, evaluates and saves, in this order, as the control flags request."""
 
-    def run_requested_actions(
-        self,
-        tr_loss: torch.Tensor,
-        grad_norm: Any,
-        model: Any,
-        trial: Any,
-        ignore_keys: list[str] | None,
-        start_time: float | None,
-        learning_rate: float | None,
+    def log_if_requested(
+        self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None, start_time: float | None
     ) -> None:
-        """Log, evaluate and save as the control flags request; arguments as in `_maybe_log_save_evaluate`."""
-        trainer = self.trainer
+        """Write a log line, unless this step has one; None stands for the loop's value."""
         loop = self.run.loop
         if loop is not None:
             grad_norm = loop.grad_norm if grad_norm is None else grad_norm
             learning_rate = loop.learning_rate if learning_rate is None else learning_rate
             start_time = loop.start_time if start_time is None else start_time
-        if trainer.control.should_log and trainer.state.global_step > self.run.last_logged_step:
+        if self.trainer.control.should_log and self.trainer.state.global_step > self.run.last_logged_step:
             self._log_training_loss(tr_loss, grad_norm, learning_rate, start_time)
             self._sync_control_flags()
-        metrics = None
-        if trainer.control.should_evaluate:
-            with self.run.measure_activity("evaluation"):
-                metrics = trainer._evaluate(trial, ignore_keys)
-            self.run.evaluation_metrics = metrics
-            is_new_best = trainer._determine_best_metric(metrics=metrics, trial=trial)
-            if trainer.args.save_strategy == SaveStrategy.BEST:
-                trainer.control.should_save = is_new_best
-            self._sync_control_flags()
-        if trainer.control.should_save:
-            # Until v4.45, `_save_checkpoint` accepted the metrics. Do not pass them through **kwargs, since an inner
-            # override may not accept them.
-            save = trainer._save_checkpoint
-            needs_metrics = is_overridden(trainer, "_save_checkpoint") and has_parameter(save, "metrics")
+
+    def evaluate_if_requested(self, trial: Any, ignore_keys: list[str] | None) -> dict[str, float] | None:
+        """Evaluate, and judge whether this step is the best. Returns the metrics; None without an evaluation."""
+        trainer = self.trainer
+        if not trainer.control.should_evaluate:
+            return None
+        with self.run.measure_activity("evaluation"):
+            metrics = trainer._evaluate(trial, ignore_keys)
+        self.run.evaluation_metrics = metrics
+        is_new_best = trainer._determine_best_metric(metrics=metrics, trial=trial)
+        if trainer.args.save_strategy == SaveStrategy.BEST:
+            trainer.control.should_save = is_new_best
+        self._sync_control_flags()
+        return metrics
+
+    def save_if_requested(self, model: Any, trial: Any, metrics: dict[str, float] | None) -> None:
+        """Save a checkpoint. Until v4.45, overrides accept the metrics of this step's evaluation."""
+        if self.trainer.control.should_save:
+            # Do not pass the metrics through **kwargs, since an inner override may not accept them.
+            save = self.trainer._save_checkpoint
+            needs_metrics = is_overridden(self.trainer, "_save_checkpoint") and has_parameter(save, "metrics")
             with self.run.measure_activity("saving"):
                 save(model, trial, **({"metrics": metrics} if needs_metrics else {}))
                 self.parts.saver.call_on_save()

@@ -36,8 +36,8 @@ def run_requested(*flags, is_best=True, save_strategy="steps", last_logged=4):
     saver = SimpleNamespace(call_on_save=record("on_save"))
     actions = ControlActions(SimpleNamespace(trainer=trainer, run=run, saver=saver))
     actions._log_training_loss = record("log")
-    names = ("tr_loss", "grad_norm", "model", "trial", "ignore_keys", "start_time", "learning_rate")
-    actions.run_requested_actions(**dict.fromkeys(names))
+    actions.log_if_requested(None, None, None, None)
+    actions.save_if_requested(None, None, actions.evaluate_if_requested(None, None))
     return calls, trainer
 
 
