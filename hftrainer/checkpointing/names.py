@@ -58,10 +58,10 @@ def _step_of_folder(folder: Path) -> int | None:
     return step if step is not None and folder.is_dir() else None
 
 
-def checkpoints_newest_first(folder: str) -> Iterator[str]:
+def checkpoints_newest_first(run_folder: str) -> Iterator[str]:
     """The `checkpoint-xxx` folders, the one with the most optimizer steps first."""
-    steps = {step: path for path in Path(folder).iterdir() if (step := _step_of_folder(path)) is not None}
-    return (os.path.join(folder, steps[step].name) for step in sorted(steps, reverse=True))
+    steps = {step: path for path in Path(run_folder).iterdir() if (step := _step_of_folder(path)) is not None}
+    return (os.path.join(run_folder, steps[step].name) for step in sorted(steps, reverse=True))
 
 
 def sort_checkpoints(run_folder: str) -> list[str]:

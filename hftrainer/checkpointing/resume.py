@@ -53,7 +53,7 @@ def warn_about_unused_argument(argument: str | None, passed_value: str | bool | 
         )
 
 
-def find_folder(resume_from_checkpoint: str | bool | None, args: TrainingArguments) -> str | None:
+def find_checkpoint(resume_from_checkpoint: str | bool | None, args: TrainingArguments) -> str | None:
     """The checkpoint folder for `train(resume_from_checkpoint=...)`, or None to start from scratch.
 
     Raises:

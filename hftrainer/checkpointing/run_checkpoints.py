@@ -22,10 +22,10 @@ def get_last_checkpoint(folder: str) -> str | None:
     return find_intact(folder)[0]
 
 
-def find_intact(folder: str) -> tuple[str | None, list[str]]:
+def find_intact(run_folder: str) -> tuple[str | None, list[str]]:
     """The result of `get_last_checkpoint`, and the name and damage of each folder that it skipped."""
     damages: list[str] = []
-    for path in checkpoints_newest_first(folder) if os.path.isdir(folder) else ():
+    for path in checkpoints_newest_first(run_folder) if os.path.isdir(run_folder) else ():
         reason = inspect_checkpoint(path).skip_reason_within
         if reason is None:
             return path, damages

@@ -363,13 +363,14 @@ def load_model_shards(model: nn.Module, folder: str, *, only_trainable: bool = F
     state_dict.set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trainable))
 
 
-def holds_optimizer(path: str) -> bool:
+def holds_optimizer(shard_folder: str) -> bool:
     """Whether a folder of shards holds an optimizer's state."""
-    return any(name.startswith("optimizer.") for name in _ShardsReader(path).read_metadata().state_dict_metadata)
+    stored = _ShardsReader(shard_folder).read_metadata().state_dict_metadata
+    return any(name.startswith("optimizer.") for name in stored)
 
 
-def _load_shards(state_name: str, state: dict[str, Any], path: str) -> dict[str, Any]:
-    reader = _ShardsReader(path)
+def _load_shards(state_name: str, state: dict[str, Any], shard_folder: str) -> dict[str, Any]:
+    reader = _ShardsReader(shard_folder)
     stored = reader.read_metadata().state_dict_metadata
     # We and torchtitan store the weights under their plain names. Scripts often write {"model": ...}.
     is_bare = state_name == "model" and sum(name in stored for name in state) > sum(
@@ -377,7 +378,7 @@ def _load_shards(state_name: str, state: dict[str, Any], path: str) -> dict[str,
     )
     # Parameters that were never stepped have no state, so none was written.
     planner = DefaultLoadPlanner(allow_partial_load=state_name == "optimizer")
-    with weights_only(path, projectors()), _unwrap_errors(name_file_in_errors(path)):
+    with weights_only(shard_folder, projectors()), _unwrap_errors(name_file_in_errors(shard_folder)):
         load(state if is_bare else {state_name: state}, storage_reader=reader, planner=planner)
     return state
 
@@ -403,21 +404,21 @@ class _ShardsReader(FileSystemReader):
     """torch's reader of a folder of shards.
 
     Args:
-        folder: the folder.
+        shard_folder: the folder, such as `optimizer_0` or `dcp` in a checkpoint.
 
     Raises:
         UnsafeCheckpoint: if its list of shards holds an object of a class that torch does not write.
         DamagedCheckpoint: if the list cannot be read, or names a file that is not in the folder.
     """
 
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder)
-        path = os.path.join(folder, names.LIST_OF_SHARDS)
+    def __init__(self, shard_folder: str) -> None:
+        super().__init__(shard_folder)
+        path = os.path.join(shard_folder, names.LIST_OF_SHARDS)
         if not os.path.isfile(path):
             raise DamagedCheckpoint(f"{path} is missing: resume from an older checkpoint.")
         self._metadata: Metadata = read_pickle(path, _ALLOWED)
         with name_file_in_errors(path):
-            _check_list(self._metadata, folder)
+            _check_list(self._metadata, shard_folder)
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
 
     # Without a parameter for the rank, torch does not look for a separate list for each rank.
@@ -426,13 +427,13 @@ class _ShardsReader(FileSystemReader):
         return self._metadata
 
 
-def _check_list(metadata: Any, folder: str) -> None:
+def _check_list(metadata: Any, shard_folder: str) -> None:
     if not isinstance(metadata, Metadata):
         raise TypeError(f"it is a {type(metadata).__name__}")
     stored = metadata.state_dict_metadata
     if not isinstance(stored, Mapping) or not all(isinstance(name, str) for name in stored):
         raise TypeError("state_dict_metadata is no dict of names")
-    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
+    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(shard_folder) if entry.is_file()}
     for shard in metadata.storage_data.values():
         name = check_file_name(shard.relative_path)
         if name not in sizes:

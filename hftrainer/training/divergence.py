@@ -248,8 +248,8 @@ class SkippedSamples:
             epochs += 1
         return lengths._replace(num_train_epochs=epochs)
 
-    def add_diverged_step(self, diverged_step: DivergedStep, folder: str | None) -> str:
-        """Add a diverged step before the rollback to `folder`, and return a message.
+    def add_diverged_step(self, diverged_step: DivergedStep, resume_folder: str | None) -> str:
+        """Add a diverged step before the rollback to `resume_folder`, and return a message.
 
         A collective operation.
 
@@ -273,7 +273,7 @@ class SkippedSamples:
             "ranks": ranks,
             "windows": [list(window) for window in diverged_step.windows],
             "samples": samples,
-            "checkpoint": folder,
+            "checkpoint": resume_folder,
             "settings": self._position_settings(),
         }
         self.entries.append(entry)

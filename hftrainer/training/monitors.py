@@ -43,22 +43,22 @@ class Monitors(Part):
         super().__init__(parts)
         self.batches = batches
         self.sources = make_source_log(parts, batches.reader.loader)
-        folder = parts.default_run_folder(attempt.trial)
-        self.observer = self._make_observer(folder, attempt.resume_folder, is_finished=is_finished)
-        self.requests = _make_requests(parts, folder)
+        run_folder = parts.default_run_folder(attempt.trial)
+        self.observer = self._make_observer(run_folder, attempt.resume_folder, is_finished=is_finished)
+        self.requests = _make_requests(parts, run_folder)
 
-    def _make_observer(self, folder: str, resume_folder: str | None, *, is_finished: bool) -> Observer | None:
+    def _make_observer(self, run_folder: str, resume_folder: str | None, *, is_finished: bool) -> Observer | None:
         """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
         trainer, args, plan = self.trainer, self.trainer.args, self.parts.engine.plan
         # All later runs in a folder write to its journal, so that it says which is the last.
-        has_earlier = os.path.isfile(os.path.join(folder, JOURNAL_NAME))
+        has_earlier = os.path.isfile(os.path.join(run_folder, JOURNAL_NAME))
         observations = read_observe(args.observe) | ({"journal"} if has_earlier else set())
         if not observations:
             return None
         self.batches.reader.time_collator()
         peak = peak_flops(args.device, plan.precision) if "mfu" in observations else None
         # The resume of a run that has already ended would spoil its record.
-        last_event = (read_events(folder) or [{}])[-1] if is_finished else {}
+        last_event = (read_events(run_folder) or [{}])[-1] if is_finished else {}
         is_recorded = last_event.get("reason") in COMPLETE
         has_journal = "journal" in observations and trainer.is_world_process_zero() and not is_recorded
         observer = Observer(
@@ -68,7 +68,7 @@ class Monitors(Part):
             waits=self.batches.reader.wait_seconds_by_cause,
             sum_over_data=lambda count: int(self.parts.counters.sum_over_data(torch.tensor([count]))),
             flops=None if peak is None else FlopCounter(peak),
-            journal=Journal(folder if has_journal else None),
+            journal=Journal(run_folder if has_journal else None),
             facts={"world_size": args.world_size, "device": str(args.device), "resumed_from": resume_folder},
         )
         trainer.add_callback(observer)
@@ -127,10 +127,10 @@ def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:
     return find_batch_size(inputs) or 0, 0
 
 
-def _make_requests(parts: TrainerParts, folder: str) -> Requests | None:
+def _make_requests(parts: TrainerParts, run_folder: str) -> Requests | None:
     """The requests to a run; None except on the main process."""
     trainer, progress = parts.trainer, parts.run.resumed_progress
     if not trainer.is_world_process_zero():
         return None
     since_evaluation = 0.0 if progress is None else progress.since_evaluation
-    return Requests(folder, trainer.args, since_evaluation, can_evaluate=trainer.eval_dataset is not None)
+    return Requests(run_folder, trainer.args, since_evaluation, can_evaluate=trainer.eval_dataset is not None)

@@ -75,7 +75,7 @@ class TrainingRunner(Part):
         model_setup = self.parts.model_setup
         resume.warn_about_unused_argument(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
         self.parts.checkpoint_writer.close_ignoring_errors()
-        resume_folder = self.parts.restorer.find_folder(resume_from_checkpoint)
+        resume_folder = self.parts.restorer.find_resume_folder(resume_from_checkpoint)
         if self.parts.policy.makes_model_before_trial:
             model_setup.remake_model(trial)
             model_setup.align_special_tokens()

@@ -41,7 +41,7 @@ FLUSH_BYTES = 1 << 26
 _REMEDY = "Pass another folder, or change its permissions."
 
 
-def make_output_dir(folder: str) -> None:
+def make_output_dir(output_dir: str) -> None:
     """Create a folder that the script passes as `output_dir`, with its parents, unless it exists.
 
     Raises:
@@ -49,21 +49,22 @@ def make_output_dir(folder: str) -> None:
         FolderNotCreated: for any other reason.
     """
     try:
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(output_dir, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise NotAFolder(
-            f"output_dir={folder!r}: this path, or one of its parents, is a file. Pass a folder, which need not exist."
+            f"output_dir={output_dir!r}: this path, or one of its parents, is a file. Pass a folder, which need "
+            "not exist."
         ) from None
     except OSError as error:
         raise FolderNotCreated(
-            error.errno, f"output_dir={folder!r} cannot be created: {error.strerror}. {_REMEDY}"
+            error.errno, f"output_dir={output_dir!r} cannot be created: {error.strerror}. {_REMEDY}"
         ) from None
 
 
-def check_writable(folder: str) -> None:
+def check_writable(output_dir: str) -> None:
     """Raise FolderNotCreated if nothing can be saved in a folder that exists, `output_dir`."""
-    if os.path.isdir(folder) and not os.access(folder, os.W_OK | os.X_OK):
-        reason = f"output_dir={folder!r} cannot be written to: no permission, or a read-only disk. {_REMEDY}"
+    if os.path.isdir(output_dir) and not os.access(output_dir, os.W_OK | os.X_OK):
+        reason = f"output_dir={output_dir!r} cannot be written to: no permission, or a read-only disk. {_REMEDY}"
         raise FolderNotCreated(errno.EACCES, reason)
 
 

@@ -124,15 +124,15 @@ def _copy_in_order(source: Path, target: Path) -> None:
         flush_to_disk(copy)
 
 
-def staging_folder(folder: str | Path, prefix: str = "") -> Path:
-    """The temporary folder of this process beside `folder`.
+def staging_folder(final_path: str | Path, prefix: str = "") -> Path:
+    """The temporary folder of this process beside `final_path`.
 
     Args:
-        folder: the final folder.
+        final_path: the folder once it is published.
         prefix: '' for staging; or the prefix for the folder that is replaced or removed.
     """
     owner = process_identifier().replace("-", "~").replace(" ", ".")
-    return Path(folder).with_name(f"_tmp_{owner}_{prefix}{Path(folder).name}")
+    return Path(final_path).with_name(f"_tmp_{owner}_{prefix}{Path(final_path).name}")
 
 
 def final_folder(folder: str) -> str:

@@ -176,12 +176,12 @@ class WriterProcess:
         _Pickler(buffer, self._copies).dump((write, values))
         return buffer.getvalue()
 
-    def run(self, calls: Sequence[bytes], folder: Path) -> dict[str, Entry]:
+    def run(self, calls: Sequence[bytes], staging_path: Path) -> dict[str, Entry]:
         """Run the calls in the process. Errors of the calls are raised here.
 
         Args:
             calls: what `pack` returned; all are unpacked before the first one runs.
-            folder: the folder into which they write.
+            staging_path: the folder into which they write.
 
         Returns:
             Path → manifest entry, for the large files in the folder; these are on the disk.
@@ -194,7 +194,7 @@ class WriterProcess:
             self._start_process()
         assert self._pipe is not None
         try:
-            self._pipe.send((list(calls), str(folder)))
+            self._pipe.send((list(calls), str(staging_path)))
             answer = self._pipe.recv()
         except (EOFError, OSError):
             status = self._end_process()
@@ -202,7 +202,7 @@ class WriterProcess:
             if not self._has_answered:
                 raise CannotUnpack(f"it has ended {exit_text}") from None
             raise OSError(
-                errno.EIO, f"the process that writes checkpoints has ended {exit_text}", str(folder)
+                errno.EIO, f"the process that writes checkpoints has ended {exit_text}", str(staging_path)
             ) from None
         self._has_answered = True
         if isinstance(answer, BaseException):
@@ -267,10 +267,10 @@ def serve_calls(descriptor: int, pipe: int) -> None:
             return
 
 
-def _call_or_return_error(descriptor: int, calls: list[bytes], folder: str) -> dict[str, Entry] | Exception:
+def _call_or_return_error(descriptor: int, calls: list[bytes], staging_path: str) -> dict[str, Entry] | Exception:
     """The entries of the large files, or the error (RuntimeError if not picklable)."""
     try:
-        return _run_calls(descriptor, calls, folder)
+        return _run_calls(descriptor, calls, staging_path)
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))
@@ -280,7 +280,7 @@ def _call_or_return_error(descriptor: int, calls: list[bytes], folder: str) -> d
         return error
 
 
-def _run_calls(descriptor: int, calls: list[bytes], folder: str) -> dict[str, Entry]:
+def _run_calls(descriptor: int, calls: list[bytes], staging_path: str) -> dict[str, Entry]:
     mapping = mmap.mmap(descriptor, 0) if os.fstat(descriptor).st_size else None
     storages: dict[Any, torch.UntypedStorage] = {}
     try:
@@ -290,4 +290,4 @@ def _run_calls(descriptor: int, calls: list[bytes], folder: str) -> dict[str, En
         raise CannotUnpack(f"{type(error).__name__}: {error}") from None
     for write, values in writes:
         write(values)
-    return describe_large_files(Path(folder))
+    return describe_large_files(Path(staging_path))

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class CheckpointRestorer(Part):
     """Finds the checkpoint that a run resumes from, and restores what it holds; the best weights at the run's end."""
 
-    def find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
+    def find_resume_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Find the checkpoint that all ranks resume from, after completing or removing incomplete folders."""
         processes, args = self.trainer.accelerator.processes, self.trainer.args
         if args.should_save:
@@ -37,21 +37,22 @@ class CheckpointRestorer(Part):
             processes.broadcast_from_main(lambda: check_writable(str(args.output_dir)))
         resume_from_checkpoint = self.parts.storage_sync.fetch_checkpoint(resume_from_checkpoint)
         if not (isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.startswith("hub:")):
-            return processes.broadcast_from_main(lambda: resume.find_folder(resume_from_checkpoint, args))
+            return processes.broadcast_from_main(lambda: resume.find_checkpoint(resume_from_checkpoint, args))
         from hftrainer.hub.download import download_checkpoint
 
         # The first rank of a node downloads the checkpoint; the others read it from the cache.
         with processes.run_in_order(first=self.trainer.is_local_process_zero()):
             resume_folder = download_checkpoint(resume_from_checkpoint, args)
-        processes.broadcast_from_main(lambda: resume.find_folder(resume_folder, args))
+        processes.broadcast_from_main(lambda: resume.find_checkpoint(resume_folder, args))
         return resume_folder
 
-    def keep_global_batch(self, folder: str) -> None:
+    def keep_global_batch(self, resume_folder: str) -> None:
         """Keep the checkpoint's number of samples per optimizer step by setting the accumulation steps."""
         processes = self.trainer.accelerator.processes
-        global_batch_size = processes.broadcast_from_main(lambda: read_global_batch_size(folder))
+        global_batch_size = processes.broadcast_from_main(lambda: read_global_batch_size(resume_folder))
         if global_batch_size is None:
-            logger.warning("elastic=True: %s does not record the samples per step; the current number is used.", folder)
+            text = "elastic=True: %s does not record the samples per step; the current number is used."
+            logger.warning(text, resume_folder)
             return
         steps = accumulation_steps(global_batch_size, self.run.train_batch_size, processes.data_world_size)
         if steps != self.trainer.args.gradient_accumulation_steps and self.trainer.is_world_process_zero():
@@ -59,20 +60,20 @@ class CheckpointRestorer(Part):
         self.trainer.args.gradient_accumulation_steps = steps
         self.parts.setup.apply_changed_arguments()
 
-    def load_weights_and_batch_size(self, folder: str) -> None:
+    def load_weights_and_batch_size(self, resume_folder: str) -> None:
         """Load the weights of an unsharded model, and the batch size, from a checkpoint."""
         # A sharded model loads its shards later.
         if not self.parts.strategy.shards_model:
             try:
-                self.trainer._load_from_checkpoint(folder)
+                self.trainer._load_from_checkpoint(resume_folder)
             # torch raises this for weights of different shapes.
             except RuntimeError as error:
                 advice = "check that the model is the same, or start without resume_from_checkpoint"
-                add_note(error, f"This happened while loading the weights of {folder}: {advice}.")
+                add_note(error, f"This happened while loading the weights of {resume_folder}: {advice}.")
                 raise
         finds_batch_size = self.trainer.args.auto_find_batch_size or self.parts.engine.finds_batch_size
         if finds_batch_size or not self.parts.policy.resumes_with_batch_size_of_arguments:
-            state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
+            state = TrainerState.load_from_json(os.path.join(resume_folder, names.TRAINER_STATE_NAME))
             self.run.train_batch_size = state.train_batch_size or self.run.train_batch_size
 
     def load_weights(self, model: nn.Module, folder: str, *, is_best: bool = False) -> None:
@@ -83,12 +84,12 @@ class CheckpointRestorer(Part):
         if incompatible_keys is not None:
             self.trainer._issue_warnings_after_load(incompatible_keys)
 
-    def load_adapted_progress(self, folder: str | None, lengths: RunLengths) -> RunProgress | None:
+    def load_adapted_progress(self, resume_folder: str | None, lengths: RunLengths) -> RunProgress | None:
         """The progress in a checkpoint, or None if we did not write it. Warns about changed arguments."""
-        if folder is None:
+        if resume_folder is None:
             return None
-        progress = load_progress(folder, self.trainer.args.process_index, self.trainer.args.world_size)
-        state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
+        progress = load_progress(resume_folder, self.trainer.args.process_index, self.trainer.args.world_size)
+        state = TrainerState.load_from_json(os.path.join(resume_folder, names.TRAINER_STATE_NAME))
         # A run without steps left reads no data.
         if progress is not None and state.global_step < lengths.max_steps:
             progress.adapt_to(position_settings(self.parts, lengths), skips_data=not self.trainer.args.ignore_data_skip)
