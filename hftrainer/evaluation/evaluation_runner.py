@@ -74,11 +74,8 @@ class EvaluationRunner(Part):
     def evaluate(self, dataset: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
         """Evaluate one set, log the metrics and return them; see `Trainer.evaluate`."""
         dataloader = self.trainer.get_eval_dataloader(dataset)
-        start_time = time.time()
         loss_only = True if self.trainer.compute_metrics is None else None
-        settings = {"prediction_loss_only": loss_only, "ignore_keys": ignore_keys, "metric_key_prefix": prefix}
-        output = self._run_loop(dataloader, "Evaluation", **settings)
-        metrics = self._add_speed(output, prefix, start_time)
+        _, metrics = self._run_timed_loop(dataloader, "Evaluation", loss_only, ignore_keys, prefix)
         self.trainer.log(metrics)
         self.parts.print_xla_metrics()
         self.parts.call_callbacks("on_evaluate", metrics)
@@ -87,10 +84,7 @@ class EvaluationRunner(Part):
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None, prefix: str) -> PredictionOutput:
         """Predict, and compute the metrics if there are labels; see `Trainer.predict`."""
         dataloader = self.trainer.get_test_dataloader(test_dataset)
-        start_time = time.time()
-        settings = {"prediction_loss_only": None, "ignore_keys": ignore_keys, "metric_key_prefix": prefix}
-        output = self._run_loop(dataloader, "Prediction", **settings)
-        metrics = self._add_speed(output, prefix, start_time)
+        output, metrics = self._run_timed_loop(dataloader, "Prediction", None, ignore_keys, prefix)
         self.parts.call_callbacks("on_predict", metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
@@ -249,6 +243,15 @@ class EvaluationRunner(Part):
         # Models for earlier releases list the cache under an old name; their outputs use the current name.
         return [*ignored_keys, cache] if set(ignored_keys) & {"past_key_values", "cache_params"} else ignored_keys
 
+    def _run_timed_loop(
+        self, dataloader: DataLoader[Any], description: str, loss_only: bool | None, ignore_keys: Any, prefix: str
+    ) -> tuple[EvalLoopOutput, dict[str, float]]:
+        """Run the loop of a pass. Returns its output, and its metrics with its speed."""
+        start_time = time.time()
+        settings = {"prediction_loss_only": loss_only, "ignore_keys": ignore_keys, "metric_key_prefix": prefix}
+        output = self._run_loop(dataloader, description, **settings)
+        return output, self._add_speed(output, prefix, start_time)
+
     def _run_loop(self, dataloader: DataLoader[Any], description: str, **settings: Any) -> EvalLoopOutput:
         """Run `evaluation_loop`, or `prediction_loop` where arguments or overrides need it, with these settings."""
         trainer = self.trainer
@@ -256,11 +259,9 @@ class EvaluationRunner(Part):
         is_asked_for = legacy.old_argument(trainer.args, "use_legacy_prediction_loop")
         uses_old = is_asked_for or (overrides_old and not overrides_new)
         loop: Callable[..., Any] = trainer.prediction_loop if uses_old else trainer.evaluation_loop
-        keywords = accepted_args(loop, settings)
         has_override = overrides_new or overrides_old
-        context = self.parts.engine.autocast_forward(trainer.model) if has_override else contextlib.nullcontext()
-        with context:
-            output = loop(dataloader, description, **keywords)
+        with self.parts.engine.autocast_forward(trainer.model) if has_override else contextlib.nullcontext():
+            output = loop(dataloader, description, **accepted_args(loop, settings))
         # Overrides for v4.4 do not return the number of samples.
         if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):
             predictions, label_ids, metrics = output
