@@ -122,12 +122,11 @@ class EvaluationRunner(Part):
         training_values = getattr(run, "mems", None), run.logged_metrics
         run.mems, run.logged_metrics = None, LoggedMetrics()
         try:
-            collective_call = CollectiveCall("the other ranks in an evaluation")
             precision = self._evaluation_precision(model)
             with (
                 devices.error_hints(),
                 trainer.accelerator.gradient_state.limit_to_loader(dataloader),
-                collective_call,
+                CollectiveCall("the other ranks in an evaluation"),
                 precision,
             ):
                 self.parts.engine.evaluate(evaluation, trainer.model, stage)

@@ -35,33 +35,43 @@ def show_errors_once() -> None:
 
 
 def _show_error_once(show: Callable[..., Any], pid: int, kind: Any, error: BaseException, trace: Any) -> None:
-    """Print an error as `show` does, or in a line if another rank has printed the one that led to it.
-
-    If another rank has printed the same, only a file says so; a terminal shows all ranks.
-    """
-    text = "".join(traceback.format_exception(kind, error, trace))
+    """Print an error as `show` does, or in a line if another rank has printed it, or the one that led to it."""
     is_lost = is_communication_error(error)
     if not issubclass(kind, Exception):
         show(kind, error, trace)
     elif is_lost and os.environ.get(TRACEBACK_VARIABLE) != "full" and (first := read_first_error(pid)):
-        # Other errors have gloo's text. The notes may say what is saved; no frame is shown.
-        problem = str(error) if isinstance(error, RanksLost) else "lost the other ranks"
-        notes = [note for note in getattr(error, "__notes__", ()) if TRACEBACK_VARIABLE not in note]
-        _print_as_rank("\n".join([f"{kind.__name__}: {problem} ({first})", *notes]))
-    elif (rank := find_rank_that_prints(text, pid)) is None:
+        _print_consequence(error, first)
+    elif (rank := find_rank_that_prints("".join(traceback.format_exception(kind, error, trace)), pid)) is None:
         with contextlib.redirect_stderr(io.StringIO()) as printed:
             show(kind, error, trace)
         _print_as_rank(printed.getvalue())
         if not is_lost:
-            # The others read it when they lose this rank, which ends after this.
-            said = f"failed first: {kind.__name__}: {error}".splitlines()[0]
-            _ask_store(lambda store: store.compare_set(_FIRST_ERROR, "", f"rank {_this_rank()} {said}"), pid)
+            _store_first_error(error, pid)
     else:
-        # When this rank ends, a launcher ends the other too, which shall have printed it.
-        _ask_store(lambda store: store.wait([_FIRST_ERROR], timedelta(seconds=_STORE_TIMEOUT)), pid)
-        if sys.__stderr__ is None or not sys.__stderr__.isatty():
-            note = f"(The traceback is the same as that of rank {rank}.)"
-            _print_as_rank(f"{f'{kind.__name__}: {error}'.splitlines()[0]} {note}")
+        _refer_to_rank(rank, error, pid)
+
+
+def _print_consequence(error: BaseException, first: str) -> None:
+    """Print that this rank lost the one with the `first` error, and the notes, which may say what is saved."""
+    # Other errors have gloo's text.
+    problem = str(error) if isinstance(error, RanksLost) else "lost the other ranks"
+    notes = [note for note in getattr(error, "__notes__", ()) if TRACEBACK_VARIABLE not in note]
+    _print_as_rank("\n".join([f"{type(error).__name__}: {problem} ({first})", *notes]))
+
+
+def _store_first_error(error: BaseException, pid: int) -> None:
+    """Store the error, unless there is one. The others read it when they lose this rank, which ends after this."""
+    text = f"failed first: {type(error).__name__}: {error}".splitlines()[0]
+    _ask_store(lambda store: store.compare_set(_FIRST_ERROR, "", f"rank {_this_rank()} {text}"), pid)
+
+
+def _refer_to_rank(rank: int, error: BaseException, pid: int) -> None:
+    """Print which rank prints the same traceback. Only a file says so, since a terminal shows all ranks."""
+    # When this rank ends, a launcher ends the other too, which shall have printed it.
+    _ask_store(lambda store: store.wait([_FIRST_ERROR], timedelta(seconds=_STORE_TIMEOUT)), pid)
+    if sys.__stderr__ is None or not sys.__stderr__.isatty():
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        _print_as_rank(f"{line} (The traceback is the same as that of rank {rank}.)")
 
 
 def _print_as_rank(text: str) -> None:

@@ -67,13 +67,12 @@ class TrialSteps(Part):
 
     def make_loader(self, batch_size: int) -> Any:
         """The training data in batches of `batch_size` samples."""
-        run = self.parts.run
-        batch_size_of_run = run.train_batch_size
-        run.train_batch_size = batch_size
+        batch_size_of_run = self.run.train_batch_size
+        self.run.train_batch_size = batch_size
         try:
             return self.trainer.get_train_dataloader()
         finally:
-            run.train_batch_size = batch_size_of_run
+            self.run.train_batch_size = batch_size_of_run
 
     def optimizer(self) -> torch.optim.Optimizer:
         """The Trainer's optimizer, created if it does not exist yet."""
@@ -81,9 +80,8 @@ class TrialSteps(Part):
 
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """The loss of one batch, which makes up a complete optimizer step."""
-        run = self.parts.run
-        run.accumulation_steps = 1
+        self.run.accumulation_steps = 1
         items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
         loss = self.parts.loss_computer.micro_batch_loss(model, inputs, items)
-        run.logged_metrics = LoggedMetrics()
+        self.run.logged_metrics = LoggedMetrics()
         return loss

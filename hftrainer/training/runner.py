@@ -229,8 +229,7 @@ class TrainingRunner(Part):
         if loop.is_finished:
             self._resume_finished_run(loop)
         else:
-            recorder = loop.step_end_values.record_outputs(trainer.model)
-            with _add_step_note(loop), recorder, devices.error_hints():
+            with _add_step_note(loop), loop.step_end_values.record_outputs(trainer.model), devices.error_hints():
                 steps_between_logs = self.planner.steps_between_logs(loop.attempt.lengths)
                 self.parts.engine.fit(loop, model, log_every_n_steps=steps_between_logs)
         self.run.heartbeat.begin_activity("ended")
