@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hftrainer.base.safe_loading import weights_only
-from hftrainer.checkpointing.weights import has_deepspeed_states, read_tag, write_tag
+from hftrainer.checkpointing.weights import has_deepspeed_states, read_deepspeed_tag, write_deepspeed_tag
 from hftrainer.errors import DamagedCheckpoint, InvalidConfig, UnsafeCheckpoint
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.processes import Processes
@@ -172,7 +172,7 @@ class EngineHolder:
             save_latest=False,
         )
         if processes.rank == 0:
-            writer.defer_errors(write_tag)(folder, f"global_step{self.engine.global_steps}")
+            writer.defer_errors(write_deepspeed_tag)(folder, f"global_step{self.engine.global_steps}")
         errors = [error for error in processes.gather_objects([writer.pop_error()]) if error is not None]
         if errors:
             raise errors[0]
@@ -188,7 +188,7 @@ class EngineHolder:
         universal = self.config.is_true("checkpoint.load_universal")
         if not has_deepspeed_states(folder, universal=universal):
             raise InvalidConfig(_explain_unreadable(folder, universal))
-        tag = read_tag(folder, universal=universal)
+        tag = read_deepspeed_tag(folder, universal=universal)
         ranks = len(glob.glob(os.path.join(folder, tag, "*zero_pp_rank_*_optim_states.pt")))
         if not universal and ranks not in (0, torch.distributed.get_world_size()):
             raise InvalidConfig(

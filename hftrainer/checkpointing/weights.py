@@ -319,7 +319,7 @@ def has_deepspeed_states(folder: str, *, universal: bool = False) -> bool:
     return os.path.isfile(os.path.join(folder, _UNIVERSAL if universal else _LATEST))
 
 
-def read_tag(folder: str, *, universal: bool = False) -> str:
+def read_deepspeed_tag(folder: str, *, universal: bool = False) -> str:
     """The folder of the newest states in a checkpoint; '' if `latest` does not exist.
 
     Raises:
@@ -332,20 +332,20 @@ def read_tag(folder: str, *, universal: bool = False) -> str:
         return check_file_name(file.read().strip())
 
 
-def write_tag(folder: str, tag: str) -> None:
+def write_deepspeed_tag(folder: str, tag: str) -> None:
     """Write the file `latest`, which names the folder of the newest states, as DeepSpeed does."""
     Path(folder, _LATEST).write_text(tag, encoding="utf-8")
 
 
 def has_deepspeed_shards(folder: str) -> bool:
     """Whether a checkpoint holds model states in a folder that a `latest` file names."""
-    tags = (read_tag(folder, universal=universal) for universal in (False, True))
+    tags = (read_deepspeed_tag(folder, universal=universal) for universal in (False, True))
     return any(name.endswith(_MODEL_STATES) for tag in tags if tag for name in _list_folder(os.path.join(folder, tag)))
 
 
 def missing_deepspeed_shard(folder: str) -> str | None:
     """The first missing file of DeepSpeed's states; None if the states are complete or absent."""
-    if not (tag := read_tag(folder)):
+    if not (tag := read_deepspeed_tag(folder)):
         return None
     states = os.path.join(folder, tag)
     if not (file_names := _list_folder(states)):

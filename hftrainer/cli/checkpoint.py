@@ -144,14 +144,14 @@ def _lacks(folder: str, has_position: bool) -> str | None:
 def _strategy(folder: str) -> tuple[str, str]:
     """How the weights are stored, and which processes can resume from them."""
     from hftrainer.checkpointing import names
-    from hftrainer.checkpointing.weights import has_weights, read_tag
+    from hftrainer.checkpointing.weights import has_weights, read_deepspeed_tag
 
     if os.path.isfile(os.path.join(folder, names.DCP_FOLDER, names.LIST_OF_SHARDS)):
         return "in torch's distributed format (dcp)", "any number of processes, with DDP, FSDP or neither"
     if names.has_state_files(names.SHARD_FOLDERS, "model", folder):
         return "a shard from each process, by FSDP", "any number of processes"
     if os.path.isfile(os.path.join(folder, "latest")):
-        tag = read_tag(folder)
+        tag = read_deepspeed_tag(folder)
         convert = f"ds_to_universal --input_folder {folder}/{tag} --output_folder {folder}/universal"
         return (
             "a shard from each process, by DeepSpeed",
