@@ -18,8 +18,8 @@ from hftrainer import errors
 from hftrainer.arguments import legacy
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.search.backend import SearchBackend, check_keywords, check_limits, no_trial_message, read_directions
-from hftrainer.search.jobs import PickledTrainer, pickle_trainer
 from hftrainer.search.trial_arguments import check_names, model_takes_trial
+from hftrainer.search.workers import PickledTrainer, pickle_trainer
 from hftrainer.trainer_utils import BestRun, default_hp_space_ray
 
 if TYPE_CHECKING:

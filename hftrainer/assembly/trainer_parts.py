@@ -27,7 +27,7 @@ from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.storage.sync import StorageSync
 from hftrainer.strategies.strategy import Strategy
-from hftrainer.trackers.base import LogFolder, TrackerCallback, reporting_callbacks
+from hftrainer.trackers.base_callbacks import LogFolder, TrackerCallback, reporting_callbacks
 from hftrainer.training import control_actions, runner
 from hftrainer.training.checkpoints import restorer, saver
 from hftrainer.training.run import Run

@@ -47,7 +47,7 @@ from hftrainer.plugins import lightning_engine_module
 from hftrainer.releases.followed import describe_older_release
 from hftrainer.strategies import make_strategy
 from hftrainer.strategies.strategy import TRAINER_FLAGS, Strategy
-from hftrainer.trackers.base import ReportingCallback
+from hftrainer.trackers.base_callbacks import ReportingCallback
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training.steps.loss_division import divide_in_backward
 from hftrainer.training_args import TrainingArguments

@@ -16,7 +16,7 @@ from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.environment import process_identifier
 from hftrainer.search import backend, studies
-from hftrainer.search.jobs import PickledTrainer, SearchWorkers, number_of_jobs, pickle_trainer
+from hftrainer.search.workers import PickledTrainer, SearchWorkers, number_of_jobs, pickle_trainer
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
 
 if TYPE_CHECKING:

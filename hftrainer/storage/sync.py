@@ -14,7 +14,7 @@ from hftrainer.base.part import Part
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, DamagedCheckpoint
-from hftrainer.trackers.base import CheckpointPlace
+from hftrainer.trackers.base_callbacks import CheckpointPlace
 
 if TYPE_CHECKING:
     from hftrainer.storage.mirror import Mirror

@@ -25,7 +25,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.weights import save_weights
 from hftrainer.compat import libraries
 from hftrainer.plugins import import_adapter
-from hftrainer.trackers.base import TrackerCallback, arguments_of, model_config, peft_config, to_tracker_names
+from hftrainer.trackers.base_callbacks import TrackerCallback, arguments_of, model_config, peft_config, to_tracker_names
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)

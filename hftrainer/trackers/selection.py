@@ -12,7 +12,7 @@ from typing import Any
 from hftrainer.base.config_files import env_flag
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument, suggest
 from hftrainer.plugins import lightning_engine_module
-from hftrainer.trackers.base import CSV_LOGGER, ReportingCallback
+from hftrainer.trackers.base_callbacks import CSV_LOGGER, ReportingCallback
 from hftrainer.trackers.callbacks import CometCallback, MLflowCallback, WandbCallback
 from hftrainer.trackers.tensorboard import TensorBoardCallback
 from hftrainer.training_args import TrainingArguments

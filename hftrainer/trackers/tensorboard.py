@@ -10,7 +10,7 @@ from typing import Any
 
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.plugins import import_adapter
-from hftrainer.trackers.base import EarlierRun, TrackerCallback, to_tracker_names
+from hftrainer.trackers.base_callbacks import EarlierRun, TrackerCallback, to_tracker_names
 from hftrainer.training_args import TrainingArguments
 
 

@@ -22,14 +22,14 @@ from hftrainer.errors import UnsupportedArgument
 from hftrainer.model.apply_arguments import apply_model_arguments
 from hftrainer.monitoring import health
 from hftrainer.parallel import devices
-from hftrainer.trackers.base import begin_runs
+from hftrainer.trackers.base_callbacks import begin_runs
 from hftrainer.trainer_utils import TrainOutput
 from hftrainer.training.divergence import Diverged
 from hftrainer.training.finders import LightningFinders
-from hftrainer.training.finish import RunEnd
 from hftrainer.training.planner import RunPlanner
 from hftrainer.training.restarts import Restarts
 from hftrainer.training.run import Attempt
+from hftrainer.training.run_end import RunEnd
 from hftrainer.training.steps.loop import TrainingLoop
 from hftrainer.training.stopping import SignalListener
 from hftrainer.training_args import TrainingArguments

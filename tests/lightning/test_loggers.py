@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelChec
 from lightning.pytorch.loggers import CSVLogger
 from transformers.integrations import integration_utils
 
-from hftrainer.trackers.base import ReportingCallback
+from hftrainer.trackers.base_callbacks import ReportingCallback
 from hftrainer_lightning.loggers import count_rows
 from tests.support import tracking
 from tests.support.tracking import Recorder, evaluate_with_trackers, scalars

@@ -17,7 +17,7 @@ import torch
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import CheckpointNotFound, HubError, InvalidArgument
 from hftrainer.hub import repository
-from hftrainer.search.jobs import pickle_trainer
+from hftrainer.search.workers import pickle_trainer
 from tests.support.checkpoints import AtStep, OnSave
 from tests.support.hub_runs import READ_TOKEN, STEPS, TOKEN, environment, hub as hub, make_uploading
 from tests.support.hub_server import Commit, Repo, cut, fail

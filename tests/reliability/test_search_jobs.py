@@ -14,7 +14,7 @@ import torch
 
 from hftrainer import TrainingArguments
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
-from hftrainer.search import jobs
+from hftrainer.search import workers
 from tests.reliability.search_job import rate
 from tests.support.checkpoints import make_trainer
 from tests.support.tiny import make_plain
@@ -133,7 +133,7 @@ def test_worker_trains_the_trials_that_are_left_in_time(search, tmp_path, monkey
         yield
 
     found, study = [], {"study_name": "a", "storage": f"sqlite:///{tmp_path}/search.db"}
-    monkeypatch.setattr(jobs.SearchWorkers, "run_workers", run_workers)
+    monkeypatch.setattr(workers.SearchWorkers, "run_workers", run_workers)
     search_kwargs = {"n_jobs": 2, "n_trials": 3, "timeout": seconds, **study}
     if seconds is None:
         assert search(**search_kwargs).run_id in ("0", "1", "2")
@@ -153,13 +153,13 @@ def test_what_cannot_be_pickled_is_named(search):
 def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(jobs.devices, "cpu_count", lambda: 8)
-    assert jobs._resources(1, 3) == {"OMP_NUM_THREADS": "2"}
+    monkeypatch.setattr(workers.devices, "cpu_count", lambda: 8)
+    assert workers._resources(1, 3) == {"OMP_NUM_THREADS": "2"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [jobs._resources(n, 3)["CUDA_VISIBLE_DEVICES"] for n in (1, 2)] == ["1", "0"]
+    assert [workers._resources(n, 3)["CUDA_VISIBLE_DEVICES"] for n in (1, 2)] == ["1", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert jobs._resources(1, 2)["CUDA_VISIBLE_DEVICES"] == "6"
-    assert jobs.number_of_jobs(-1) == 2
+    assert workers._resources(1, 2)["CUDA_VISIBLE_DEVICES"] == "6"
+    assert workers.number_of_jobs(-1) == 2
 
 
 def test_one_job_starts_no_worker(search, tmp_path):

@@ -101,7 +101,7 @@ KINDS = [Table, Events, tracking.MLflow]
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
 def tracker(request, tmp_path, monkeypatch):
     numbers = itertools.count()  # names of folders otherwise change every second
-    monkeypatch.setattr("hftrainer.trackers.base.time.strftime", lambda layout: str(next(numbers)))
+    monkeypatch.setattr("hftrainer.trackers.base_callbacks.time.strftime", lambda layout: str(next(numbers)))
     return request.param(tmp_path / "run", monkeypatch)
 
 

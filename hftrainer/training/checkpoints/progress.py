@@ -12,7 +12,7 @@ from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress
 from hftrainer.data import mixture_batches
 from hftrainer.data.randomness import rng_state
-from hftrainer.trackers.base import ids_of_open_runs
+from hftrainer.trackers.base_callbacks import ids_of_open_runs
 from hftrainer.training.run_lengths import RunLengths
 
 if TYPE_CHECKING:

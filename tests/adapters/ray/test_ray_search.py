@@ -19,7 +19,7 @@ from hftrainer.callbacks.notebook import NotebookProgressCallback
 from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.checkpointing import names
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, UnknownArgument, UnsupportedArgument
-from hftrainer.search.jobs import pickle_trainer
+from hftrainer.search.workers import pickle_trainer
 from hftrainer_ray import search as ray_search
 from hftrainer_ray.search import RaySearch
 from tests.adapters.ray import searches

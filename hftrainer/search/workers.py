@@ -100,7 +100,7 @@ class SearchWorkers:
         with open(self._log(number), "wb") as log:
             # In a separate session, the worker gets no Ctrl-C: the script gets it, and terminates the workers.
             return subprocess.Popen(
-                [sys.executable, "-c", "from hftrainer.search.jobs import work; work()", file],
+                [sys.executable, "-c", "from hftrainer.search.workers import work; work()", file],
                 env={**os.environ, "PYTHONPATH": python_path, **_resources(number, count)},
                 stdin=pipe,
                 stdout=log,
