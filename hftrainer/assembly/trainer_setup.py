@@ -187,7 +187,7 @@ class TrainerSetup(Part):
             parts.loaders.prepare_loader,
             is_trainer_model=lambda model: model is trainer.model or model is trainer.model_wrapped,
             config=vars(parts.resolved.accelerator_config),
-            num_steps=parts.policy.gradient_divisor(trainer.args),
+            gradient_divisor=parts.policy.gradient_divisor(trainer.args),
             divide_loss=divide_in_backward,
         )
         copy_accelerator_settings(self.parts.resolved, trainer.accelerator)

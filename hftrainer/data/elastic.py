@@ -135,8 +135,8 @@ def accumulation_steps(global_batch: int, batch_size: int, processes: int) -> in
     steps, remainder = divmod(global_batch, batch_size * processes)
     if steps and not remainder:
         return steps
-    sizes = _divisors(global_batch // processes) if global_batch % processes == 0 else []
-    numbers = _divisors(global_batch // batch_size) if global_batch % batch_size == 0 else []
+    sizes = _factors(global_batch // processes) if global_batch % processes == 0 else []
+    numbers = _factors(global_batch // batch_size) if global_batch % batch_size == 0 else []
     options = [f"per_device_train_batch_size of {_join_numbers(sizes)}"] if sizes else []
     options += [f"{_join_numbers(numbers)} process{'es' * (numbers != [1])}"] if numbers else []
     raise InvalidArgument(
@@ -145,8 +145,8 @@ def accumulation_steps(global_batch: int, batch_size: int, processes: int) -> in
     )
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+def _factors(number: int) -> list[int]:
+    return [factor for factor in range(1, number + 1) if number % factor == 0]
 
 
 def _join_numbers(numbers: list[int]) -> str:

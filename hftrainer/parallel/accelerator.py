@@ -46,7 +46,7 @@ class EngineAccelerator(ProcessState):
         prepare_loader: prepares a `DataLoader` in the same way as the Trainer's.
         is_trainer_model: returns whether a model is the Trainer's, which `train()` prepares.
         config: the keys of `accelerator_config`.
-        num_steps: accelerate's accumulation steps.
+        gradient_divisor: what divides the gradients, besides the division of the loss; accelerate's `num_steps`.
         divide_loss: divides a loss by them before its backward pass.
 
     Attributes:
@@ -61,7 +61,7 @@ class EngineAccelerator(ProcessState):
         prepare_loader: Callable[[torch.utils.data.DataLoader[Any]], Any],
         is_trainer_model: Callable[[torch.nn.Module], bool],
         config: Mapping[str, Any],
-        num_steps: int,
+        gradient_divisor: int,
         divide_loss: Callable[[EngineAccelerator, torch.Tensor], torch.Tensor],
     ) -> None:
         plan = engine.plan
@@ -93,7 +93,7 @@ class EngineAccelerator(ProcessState):
         self.scaler = engine.scaler
         self.optimizer_step_was_skipped = False
         self.multi_device = processes.is_distributed
-        accumulation = {**(config["gradient_accumulation_kwargs"] or {}), "num_steps": num_steps}
+        accumulation = {**(config["gradient_accumulation_kwargs"] or {}), "num_steps": gradient_divisor}
         self.gradient_state = GradientState(self._loaders, processes.data_world_size, accumulation)
 
     def __getattr__(self, name: str) -> Any:

@@ -111,7 +111,7 @@ def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch
 
 
 @contextlib.contextmanager
-def without_sync(model: Any) -> Iterator[None]:
+def no_sync(model: Any) -> Iterator[None]:
     """Accumulate gradients locally in the block. The next backward pass outside it reduces them."""
     # With only tensor parallelism, all ranks have the same batch.
     if not isinstance(model, FSDPModule):

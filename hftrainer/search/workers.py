@@ -100,7 +100,7 @@ class SearchWorkers:
         with open(self._log(number), "wb") as log:
             # In a separate session, the worker gets no Ctrl-C: the script gets it, and terminates the workers.
             return subprocess.Popen(
-                [sys.executable, "-c", "from hftrainer.search.workers import work; work()", file],
+                [sys.executable, "-c", "from hftrainer.search.workers import run_worker; run_worker()", file],
                 env={**os.environ, "PYTHONPATH": python_path, **_resources(number, count)},
                 stdin=pipe,
                 stdout=log,
@@ -130,7 +130,7 @@ class SearchWorkers:
         return lines[-1].strip() if lines else ""
 
 
-def work() -> None:
+def run_worker() -> None:
     """Run the pickled function in the file `sys.argv[1]`; the main function of a worker."""
     with open(sys.argv[1], "rb") as file:
         function = pickle.load(file)

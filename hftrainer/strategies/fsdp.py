@@ -100,7 +100,7 @@ class FsdpStrategy(Strategy):
         """A context in which backward passes do not reduce gradients."""
         if self._prepared_model is None:
             return super().no_sync(lightning_strategy)
-        return sharding.without_sync(self._prepared_model)
+        return sharding.no_sync(self._prepared_model)
 
     def release_model(self) -> None:
         """Release the sharded model."""

@@ -90,7 +90,7 @@ class Monitors(Part):
             self.requests.poll(self.trainer.control, self.trainer.state.global_step)
 
     @contextlib.contextmanager
-    def activity(self, name: str) -> Iterator[None]:
+    def measure_activity(self, name: str) -> Iterator[None]:
         """Time the block, an 'evaluation' or 'saving', and report it."""
         block = contextlib.nullcontext() if self.observer is None else self.observer.activity(name)
         with block, self.run.heartbeat.in_activity(name), self.run.measure_time(name):

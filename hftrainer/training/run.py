@@ -129,7 +129,7 @@ class Run:
     def measure_activity(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Time the block, and report it to the observers of the run."""
         # A script may call methods that evaluate or save without a run.
-        return self.measure_time(name) if self.loop is None else self.loop.monitors.activity(name)
+        return self.measure_time(name) if self.loop is None else self.loop.monitors.measure_activity(name)
 
     def reset_attempt(self) -> None:
         """Reset the state of one attempt at training."""

@@ -119,7 +119,7 @@ class TrainingLoop(Part):
         self.parts.strategy.run_recorded_operations()
         self.parts.call_callbacks("on_train_begin")
         if self.trainer.args.eval_on_start:
-            with self.control_sync.abort_evaluation_on_signal(), self.monitors.activity("evaluation"):
+            with self.control_sync.abort_evaluation_on_signal(), self.monitors.measure_activity("evaluation"):
                 self.trainer._evaluate(self.attempt.trial, self.attempt.ignore_keys, skip_scheduler=True)
             self.control_sync.sync_control_flags()
             self.control_sync.stop_if_signalled()

@@ -42,7 +42,7 @@ class StepProgress:
         # It has begun already if the end of a stream left it without all of its micro-batches.
         self._phase_before_reading, self._phase = self._phase, _Phase.BEGUN
 
-    def find_no_data(self) -> None:
+    def cancel_reading(self) -> None:
         """A stream had ended, so that `begin_reading` began nothing."""
         self._phase = self._phase_before_reading
 
@@ -213,7 +213,7 @@ class MicroBatches(Part):
         self.run.accumulation_steps = len(micro_batches)
         if not micro_batches:
             # A stream without a length has ended.
-            self.step.find_no_data()
+            self.step.cancel_reading()
         return micro_batches, num_items
 
     def _is_interrupted(self) -> bool:

@@ -31,7 +31,7 @@ def run_requested(*flags, is_best=True, save_strategy="steps", last_logged=4):
     run.loop = SimpleNamespace(
         **dict.fromkeys(("grad_norm", "learning_rate", "start_time")),
         control_sync=SimpleNamespace(sync_control_flags=record("sync")),
-        monitors=SimpleNamespace(activity=lambda name: contextlib.nullcontext(calls.append(name))),
+        monitors=SimpleNamespace(measure_activity=lambda name: contextlib.nullcontext(calls.append(name))),
     )
     saver = SimpleNamespace(call_on_save=record("on_save"))
     actions = ControlActions(SimpleNamespace(trainer=trainer, run=run, saver=saver))
