@@ -47,7 +47,7 @@ class EngineAccelerator(ProcessState):
         is_trainer_model: returns whether a model is the Trainer's, which `train()` prepares.
         config: the keys of `accelerator_config`.
         gradient_divisor: what divides the gradients, besides the division of the loss; accelerate's `num_steps`.
-        divide_loss: divides a loss by them before its backward pass.
+        divide_loss: divides a loss by it before its backward pass.
 
     Attributes:
         gradient_state: whether this micro-batch ends an optimizer step, and the active loader's position.

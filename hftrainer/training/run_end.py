@@ -1,4 +1,4 @@
-"""`RunEnd`: the last log line of a run, its best model, and the summary of what it did."""
+"""`RunEnd`: the last log line of a run, its best model, the summary of what it did, or what an error leaves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.arguments import legacy
 from hftrainer.base.messages import tell
 from hftrainer.base.part import Part
+from hftrainer.base.tracebacks import add_note, hide_interrupt_traceback
+from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.checkpointing.run_checkpoints import delete_all_but_best
 from hftrainer.reporting import summary
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
@@ -20,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunEnd(Part):
-    """Ends a run that has trained all its steps, or stopped as asked."""
+    """Ends a run: `finish` after its last step or a stop as asked, `finish_after_error` after an error or a signal."""
 
     def finish(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
@@ -54,6 +56,26 @@ class RunEnd(Part):
             trainer.neftune_hook_handle.remove()
         trainer.is_in_train = False
         return TrainOutput(trainer.state.global_step, metrics["train_loss"], metrics)
+
+    def finish_after_error(self, error: BaseException) -> None:
+        """Complete what the run has begun to write, and say what it has saved."""
+        parts = self.parts
+        close_bars(self.trainer.callback_handler.callbacks)
+        parts.checkpoint_writer.close_ignoring_errors()
+        if text := parts.saver.describe_saves():
+            if isinstance(error, KeyboardInterrupt):
+                for line in text.splitlines():
+                    add_note(error, f"[hftrainer] {line}")
+                hide_interrupt_traceback()
+            elif isinstance(error, Exception) and self.run.checkpoints_written and parts.search is None:
+                add_note(error, text)
+            elif self.run.signal_listener.signal_number is not None:
+                for line in text.splitlines():
+                    tell(line)
+        # After an Exception, a search continues with the next trial.
+        if parts.uploads is not None and (parts.search is None or not isinstance(error, Exception)):
+            parts.uploads.finish(is_urgent=lambda: True)
+        parts.storage_sync.finish_after_error()
 
     def _describe_run(self, metrics: Mapping[str, float], loop: TrainingLoop) -> summary.FinishedRun:
         """What the summary of a run of at least one step tells."""

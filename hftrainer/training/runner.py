@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.base.messages import tell
 from hftrainer.base.part import Part
-from hftrainer.base.tracebacks import add_note, hide_interrupt_traceback
-from hftrainer.callbacks.progress_bar import close_bars
+from hftrainer.base.tracebacks import add_note
 from hftrainer.checkpointing import resume
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.debug_utils import DebugUnderflowOverflow
@@ -166,7 +164,7 @@ class TrainingRunner(Part):
                     listener.end_script()
         except BaseException as error:
             failure = self._describe_failure(error)
-            self._finish_after_error(error)
+            self.end.finish_after_error(error)
             raise
         finally:
             self._release_run(*failure)
@@ -176,26 +174,6 @@ class TrainingRunner(Part):
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return self.run.signal_listener.signal_name or type(error).__name__, ""
         return type(error).__name__, str(error).strip()
-
-    def _finish_after_error(self, error: BaseException) -> None:
-        """Complete what the run has begun to write, and say what it has saved."""
-        parts = self.parts
-        close_bars(self.trainer.callback_handler.callbacks)
-        parts.checkpoint_writer.close_ignoring_errors()
-        if text := parts.saver.describe_saves():
-            if isinstance(error, KeyboardInterrupt):
-                for line in text.splitlines():
-                    add_note(error, f"[hftrainer] {line}")
-                hide_interrupt_traceback()
-            elif isinstance(error, Exception) and self.run.checkpoints_written and parts.search is None:
-                add_note(error, text)
-            elif self.run.signal_listener.signal_number is not None:
-                for line in text.splitlines():
-                    tell(line)
-        # After an Exception, a search continues with the next trial.
-        if parts.uploads is not None and (parts.search is None or not isinstance(error, Exception)):
-            parts.uploads.finish(is_urgent=lambda: True)
-        parts.storage_sync.finish_after_error()
 
     def _release_run(self, error_name: str, message: str) -> None:
         """Close the run's loop and release the objects of the run. `error_name` is empty if no error ended it."""
