@@ -203,6 +203,8 @@ def _draw_png(
         if function == "plot_param_importances":
             # It would name the objective, as the title does.
             axes.get_legend().remove()
+            for text in axes.texts:
+                text.set_text(f" {text.get_text()}")
             axes.set_xlabel("Hyperparameter importance")
         else:
             axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=7, frameon=False)
