@@ -328,7 +328,7 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     """The curves with their colours and dashes, in the order of the panels, without shares that are always 0.
 
     Each metric has a panel, with its curves of all datasets. Of several runs' shares of time only that of training is
-    shown. The loss is first, and panels that lack a run are last.
+    shown.
     """
     curves, styled_curves = _in_milliseconds(list(plain_curves)), []
     # Several evaluation sets have their names in losses, as `eval_val_loss`, and in metrics.
@@ -344,11 +344,10 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     curves.sort(key=lambda curve: (list(PANELS).index(curve.panel), shown.index(curve.name)))
     curves = [replace(curve, panel=titles.get(curve.name, curve.panel)) for curve in curves]
     panels = {curve.panel: {other.run for other in curves if other.panel == curve.panel} for curve in curves}
-    last = {panel for panel, owners in panels.items() if len(owners) < len(runs)} - {"loss"}
-    curves.sort(key=lambda curve: (curve.panel in last, list(panels).index(curve.panel)))
+    curves.sort(key=lambda curve: list(panels).index(curve.panel))
     for place, curve in enumerate(curves, 1):
         points = (curve.name, curve.steps, curve.finite)
-        width = 1.5 + 2 * min(3, sum((later.name, later.steps, later.finite) == points for later in curves[place:]))
+        width = 1.5 + 3 * min(3, sum((later.name, later.steps, later.finite) == points for later in curves[place:]))
         names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
         run, dash = runs.index(curve.run), names.index(curve.name)
         is_alone = len(panels[curve.panel]) == 1 < len(runs)

@@ -98,7 +98,8 @@ def _make_figure(curves: list[Curve]) -> Any:
         **{"margin": {"b": 0, "l": 70, "r": 40}, "template": "plotly_white", "modebar": {"orientation": "v"}},
         **{"hovermode": "x unified", "hoverlabel": {"namelength": -1}},
     )
-    return figure
+    # Ticks keep the labels of both axes apart at the origin.
+    return figure.update_xaxes(ticks="outside").update_yaxes(ticks="outside")
 
 
 def _legend_of_runs(curves: list[Curve]) -> dict[str, Curve]:

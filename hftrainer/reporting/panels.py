@@ -172,7 +172,7 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
     What is between start and step was lost. The text is empty if another line has it. A log line has the values since
     the one before, so that the first step with a non-finite value may be earlier than the line.
     """
-    for curve in {curve.run: curve for curve in curves if curve.panel != SHARES}.values():
+    for curve in {curve.run: curve for curve in curves}.values():
         for number, (lost, restart) in enumerate(curve.restarts):
             text = f"{curve.run}: resumed" if curve.run else "resumed"
             text += " (shaded: steps done again)" * any(lost < restart for lost, restart in curve.restarts)

@@ -10,7 +10,7 @@ import pytest
 from hftrainer.monitoring.journal import append_line
 from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting.curves import Curve, read_curves
-from hftrainer.reporting.panels import clipped_peaks, vertical_axis
+from hftrainer.reporting.panels import clipped_peaks, vertical_axis, vertical_lines
 from hftrainer.reporting.plot import plot
 from tests.support.run_logs import texts_in_svg, write_log, write_observed_run
 
@@ -165,6 +165,7 @@ def test_time_axis_breaks_at_restarts_without_their_pauses(tmp_path):
     resumed = "resumed (shaded: steps done again)"
     assert {resumed, "the time leaves out the pauses before a run resumed"} <= {*texts_in_svg(tmp_path / "a.svg")}
     assert f'"name":"{resumed}"' in (tmp_path / "a.html").read_text()
+    assert [line[:2] for line in vertical_lines(shares)] == [(10, 20)]  # in the panel of shares too
 
 
 def test_what_closes_a_stopped_run_is_in_the_shares_of_the_first_log_line_after_the_resume(tmp_path):
