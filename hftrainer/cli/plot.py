@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from hftrainer.monitoring.run_page import RunRecord
     from hftrainer.reporting.curves import Curve
 
+#: Activity of a journal → the title of its share of the time.
+SHARE_TITLES = {"data": "data wait", "evaluation": "evaluation", "saving": "saving"}
+
 
 def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
@@ -174,9 +177,13 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
         elif seconds is None:
             unknown.append(name)
         best = {metric: marked.get((name, metric), page["metrics"].get(metric, {}).get("best")) for metric in metrics}
+        curve = next(curve for (run_name, _), curve in named.items() if run_name == name)
+        spent = page["seconds"]["all"]
+        total = sum(spent.values())
         row = {
             "run": name,
-            "differs in": next(curve.settings for (run_name, _), curve in named.items() if run_name == name),
+            "is best": curve.is_best,
+            "differs in": curve.settings,
             "steps": page["step"],
             "state": "diverged" if nan_place(page) else page["state"],
             "last loss": last,
@@ -185,10 +192,13 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
             "time": seconds,
             "downtime": run.downtime or None,
             "goodput": page["goodput"],
+            **{title: spent[part] / total if total else None for part, title in SHARE_TITLES.items()},
         }
         rows.append(row)
     meanings = "time: without pauses; downtime: pauses after failures; goodput: kept steps / (time + downtime)"
-    notes = [meanings] * any(run.seconds is not None for run in runs)
+    meanings += "\n" + ", ".join(SHARE_TITLES.values()) + ": shares of the time"
+    notes = [f"(best): by {metrics[0]}"] * any(row["is best"] for row in rows)
+    notes += [meanings] * any(run.seconds is not None for run in runs)
     others = f"{', '.join(without_journal)}: train_runtime and the speed over it, with evaluations and saving"
     notes += [others] * bool(without_journal)
     missing = f"{', '.join(unknown)}: without observe=True no speed, time or goodput"
@@ -198,22 +208,32 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
 def _compare(runs: list[dict[str, Any]]) -> str:
     """A table with one row per run or trial; a hyphen is a value that only others have."""
     from hftrainer.base.messages import format_duration
-    from hftrainer.checkpointing.saved_arguments import describe
+    from hftrainer.reporting.metrics import is_number
 
-    formats: dict[str, Any] = {"time": format_duration, "goodput": "{:.0%}".format, "differs in": describe}
-    formats["downtime"] = format_duration
+    formats: dict[str, Any] = dict.fromkeys(("time", "downtime"), format_duration)
+    formats |= dict.fromkeys(("goodput", *SHARE_TITLES.values()), "{:.0%}".format)
     # Of runs that are all complete, nothing is said.
-    hidden = {None, "unobserved", "complete"}
-    hidden -= {"complete"} if {run.get("state") for run in runs} - hidden else set()
-    formats["state"] = lambda state: "" if state in hidden else state
+    if {run.get("state") for run in runs} in ({"complete"}, {"unobserved"}):
+        formats["state"] = lambda _: ""
+    runs = [_as_columns(run) for run in runs]
     # Trials may have different hyperparameters.
     names = list(dict.fromkeys(name for run in runs for name in run))
     rows = [tuple(names) if names[0] == "trial" else ("", *names[1:])]
     missing = {name: "-" if any(run.get(name) is not None for run in runs) else "" for name in names}
     for run in runs:
-        texts = {name: str if isinstance(value, str) else format_number for name, value in run.items()} | formats
+        texts = {name: format_number if is_number(value) else str for name, value in run.items()} | formats
         rows.append(tuple(missing[name] if run.get(name) is None else texts[name](run[name]) for name in names))
     return align(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+
+
+def _as_columns(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with a column for each argument in which runs differ, and the best run named."""
+    row = dict(row)
+    settings = row.pop("differs in", {})
+    if row.pop("is best", False):
+        row["run"] += " (best)"
+    first, *others = row.items()
+    return dict([first, *settings.items(), *others])
 
 
 def _show(paths: list[str], curves: list[Curve]) -> None:

@@ -75,6 +75,7 @@ class Curve:
         start: where the interval of the first value began.
         state: what became of the run, if not its end; and an evaluation that was not saved.
         width: of its line; more if later curves coincide with it, so that it is seen below them.
+        is_best: whether the best value of its run is the best of all runs.
     """
 
     panel: str
@@ -94,6 +95,7 @@ class Curve:
     start: float = 0
     state: str = ""
     width: float = 1.5
+    is_best: bool = False
 
     @property
     def marked(self) -> list[int]:
@@ -264,7 +266,18 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
             first = min(((place / size, text) for place, text in found), default=None)
             scaled = [step / size for step in curve.steps]
             plain_curves.append(replace(curve, steps=scaled, start=curve.start / size, non_finite=first, **facts))
-    return _with_styles(plain_curves)
+    curves = _with_styles(plain_curves)
+    best_runs = _find_best_runs(curves, next(filter(None, arguments), {}))
+    return [replace(curve, is_best=curve.run in best_runs) for curve in curves]
+
+
+def _find_best_runs(curves: list[Curve], arguments: dict[str, Any]) -> set[str]:
+    """The runs with the best value that has a star, of the first metric; none if it reads the same in all runs."""
+    stars = [(curve.name, curve.run, curve.values[curve.best]) for curve in curves if curve.best is not None]
+    values = {run: value for name, run, value in stars if name == stars[0][0]}
+    best = choose_best(stars[0][0], arguments)(values.values()) if values else 0
+    runs = {run for run, value in values.items() if format_number(value) == format_number(best)}
+    return runs if len(runs) < len(values) else set()
 
 
 def read_charts(runs: Sequence[RunRecord | str], x: str, *, with_others: bool) -> dict[str, list[Curve]]:

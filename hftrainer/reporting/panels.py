@@ -195,7 +195,8 @@ def describe_run(run: str, curves: list[Curve]) -> str:
     run_curves = [curve for curve in curves if curve.run == run]
     best = (f"★ best {c.name}\xa0{c.format(c.values[c.best])}" for c in run_curves if c.best is not None)
     facts = (describe(run_curves[0].settings), next(best, ""), run_curves[0].state)
-    return " · ".join(filter(None, (f"{run} = {first}" if first != run else run, *facts)))
+    name = run + " (best)" * run_curves[0].is_best + f" = {first}" * (first != run)
+    return " · ".join(filter(None, (name, *facts)))
 
 
 def import_plotting(module: str) -> Any:

@@ -13,6 +13,7 @@ from hftrainer.monitoring import journal
 from hftrainer.monitoring.journal import read_events
 from hftrainer.reporting.curves import Curve, read_curves
 from hftrainer.reporting.metrics import SHARES, sort_pattern
+from hftrainer.reporting.panels import describe_run
 from tests.support.run_logs import texts_in_svg, train_two_runs, write_log, write_observed_run
 
 
@@ -25,17 +26,19 @@ def test_command_prints_a_table_of_several_runs(runs, tmp_path, capsys):
     end = {"train_loss": 1.0, "train_runtime": 9.0, "train_samples_per_second": 8}
     log = [{"step": 20, "loss": 1.0}, {"step": 20, **end}]
     main(["plot", *runs, write_log(tmp_path / "saved", log, global_step=20), "--output", str(tmp_path / "a.png")])
-    path, empty, header, *rows, saved, _, note, missing = capsys.readouterr().out.splitlines()
-    assert path == str(tmp_path / "a.png") and not empty and saved.split() == ["saved", *"20 1 - - 8 9 s".split()]
-    titles = ["differs in", "steps", "last loss", "best eval_loss", "best eval_accuracy", "mean samples per second"]
-    assert re.split("  +", header.strip()) == [*titles, "time"] and note.startswith(
-        "saved: train_runtime and the speed"
-    )
+    path, empty, header, *rows, saved, _, best, note, missing = capsys.readouterr().out.splitlines()
+    values = "- 20 unobserved 1 - - 8 9 s"
+    assert path == str(tmp_path / "a.png") and not empty and saved.split() == ["saved", *values.split()]
+    titles = ["learning_rate", "steps", "state", "last loss", "best eval_loss", "best eval_accuracy"]
+    assert re.split("  +", header.strip()) == [*titles, "mean samples per second", "time"]
+    assert best == "(best): by eval_loss" and note.startswith("saved: train_runtime and the speed")
     both = ", ".join(Path(run).name for run in runs)
     assert missing == f"{both}: without observe=True no speed, time or goodput"
     assert all(row.split()[-2:] == ["-", "-"] for row in rows)
-    values = zip(runs, ("0.01", "0.1"), strict=True)
-    assert [row.split()[:4] for row in rows] == [[Path(run).name, "learning_rate", rate, "20"] for run, rate in values]
+    names = [Path(runs[0]).name, f"{Path(runs[1]).name} (best)"]
+    assert [re.split("  +", row)[:4] for row in rows] == [
+        [name, rate, "20", "complete"] for name, rate in zip(names, ("0.01", "0.1"), strict=True)
+    ]
     main(["plot", runs[0], "--output", str(tmp_path / "a.png")])
     assert capsys.readouterr().out == f"{tmp_path / 'a.png'}\n"
 
@@ -58,12 +61,13 @@ def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys, monkey
     runs, read = [write_observed_run(tmp_path / "a"), write_observed_run(tmp_path / "b")], []
     monkeypatch.setattr(journal, "read_events", lambda folder: [read.append(folder), read_events(folder)][1])
     main(["plot", *runs, "--output", str(tmp_path / "a.png")])
-    _, _, header, *rows, _, explanation = capsys.readouterr().out.splitlines()
+    _, _, header, *rows, _, explanation, shares = capsys.readouterr().out.splitlines()
     titles = ["steps", "state", "last loss", "best loss", "mean samples per second", "mean tokens per second", "time"]
     assert re.split("  +", header.strip()) == [*titles, "goodput"] and read == runs  # once
     assert explanation.startswith(
         "time: without pauses; downtime: pauses after failures; goodput: kept steps / (time +"
     )
+    assert shares == "data wait, evaluation, saving: shares of the time"
     # 10 steps at 17.5 samples per second and 10 at 35.
     assert [row.split()[:7] for row in rows] == [[name, "20", "running", "2", "1", "23.33", "9,000"] for name in "ab"]
     main(["plot", *runs, "--output", str(tmp_path / "a.png"), "--json"])
@@ -71,6 +75,25 @@ def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys, monkey
     keys = {title.replace(" ", "_") for title in titles}
     assert [run["run"] for run in shown] == ["a", "b"] and keys | {"downtime", "goodput"} <= shown[0].keys()
     assert shown[0]["mean_samples_per_second"] == pytest.approx(70 / 3) and shown[0]["differs_in"] == {}
+
+
+def test_table_has_the_shares_of_the_time_of_a_run(tmp_path, capsys):
+    runs = [write_observed_run(tmp_path / "a"), write_log(tmp_path / "b", [{"step": 20, "loss": 1.0}])]
+    seconds = {"steps": 5.0, "data": 2.0, "evaluation": 3.0, "saving": 0.0}
+    journal.Journal(runs[0]).write("interval", 20, steps=20, seconds=seconds)
+    main(["plot", *runs, "--output", str(tmp_path / "a.png")])
+    _, _, header, *rows = capsys.readouterr().out.splitlines()[:5]
+    assert header.split()[-4:] == ["data", "wait", "evaluation", "saving"]
+    assert [row.split()[-3:] for row in rows] == [["20%", "30%", "0%"], ["-"] * 3]
+    assert [row.split()[2] for row in rows] == ["running", "unobserved"]
+
+
+@pytest.mark.parametrize(("values", "best"), [((1, 2, None), "b"), ((2, 2, 1), "ab"), ((2, 2.00001, 2), "")])
+def test_best_runs_are_those_with_the_best_value_as_it_reads(tmp_path, values, best):
+    logs = {run: {"eval_f1": value} if value else {"loss": 9.0} for run, value in zip("abc", values, strict=True)}
+    curves = read_curves([write_log(tmp_path / run, [{"step": 1, **log}]) for run, log in logs.items()])
+    assert "".join(curve.run for curve in curves if curve.is_best) == best
+    assert ["(best)" in describe_run(run, curves) for run in "abc"] == [run in best for run in "abc"]
 
 
 def test_values_that_are_not_numbers_are_left_out(tmp_path):
@@ -105,8 +128,9 @@ def test_json_lists_the_written_files(runs, tmp_path, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert shown["files"] == [str(tmp_path / "a.png"), str(tmp_path / "a.html")]
     main(["plot", *runs, "--json", "--output", str(tmp_path / "b.png")])
-    first = json.loads(capsys.readouterr().out)["runs"][0]
-    assert shown["runs"] == [first | {"differs_in": {}}] and first["best_eval_accuracy"] > 0 and first["steps"] == 20
+    first, other = json.loads(capsys.readouterr().out)["runs"]
+    assert shown["runs"] == [first | {"differs_in": {}}] and (first["is_best"], other["is_best"]) == (False, True)
+    assert first["best_eval_accuracy"] > 0 and first["steps"] == 20
 
 
 @pytest.fixture
