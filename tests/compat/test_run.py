@@ -81,9 +81,9 @@ def test_ctrl_c_reaches_the_script(tmp_path, processes):
     path = script(
         tmp_path,
         """
-        import time
+        import signal
         try:
-            print("ready", flush=True), time.sleep(60)  # one line: the signal may come before print has returned
+            print("ready", flush=True), signal.pause()  # one line: the signal may come before print has returned
         except KeyboardInterrupt:
             print("cleaned up", flush=True)
             raise

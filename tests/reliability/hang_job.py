@@ -16,12 +16,18 @@ from hftrainer.parallel.environment import find_rank_info
 from hftrainer.parallel.processes import Processes
 from tests.support.checkpoints import make_trainer
 
-TIMEOUT = timedelta(seconds=2)
+#: Until the ranks have met, and from then on.
+LONG_TIMEOUT, TIMEOUT = timedelta(seconds=60), timedelta(seconds=2)
 
 
 def stop():
     """Stop this process, as a machine that hangs does not answer."""
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def shorten_timeout():
+    """From here on only the rank that has stopped is late."""
+    distributed_c10d._set_pg_timeout(TIMEOUT)
 
 
 def stop_while_connecting(seconds):
@@ -40,12 +46,14 @@ class Stops(TrainerCallback):
         self.victim = victim
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 2 and args.process_index == self.victim:
-            stop()
+        if state.global_step == 2:
+            shorten_timeout()
+            if args.process_index == self.victim:
+                stop()
 
 
 def make_hanging(folder, callbacks=(), **settings):
-    more = {"ddp_timeout": TIMEOUT.seconds, "save_strategy": "no"}
+    more = {"ddp_timeout": LONG_TIMEOUT.seconds, "save_strategy": "no"}
     return make_trainer(folder, callbacks=callbacks, **more, **settings)
 
 
@@ -55,6 +63,7 @@ def train(folder, victim, **settings):
 
 def evaluate(folder, victim):
     trainer = make_hanging(folder)
+    shorten_timeout()
     if trainer.args.process_index == victim:
         stop()
     trainer.evaluate()
@@ -84,13 +93,15 @@ def main(folder, settings):
     if kind in TOGETHER:
         TOGETHER[kind](folder, victim)
         return
-    processes = Processes.from_ranks(find_rank_info({}, lambda: 0), timeout=TIMEOUT)
+    timeout = TIMEOUT if kind in ("meeting", "connecting") else LONG_TIMEOUT
+    processes = Processes.from_ranks(find_rank_info({}, lambda: 0), timeout=timeout)
     if kind == "meeting" and processes.rank == victim:
         stop()
     if kind == "connecting" and processes.rank == victim:
         stop_while_connecting(settings["after"])
-    processes.connect(torch.device("cpu"), None, TIMEOUT)
+    processes.connect(torch.device("cpu"), None, timeout)
     processes.barrier()  # each is connected to the others
+    shorten_timeout()
     if processes.rank == victim:
         stop()
     ALONE[kind](processes)

@@ -162,7 +162,7 @@ def main(folder, settings):
     kill_at(options["kill_at"], folder)
     kill_upload(options["kill_upload"])
     if options["copies_within"] is not None:
-        stopping._DUPLICATE_WINDOW[False] = options["copies_within"]
+        stopping._DUPLICATE_WINDOW.update(dict.fromkeys((False, True), options["copies_within"]))
     torch.manual_seed(1)
     defaults = {"per_device_train_batch_size": 4, "num_train_epochs": 4, "learning_rate": 1e-2, "save_steps": 7}
     defaults |= {"save_total_limit": 2, "logging_steps": 5, "disable_tqdm": True, "use_cpu": True}

@@ -14,7 +14,7 @@ from tests.support import processes
 from tests.support.launchers import free_port
 from tests.support.parity import assert_same_weights as assert_same
 
-__all__ = ["JOB", "SHARDED", "Job", "JobGroup", "assert_same", "final_log", "final_weights", "names_in", "read_until"]
+__all__ = ["JOB", "SHARDED", "Job", "JobGroup", "assert_same", "final_log", "final_weights", "let_go", "names_in", "read_until"]
 JOB = Path(__file__).parents[1] / "reliability" / "job.py"
 #: Settings of a job whose ranks each write their shard of a checkpoint.
 SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
@@ -32,6 +32,11 @@ def read_until(process, line):
         if seen[-1] == line:
             return seen
     raise AssertionError(f"no {line!r} in {seen}: {process.stderr.read()}")
+
+
+def let_go(folder):
+    """Let the jobs continue that wait at `waits_at`; until the file is closed, none waits there again."""
+    return open(f"{folder}.go", "w")
 
 
 class Job:
@@ -70,13 +75,19 @@ class JobGroup:
         shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0"}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         places = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        if settings.get("waits_at"):
+            os.mkfifo(f"{folder}.go")
         self.jobs = [
             Job(folder, place if count > 1 else None, kill_at=at, **settings)
             for place, at in zip(places, kill_at, strict=False)
         ]
 
+    def wait_for(self, pattern):
+        for job in self.jobs:
+            job.wait_for(pattern)
+
     def end(self, seconds=None):
-        """Wait for the end; when one process has ended, end the others as torchrun does. The statuses.
+        """Wait for the end; when one process has failed, end the others as torchrun does. The statuses.
 
         If none has ended after so many seconds, all print their stacks and fail.
         """
@@ -86,9 +97,11 @@ class JobGroup:
                 os.kill(process.pid, signal.SIGABRT)  # faulthandler prints the stacks
                 process.join()
             raise AssertionError(f"nothing has ended after {seconds} seconds: {self.printed()}")
+        statuses = [process.exitcode for process in running if process.exitcode is not None]
+        has_failed = any(status < 0 or 0 < status < 128 for status in statuses)  # others end soon, unless they hang
         for process in running:
             for end in (process.terminate, process.kill):
-                process.join(timeout=5)
+                process.join(timeout=5 if has_failed else 300)
                 end()
             process.join()
         return [process.exitcode for process in running]

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def main():
     if os.environ.get("MISBEHAVE") == "wait":
         sys.stdout.write(f"waiting {os.getpid()}\n")  # in one piece: two processes share the pipe
         sys.stdout.flush()
-        time.sleep(60)
+        threading.Event().wait()  # until it is ended
     trainer.train()
     trainer.save_model(str(folder / "final"))
     found = {
@@ -52,7 +53,8 @@ def main():
     }
     (folder / f"{args.process_index}.json").write_text(json.dumps(found))
     if os.environ.get("MISBEHAVE") == "fail late" and args.process_index == 1:
-        time.sleep(1)  # the first has ended
+        while not (folder / "0.json").exists():  # then the first has all but ended
+            time.sleep(0.01)
         sys.exit(3)
 
 

@@ -58,7 +58,7 @@ def test_signal_to_the_first_process_ends_all(before, after, number, tmp_path):
 
 def test_run_command_exits_with_the_status_of_the_failed_process(tmp_path, processes):
     path = tmp_path / "script.py"
-    path.write_text("import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(7)\ntime.sleep(60)\n")
+    path.write_text("import os, signal, sys\nif os.environ['RANK'] == '1':\n    sys.exit(7)\nsignal.pause()\n")
     done = processes.run("-m", "hftrainer", "run", "--nproc", "2", path, cwd=tmp_path, fresh=True)
     assert (done.returncode, done.stderr) == (7, "[hftrainer] Rank 1 ended first, with status 7.\n")
 

@@ -1,15 +1,14 @@
-"""A rank that is signalled, killed or hangs: all end, say why, and the next start ends with the undisturbed weights."""
+"""A rank that is signalled or killed: all end, say why, and the next start ends with the undisturbed weights."""
 
 import json
 import os
 import re
 import signal
-import time
 
 import pytest
 
 from tests.support.checkpoints import BACKGROUND
-from tests.support.jobs import JOB, JobGroup, assert_same, final_weights
+from tests.support.jobs import JOB, JobGroup, assert_same, final_weights, let_go
 from tests.support.launchers import TORCHRUN, run_python
 
 
@@ -31,12 +30,12 @@ def finish(folder, **settings):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=repr)
 def test_signal_to_one_rank_saves_and_ends_both_at_one_step(tmp_path, undisturbed, number):
     """Also if a launcher sends a second signal."""
-    pair = JobGroup(tmp_path / "out", pause=0.02)
-    pair.jobs[1].wait_for("step 10")
+    pair = JobGroup(tmp_path / "out", waits_at=10, copies_within=1e9)
+    pair.wait_for("waiting")
     os.kill(pair.jobs[1].process.pid, number)
-    time.sleep(0.005)
     os.kill(pair.jobs[1].process.pid, signal.SIGTERM)
-    assert pair.end() == [128 + number] * 2, pair.printed()
+    with let_go(tmp_path / "out"):
+        assert pair.end() == [128 + number] * 2, pair.printed()
     last = [[line for line in printed.splitlines() if line.startswith("step")][-1] for printed in pair.printed()]
     assert last[0] == last[1]
     assert (tmp_path / "out" / f"checkpoint-{last[0].split()[1]}" / "progress_1.pt").is_file()
@@ -44,13 +43,13 @@ def test_signal_to_one_rank_saves_and_ends_both_at_one_step(tmp_path, undisturbe
     assert_same(final_weights(tmp_path / "out"), undisturbed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=repr)
-def test_rank_that_waits_for_a_lost_one_ends_and_says_why(tmp_path, undisturbed, number):
-    pair = JobGroup(tmp_path / "out", pause=0.02, ddp_timeout=5)
-    pair.jobs[1].wait_for("step 16")
-    os.kill(pair.jobs[1].process.pid, number)
-    pair.jobs[0].process.join()
+def test_rank_that_waits_for_a_killed_one_ends_and_says_why(tmp_path, undisturbed):
+    """`test_hangs.py` has those that wait for a hung one."""
+    pair = JobGroup(tmp_path / "out", waits_at=16)
+    pair.wait_for("waiting")
     pair.jobs[1].kill()
+    with let_go(tmp_path / "out"):
+        pair.jobs[0].process.join()
     assert pair.jobs[0].process.exitcode not in (None, 0)
     assert "Rank 0 has lost rank 1 while it waited for " in pair.printed()[0]
     finish(tmp_path / "out")
@@ -60,19 +59,21 @@ def test_rank_that_waits_for_a_lost_one_ends_and_says_why(tmp_path, undisturbed,
 @pytest.mark.parametrize("settings", [{}, {"fsdp": True}], ids=["replicas", "sharded"])
 def test_run_killed_while_it_saves_in_the_background_resumes_exactly(tmp_path, settings):
     finish(tmp_path / "plain", **settings)
-    pair = JobGroup(tmp_path / "out", **settings, **BACKGROUND)
-    pair.jobs[0].wait_for("step 16")
+    pair = JobGroup(tmp_path / "out", waits_at=14, **settings, **BACKGROUND)  # step 14 has begun to save
+    pair.wait_for("waiting")
     pair.jobs[1].kill()
-    pair.end()
+    with let_go(tmp_path / "out"):
+        pair.end()
     finish(tmp_path / "out", **settings, **BACKGROUND)
     assert_same(final_weights(tmp_path / "out"), final_weights(tmp_path / "plain"))
 
 
 def test_killed_run_resumes_under_torchrun(tmp_path, undisturbed):
-    pair = JobGroup(tmp_path / "out", pause=0.02)
-    pair.jobs[0].wait_for("step 16")
+    pair = JobGroup(tmp_path / "out", waits_at=16)
+    pair.wait_for("waiting")
     pair.jobs[0].kill()
-    pair.end()
+    with let_go(tmp_path / "out"):
+        pair.end()
     run = run_python(*TORCHRUN, str(JOB), str(tmp_path / "out"), json.dumps({}))
     assert run.returncode == 0, run.stderr[-2000:]
     assert "checkpoint-14" in run.stdout
