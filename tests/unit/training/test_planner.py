@@ -23,3 +23,16 @@ def test_samples_of_a_step_are_the_mean_over_token_batches(tmp_path):
     loader = trainer.get_train_dataloader()
     lengths = trainer._hftrainer.runner.planner.plan_lengths(trainer.args, loader)
     assert lengths.total_train_batch_size == round(3 * 40 / len(loader)) > 3
+
+
+@pytest.mark.parametrize(("ignores", "position"), [(False, 6), (True, 0)])
+def test_state_is_that_of_the_checkpoint(tmp_path, ignores, position):
+    trainer = make_trainer(tmp_path, max_steps=6)
+    trainer.train()
+    trainer.args.ignore_data_skip = ignores
+    planner = trainer._hftrainer.runner.planner
+    trainer._hftrainer.run.lengths = planner.plan_run(trainer.args, trainer.get_train_dataloader())
+    assert planner.init_state(9, 2, None, None) == (0, 0)
+    assert trainer.state.global_step == 0
+    assert planner.init_state(9, 2, str(tmp_path / "checkpoint-6"), {"learning_rate": 1.0}) == (0, position)
+    assert (trainer.state.global_step, trainer.state.max_steps) == (6, 9)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hftrainer.releases import followed
 from tests.support.checkpoints import AtStep, make_trainer
 
 
@@ -29,3 +30,23 @@ def test_best_checkpoint_is_the_only_one_unless_the_last_save_failed(tmp_path, l
     trainer.state.best_model_checkpoint = "best"
     trainer._hftrainer.checkpoint_writer.has_failed = has_failed
     assert trainer._hftrainer.saver.only_checkpoint() == kept
+
+
+@pytest.mark.parametrize(("release", "order"), [("4.48", ["values", "model"]), ("5.20", ["model", "values"])])
+def test_call_is_prepared_in_the_order_of_the_release(tmp_path, monkeypatch, release, order):
+    """The saves of an earlier call end first; a checkpoint replaces the weights last."""
+    trainer = make_trainer(tmp_path)
+    parts, calls = trainer._hftrainer, []
+    monkeypatch.setattr(parts, "policy", followed.from_text(release))
+    noted = {
+        (parts.checkpoint_writer, "close_ignoring_errors"): "saves",
+        (parts.restorer, "find_folder"): "folder",
+        (parts.model_setup, "remake_model"): "model",
+        (trainer, "_hp_search_setup"): "values",
+        (parts.setup, "apply_changed_arguments"): "arguments",
+        (parts.restorer, "load_weights_and_batch_size"): "weights",
+    }
+    for (owner, name), word in noted.items():
+        monkeypatch.setattr(owner, name, lambda *_, word=word: calls.append(word) or word)
+    assert parts.runner.prepare_call(True, None) == parts.run.resume_folder == "folder"
+    assert calls == ["saves", "folder", *order, "arguments", "weights"]
