@@ -15,6 +15,7 @@ from moto.server import ThreadedMotoServer
 from hftrainer import TrainingArguments
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, StorageError
 from hftrainer.storage import remote
+from hftrainer.storage.mirror import Mirror
 from tests.support.checkpoints import BACKGROUND, BEST, AtStep, OnSave, assert_same_end, make_trainer, train_to_end
 from tests.support.jobs import Job, assert_same, final_weights, names_in
 from tests.support.storages import FaultyStorage, complete_checkpoints, files_at
@@ -200,17 +201,24 @@ def test_damaged_checkpoint_at_the_url_is_skipped(tmp_path, caplog, harm, undist
     assert complete_checkpoints(FAULTY)[-1] == "checkpoint-9"  # written again
 
 
-def test_keep_local_bounds_local_checkpoints(tmp_path):
-    """While uploads are slower than saves, training waits."""
-    free, most = threading.Event(), []
+def test_keep_local_bounds_local_checkpoints(tmp_path, monkeypatch):
+    """While uploads are slower than saves, training waits: only then they go on."""
+    is_awaited, most, original = threading.Event(), [], Mirror.wait_for_local_space
 
-    def slow(request, path):
+    def wait_for_local_space(mirror):
+        is_awaited.set()
+        original(mirror)
+        is_awaited.clear()
+
+    def upload_when_awaited(request, path):
         if request == "put":
             most.append(len([name for name in names_in(tmp_path / "a") if "checkpoint" in name]))
-            free.wait(0.01)
+            is_awaited.wait()
 
-    FaultyStorage.fault = slow
-    train_to_end(trainer_at(tmp_path / "a", save_steps=1, keep_local=2, **BACKGROUND))
+    monkeypatch.setattr(Mirror, "wait_for_local_space", wait_for_local_space)
+    FaultyStorage.fault = upload_when_awaited
+    at_end = AtStep(9, is_awaited.set, "on_train_end")
+    train_to_end(trainer_at(tmp_path / "a", callbacks=[at_end], save_steps=1, keep_local=2, **BACKGROUND))
     assert max(most) <= 4  # two, one that is uploaded, one that is written
     assert complete_checkpoints(FAULTY) == [f"checkpoint-{step}" for step in range(1, 10)]
 
