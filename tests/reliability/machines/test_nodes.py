@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from tests.support import processes
-from tests.support.jobs import JOB, JobGroup, assert_same, final_weights
+from tests.support.jobs import JOB, JobGroup, assert_same, final_weights, let_go
 from tests.support.launchers import SCRIPT, free_port, read
 
-#: Nodes wait a second for more of them, and miss one after six: on a busy machine, one that is there may be silent for
-#: three.
-QUICKLY = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
+#: Nodes wait a second for more of them, and miss one after 25: on a busy machine, one that is there may be silent long.
+QUICKLY = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=25"
 #: Otherwise a torchrun that took part in an earlier round would expect a shared store that a new one does not know.
 REJOIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
@@ -98,18 +97,20 @@ def test_nodes_with_separate_disks_resume_from_their_own_checkpoints(tmp_path):
     JobGroup(tmp_path / "undisturbed", max_steps=20).end()
     settings = {"save_on_each_node": True, "max_steps": 20}
 
-    def run(steps):
+    def run(**options):
         endpoint = free_port()
-        jobs = {number: job(tmp_path / f"disk-{number}", **settings, **steps) for number in (1, 2)}
+        jobs = {number: job(tmp_path / f"disk-{number}", **settings, **options) for number in (1, 2)}
         return [Node(number, endpoint, words, "2", tmp_path / f"node-{number}") for number, words in jobs.items()]
 
-    nodes = run({"pause": 0.3})
     for number in (1, 2):
-        wait_for(tmp_path / f"node-{number}", "^step 9$")
+        os.mkfifo(tmp_path / f"disk-{number}.go")
+    nodes = run(waits_at=9)
+    for node in nodes:
+        wait_for(node.output, "^waiting$")
     for node in nodes:
         node.lose()
     assert all((tmp_path / f"disk-{number}" / "checkpoint-7" / "model.safetensors").is_file() for number in (1, 2))
-    for node in run({}):
+    for node in run():
         node.end()
     assert_same(final_weights(tmp_path / "disk-1"), final_weights(tmp_path / "undisturbed"))
     for number in (1, 2):
@@ -120,14 +121,17 @@ def test_nodes_with_separate_disks_resume_from_their_own_checkpoints(tmp_path):
 def lose_and_return(tmp_path, settings):
     """Two nodes become one and two again; returns the output folder, and the steps at which they did."""
     folder, endpoint = tmp_path / "out", free_port()
-    words = job(folder, pause=0.1, alone_until=20, **settings)
+    os.mkfifo(f"{folder}.go")
+    words = job(folder, waits_at=9, alone_until=20, **settings)
     first, second = (Node(number, endpoint, words, "1:2", tmp_path / f"node-{number}") for number in (1, 2))
-    wait_for(first.output, "processes 2.*^step 9$")
-    second.lose()
-    wait_for(first.output, "processes 1.*^step 20$")
-    second = Node(2, endpoint, words, "1:2", second.output)
     for node in (first, second):
-        node.end()
+        wait_for(node.output, "processes 2.*^waiting$")
+    second.lose()
+    with let_go(folder):
+        wait_for(first.output, "processes 1.*^step 20$")
+        second = Node(2, endpoint, words, "1:2", second.output)
+        for node in (first, second):
+            node.end()
     begun = re.findall(r"^resuming from (.*)\nprocesses (\d)$", first.output.read_text(), re.MULTILINE)
     assert [count for _, count in begun] == ["2", "1", "2"], begun
     assert begun[0][0] == "None"
@@ -183,8 +187,9 @@ def test_requeued_slurm_job_ends_as_the_undisturbed_run(slurm, tasks, more):
     """Runs the batch script of the guide."""
     script = re.search(r"```text\n(#!/bin/bash.*?)```", SLURM_GUIDE.read_text(), re.DOTALL)[1]
     call = re.search(r"python train\.py .*", script)[0]
-    settings = json.dumps({"max_steps": 40, "pause": 0.05, **more})
+    settings = json.dumps({"max_steps": 40, "waits_at": 10, **more})
     (slurm / "job.sh").write_text(script.replace(call, f"python {JOB} {slurm}/out '{settings}'"))
+    os.mkfifo(slurm / "out.go")
     for restart, count in enumerate(tasks):
         output = slurm / f"slurm-{restart}"
         variables = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(restart), "SLURM_NTASKS": str(count)}
@@ -197,8 +202,11 @@ def test_requeued_slurm_job_ends_as_the_undisturbed_run(slurm, tasks, more):
                 start_new_session=True,
             )
         if restart == 0:
-            wait_for(output, "^step 10$")
+            wait_for(output, "(^waiting$.*){2}")
             os.kill(int((slurm / "bin" / "srun.pid").read_text()), signal.SIGUSR1)  # as SLURM does, to each task
+            wait_for(output, "SIGUSR1: saving after this step")
+            with let_go(slurm / "out"):
+                batch.wait(timeout=120)
         batch.wait(timeout=120)
         assert (batch.returncode == 0) == (restart == 1), output.read_text()
     assert (slurm / "requeued").read_text() == "requeue 4711\n"
