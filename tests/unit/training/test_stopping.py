@@ -67,7 +67,8 @@ def test_after_long_operations_flags_take_effect_at_once():
     sync.trainer.control.should_save = True
     sync.end_step()
     sync.sync_control_flags()
-    assert flags_of(sync) == ["should_epoch_stop", "should_save"] and sync.engine.should_stop and sync.flags_are_agreed
+    assert flags_of(sync) == ["should_epoch_stop", "should_save"]
+    assert sync.engine.should_stop and sync.flags_are_agreed
     sync.begin_epoch()
     assert not sync.flags_are_agreed
 
