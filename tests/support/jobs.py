@@ -14,7 +14,8 @@ from tests.support import processes
 from tests.support.launchers import free_port
 from tests.support.parity import assert_same_weights as assert_same
 
-__all__ = ["JOB", "SHARDED", "Job", "JobGroup", "assert_same", "final_log", "final_weights", "let_go", "names_in", "read_until"]
+__all__ = ["JOB", "SHARDED", "Job", "JobGroup", "assert_same", "final_log", "final_weights", "let_go"]
+__all__ += ["names_in", "read_until"]
 JOB = Path(__file__).parents[1] / "reliability" / "job.py"
 #: Settings of a job whose ranks each write their shard of a checkpoint.
 SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
