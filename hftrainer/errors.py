@@ -150,6 +150,9 @@ class CheckpointNotWritten(RuntimeError):
 class DamagedCheckpoint(ValueError):
     """A checkpoint file is truncated or modified."""
 
+    #: The end of its messages.
+    REMEDY = ": resume from another checkpoint."
+
 
 class UnsafeCheckpoint(ValueError, pickle.UnpicklingError):
     """A checkpoint file has objects that require unpickling; the message explains how to allow them."""

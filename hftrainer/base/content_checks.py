@@ -26,8 +26,8 @@ def name_file_in_errors(path: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise DamagedCheckpoint(
-            f"{path} does not hold what a checkpoint of this run holds ({type(error).__name__}: {error}): resume from "
-            "another checkpoint."
+            f"{path} does not hold what a checkpoint of this run holds ({type(error).__name__}: {error})"
+            f"{DamagedCheckpoint.REMEDY}"
         ) from error
 
 

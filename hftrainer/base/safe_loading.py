@@ -135,7 +135,7 @@ class _Unpickler(pickle._Unpickler):
 
 def _make_read_error(path: str, error: Exception) -> UnsafeCheckpoint | DamagedCheckpoint:
     if (refusal := _REFUSED_NAME.search(str(error))) is None:
-        return DamagedCheckpoint(f"{path} is damaged: resume from an older checkpoint.")
+        return DamagedCheckpoint(f"{path} is damaged{DamagedCheckpoint.REMEDY}")
     return UnsafeCheckpoint(
         f"{path} holds a pickled {refusal[1]}, which is not loaded, since unpickling can run any code. If you trust "
         "the file's author, import that class and call torch.serialization.add_safe_globals([it]) first."

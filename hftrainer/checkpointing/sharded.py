@@ -415,7 +415,7 @@ class _ShardsReader(FileSystemReader):
         super().__init__(shard_folder)
         path = os.path.join(shard_folder, names.LIST_OF_SHARDS)
         if not os.path.isfile(path):
-            raise DamagedCheckpoint(f"{path} is missing: resume from an older checkpoint.")
+            raise DamagedCheckpoint(f"{path} is missing{DamagedCheckpoint.REMEDY}")
         self._metadata: Metadata = read_pickle(path, _ALLOWED)
         with name_file_in_errors(path):
             _check_list(self._metadata, shard_folder)

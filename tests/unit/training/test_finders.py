@@ -20,7 +20,7 @@ def make_parts(found=None, *, creates_scheduler=True):
         trainer.optimizer = "of the trial steps"
         return found
 
-    engine = SimpleNamespace(run_batch_size_finder=find_size, run_learning_rate_finder=lambda steps, model: found)
+    engine = SimpleNamespace(search_batch_size=find_size, search_learning_rate=lambda steps, model: found)
     run = Run(train_batch_size=8, accumulation_steps=4, has_created_scheduler=creates_scheduler)
     return SimpleNamespace(trainer=trainer, run=run, engine=engine, require_optimizer=lambda: optimizer)
 
@@ -28,7 +28,7 @@ def make_parts(found=None, *, creates_scheduler=True):
 @pytest.mark.parametrize(("found", "size"), [(32, 32), (None, 8)])
 def test_found_batch_size_replaces_that_of_the_arguments(found, size):
     parts = make_parts(found)
-    LightningFinders(parts).run_batch_size_finder()
+    LightningFinders(parts).apply_batch_size_finder()
     assert parts.run.train_batch_size == size
     assert parts.trainer.optimizer is parts.require_optimizer()
 
@@ -42,7 +42,7 @@ def test_schedule_begins_at_the_found_learning_rate(monkeypatch, found, is_own, 
     parts, again = make_parts(found, creates_scheduler=is_own), []
     scheduler = parts.trainer.lr_scheduler
     monkeypatch.setattr(finders, "make_scheduler", lambda trainer, steps: again.append((trainer.lr_scheduler, steps)))
-    LightningFinders(parts).run_learning_rate_finder(9)
+    LightningFinders(parts).apply_learning_rate_finder(9)
     group = parts.require_optimizer().param_groups[0]
     assert group["lr"] == group["initial_lr"] == rate
     assert scheduler.base_lrs == [base]

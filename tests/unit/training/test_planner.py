@@ -31,7 +31,7 @@ def test_state_is_that_of_the_checkpoint(tmp_path, ignores, position):
     trainer.train()
     trainer.args.ignore_data_skip = ignores
     planner = trainer._hftrainer.runner.planner
-    trainer._hftrainer.run.lengths = planner.plan_run(trainer.args, trainer.get_train_dataloader())
+    trainer._hftrainer.run.lengths = planner.plan_lengths(trainer.args, trainer.get_train_dataloader())
     assert planner.init_state(9, 2, None, None) == (0, 0)
     assert trainer.state.global_step == 0
     assert planner.init_state(9, 2, str(tmp_path / "checkpoint-6"), {"learning_rate": 1.0}) == (0, position)

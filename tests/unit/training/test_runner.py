@@ -40,7 +40,7 @@ def test_call_is_prepared_in_the_order_of_the_release(tmp_path, monkeypatch, rel
     monkeypatch.setattr(parts, "policy", followed.from_text(release))
     noted = {
         (parts.checkpoint_writer, "close_ignoring_errors"): "saves",
-        (parts.restorer, "find_folder"): "folder",
+        (parts.restorer, "find_resume_folder"): "folder",
         (parts.model_setup, "remake_model"): "model",
         (trainer, "_hp_search_setup"): "values",
         (parts.setup, "apply_changed_arguments"): "arguments",
