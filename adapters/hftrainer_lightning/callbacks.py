@@ -73,7 +73,8 @@ def note_wrong_signatures(callbacks: Iterable[Callback]) -> Iterator[None]:
             parameters = list(inspect.signature(getattr(Callback, hook)).parameters)[1:]
             handler = getattr(callback, hook)
             if f"{hook}() " in str(error) and not can_call(handler, *parameters):
-                name, call = f"{type(callback).__name__}.{hook}", ", ".join(parameters)
+                name = f"{type(callback).__name__}.{hook}"
+                call = ", ".join(parameters)
                 add_note(error, f"{name} is called with ({call}), but takes {inspect.signature(handler)}.")
         raise
 
@@ -91,7 +92,8 @@ def check_callbacks(callbacks: Sequence[Callback], strategy: Strategy, trainer: 
     """An error message for each callback that cannot work in a run of `trainer`, our Trainer."""
     for callback in callbacks:
         if _evaluates(trainer) and (monitor := str(getattr(callback, "monitor", ""))).startswith("val_"):
-            place, meant = f"{type(callback).__name__}(monitor={monitor!r})", f"e{monitor}"
+            place = f"{type(callback).__name__}(monitor={monitor!r})"
+            meant = f"e{monitor}"
             logger.warning("%s: the metrics of evaluations begin with 'eval_': did you mean %r?", place, meant)
     # Report only the first problem of each callback.
     all_problems = (_find_problems(callback, strategy, trainer) for callback in callbacks)
@@ -102,7 +104,9 @@ def check_callbacks(callbacks: Sequence[Callback], strategy: Strategy, trainer: 
 
 
 def _find_problems(callback: Callback, parallel_strategy: Strategy, trainer: Trainer) -> Iterator[str]:
-    name, strategy, args = type(callback).__name__, parallel_strategy.argument, trainer.args
+    name = type(callback).__name__
+    strategy = parallel_strategy.argument
+    args = trainer.args
     if isinstance(callback, (ModelPruning, *TRAINING_ONLY)) and parallel_strategy.shards_model:
         yield f"{name} changes full weights, but {strategy} shards them: train without {strategy}, or without {name}."
     if isinstance(callback, ModelPruning) and callback_hooks.leaves_masks(callback):

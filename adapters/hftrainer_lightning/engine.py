@@ -92,7 +92,8 @@ class LightningEngine:
             model: the model to train.
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
         """
-        attempt, optimizer = loop.attempt, loop.parts.require_optimizer()
+        attempt = loop.attempt
+        optimizer = loop.parts.require_optimizer()
         callback_states = {} if attempt.resume_folder is None else load_lightning_callbacks(attempt.resume_folder)
         max_epochs = attempt.lengths.num_train_epochs
         with quiet_lightning():
@@ -193,7 +194,9 @@ class LightningEngine:
         self, evaluation: EvaluationPass, batches: _EvaluationBatches, model: torch.nn.Module, stage: Stage
     ) -> None:
         """Run one of Lightning's evaluation loops outside of `fit`, maybe within another evaluation."""
-        outer_pl_trainer, outer_pl_module, is_nested = self.pl_trainer, self.pl_module, self.is_evaluating
+        outer_pl_trainer = self.pl_trainer
+        outer_pl_module = self.pl_module
+        is_nested = self.is_evaluating
         with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
             # compute_metrics may start a nested evaluation, which needs a second trainer.
             if self.pl_trainer is None or is_nested:
@@ -218,7 +221,8 @@ class LightningEngine:
                 pl_module.detach()
                 self.is_evaluating = is_nested
                 if is_nested:
-                    self.pl_trainer, self.pl_module = outer_pl_trainer, outer_pl_module
+                    self.pl_trainer = outer_pl_trainer
+                    self.pl_module = outer_pl_module
 
     @contextlib.contextmanager
     def evaluation_group(self) -> Iterator[dict[str, float]]:
@@ -396,7 +400,8 @@ class _EvaluationBatches:
         self._is_limited = is_limited
 
     def __iter__(self) -> Iterator[Any]:
-        iterator, sentinel = iter(self.evaluation), object()
+        iterator = iter(self.evaluation)
+        sentinel = object()
         while True:
             # Lightning disables gradients, but collators may need them.
             with torch.enable_grad():

@@ -83,7 +83,8 @@ class ResumedCSVLogger(CSVLogger):
                 os.replace(writer.metrics_file_path, table)
             else:
                 os.remove(table)
-        writer.log_dir, writer.metrics_file_path = self.log_dir, table
+        writer.log_dir = self.log_dir
+        writer.metrics_file_path = table
         shutil.rmtree(staging_folder)
         return writer
 

@@ -51,7 +51,8 @@ class TrainerModule(WithoutBatchTransfer):
         self.loop = loop
         self.make_ckpt_entry = functools.partial(make_ckpt_entry, loop)
         self._callback_states = callback_states
-        self._optimizer, self._scheduler = loop.parts.require_optimizer(), loop.trainer.lr_scheduler
+        self._optimizer = loop.parts.require_optimizer()
+        self._scheduler = loop.trainer.lr_scheduler
 
     def detach(self) -> None:
         """Release the training run."""

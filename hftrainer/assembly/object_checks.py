@@ -100,7 +100,8 @@ def check_optimizer(trainer: Trainer) -> None:
     """Check that only one argument sets the optimizer."""
     args = trainer.args
     objects = {"optimizers": trainer.optimizer, "optimizer_cls_and_kwargs": trainer.optimizer_cls_and_kwargs}
-    optim, default = as_text(args.optim), TrainingArguments.__dataclass_fields__["optim"].default
+    optim = as_text(args.optim)
+    default = TrainingArguments.__dataclass_fields__["optim"].default
     for name, value in objects.items():
         if value is not None and optim not in (default, "adamw_torch"):
             raise InvalidArgument(f"optim={optim!r} and {name} both set the optimizer: use only one of them.")

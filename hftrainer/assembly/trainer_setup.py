@@ -157,7 +157,8 @@ class TrainerSetup(Part):
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback of either kind, and return it."""
-        ours, theirs = self.trainer.callback_handler.callbacks, self.parts.lightning_callbacks
+        ours = self.trainer.callback_handler.callbacks
+        theirs = self.parts.lightning_callbacks
         return remove_callback_like(theirs if _is_lightning_callback(callback) else ours, callback)
 
     def make_engine(self) -> None:
@@ -228,7 +229,8 @@ class TrainerSetup(Part):
 
     def update_engine(self, args: TrainingArguments) -> None:
         """Apply the values of `args`, which may be a different object from the Trainer's arguments."""
-        parts, is_custom = self.parts, is_overridden(self.trainer, "get_train_dataloader")
+        parts = self.parts
+        is_custom = is_overridden(self.trainer, "get_train_dataloader")
         apply_to_engine(parts.engine, args, parts.policy, has_custom_loader=is_custom)
 
     def apply_changed_arguments(self) -> None:

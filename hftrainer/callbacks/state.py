@@ -169,7 +169,8 @@ class TrainerState:
 
     def _log_lines_as_json(self) -> list[str]:
         """Each log line as JSON, from a cache. Changed and new lines are serialized again."""
-        cache, self._log_texts = iter(self._log_texts), []
+        cache = iter(self._log_texts)
+        self._log_texts = []
         for line in self.log_history:
             cached_line, text = next(cache, (None, ""))
             plain_line = line if is_plain(line) else as_json(line, "log_history")

@@ -187,7 +187,8 @@ def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
 def _check_group(saved: dict[str, Any], group: dict[str, Any]) -> None:
     """Check that a saved parameter group has the settings and the number of tensors of the optimizer's."""
     check_value_types(saved, {key: value for key, value in group.items() if key in saved and key != "params"})
-    tensor_count, saved_count = len(group["params"]), len(saved["params"])
+    tensor_count = len(group["params"])
+    saved_count = len(saved["params"])
     if (missing := (_SETTINGS & group.keys()) - saved.keys()) or tensor_count != saved_count:
         problem = (
             f"lacks {min(missing)!r}"

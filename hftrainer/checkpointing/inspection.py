@@ -174,9 +174,12 @@ def _missing_weights(inspection: Inspection) -> str | None:
 
 def _damaged_shard(inspection: Inspection) -> str | None:
     """Which shard is missing or resized, although its list of shards is unchanged."""
-    folder, removed, resized = inspection.folder, inspection.removed, inspection.resized
+    folder = inspection.folder
+    removed = inspection.removed
+    resized = inspection.resized
     for name in (*removed, *resized):
-        is_removed, list_path = name in removed, Path(name).with_name(names.LIST_OF_SHARDS)
+        is_removed = name in removed
+        list_path = Path(name).with_name(names.LIST_OF_SHARDS)
         is_listed = (folder / list_path).is_file() and list_path.as_posix() not in (*inspection.added, *resized)
         if name.endswith(names.SHARD_SUFFIX) and is_listed:
             return f"{folder / name} {'is missing' if is_removed else _RESIZED}"

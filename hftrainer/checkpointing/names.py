@@ -87,7 +87,8 @@ def describe_nearest(missing: str, *folders: str) -> str:
         missing: the path of the missing checkpoint, in whose parent they are searched first.
         folders: other folders to search.
     """
-    step, missing = step_of(missing), os.path.normpath(missing)
+    step = step_of(missing)
+    missing = os.path.normpath(missing)
     for folder in (os.path.dirname(missing) or os.getcwd(), *folders):
         if os.path.isdir(folder) and (found := sort_checkpoints(folder)):
             steps = {os.path.basename(path): step_of(path) or 0 for path in reversed(found)}

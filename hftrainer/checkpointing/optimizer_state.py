@@ -213,7 +213,8 @@ def match_by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.opti
         model: the model that the optimizer trains.
         optimizer: the optimizer.
     """
-    saved_groups, new_groups = state["param_groups"], optimizer.param_groups
+    saved_groups = state["param_groups"]
+    new_groups = optimizer.param_groups
     is_named = all(group.keys() >= _NAME_KEYS for group in saved_groups)
     names_by_id = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
     if not has_named_groups(optimizer):

@@ -121,7 +121,8 @@ def _hint_for_missing(path: str, output_dir: str) -> str:
 
 def warn_about_earlier_run(args: TrainingArguments) -> None:
     """Warn, once, that a run which starts from scratch saves into a folder with another run's checkpoints."""
-    folder, saves = str(args.output_dir), as_text(args.save_strategy) != "no"
+    folder = str(args.output_dir)
+    saves = as_text(args.save_strategy) != "no"
     newest = next(names.checkpoints_newest_first(folder), None) if saves and os.path.isdir(folder) else None
     if newest is not None:
         known = f"{folder} already has checkpoints, up to {os.path.basename(newest)}; this run starts from scratch"

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 Gather = Callable[[Any], Any]
 #: The original methods, to detect a replacement on the class or on the Trainer's accelerator.
-_GATHER_FOR_METRICS, _GATHER = EngineAccelerator.gather_for_metrics, EngineAccelerator.gather
+_GATHER_FOR_METRICS = EngineAccelerator.gather_for_metrics
+_GATHER = EngineAccelerator.gather
 #: The value that pads short rows.
 _PADDING = -100
 
@@ -238,7 +239,9 @@ class GrowingArray:
                 f"Outputs of shape {batch.shape} cannot be appended to shape ({', '.join(expected)}): only the second "
                 "dimension is padded. Set eval_do_concat_batches=False to get a list of batches."
             )
-        dtype, rows, row_shape = np.result_type(data.dtype, batch.dtype), len(data), data.shape[1:]
+        dtype = np.result_type(data.dtype, batch.dtype)
+        rows = len(data)
+        row_shape = data.shape[1:]
         if stop > rows:
             rows = max(stop, rows + rows // 4)
         if row_shape and batch.shape[1] > row_shape[0]:

@@ -75,7 +75,8 @@ class EvaluationPass:
         if preprocess is not None and not can_call(preprocess, None, None) and can_call(preprocess, None):
             self._preprocess_logits = lambda logits, _: preprocess(logits)
         self._positions: deque[BatchPosition | None] = deque()
-        rows, folder = self._count_known_samples() or 0, args.eval_memmap_dir
+        rows = self._count_known_samples() or 0
+        folder = args.eval_memmap_dir
         self._collectors = {
             name: OutputCollector(args.eval_do_concat_batches, rows, None if name == "losses" else folder)
             for name in ("losses", "predictions", "label_ids", "inputs")
@@ -146,7 +147,8 @@ class EvaluationPass:
         if position is None:
             yield BatchPosition()
             return
-        next_position, self.dataloader.position = self.dataloader.position, position
+        next_position = self.dataloader.position
+        self.dataloader.position = position
         try:
             yield position
         finally:

@@ -97,7 +97,8 @@ class EvaluationRunner(Part):
         prefix: str,
     ) -> EvalLoopOutput:
         """Run one of Lightning's loops over a loader; see `Trainer.evaluation_loop`."""
-        trainer, run = self.trainer, self.run
+        trainer = self.trainer
+        run = self.run
         if not trainer.is_in_train:
             self.parts.setup.update_engine(trainer.args)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
@@ -149,7 +150,8 @@ class EvaluationRunner(Part):
             InvalidArgument: when there was no batch.
         """
         trainer = self.trainer
-        output, evaluation.output = evaluation.output, None
+        output = evaluation.output
+        evaluation.output = None
         if output is None or not evaluation.seen_batches:
             raise InvalidArgument(
                 f"{description} has no batches: the dataset is empty, or smaller than a batch with "
@@ -218,8 +220,10 @@ class EvaluationRunner(Part):
 
         Only this process's items divide the loss.
         """
-        trainer, parts = self.trainer, self.parts
-        averages_tokens, parts.averages_tokens = parts.averages_tokens, False
+        trainer = self.trainer
+        parts = self.parts
+        averages_tokens = parts.averages_tokens
+        parts.averages_tokens = False
         try:
             divides_by_items = parts.policy.divides_eval_loss_by_items
             num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if divides_by_items else None
@@ -269,7 +273,8 @@ class EvaluationRunner(Part):
 
     def _add_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
         """The metrics of a pass, with its speed."""
-        metrics, samples = output.metrics or {}, output.num_samples or 0
+        metrics = output.metrics or {}
+        samples = output.num_samples or 0
         # This pass included the preparation: exclude it from the speed.
         if self._has_measured_preparation:
             start_time += metrics.get(f"{prefix}_model_preparation_time", 0)
@@ -283,7 +288,8 @@ class EvaluationRunner(Part):
         Returns:
             The prepared model.
         """
-        trainer, parts = self.trainer, self.parts
+        trainer = self.trainer
+        parts = self.parts
         parts.model_setup.prepare_for_evaluation()
         model = trainer._wrap_model(trainer.model, training=False)
         if not trainer.accelerator._models and model is trainer.model:

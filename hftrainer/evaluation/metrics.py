@@ -227,7 +227,8 @@ def as_metrics(compute_metrics: Any, *, is_batchwise: bool = False) -> FunctionM
 
 
 def _predictions_and_labels(prediction: EvalPrediction) -> tuple[Any, Any]:
-    predictions, labels = prediction.predictions, prediction.label_ids
+    predictions = prediction.predictions
+    labels = prediction.label_ids
     for name, value in (("outputs", predictions), ("labels", labels)):
         if not isinstance(value, torch.Tensor):
             raise InvalidArgument(

@@ -141,7 +141,8 @@ def _read_kubeflow() -> RankInfo:
 
 def _read_lightning(nodes: int = 1) -> RankInfo:
     """Read Lightning's variables, for processes that a script or a user started."""
-    size, local_rank = _read_number("WORLD_SIZE", default=1), _read_number("LOCAL_RANK")
+    size = _read_number("WORLD_SIZE", default=1)
+    local_rank = _read_number("LOCAL_RANK")
     local_size = _read_number("LOCAL_WORLD_SIZE", default=max(size // nodes, 1))
     rank = _read_number("NODE_RANK") * local_size + local_rank
     variables = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if size > 1 else ()
@@ -261,7 +262,8 @@ def find_rank_info(config: Mapping[str, Any], gpus: Callable[[], int]) -> RankIn
 
 def _read_plugin(plugin: Any, nodes: int) -> RankInfo:
     """The rank information of a user-defined `ClusterEnvironment`."""
-    size, address = plugin.world_size(), (plugin.main_address, plugin.main_port)
+    size = plugin.world_size()
+    address = (plugin.main_address, plugin.main_port)
     ranks = size, plugin.global_rank(), plugin.local_rank(), max(size // nodes, 1)
     return RankInfo(*ranks, nodes, type(plugin).__name__, *address)
 
@@ -297,7 +299,9 @@ def find_plugin(plugins: Any, name: str) -> Any:
 
 def check_launcher_config(config: Mapping[str, Any]) -> Iterator[str]:
     """An error message for each invalid choice of devices, nodes or launcher."""
-    devices, nodes, launcher = config.get("devices"), config.get("num_nodes"), os.environ.get(LAUNCHER_VARIABLE)
+    devices = config.get("devices")
+    nodes = config.get("num_nodes")
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
     if isinstance(devices, (list, tuple)):
         yield f"lightning_config['devices']={devices!r}: use a number, and select devices with CUDA_VISIBLE_DEVICES."
     elif devices not in (None, "auto", -1, "-1") and _as_count(devices) is None:
@@ -327,7 +331,8 @@ def check_rank_info(rank_info: RankInfo, config: Mapping[str, Any], gpus: int | 
 def _check_launcher(rank_info: RankInfo) -> Iterator[str]:
     """Yield an error if a variable of the launcher is not set, or a rank is too large."""
     start = LAUNCHERS.get(rank_info.launcher, LAUNCHERS["torchrun"])[1]
-    size, local_size = rank_info.world_size, rank_info.local_world_size
+    size = rank_info.world_size
+    local_size = rank_info.local_world_size
     if missing := rank_info.missing:
         subject = f"WORLD_SIZE={size}" if "WORLD_SIZE" in os.environ else repr(rank_info.launcher)
         verb = "are" if len(missing) > 1 else "is"
@@ -341,7 +346,8 @@ def _check_launcher(rank_info: RankInfo) -> Iterator[str]:
 
 def _check_devices(rank_info: RankInfo, devices: Any, gpus: int | None) -> Iterator[str]:
     """Yield an error if the processes on this node outnumber its GPUs, or far outnumber its cores."""
-    processes, cores = rank_info.local_world_size, os.cpu_count() or 1
+    processes = rank_info.local_world_size
+    cores = os.cpu_count() or 1
     sees_only_own_gpu = gpus == 1 and rank_info.launcher in ("slurm", "mpi")
     if gpus is not None and processes > gpus and not sees_only_own_gpu:
         yield (

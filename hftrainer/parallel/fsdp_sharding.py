@@ -136,7 +136,9 @@ def summon_full_parameters(model: Any) -> contextlib.AbstractContextManager[Any]
 
 def make_device_mesh(plan: LightningPlan) -> DeviceMesh:
     """The device mesh. Its shards span all ranks, one replica, or (hybrid) one node."""
-    device_type, processes, layout = torch.device(plan.device).type, plan.processes, plan.layout
+    device_type = torch.device(plan.device).type
+    processes = plan.processes
+    layout = plan.layout
     assert plan.sharding is not None
     shape = layout.dp_replicate_size, layout.dp_shard_size
     if "hybrid" in plan.sharding.strategy:
@@ -212,11 +214,13 @@ def broadcast_weights(model: nn.Module, device: torch.device) -> None:
 
 
 def _shard_fsdp1(model: nn.Module, units: list[nn.Module], plan: LightningPlan, settings: FsdpSettings) -> nn.Module:
-    device, dtype = torch.device(plan.device), _HALF.get(plan.precision)
+    device = torch.device(plan.device)
+    dtype = _HALF.get(plan.precision)
     if settings.cpu_offload and device.type == "cpu":
         raise InvalidConfig("fsdp='offload' moves parameters from a GPU, but training is on the CPU: remove 'offload'.")
     unit_set = set(units)
-    name, prefetch = settings.strategy.upper(), settings.backward_prefetch
+    name = settings.strategy.upper()
+    prefetch = settings.backward_prefetch
     wrapper = FullyShardedDataParallel(
         model,
         device_mesh=make_device_mesh(plan),
@@ -238,7 +242,8 @@ def _shard_fsdp1(model: nn.Module, units: list[nn.Module], plan: LightningPlan, 
 def _shard_fsdp2(model: nn.Module, units: list[nn.Module], plan: LightningPlan, settings: FsdpSettings) -> nn.Module:
     if settings.activation_checkpointing:
         units = _checkpoint_activations(model, set(units), settings)
-    can_pin, dtype = torch.device(plan.device).type != "cpu", _HALF.get(plan.precision)
+    can_pin = torch.device(plan.device).type != "cpu"
+    dtype = _HALF.get(plan.precision)
     options: dict[str, Any] = {
         "mesh": make_device_mesh(plan),
         "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=can_pin) if settings.cpu_offload else fsdp.OffloadPolicy(),

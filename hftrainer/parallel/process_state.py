@@ -56,8 +56,10 @@ class ProcessState:
         self.device = device
         self.distributed_type = distributed_type
         self.num_processes = processes.world_size
-        self.process_index, self.local_process_index = processes.rank, processes.local_rank
-        self.is_main_process, self.is_local_main_process = processes.rank == 0, processes.local_rank == 0
+        self.process_index = processes.rank
+        self.local_process_index = processes.local_rank
+        self.is_main_process = processes.rank == 0
+        self.is_local_main_process = processes.local_rank == 0
         self.is_last_process = processes.rank == processes.world_size - 1
         self.use_distributed = processes.is_distributed
         is_connected = processes.is_distributed and torch.distributed.is_initialized()

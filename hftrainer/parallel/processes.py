@@ -128,7 +128,8 @@ class Processes(RankInfo):
         Returns:
             A function that waits for the other ranks and returns the maxima.
         """
-        numbers, group = torch.tensor(values), cpu_group(self.timeout)
+        numbers = torch.tensor(values)
+        group = cpu_group(self.timeout)
         work: Any = distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=group, async_op=True)
 
         def result() -> list[int]:

@@ -93,7 +93,8 @@ def _open_store() -> Any:
         return distributed.distributed_c10d._get_default_store()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_TIMEOUT))
     # Processes that are started again have the same store.
     return PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)

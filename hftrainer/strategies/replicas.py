@@ -41,7 +41,8 @@ class ReplicasStrategy(Strategy):
             # Import lazily, since this imports torch's FSDP.
             from hftrainer.checkpointing import sharded
 
-            model, optimizer = self._gathered_states["model"], self._gathered_states["optimizer"]
+            model = self._gathered_states["model"]
+            optimizer = self._gathered_states["optimizer"]
             states = sharded.states_for_dcp(model, None if optimizer is None else optimizer(), shards=False)
             write(functools.partial(sharded.save_dcp, folder=folder, is_only_writer=True), states)
 

@@ -142,7 +142,8 @@ class ControlActions(Part):
         Raises:
             MetricNotFound: without `compute_metrics`, for anything but the loss and speeds.
         """
-        args, trainer = self.trainer.args, self.trainer
+        args = self.trainer.args
+        trainer = self.trainer
         metric = args.metric_for_best_model or "loss"
         is_built_in = "mem_" in metric or metric.endswith(("loss", "runtime", "per_second", "time"))
         handlers = [getattr(type(callback), "on_evaluate", None) for callback in trainer.callback_handler.callbacks]
@@ -161,7 +162,8 @@ class ControlActions(Part):
         Raises:
             MetricNotFound: when evaluation does not return the metric; the error names those that it returns.
         """
-        args, state = self.trainer.args, self.trainer.state
+        args = self.trainer.args
+        state = self.trainer.state
         if args.metric_for_best_model is None:
             return False
         value = get_metric(metrics, args.metric_for_best_model)

@@ -108,7 +108,8 @@ class DivergenceWatch(Part):
         if not self.is_enabled:
             return
         self._loss = loss if self._loss is None else self._loss + loss
-        epoch, position = self.batches.epoch, self.batches.position
+        epoch = self.batches.epoch
+        position = self.batches.position
         if (window := Window(epoch, position.window_start, position.window_size)) not in self._windows:
             self._windows.append(window)
 
@@ -200,7 +201,8 @@ class SkippedSamples:
 
     def _position_settings(self) -> dict[str, Any]:
         """The settings that a position in the data depends on."""
-        args, dataset = self.trainer.args, self.trainer.train_dataset
+        args = self.trainer.args
+        dataset = self.trainer.train_dataset
         return {
             "per_device_train_batch_size": self.trainer._hftrainer.run.train_batch_size,
             "world_size": self.trainer.accelerator.processes.data_world_size,
@@ -243,7 +245,8 @@ class SkippedSamples:
         # Without max_steps, the run ends with its data.
         if self.trainer.args.max_steps <= 0:
             return lengths._replace(max_steps=max(lengths.max_steps - count_skipped(lengths.num_train_epochs), 1))
-        epochs, steps_per_epoch = lengths.num_train_epochs, lengths.num_update_steps_per_epoch
+        epochs = lengths.num_train_epochs
+        steps_per_epoch = lengths.num_update_steps_per_epoch
         while epochs * steps_per_epoch - count_skipped(epochs) < lengths.max_steps:
             epochs += 1
         return lengths._replace(num_train_epochs=epochs)
@@ -256,10 +259,12 @@ class SkippedSamples:
         Raises:
             TrainingDiverged: after `max_rollbacks` rollbacks, or with `on_divergence="stop"`.
         """
-        processes, args = self.trainer.accelerator.processes, self.trainer.args
+        processes = self.trainer.accelerator.processes
+        args = self.trainer.args
         diverged_steps = processes.gather_objects([diverged_step])
         worst = max(diverged_steps, key=lambda step: step.reason)
-        reason, value = worst.reason, worst.value
+        reason = worst.reason
+        value = worst.value
         ranks = [rank for rank, step in enumerate(diverged_steps) if step.reason == reason]
         samples = [step.samples for step in diverged_steps]
         place = f" on rank {', '.join(map(str, ranks))}" if len(diverged_steps) > 1 else ""

@@ -129,7 +129,8 @@ def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:
 
 def _make_requests(parts: TrainerParts, run_folder: str) -> Requests | None:
     """The requests to a run; None except on the main process."""
-    trainer, progress = parts.trainer, parts.run.resumed_progress
+    trainer = parts.trainer
+    progress = parts.run.resumed_progress
     if not trainer.is_world_process_zero():
         return None
     since_evaluation = 0.0 if progress is None else progress.since_evaluation

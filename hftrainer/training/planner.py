@@ -64,7 +64,9 @@ class RunPlanner(Part):
         Raises:
             UnsupportedArgument: when a subclass has its own training loop.
         """
-        trainer, lengths, progress = self.trainer, self.run.lengths, self.run.resumed_progress
+        trainer = self.trainer
+        lengths = self.run.lengths
+        progress = self.run.resumed_progress
         if lengths is None:
             raise UnsupportedArgument(
                 "_inner_training_loop: a copy of transformers' own loop cannot run, since Lightning's loop trains. "
@@ -101,7 +103,8 @@ class RunPlanner(Part):
 
     def log_start(self, attempt: Attempt) -> None:
         """Log the sizes and the start of the run, and warn about batches that XLA compiles separately."""
-        lengths, resume_folder = attempt.lengths, attempt.resume_folder
+        lengths = attempt.lengths
+        resume_folder = attempt.resume_folder
         args, tokens, steps = self.trainer.args, self.trainer.args.tokens_per_batch, lengths.max_steps
         size_label = "Batch size of a device" if tokens is None else "Most tokens in a batch of a device"
         sizes = {
@@ -144,7 +147,8 @@ class RunPlanner(Part):
     def _tell_start(self, lengths: RunLengths, parameters: int) -> None:
         args, tokens, size = self.trainer.args, self.trainer.args.tokens_per_batch, lengths.total_train_batch_size
         batch = count_of(size, "samples") if tokens is None else f"{count_of(tokens, 'tokens')} per device"
-        done, total = self.trainer.state.global_step, lengths.max_steps
+        done = self.trainer.state.global_step
+        total = lengths.max_steps
         steps = f"steps {done + 1:,} to {total:,}, each" if done else count_of(total, "steps")
         device = f"{args.world_size} x {args.device.type}"
         tell(f"Training {count_of(parameters, 'parameters')} on {device}: {steps} of {batch}.")

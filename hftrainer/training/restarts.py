@@ -119,7 +119,8 @@ class Restarts(Part):
         initial_state = self.run.initial_state
         self.run.has_rolled_back = True
         self.parts.saver.wait_for_save()
-        processes, mirror = self.trainer.accelerator.processes, self.parts.storage_sync.mirror
+        processes = self.trainer.accelerator.processes
+        mirror = self.parts.storage_sync.mirror
         if mirror is not None:
             processes.run_on_main(mirror.wait)
         resume_folder: str | None = processes.broadcast_from_main(self.parts.saver.last_checkpoint)
@@ -143,7 +144,8 @@ class Restarts(Part):
             self.parts.restorer.load_weights_and_batch_size(resume_folder)
         elif initial_state is not None:
             initial_state.restore()
-            handler, states = self.trainer.callback_handler, initial_state.callback_states
+            handler = self.trainer.callback_handler
+            states = initial_state.callback_states
             self.trainer.control = restore_callbacks(handler, self.trainer.control, states)
         self.run.resume_folder = resume_folder
         return resume_folder

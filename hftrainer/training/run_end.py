@@ -26,7 +26,8 @@ class RunEnd(Part):
 
     def finish(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
-        trainer, parts = self.trainer, self.parts
+        trainer = self.trainer
+        parts = self.parts
         assert self.run.loop is not None
         if not parts.policy.loads_best_after_logging:
             parts.saver.wait_for_save()
@@ -84,7 +85,8 @@ class RunEnd(Part):
         # Lightning's EarlyStopping notes why it stops.
         callbacks = self.parts.engine.callbacks
         stoppers = [type(callback).__name__ for callback in callbacks if vars(callback).get("stopping_reason_message")]
-        observer, requests = loop.monitors.observer, loop.monitors.requests
+        observer = loop.monitors.observer
+        requests = loop.monitors.requests
         losses = loop.loss_accumulator
         return summary.FinishedRun(
             state,
@@ -103,7 +105,8 @@ class RunEnd(Part):
         )
 
     def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
-        run, state = self.run, self.trainer.state
+        run = self.run
+        state = self.trainer.state
         steps = state.global_step - (run.initial_step if self.parts.policy.averages_train_loss_over_call else 0)
         run.loss_up_to_log += run.loss_since_log.item()
         samples = num_train_samples * steps / max(state.max_steps, 1)

@@ -54,7 +54,8 @@ def read_lengths(values: Any, args: TrainingArguments, *, total_train_batch_size
     if not isinstance(values[4], bool):
         return RunLengths(*values)
     lengths = EarlierLengths(*values)
-    steps, planned_micro_batches = lengths.len_dataloader, lengths.max_steps * args.gradient_accumulation_steps
+    steps = lengths.len_dataloader
+    planned_micro_batches = lengths.max_steps * args.gradient_accumulation_steps
     return RunLengths(
         *lengths[:4], total_train_batch_size, planned_micro_batches if steps is None else steps, lengths.max_steps
     )
@@ -75,7 +76,8 @@ def position_at_step(
         accumulation_steps_of: epoch → micro-batches per optimizer step in it.
         skips: epoch and first micro-batch of each window that was skipped, so that it is not a step.
     """
-    epoch, starts = 0, sorted(skips)
+    epoch = 0
+    starts = sorted(skips)
     while global_step >= (
         steps := math.ceil(micro_batches / accumulation_steps_of(epoch)) - sum(first == epoch for first, _ in starts)
     ):
@@ -130,13 +132,16 @@ def compute_lengths(
         return steps_of_epoch(micro_batches, accumulation_steps_of(epoch))
 
     if args.max_steps > 0:
-        epochs, remaining_steps, steps = 0, args.max_steps, args.max_steps
+        epochs = 0
+        remaining_steps = args.max_steps
+        steps = args.max_steps
         while remaining_steps > 0:
             remaining_steps -= count_steps(epochs)
             epochs += 1
         samples = steps * total_batch_size
     else:
-        epochs, full_epochs = math.ceil(args.num_train_epochs), int(args.num_train_epochs)
+        epochs = math.ceil(args.num_train_epochs)
+        full_epochs = int(args.num_train_epochs)
         last_steps = (args.num_train_epochs - full_epochs) * count_steps(full_epochs)
         # With max_steps=0, training stops after the first step, as in transformers.
         steps = 0 if args.max_steps == 0 else math.ceil(sum(map(count_steps, range(full_epochs))) + last_steps)

@@ -141,7 +141,8 @@ class TrainingRunner(Part):
     @contextlib.contextmanager
     def _training_context(self) -> Iterator[None]:
         """Apply model arguments and handle signals in the block, then release the run's objects."""
-        trainer, parts = self.trainer, self.parts
+        trainer = self.trainer
+        parts = self.parts
         trainer.is_in_train = True
         saves = parts.saver.should_save_on_interrupt()
         listener = SignalListener(saves, parts.saver.describe_saves, has_launcher=trainer.args.world_size > 1)
@@ -229,7 +230,8 @@ class TrainingRunner(Part):
                 f"on_divergence={args.on_divergence!r} needs Trainer.train: let your train() call super().train()."
             )
         self.parts.loaders.warn_about_custom_loader(dataloader)
-        planned, skipped_samples = self.planner.plan_lengths(args, dataloader), self.run.skipped_samples
+        planned = self.planner.plan_lengths(args, dataloader)
+        skipped_samples = self.run.skipped_samples
         self.run.lengths = lengths = planned if skipped_samples is None else skipped_samples.extend_lengths(planned)
         self.run.resumed_progress = self.parts.restorer.load_adapted_progress(resume_folder, lengths)
         epoch, position = self.trainer._init_training_state(
@@ -250,7 +252,9 @@ class TrainingRunner(Part):
 
         Trackers do not continue a finished run, which already has its last log line.
         """
-        trainer, progress, trial = self.trainer, self.run.resumed_progress, loop.attempt.trial
+        trainer = self.trainer
+        progress = self.run.resumed_progress
+        trial = loop.attempt.trial
         if trainer.is_world_process_zero():
             tracker_runs: Mapping[str, Any] = {}
             if progress is not None and (progress.owes_evaluation or not loop.is_finished):
@@ -273,7 +277,8 @@ class TrainingRunner(Part):
 
     def release_trial(self) -> None:
         """Release a trial's model and everything made for it."""
-        parts, handler = self.parts, self.trainer.callback_handler
+        parts = self.parts
+        handler = self.trainer.callback_handler
         self.restarts.release_run()
         parts.engine.release()
         self.trainer.accelerator.free_memory()

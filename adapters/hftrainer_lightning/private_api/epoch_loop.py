@@ -43,9 +43,11 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Fetch a micro-batch, and count it. `TrainingLoop.run_micro_batch` calls the methods below in its order."""
-        pl_trainer, progress = self.trainer, self.batch_progress
+        pl_trainer = self.trainer
+        progress = self.batch_progress
         batch, _, _ = next(data_fetcher)
-        self._batch, self._index = batch, progress.current.ready
+        self._batch = batch
+        self._index = progress.current.ready
         progress.is_last_batch = data_fetcher.done
         progress.increment_ready()
         # Callbacks log within a step under its number, as in the Trainer's log lines. Lightning counts ended steps.
@@ -88,7 +90,8 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
 
     def is_schedule_replaced(self) -> bool:
         """Whether a callback has replaced the run's schedule, so that it sets the learning rate."""
-        scheduler, configs = self.trainer.lightning_module.scheduler_for_lightning, self.trainer.lr_scheduler_configs
+        scheduler = self.trainer.lightning_module.scheduler_for_lightning
+        configs = self.trainer.lr_scheduler_configs
         return scheduler is not None and not (configs and configs[0].scheduler is scheduler)
 
     def end_batch(self, loss: torch.Tensor) -> None:
@@ -196,7 +199,8 @@ def restore_progress(pl_trainer: pl.Trainer, attempt: Attempt, global_step: int)
         global_step: completed optimizer steps.
     """
     state = pl_trainer.fit_loop.state_dict()
-    epoch, batch = attempt.first_epoch, attempt.finished_micro_batches
+    epoch = attempt.first_epoch
+    batch = attempt.finished_micro_batches
     started_epochs = epoch + 1 if batch else epoch
     epochs = {"ready": started_epochs, "started": started_epochs, "processed": epoch, "completed": epoch}
     state["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}

@@ -57,7 +57,8 @@ class _FastEvaluationLoop(_TrainerEvaluationLoop):
     """Calls no hook for a batch, for runs without Lightning callbacks and profilers."""
 
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-        strategy, progress = self.trainer.strategy, self.batch_progress
+        strategy = self.trainer.strategy
+        progress = self.batch_progress
         progress.increment_ready()
         progress.increment_started()
         step = strategy.test_step if self._stage is RunningStage.TESTING else strategy.validation_step
@@ -94,7 +95,8 @@ def validate_in_fit(
     callbacks request it. `all_batches` ignores `limit_val_batches`, for predictions.
     """
     loop: Any = pl_trainer.fit_loop.epoch_loop.val_loop
-    outer_evaluation, limit = pl_module.active_evaluation, pl_trainer.limit_val_batches
+    outer_evaluation = pl_module.active_evaluation
+    limit = pl_trainer.limit_val_batches
     pl_module.attach_evaluation(evaluation, loop)
     loop._combined_loader = None
     loop._data_source.instance = dataloader
@@ -114,7 +116,8 @@ def validate_in_fit(
                     callback.on_validation_epoch_end(pl_trainer, pl_module)
         raise
     finally:
-        loop.group, pl_trainer.limit_val_batches = None, limit
+        loop.group = None
+        pl_trainer.limit_val_batches = limit
         release_data(loop)
         pl_module.attach_evaluation(*outer_evaluation)
 
@@ -180,7 +183,8 @@ def can_be_logged(name: str, value: Any) -> bool:
 def _switch_to_validation(pl_trainer: pl.Trainer, pl_module: TrainerModule) -> Iterator[None]:
     """Set Lightning's state to validating, and restore the state of training afterwards."""
     connector = pl_trainer._logger_connector
-    first_iteration, hook = connector._first_loop_iter, pl_module._current_fx_name
+    first_iteration = connector._first_loop_iter
+    hook = pl_module._current_fx_name
     pl_trainer.validating = True
     try:
         yield

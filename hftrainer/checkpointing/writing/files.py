@@ -113,7 +113,8 @@ class HostCopies:
         self._reserve_memory([storage.nbytes() for storage in originals.values()])
         storages = {key: self._copy_storage(storage) for key, storage in originals.items()}
         for tensor, storage in views:
-            tensor_copy, storage_copy = torch.empty(0, dtype=tensor.dtype), storages[storage.data_ptr()]
+            tensor_copy = torch.empty(0, dtype=tensor.dtype)
+            storage_copy = storages[storage.data_ptr()]
             memo[id(tensor)] = tensor_copy.set_(storage_copy, tensor.storage_offset(), tensor.size(), tensor.stride())
         for device in {tensor.device for tensor in _iterate_tensors(values) if tensor.is_cuda}:
             torch.cuda.synchronize(device)
@@ -139,7 +140,8 @@ class HostCopies:
 
     @staticmethod
     def _pin_buffer(buffer: torch.UntypedStorage) -> None:
-        runtime, size = torch.cuda.cudart(), buffer.nbytes()
+        runtime = torch.cuda.cudart()
+        size = buffer.nbytes()
         # If the system limits pinned memory, copying is only slower.
         if int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0)) == 0:
             weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
@@ -187,7 +189,9 @@ class _StreamedFile:
 
     def __init__(self, path: str, raw_file: BinaryIO, thread: ThreadPoolExecutor) -> None:
         self.error: BaseException | None = None
-        self._path, self._raw_file, self._thread = path, raw_file, thread
+        self._path = path
+        self._raw_file = raw_file
+        self._thread = thread
         self._written_bytes = self._submitted_bytes = 0
         self._checksum: Future[int] | None = None
 
@@ -335,12 +339,14 @@ def _flush_and_describe(paths: list[Path], known_entries: Mapping[str, Entry]) -
         entry = known_entries.get(str(path))
         return entry.crc32 if entry is not None and entry.size == sizes[path] else crc32_of_file(path)
 
-    largest_first, entries = sorted(paths, key=lambda path: -sizes[path]), {}
+    largest_first = sorted(paths, key=lambda path: -sizes[path])
+    entries = {}
     with (
         ThreadPoolExecutor(_FLUSH_THREADS, thread_name_prefix="flush") as disk,
         ThreadPoolExecutor(_CHECKSUM_THREADS, thread_name_prefix="checksum") as processor,
     ):
-        flushes, checksums = disk.map(flush_to_disk, largest_first), processor.map(checksum, largest_first)
+        flushes = disk.map(flush_to_disk, largest_first)
+        checksums = processor.map(checksum, largest_first)
         for path, _, crc32 in zip(largest_first, flushes, checksums, strict=True):
             drop_from_cache(path)
             entries[path] = Entry(sizes[path], crc32)

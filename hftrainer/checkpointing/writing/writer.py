@@ -399,7 +399,8 @@ class CheckpointWriter:
             CheckpointNotWritten: with `stop_on_error`, if it could not be written.
         """
         self.wait_for_shard()
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None or pending.publication is None:
             return
         self.has_failed = False

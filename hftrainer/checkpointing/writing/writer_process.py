@@ -90,7 +90,8 @@ class SharedCopies(HostCopies):
         super()._reserve_memory(sizes)
         length = max(sum(_align(size) for size in sizes), 1)
         if self._used_buffers == len(self._regions) or len(self._regions[self._used_buffers].mapping) < length:
-            start, length = self._length, _align(length, mmap.ALLOCATIONGRANULARITY)
+            start = self._length
+            length = _align(length, mmap.ALLOCATIONGRANULARITY)
             self._length += length
             os.ftruncate(self.descriptor, self._length)
             for old_region in self._regions[self._used_buffers : self._used_buffers + 1]:
@@ -142,7 +143,8 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, data: bytes, mapping: mmap.mmap | None, storages: dict[Any, torch.UntypedStorage]) -> None:
         super().__init__(io.BytesIO(data))
-        self._mapping, self._storages = mapping, storages
+        self._mapping = mapping
+        self._storages = storages
 
     def persistent_load(self, location: Any) -> torch.Tensor:
         """The tensor at a location."""
@@ -223,7 +225,8 @@ class WriterProcess:
             raise CannotUnpack(f"it cannot be started ({error})") from None
         finally:
             child_end.close()
-        self._pipe, self._has_answered = parent_end, False
+        self._pipe = parent_end
+        self._has_answered = False
 
     def _end_process(self) -> int:
         """End the process, and return its exit status."""

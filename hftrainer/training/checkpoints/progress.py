@@ -36,7 +36,8 @@ def position_settings(parts: TrainerParts, lengths: RunLengths) -> dict[str, Any
 
 def make_progress(loop: TrainingLoop) -> RunProgress:
     """The current progress for a checkpoint, in addition to the trainer's state."""
-    parts, position = loop.parts, loop.batches.position
+    parts = loop.parts
+    position = loop.batches.position
     return RunProgress(
         settings=position_settings(parts, loop.attempt.lengths),
         epoch=loop.batches.epoch if position.window_size else None,
@@ -65,7 +66,8 @@ def make_ckpt_entry(loop: TrainingLoop) -> torch.Tensor:
     trainer = loop.trainer
     trainer.store_flos()
     trainer.state.stateful_callbacks = export_states(loop.parts.stateful_callbacks())
-    state, scaler = dataclasses.asdict(trainer.state), trainer.accelerator.scaler
+    state = dataclasses.asdict(trainer.state)
+    scaler = trainer.accelerator.scaler
     # Lightning's callbacks may save before the run counts the step.
     if loop.batches.step.is_uncounted:
         state |= {"global_step": state["global_step"] + 1, "epoch": loop.epoch_after_step()}

@@ -29,7 +29,8 @@ class CheckpointRestorer(Part):
 
     def find_resume_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Find the checkpoint that all ranks resume from, after completing or removing incomplete folders."""
-        processes, args = self.trainer.accelerator.processes, self.trainer.args
+        processes = self.trainer.accelerator.processes
+        args = self.trainer.args
         if args.should_save:
             clear_stale(str(args.output_dir))
         processes.barrier()

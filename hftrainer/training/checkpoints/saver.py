@@ -46,7 +46,8 @@ class CheckpointSaver(Part):
 
     def _gather_files_of_other_ranks(self) -> dict[str, Any]:
         """File name → contents, for the other ranks' files in a checkpoint: random states and progress."""
-        rank, size = self.trainer.args.process_index, self.trainer.args.world_size
+        rank = self.trainer.args.process_index
+        size = self.trainer.args.world_size
         if size == 1:
             return {}
         if self.trainer.args.save_only_model:
@@ -66,7 +67,8 @@ class CheckpointSaver(Part):
 
     def _write_files(self, folder: str, files_of_other_ranks: Mapping[str, Any]) -> None:
         """Write everything that a run needs to resume."""
-        trainer, parts = self.trainer, self.parts
+        trainer = self.trainer
+        parts = self.parts
         parts.strategy.write_shards(folder, parts.checkpoint_writer.write_shard)
         parts.strategy.write_full_states(folder, parts.checkpoint_writer.call_or_defer)
         uses_thread = not trainer.args.save_only_model and self._can_write_optimizer_in_parallel()
@@ -114,7 +116,8 @@ class CheckpointSaver(Part):
 
     def wait_for_save(self) -> None:
         """Wait for a background checkpoint, and notify all ranks whether it was written."""
-        state, writer = self.trainer.state, self.parts.checkpoint_writer
+        state = self.trainer.state
+        writer = self.parts.checkpoint_writer
         broadcast_from_main = self.trainer.accelerator.processes.broadcast_from_main
         if writer.is_async:
             writer.wait_for_shard()
@@ -144,7 +147,8 @@ class CheckpointSaver(Part):
 
     def describe_saves(self) -> str:
         """What an interrupted run has saved; empty in all but the main process, and with save_on_interrupt=False."""
-        run, step = self.run, self.trainer.state.global_step
+        run = self.run
+        step = self.trainer.state.global_step
         if not self.trainer.is_world_process_zero():
             return ""
         if not self.should_save_on_interrupt():
@@ -328,7 +332,9 @@ class CheckpointSaver(Part):
             on_written: called when it is complete; see `CheckpointWriter.checkpoint`.
             on_failure: called if the storage fails.
         """
-        trainer, writer, strategy = self.trainer, self.parts.checkpoint_writer, self.parts.strategy
+        trainer = self.trainer
+        writer = self.parts.checkpoint_writer
+        strategy = self.parts.strategy
         processes = trainer.accelerator.processes
         other_files = self._gather_files_of_other_ranks()
         # Staging folders are named after their writer. If each node has a writer, use that of the nearest lower rank.

@@ -93,10 +93,12 @@ class TrainingLoop(Part):
 
     def load_optimizer(self) -> None:
         """Load optimizer and scheduler state, after callbacks have added their parameter groups."""
-        optimizer, scheduler = self.parts.require_optimizer(), self.trainer.lr_scheduler
+        optimizer = self.parts.require_optimizer()
+        scheduler = self.trainer.lr_scheduler
         initial_groups = [dict(group) for group in optimizer.param_groups]
         add_missing_groups(scheduler, optimizer)
-        folder, is_trial = self.attempt.resume_folder, self.attempt.trial is not None
+        folder = self.attempt.resume_folder
+        is_trial = self.attempt.trial is not None
         with keep_argument_settings(optimizer, scheduler) if is_trial else contextlib.nullcontext():
             try:
                 self.trainer._load_optimizer_and_scheduler(folder)
@@ -109,7 +111,8 @@ class TrainingLoop(Part):
     @property
     def is_finished(self) -> bool:
         """Whether the checkpoint already contains the run's last step."""
-        attempt, step = self.attempt, self.trainer.state.global_step
+        attempt = self.attempt
+        step = self.trainer.state.global_step
         is_complete = attempt.resume_folder is not None and step >= attempt.lengths.max_steps
         return is_complete or attempt.first_epoch >= attempt.lengths.num_train_epochs
 
@@ -132,13 +135,15 @@ class TrainingLoop(Part):
 
     def _end_interrupted_epoch(self) -> None:
         """End the checkpoint's epoch, if it was saved after the epoch's last step but before `on_epoch_end`."""
-        progress, attempt = self.run.resumed_progress, self.attempt
+        progress = self.run.resumed_progress
+        attempt = self.attempt
         if progress is None or progress.epoch_ended or progress.epoch is None:
             return
         if progress.epoch >= attempt.first_epoch and self.trainer.state.global_step < attempt.lengths.max_steps:
             return
         self.batches.epoch = progress.epoch
-        self.grad_norm, self.learning_rate = progress.grad_norm, progress.learning_rate
+        self.grad_norm = progress.grad_norm
+        self.learning_rate = progress.learning_rate
         self.batches.restore_rng_before_reading()
         self._end_epoch()
 

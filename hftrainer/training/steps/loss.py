@@ -171,7 +171,8 @@ def check_first_batch(parts: TrainerParts, model: nn.Module, inputs: Any, items:
         name = type(parts.unwrapped_model).__name__
         adapters = "load the adapters with is_trainable=True" if hasattr(model, "peft_config") else "add adapters"
         raise InvalidSetup(f"All parameters of {name} are frozen: call requires_grad_(True) on some, or {adapters}.")
-    args, counts_items = parts.trainer.args, parts.trainer.model_accepts_loss_kwargs and items is not None
+    args = parts.trainer.args
+    counts_items = parts.trainer.model_accepts_loss_kwargs and items is not None
     needs_division = args.elastic and counts_items and isinstance(inputs, Mapping)
     if not needs_division and not args.flatten_batches:
         return
@@ -191,7 +192,8 @@ def check_first_batch(parts: TrainerParts, model: nn.Module, inputs: Any, items:
 
 def _require_separate_samples(parts: TrainerParts, model: nn.Module) -> None:
     """Raise UnsupportedArgument if a sample's logits depend on other samples in its row."""
-    model, collator = libraries.unwrap_compiled(model), parts.loaders.flat_collator()
+    model = libraries.unwrap_compiled(model)
+    collator = parts.loaders.flat_collator()
     name = type(parts.unwrapped_model).__name__
     vocabulary = len(parts.unwrapped_model.get_input_embeddings().weight)
     first, second, other = ([token % vocabulary for token in range(begin, begin + 4)] for begin in (1, 5, 9))

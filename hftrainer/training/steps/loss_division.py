@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 def count_items(parts: TrainerParts, micro_batches: list[Any], device: torch.device) -> torch.Tensor | int | None:
     """Number of labels that are not -100, over all micro-batches of a step; None if unused."""
-    policy, trainer = parts.policy, parts.trainer
+    policy = parts.policy
+    trainer = parts.trainer
     is_used = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     if (not is_used and policy.counts_items_only_if_used) or not micro_batches:
         return None

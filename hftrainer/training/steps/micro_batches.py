@@ -40,7 +40,8 @@ class StepProgress:
     def begin_reading(self) -> None:
         """Micro-batches are about to be read."""
         # It has begun already if the end of a stream left it without all of its micro-batches.
-        self._phase_before_reading, self._phase = self._phase, _Phase.BEGUN
+        self._phase_before_reading = self._phase
+        self._phase = _Phase.BEGUN
 
     def cancel_reading(self) -> None:
         """A stream had ended, so that `begin_reading` began nothing."""
@@ -182,7 +183,8 @@ class MicroBatches(Part):
 
     def _window_sizes(self, start: int) -> Iterator[int]:
         """Yields the number of micro-batches to read for each window, from micro-batch `start` to the epoch's end."""
-        total, size = len(self), self._accumulation_steps()
+        total = len(self)
+        size = self._accumulation_steps()
         # The epoch keeps its planned number of windows if a callback changes the accumulation.
         last_update = math.ceil(total / self.parts.engine.accumulation_steps_of(self.epoch)) - 1
         for update in range(start // size, last_update + 1):

@@ -66,7 +66,8 @@ class LoggedMetrics:
             loss: the loss summed so far, shape `()`.
             steps: optimizer steps since the last call; values without their own count are divided by it.
         """
-        last_values, self._last_values = self._last_values, {}
+        last_values = self._last_values
+        self._last_values = {}
         if not self._sums:
             return loss.item(), last_values
         numbers = torch.stack([loss.float(), *(value.to(loss.device) for value in self._sums.values())]).tolist()
@@ -111,7 +112,8 @@ class LossAccumulator:
         run = self.run
         if loss.device != (device := run.loss_since_log.device):
             raise ValueError(f"The loss is on {loss.device}, but training runs on {device}: move the loss to {device}.")
-        drops_non_finite, state = self.trainer.args.logging_nan_inf_filter, self.trainer.state
+        drops_non_finite = self.trainer.args.logging_nan_inf_filter
+        state = self.trainer.state
         steps = 1 + state.global_step - run.last_logged_step
         # Reading the loss would wait for the device.
         if not self._is_on_cpu and drops_non_finite:
@@ -139,7 +141,8 @@ class LossAccumulator:
         """Warn about non-finite losses since the last log line; logging reads from the device anyway."""
         if self._is_on_cpu or not self.trainer.control.should_log:
             return
-        state, is_found = self.trainer.state, bool(self._has_non_finite | ~self.run.loss_since_log.isfinite())
+        state = self.trainer.state
+        is_found = bool(self._has_non_finite | ~self.run.loss_since_log.isfinite())
         # The step itself is not known.
         state._non_finite_step = state.global_step if is_found else 0
         if is_found:
@@ -216,5 +219,6 @@ class StepEndValues:
 
     def pop(self) -> dict[str, Any]:
         """Return the requested values of the step that ends, and reset them."""
-        values, self._values = self._values, {}
+        values = self._values
+        self._values = {}
         return values
