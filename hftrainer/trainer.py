@@ -42,7 +42,7 @@ from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.metrics import print_table, write_metrics
 from hftrainer.search import runner as search_runner
-from hftrainer.trackers import selection
+from hftrainer.trackers import registry
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
@@ -205,9 +205,9 @@ class Trainer(EarlierMethods):
                 problem = "neither" if model is None else "both"
                 raise InvalidSetup(f"Trainer needs either a model or a model_init, but got {problem}.")
             self._validate_args()
-            selection.add_kubeflow_tracker(self.args)
-            reports = selection.select_trackers(self.args.report_to)
-            further_loggers = selection.further_loggers(reports, loggers, self.args)
+            registry.add_kubeflow_tracker(self.args)
+            reports = registry.select_trackers(self.args.report_to)
+            further_loggers = registry.further_loggers(reports, loggers, self.args)
             # None until model_init is called.
             self.model = model  # type: ignore[assignment]
             self.create_accelerator_and_postprocess()
@@ -218,7 +218,7 @@ class Trainer(EarlierMethods):
             if not isinstance(callbacks, (list, tuple, type(None))):
                 example = getattr(callbacks, "__name__", f"{type(callbacks).__name__}()")
                 raise NotACallback(f"callbacks takes a list: callbacks=[{example}].")
-            trackers = selection.callback_classes(reports)
+            trackers = registry.callback_classes(reports)
             parts.setup.init_callbacks([*trackers, *(callbacks or [])], further_loggers)
             parts.setup.finish_init()
             self._memory_tracker.stop_and_update_metrics()

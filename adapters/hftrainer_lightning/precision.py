@@ -109,7 +109,7 @@ class _ForwardPrecision(PlainPrecision):
 
     def teardown(self) -> None:
         """Restore the model's own `forward`."""
-        (model, original) = self._wrapped_model or (None, None)
+        model, original = self._wrapped_model or (None, None)
         self._wrapped_model = None
         if model is None:
             return

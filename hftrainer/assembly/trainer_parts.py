@@ -136,7 +136,7 @@ class TrainerParts:
         """The user's model, without wrappers and not compiled."""
         return self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
 
-    def default_run_folder(self, trial: Any) -> str:
+    def run_folder_without_override(self, trial: Any) -> str:
         """The folder of the run, or of the trial, without the override that `TrainerSetup.run_folder` calls.
 
         An override may count its calls.

@@ -129,7 +129,7 @@ def _check_like_trainer(args: TrainingArguments) -> None:
     from hftrainer.assembly import object_checks
     from hftrainer.model import apply_arguments
     from hftrainer.optimizers import factory, schedules
-    from hftrainer.trackers.selection import select_trackers
+    from hftrainer.trackers.registry import select_trackers
 
     select_trackers(args.report_to)
     object_checks.check_memmap(args)

@@ -57,7 +57,7 @@ class StorageSync(Part):
 
     def checkpoint_place(self, trial: Any) -> CheckpointPlace:
         """Where a run, or the run of a trial, keeps its checkpoints."""
-        folder = os.path.abspath(self.parts.default_run_folder(trial))
+        folder = os.path.abspath(self.parts.run_folder_without_override(trial))
         if self.mirror is None:
             return CheckpointPlace(folder, folder)
         return CheckpointPlace(folder, f"{self.mirror.remote.url}/{os.path.relpath(folder, self.mirror.local)}")

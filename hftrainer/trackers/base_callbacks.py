@@ -250,10 +250,10 @@ class TrackerCallback(ReportingCallback):
     """Writes a run to one tracker."""
 
     def __init__(self) -> None:
-        from hftrainer.trackers import selection
+        from hftrainer.trackers import registry
 
         super().__init__()
-        if packages := selection.missing_packages(self.name):
+        if packages := registry.missing_packages(self.name):
             raise MissingPackage(f"{type(self).__name__} needs a package that is not installed: pip install {packages}")
 
     def loggers(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[Any]:

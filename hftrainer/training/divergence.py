@@ -173,7 +173,7 @@ class SkippedSamples:
 
     def __init__(self, trainer: Trainer, trial: Any, checkpoint: str | None) -> None:
         self.trainer = trainer
-        self.path = os.path.join(trainer._hftrainer.default_run_folder(trial), SKIPPED_NAME)
+        self.path = os.path.join(trainer._hftrainer.run_folder_without_override(trial), SKIPPED_NAME)
         self.entries: list[dict[str, Any]] = trainer.accelerator.processes.broadcast_from_main(
             lambda: self._load_entries(checkpoint)
         )
@@ -199,8 +199,8 @@ class SkippedSamples:
             file.writelines(json.dumps(entry) + "\n" for entry in run_entries)
         return run_entries
 
-    def _position_settings(self) -> dict[str, Any]:
-        """The settings that a position in the data depends on."""
+    def _window_settings(self) -> dict[str, Any]:
+        """The settings that say which samples a window of the list holds; `position_settings` are a checkpoint's."""
         args = self.trainer.args
         dataset = self.trainer.train_dataset
         return {
@@ -216,7 +216,7 @@ class SkippedSamples:
     def _skip_windows(self, entry: Mapping[str, Any]) -> None:
         """Skip the windows of an entry, if its positions apply to this run."""
         saved = entry["settings"]
-        new = self._position_settings()
+        new = self._window_settings()
         ratio = 1.0
         if saved != new:
             changes = ", ".join(f"{name}={new[name]}, was {saved[name]}" for name in new if new[name] != saved[name])
@@ -279,7 +279,7 @@ class SkippedSamples:
             "windows": [list(window) for window in diverged_step.windows],
             "samples": samples,
             "checkpoint": resume_folder,
-            "settings": self._position_settings(),
+            "settings": self._window_settings(),
         }
         self.entries.append(entry)
         self._skip_windows(entry)

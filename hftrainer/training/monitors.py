@@ -43,7 +43,7 @@ class Monitors(Part):
         super().__init__(parts)
         self.batches = batches
         self.sources = make_source_log(parts, batches.reader.loader)
-        run_folder = parts.default_run_folder(attempt.trial)
+        run_folder = parts.run_folder_without_override(attempt.trial)
         self.observer = self._make_observer(run_folder, attempt.resume_folder, is_finished=is_finished)
         self.requests = _make_requests(parts, run_folder)
 

@@ -65,7 +65,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         if self.has_listeners:
             pl_trainer._logger_connector.update_train_step_metrics()
 
-    def training_step(self, batch: Any) -> torch.Tensor:
+    def forward_and_backward(self, batch: Any) -> torch.Tensor:
         """Run the module's training step, forward and backward; returns the loss."""
         if not self.has_listeners:
             return self.trainer.strategy.training_step(batch, self._index)

@@ -69,7 +69,7 @@ def make_ckpt_entry(loop: TrainingLoop) -> torch.Tensor:
     state = dataclasses.asdict(trainer.state)
     scaler = trainer.accelerator.scaler
     # Lightning's callbacks may save before the run counts the step.
-    if loop.batches.step.is_uncounted:
+    if loop.batches.step_progress.is_uncounted:
         state |= {"global_step": state["global_step"] + 1, "epoch": loop.epoch_after_step()}
     return as_bytes(
         {

@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 class LightningSteps(Protocol):
     """What `TrainingLoop.run_micro_batch` leaves to Lightning, whose callbacks and profilers follow it there."""
 
-    def training_step(self, batch: Any) -> torch.Tensor:
-        """Run `TrainingLoop.forward_and_backward`; returns the loss."""
+    def forward_and_backward(self, batch: Any) -> torch.Tensor:
+        """Run `TrainingLoop.forward_and_backward` within the contexts of Lightning's strategy; returns the loss."""
 
     def before_optimizer_step(self) -> None:
         """Unscale the gradients of float16, and call Lightning's callbacks."""
@@ -177,21 +177,21 @@ class TrainingLoop(Part):
 
     def end_epoch(self) -> None:
         """Call `on_epoch_end`, then log, evaluate and save as requested. An epoch without a batch ends the training."""
-        batches = self.batches
-        if not batches.position.window_size and not (batches.resumes_epoch and self.attempt.finished_micro_batches):
-            is_stream = isinstance(self.trainer.train_dataset, torch.utils.data.IterableDataset)
-            # accelerate's loader fails there too.
-            fails = is_stream and self.trainer.accelerator.dispatch_batches is not False
-            if fails and not batches.epoch and self.attempt.resume_folder is None:
-                problem = "check its filters, its split, or whether its iterator was used up"
-                raise InvalidArgument(f"The training dataset yielded no batch: {problem}.")
-            logger.warning(
-                "The training data yielded no batch in epoch %d: stopping training at step %d!",
-                batches.epoch,
-                self.trainer.state.global_step,
-            )
-            self.trainer.control.should_training_stop = True
+        has_finished_before = self.batches.resumes_epoch and self.attempt.finished_micro_batches
+        if not self.batches.position.window_size and not has_finished_before:
+            self._stop_without_data()
         self._end_epoch()
+
+    def _stop_without_data(self) -> None:
+        """Stop the training, or raise InvalidArgument for an empty stream where accelerate's loader fails too."""
+        is_stream = isinstance(self.trainer.train_dataset, torch.utils.data.IterableDataset)
+        fails = is_stream and self.trainer.accelerator.dispatch_batches is not False
+        if fails and not self.batches.epoch and self.attempt.resume_folder is None:
+            problem = "check its filters, its split, or whether its iterator was used up"
+            raise InvalidArgument(f"The training dataset yielded no batch: {problem}.")
+        text = "The training data yielded no batch in epoch %d: stopping training at step %d!"
+        logger.warning(text, self.batches.epoch, self.trainer.state.global_step)
+        self.trainer.control.should_training_stop = True
 
     def _end_epoch(self) -> None:
         self.epoch_ended = True
@@ -209,18 +209,17 @@ class TrainingLoop(Part):
         self.trainer.accelerator.sync_gradients = position.is_last
         if position.is_first:
             self.parts.call_callbacks("on_step_begin")
-        # It calls `forward_and_backward`, within the contexts of Lightning's strategy.
-        loss = lightning.training_step(inputs)
+        loss = lightning.forward_and_backward(inputs)
         self._count_micro_batch(loss, inputs)
         if position.is_last:
             lightning.before_optimizer_step()
-            self.batches.step.begin_update()
+            self.batches.step_progress.begin_update()
             with lightning.profile("configure_gradient_clipping"):
                 self._clip_gradients(model)
                 self.divergence.check_step(model, self.grad_norm)
                 self.parts.call_callbacks("on_pre_optimizer_step")
             is_skipped = self.trainer.accelerator.optimizer_step_was_skipped = lightning.optimizer_step()
-            self.batches.step.end_update()
+            self.batches.step_progress.end_update()
             self.parts.call_callbacks("on_optimizer_step")
             self._step_schedule(is_skipped, lightning.is_schedule_replaced())
         lightning.end_batch(loss)
@@ -280,7 +279,7 @@ class TrainingLoop(Part):
         self.parts.strategy.run_recorded_operations()
         state.global_step += 1
         state.epoch = self.epoch_after_step()
-        self.batches.step.finish()
+        self.batches.step_progress.finish()
         self.parts.call_callbacks("on_step_end", **self.step_end_values.pop())
         self.monitors.poll_requests()
         self.control_sync.end_step()

@@ -124,7 +124,7 @@ class MicroBatches(Part):
 
     Attributes:
         epoch: the current epoch, counted from 0.
-        step: how far the current optimizer step is.
+        step_progress: how far the current optimizer step is.
     """
 
     def __init__(self, parts: TrainerParts, attempt: Attempt, control_sync: ControlSync, loader: Any) -> None:
@@ -132,7 +132,7 @@ class MicroBatches(Part):
         self.attempt = attempt
         self.epoch = attempt.first_epoch
         self.position = MicroBatchPosition()
-        self.step = StepProgress()
+        self.step_progress = StepProgress()
         #: Index of the first micro-batch of the next iteration.
         self._first_index = attempt.finished_micro_batches
         self.reader = EpochReader(loader)
@@ -175,7 +175,7 @@ class MicroBatches(Part):
             next_index = index + len(micro_batches)
             if skipped_samples is not None and (self.epoch, index) in skipped_samples.windows:
                 # It is of a step that diverged, and belongs to none now.
-                self.step.finish()
+                self.step_progress.finish()
                 self.position = MicroBatchPosition(next_index - 1, index, len(micro_batches), num_items)
             else:
                 yield index, micro_batches, num_items
@@ -208,14 +208,14 @@ class MicroBatches(Part):
 
     def _get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
         """What `Trainer.get_batch_samples` returns."""
-        self.step.begin_reading()
+        self.step_progress.begin_reading()
         get_samples = self.trainer.get_batch_samples
         device = self.run.loss_since_log.device
         micro_batches, num_items = call_with_accepted(get_samples, iterator, num_batches, device=device)
         self.run.accumulation_steps = len(micro_batches)
         if not micro_batches:
             # A stream without a length has ended.
-            self.step.cancel_reading()
+            self.step_progress.cancel_reading()
         return micro_batches, num_items
 
     def _is_interrupted(self) -> bool:

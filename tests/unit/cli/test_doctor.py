@@ -15,7 +15,7 @@ from hftrainer.cli import doctor
 from hftrainer.cli.doctor import PRINTABLE, environment
 from hftrainer.parallel import devices
 from hftrainer.releases.policy import NEWEST
-from hftrainer.trackers.selection import TRACKERS
+from hftrainer.trackers.registry import TRACKERS
 from tests.support.processes import ROOT
 
 REQUIRES = [

@@ -9,7 +9,7 @@ from transformers.integrations import integration_utils
 import hftrainer
 from hftrainer import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
-from hftrainer.trackers.selection import TRACKERS, select_trackers
+from hftrainer.trackers.registry import TRACKERS, select_trackers
 from tests.support import tracking
 from tests.support.tracking import Recorder
 
@@ -29,7 +29,7 @@ def install_only(monkeypatch):
                 return real(name, *args)
             return importlib.machinery.ModuleSpec(name, None) if name in packages else None
 
-        monkeypatch.setattr("hftrainer.trackers.selection.importlib.util.find_spec", find)
+        monkeypatch.setattr("hftrainer.trackers.registry.importlib.util.find_spec", find)
 
     return install
 
