@@ -20,7 +20,7 @@ from hftrainer.checkpointing.run_checkpoints import get_last_checkpoint
 from hftrainer.compat import libraries
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.optimization_tf import create_optimizer
-from hftrainer.trackers import selection
+from hftrainer.trackers import registry
 from hftrainer.trainer_utils import EvalPrediction, PredictionOutput
 from hftrainer.training_args_tf import TFTrainingArguments
 from hftrainer_tensorflow import models, pipelines
@@ -83,8 +83,8 @@ class TFTrainer:
         self._script_model = model
         self.model: Any = models.torch_model(model)
         self._engine = TorchTrainer(self, self.model, args)
-        selection.add_kubeflow_tracker(args)
-        reports = selection.select_trackers(args.report_to)
+        registry.add_kubeflow_tracker(args)
+        reports = registry.select_trackers(args.report_to)
         if "wandb" in reports:
             self.setup_wandb()
         if "comet_ml" in reports:

@@ -80,5 +80,5 @@ def describe_text(value: Any) -> str | None:
         is_number = isinstance(value, str) and math.isfinite(float(value))
     except ValueError:
         return None
-    example = "YAML reads 1e-5 as text, but 1.0e-5 as a number"
-    return f"is text: write the number without quotes; {example}" if is_number else None
+    example = "; YAML reads 1e-5 as text, but 1.0e-5 as a number" if is_number and "e" in value.lower() else ""
+    return f"is text: write the number without quotes{example}" if is_number else None

@@ -13,7 +13,7 @@ from typing import Any
 
 from hftrainer.cli.checkpoint import release_that_saved
 from hftrainer.cli.parser import Parser, paint_headings
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import DamagedCheckpoint, InvalidArgument
 
 #: Subject → the log entries that belong to it; 'metrics' has all others. Weights are not logged.
 SUBJECTS = {
@@ -126,6 +126,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         parser.fail(f"{' and '.join(options.runs)} do not exist: pass the output_dir of two runs")
     try:
         difference = compare(*options.runs)
+    except DamagedCheckpoint as error:
+        parser.fail(str(error).replace(DamagedCheckpoint.REMEDY, ": compare checkpoints that are whole"))
     # Our errors derive from ValueError.
     except (ValueError, OSError) as error:
         parser.fail(error)

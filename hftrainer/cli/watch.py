@@ -264,7 +264,7 @@ def _make_progress(page: dict[str, Any], colour: str) -> Table:
     columns = (Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True))
     grid = Table.grid(*columns, expand=True, padding=(0, 1))
     bar = ProgressBar(max(steps, step, 1), step, complete_style=colour, finished_style=colour)
-    share = f"{step / steps:.0%}" if steps else ""
+    share = f"{min(step / steps, 1):.0%}" if steps else ""
     left = "" if seconds_left is None else f", {format_duration(round(seconds_left))} left"
     grid.add_row(f"step {step:,}" + (f" of {steps:,}" if steps else ""), bar, share + left)
     return grid
@@ -284,7 +284,7 @@ def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
         yield "observe=True shows a run live"
     if page["resumed_from"]:
         yield f"resumed from {os.path.basename(page['resumed_from'])}"
-    if page["goodput"] is not None:
+    if page["goodput"] is not None and not nan_place(page):
         yield f"goodput {page['goodput']:.0%} (time in kept steps)"
 
 

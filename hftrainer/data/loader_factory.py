@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
@@ -439,9 +440,10 @@ def check_dataset(dataset: Any, description: str) -> None:
         for name, source in dataset.sources.items():
             check_dataset(source, f"{description} source {name!r}")
     if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
+        is_sample = any(isinstance(value, (torch.Tensor, int, float, str)) for value in dataset.values())
+        remedy = "a list of samples, such as [sample]" if is_sample else "one of its datasets"
         raise InvalidArgument(
-            f"The {description} dataset is {dataset_type} with the keys {', '.join(map(str, dataset))}: pass one of "
-            "its datasets."
+            f"The {description} dataset is {dataset_type} with the keys {', '.join(map(str, dataset))}: pass {remedy}."
         )
     if isinstance(dataset, IterableDataset):
         return

@@ -161,9 +161,10 @@ def group_by_panel(curves: list[Curve]) -> dict[str, list[Curve]]:
 def _constant_memory(curves: list[Curve]) -> str:
     """The peak memory of all runs in words, if it has no panel."""
     memory = [value for curve in curves if curve.panel == MEMORY_PANEL for value in curve.finite]
-    return (
-        f"{MEMORY_PANEL}: {format_number(max(memory))}" if memory and MEMORY_PANEL not in group_by_panel(curves) else ""
-    )
+    if not memory or MEMORY_PANEL in group_by_panel(curves):
+        return ""
+    upper = "at most " if len({curve.run for curve in curves}) > 1 else ""
+    return f"{MEMORY_PANEL}: {upper}{format_number(max(memory))}"
 
 
 def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str, str]]:

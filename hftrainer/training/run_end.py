@@ -108,6 +108,10 @@ class RunEnd(Part):
         run = self.run
         state = self.trainer.state
         steps = state.global_step - (run.initial_step if self.parts.policy.averages_train_loss_over_call else 0)
+        progress = run.resumed_progress
+        if progress is not None and run.last_logged_step == progress.last_logged:
+            # No log line has gathered the restored losses: what is added below holds those of this rank.
+            run.loss_up_to_log = -float(progress.loss)
         run.loss_up_to_log += run.loss_since_log.item()
         samples = num_train_samples * steps / max(state.max_steps, 1)
         tokens = run.trained_tokens if legacy.old_argument(self.trainer.args, "include_tokens_per_second") else None

@@ -173,7 +173,8 @@ class TrainingRunner(Part):
     def _describe_failure(self, error: BaseException) -> tuple[str, str]:
         """The name and the message of what ended the run, for its journal. A signal has no message."""
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            return self.run.signal_listener.signal_name or type(error).__name__, ""
+            name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else "SystemExit"
+            return self.run.signal_listener.signal_name or name, ""
         return type(error).__name__, str(error).strip()
 
     def _release_run(self, error_name: str, message: str) -> None:

@@ -162,7 +162,7 @@ class LossAccumulator:
     def restore(self, progress: RunProgress) -> None:
         """Restore the sums for the next log line. The final mean loss covers only the steps of this call."""
         run = self.run
-        run.loss_since_log = progress.loss.to(run.loss_since_log.device)
+        run.loss_since_log = progress.loss.to(run.loss_since_log.device, copy=True)
         run.loss_up_to_log = -float(self.trainer.accelerator.processes.reduce(run.loss_since_log, "mean"))
         run.last_logged_step = progress.last_logged
         run.logged_metrics.load_state_dict(progress.metrics, run.loss_since_log.device)

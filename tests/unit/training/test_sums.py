@@ -6,6 +6,7 @@ import torch
 from hftrainer import Trainer, TrainerCallback
 from hftrainer.training.run import Run
 from hftrainer.training.steps.sums import LoggedMetrics, LossAccumulator, StepEndValues
+from tests.support.checkpoints import make_trainer
 from tests.support.parity import build, train
 from tests.support.tiny import Plain, make_plain
 
@@ -100,3 +101,19 @@ def test_requesting_values_does_not_change_the_run(tmp_path):
     asked = train("hftrainer", "bert", tmp_path / "b", max_steps=4, trainer={"callbacks": [Asks()]})
     assert plain.logs == asked.logs
     assert all(torch.equal(plain.weights[name], asked.weights[name]) for name in plain.weights)
+
+
+@pytest.mark.parametrize("logging_steps", [1, 100])
+def test_mean_loss_of_a_resumed_rank_leaves_out_the_losses_that_it_restores(tmp_path, monkeypatch, logging_steps):
+    """A log line has their mean over the ranks, here another than this rank's; without one, the end has its own."""
+    settings = {"save_steps": 2, "logging_steps": 100, "max_steps": 4}
+    make_trainer(tmp_path, **settings).train()
+
+    def mean_loss(change):
+        trainer = make_trainer(tmp_path, **settings | {"logging_steps": logging_steps})
+        reduce = type(trainer.accelerator.processes).reduce
+        with monkeypatch.context() as patch:
+            patch.setattr(type(trainer.accelerator.processes), "reduce", lambda *of: reduce(*of) + change)
+            return trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2")).training_loss
+
+    assert mean_loss(5.0) == pytest.approx(mean_loss(0.0), abs=1e-6)
