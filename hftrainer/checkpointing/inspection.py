@@ -109,7 +109,7 @@ def inspect_checkpoint(folder: str | Path, *, contents: bool = True, only_weight
         fault = f"{error.filename or folder} cannot be read ({error.strerror or error})"
     # The manifest, or another file that lists files, is damaged.
     except DamagedCheckpoint as error:
-        fault = str(error).rstrip(".")
+        fault = str(error).removesuffix(DamagedCheckpoint.REMEDY).rstrip(".")
     return Inspection(folder, fault=fault)
 
 

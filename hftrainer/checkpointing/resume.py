@@ -18,7 +18,7 @@ from hftrainer.checkpointing import names
 from hftrainer.checkpointing.file_checks import check_value_types
 from hftrainer.checkpointing.inspection import Inspection, inspect_checkpoint
 from hftrainer.checkpointing.run_checkpoints import find_intact, get_last_checkpoint
-from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, InvalidArgument
+from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def _check_given_folder(folder: str, output_dir: str) -> None:
         )
     inspection = inspect_checkpoint(folder)
     if (reason := inspection.unusable_reason) is not None:
-        reason = reason.replace(os.path.join(folder, ""), "").removesuffix(DamagedCheckpoint.REMEDY.rstrip("."))
+        reason = reason.replace(os.path.join(folder, ""), "")
         accept_hint = f"; or, if you changed the file yourself, run: {_accept_command(folder)}"
         raise CheckpointNotFound(
             f"resume_from_checkpoint={folder!r} is damaged: {reason}. Use another one (True selects the newest intact "
