@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -205,20 +206,22 @@ def _extra(requirement: Any) -> str:
 
 def _find_missing_packages() -> Iterator[tuple[str, dict[str, Any]]]:
     """Extra → its missing or unsupported packages, and the command that installs them."""
-    packages_by_extra: dict[str, list[str]] = {}
+    # What pip installs → its name in the report.
+    packages_by_extra: dict[str, dict[str, str]] = {}
     for requirement in _requirements():
         extra, version = _extra(requirement), _version(requirement.name)
+        pip_name = f"{requirement.name}{requirement.specifier}"
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             # The requirement is for another system.
             continue
         if version is None and _version(_SUBSTITUTES.get(requirement.name, requirement.name)) is None:
-            packages_by_extra.setdefault(extra, []).append(requirement.name)
+            packages_by_extra.setdefault(extra, {})[pip_name] = requirement.name
         elif version is not None and not requirement.specifier.contains(version, prereleases=True):
-            packages_by_extra.setdefault(extra, []).append(f"{requirement.name}{requirement.specifier}, not {version}")
+            packages_by_extra.setdefault(extra, {})[pip_name] = f"{pip_name}, not {version}"
     for extra, packages in packages_by_extra.items():
         if extra != "other":
-            target = f"'hftrainer[{extra}]'" if extra else "hftrainer"
-            yield extra, {"packages": packages, "install": f"pip install {target}"}
+            target = f"'hftrainer[{extra}]'" if extra else shlex.join(packages)
+            yield extra, {"packages": list(packages.values()), "install": f"pip install {target}"}
 
 
 def _devices() -> tuple[dict[str, Any], list[str]]:

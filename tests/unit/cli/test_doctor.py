@@ -75,7 +75,7 @@ def test_missing_packages_are_named_with_the_pip_command(installed_versions, cap
     installed_versions["lightning"] = "2.7.1"
     status, text = run_doctor(capsys)
     assert status == 1
-    assert "hftrainer needs lightning<2.7,>=2.6.0, not 2.7.1: pip install hftrainer" in text
+    assert "hftrainer needs lightning<2.7,>=2.6.0, not 2.7.1: pip install 'lightning<2.7,>=2.6.0'" in text
 
 
 def test_newer_transformers_than_known_is_reported(installed_versions, capsys):
