@@ -81,8 +81,17 @@ def number_of_arguments(function: Callable[..., Any]) -> int:
 
 def can_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     """Whether `function` can be called with these arguments; True if its parameters are unknown."""
+    return _can_bind(inspect.Signature.bind, function, *args, **kwargs)
+
+
+def can_begin_call(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether `function` can be called with these positional arguments, and perhaps others; True if unknown."""
+    return _can_bind(inspect.Signature.bind_partial, function, *args)
+
+
+def _can_bind(bind: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
     try:
-        inspect.signature(function).bind(*args, **kwargs)
+        bind(inspect.signature(function), *args, **kwargs)
     except (TypeError, ValueError) as error:
         return isinstance(error, ValueError)
     return True

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.base.signatures import accepted_args, can_call
+from hftrainer.base.signatures import accepted_args, can_begin_call, can_call
 from hftrainer.callbacks.flow_callbacks import DefaultFlowCallback
 from hftrainer.callbacks.state import TrainerCallback, TrainerControl, TrainerState, export_states, has_saved_state
 from hftrainer.compat.overrides import names_in_code
@@ -54,7 +54,7 @@ class CallbackHandler(TrainerCallback):
         """Add a callback, as a class or as an instance. A progress bar replaces the existing one.
 
         Raises:
-            NotACallback: for an object that handles none of the events.
+            NotACallback: for an object that handles none of the events, or takes too few parameters in one.
         """
         callback_class = callback if isinstance(callback, type) else type(callback)
         # LightningModules have hooks with the names of events.
@@ -74,6 +74,10 @@ class CallbackHandler(TrainerCallback):
         if any(base.__name__ == "TrainerCallback" for base in callback_class.__mro__):
             warn_about_misspelt_events(callback_class, EVENTS, _EVENT_BY_HOOK)
         instance = make_callback(callback)
+        for event, handler in ((event, getattr(instance, event, None)) for event in EVENTS):
+            # The keywords that it needs are known when it is called.
+            if callable(handler) and not can_begin_call(handler, None, None, None):
+                raise _wrong_parameters(instance, event, handler)
         if is_instance_by_name(instance, *PROGRESS_BAR_CALLBACKS):
             self.remove_progress_bars()
         if type(instance) in {type(existing_callback) for existing_callback in self.callbacks}:
@@ -130,8 +134,7 @@ class CallbackHandler(TrainerCallback):
                 result = handler(args, state, control, **arguments)
             except TypeError:
                 if not can_call(handler, args, state, control, **arguments):
-                    call = f"{type(callback).__name__}.{event} is called with (args, state, control, **kwargs)"
-                    raise NotACallback(f"{call}, but takes {inspect.signature(handler)}.") from None
+                    raise _wrong_parameters(callback, event, handler) from None
                 raise
             if result is not None and not hasattr(result, "should_training_stop"):
                 name = f"{type(callback).__name__}.{event}"
@@ -158,6 +161,11 @@ class CallbackHandler(TrainerCallback):
             **kwargs,
         }
         return accepted_args(handler, arguments) if is_plain else arguments
+
+
+def _wrong_parameters(callback: Any, event: str, handler: Any) -> NotACallback:
+    call = f"{type(callback).__name__}.{event} is called with (args, state, control, **kwargs)"
+    return NotACallback(f"{call}, but takes {inspect.signature(handler)}.")
 
 
 def warn_about_misspelt_events(kind: type, events: Collection[str], event_by_name: Mapping[str, str]) -> None:

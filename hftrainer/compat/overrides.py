@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 import types
@@ -144,7 +145,7 @@ def names_in_code(script_class: type) -> set[str]:
 
 
 def check_lightning_methods(subclass: Any, hooks: Collection[str]) -> None:
-    """Warn about methods of a LightningModule in a subclass of the Trainer.
+    """Warn about methods of a LightningModule in a subclass of the Trainer, and about misspelt ones of a Trainer.
 
     A method that the subclass itself calls causes no warning.
 
@@ -166,13 +167,21 @@ def check_lightning_methods(subclass: Any, hooks: Collection[str]) -> None:
     script_names = [] if subclass in _RECORDS else sorted(set(dir(subclass)) - _find_record(subclass).keys())
     is_callback = hasattr(subclass, "on_init_end")
     hooks = [name for name in hooks if name.endswith(("_start", "_begin", "_end")) and not is_callback]
-    candidates = [name for name in script_names if name in hooks or name in _LIGHTNING_METHODS]
-    methods = [name for name in candidates if callable(getattr(subclass, name))]
+    replacements = {name: _suggest_override(name, subclass) for name in script_names if name in vars(subclass)}
+    replacements |= dict.fromkeys(hooks, "a callback, in Trainer(callbacks=[...])") | _LIGHTNING_METHODS
+    methods = [name for name in script_names if replacements.get(name) and callable(getattr(subclass, name))]
     called_names = names_in_code(subclass) if methods else set()
     if unused := [name for name in methods if name not in called_names]:
-        replacements = [_LIGHTNING_METHODS.get(name, "a callback, in Trainer(callbacks=[...])") for name in unused]
-        lines = "".join(f"\n- {name}: {replacement}" for name, replacement in zip(unused, replacements, strict=True))
+        lines = "".join(f"\n- {name}: {replacements[name]}" for name in unused)
         logger.warning("%s has methods that a Trainer never calls. Replacements:%s", subclass.__name__, lines)
+
+
+def _suggest_override(name: str, subclass: Any) -> str | None:
+    """The end of the warning about a method of a script whose name is nearly that of a public method of ours."""
+    ours = [method for method in _find_record(subclass) if not method.startswith("_")]
+    match = next(iter(difflib.get_close_matches(name, ours, 1, 0.9)), None)
+    # A name with a suffix is the script's own.
+    return None if match is None or name.startswith(("_", f"{match}_")) else f"did you mean {match}?"
 
 
 def refuse_rewritten(trainer: Any) -> None:

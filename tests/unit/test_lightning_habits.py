@@ -128,6 +128,8 @@ def test_lightning_module_methods_of_a_trainer_are_listed(make_args, caplog):
         # A script's own names, and what its own code calls.
         on_generation_start = on_fit_end = on_train_end = on_train_start = test_step = val_dataloader = id
         predict_dataloader = None
+        # Misspelt, and again a script's own.
+        comput_loss = get_train_dataloder = _compute_loss = compute_loss_fn = compute_loss_2 = evaluate_all = id
 
         @torch.no_grad()
         def on_demand(self):
@@ -152,7 +154,9 @@ def test_lightning_module_methods_of_a_trainer_are_listed(make_args, caplog):
     (listed,) = (each.getMessage() for each in caplog.records if "never calls" in each.getMessage())
     first, *lines = listed.split("\n")
     assert first == "Lit has methods that a Trainer never calls. Replacements:"
-    names = ["configure_optimizers: create_op", "on_fit_start: a callback, ", "on_train_epoch_end", "validation_step"]
+    names = ["comput_loss: did you mean compute_loss?", "configure_optimizers: create_op"]
+    names += ["get_train_dataloder: did you mean get_train_dataloader?", "on_fit_start: a callback, "]
+    names += ["on_train_epoch_end", "validation_step"]
     assert all(line.startswith(f"- {name}") for line, name in zip(lines, names, strict=True))
 
 
