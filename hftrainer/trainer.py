@@ -478,6 +478,7 @@ class Trainer(EarlierMethods):
 
         Raises:
             CheckpointNotFound: if the checkpoint to resume from does not exist.
+            DamagedCheckpoint: if it is damaged, or lacks the weights.
         """
         if model_path is not None:
             resume_from_checkpoint = resume.resume_path_from_model_path(model_path, resume_from_checkpoint)

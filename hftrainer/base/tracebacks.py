@@ -60,9 +60,9 @@ class HideEngineFrames(contextlib.AbstractContextManager[None]):
             is_shorter |= bool({*map(_package, frames[:-1])} & _ENGINE - _WITHOUT_NOTE)
             link = link.__cause__ or link.__context__
         if is_shorter and isinstance(error, Exception):
-            # Before the other notes, so that the last line says what to do.
+            # Below the other notes, which explain the error.
             text = f"(The engine's frames are hidden: {TRACEBACK_VARIABLE}=full shows them.)"
-            vars(error)["__notes__"] = [text, *(note for note in getattr(error, "__notes__", []) if note != text)]
+            vars(error)["__notes__"] = [*(note for note in getattr(error, "__notes__", []) if note != text), text]
 
 
 def _shorten_worker_text(error: BaseException) -> None:

@@ -18,7 +18,7 @@ from hftrainer.checkpointing import names
 from hftrainer.checkpointing.file_checks import check_value_types
 from hftrainer.checkpointing.inspection import Inspection, inspect_checkpoint
 from hftrainer.checkpointing.run_checkpoints import find_intact, get_last_checkpoint
-from hftrainer.errors import CheckpointNotFound, InvalidArgument
+from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, InvalidArgument
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,8 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, args: TrainingArg
     """The checkpoint folder for `train(resume_from_checkpoint=...)`, or None to start from scratch.
 
     Raises:
-        CheckpointNotFound: if the checkpoint does not exist, is damaged, or lacks the state or the weights.
+        CheckpointNotFound: if the checkpoint does not exist, or lacks the state.
+        DamagedCheckpoint: if the named checkpoint is damaged, or lacks the weights.
     """
     output_dir = str(args.output_dir)
     if resume_from_checkpoint is None or resume_from_checkpoint is False:
@@ -75,9 +76,12 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, args: TrainingArg
             logger.warning("No checkpoint in %s can be used: training starts from scratch.", output_dir)
         return newest
     if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
+        is_step = isinstance(resume_from_checkpoint, int)
+        data = " Data goes to Trainer(train_dataset=...)."
+        hint = _hint_for_missing(str(resume_from_checkpoint), output_dir) if is_step else data
         raise CheckpointNotFound(
             f"resume_from_checkpoint={reprlib.repr(resume_from_checkpoint)}: pass a checkpoint-xxx folder, True for "
-            "the newest one, or 'auto'. Data goes to Trainer(train_dataset=...)."
+            f"the newest one, or 'auto'.{hint}"
         )
     folder = os.fspath(resume_from_checkpoint)
     _check_given_folder(folder, output_dir)
@@ -85,7 +89,7 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, args: TrainingArg
 
 
 def _check_given_folder(folder: str, output_dir: str) -> None:
-    """Raise CheckpointNotFound unless a run can resume from the folder that the script names."""
+    """Raise CheckpointNotFound or DamagedCheckpoint unless a run can resume from the folder that the script names."""
     if not os.path.isdir(folder):
         raise CheckpointNotFound(
             f"Can't find a valid checkpoint at {folder}: the folder does not exist (resume_from_checkpoint)."
@@ -101,7 +105,7 @@ def _check_given_folder(folder: str, output_dir: str) -> None:
     if (reason := inspection.unusable_reason) is not None:
         reason = reason.replace(os.path.join(folder, ""), "")
         accept_hint = f"; or, if you changed the file yourself, run: {_accept_command(folder)}"
-        raise CheckpointNotFound(
+        raise DamagedCheckpoint(
             f"resume_from_checkpoint={folder!r} is damaged: {reason}. Use another one (True selects the newest intact "
             f"one){accept_hint if inspection.can_be_accepted else '.'}"
         )
@@ -109,7 +113,9 @@ def _check_given_folder(folder: str, output_dir: str) -> None:
 
 
 def _hint_for_missing(path: str, output_dir: str) -> str:
-    """What to pass instead of a path that is not a folder."""
+    """What to pass instead of a path that is not a folder, or of the number of a step."""
+    if os.path.isdir(step_folder := os.path.join(output_dir, f"checkpoint-{path}")):
+        return f" Did you mean {step_folder!r}?"
     if path.lower() in ("1", "last"):
         return " On a command line, true or auto means the newest checkpoint; in Python, True."
     parent = os.path.dirname(path)

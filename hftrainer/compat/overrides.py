@@ -199,11 +199,7 @@ def refuse_rewritten(trainer: Any) -> None:
         if not isinstance(ours, types.FunctionType):
             continue
         method = attributes[name] if name in attributes else getattr(kind, name, None)
-        if (
-            method is not ours
-            and not _is_ours(method, ours)
-            and (module := _find_rewriter(name, method, ours)) is not None
-        ):
+        if not _is_ours(method, ours) and (module := _find_rewriter(name, method, ours)) is not None:
             descriptions.append(f"{name} (by {module})")
     if descriptions:
         raise UnsupportedArgument(

@@ -16,7 +16,7 @@ from hftrainer.base.messages import command_name
 from hftrainer.checkpointing.file_checks import unreadable_reason
 from hftrainer.checkpointing.inspection import Inspection, inspect_checkpoint
 from hftrainer.checkpointing.names import MANIFEST_NAME
-from hftrainer.errors import CheckpointNotFound
+from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import BEST, HARM, OnSave, flip, grow, make_trainer, train_to_end, truncate, weights_of
 from tests.support.jobs import names_in
@@ -80,7 +80,8 @@ def test_harmed_checkpoint_is_refused_by_name(checkpoint, harm, name, caplog):
         resume_run(checkpoint)
         assert f"{CHANGED} (removed: {name}). It is used" in caplog.text
     else:
-        with pytest.raises(CheckpointNotFound, match="(damaged|lacks).*" + name.replace(".", r"\.")):
+        error = CheckpointNotFound if (harm, name) == ("deleted", "trainer_state.json") else DamagedCheckpoint
+        with pytest.raises(error, match="(damaged|lacks).*" + name.replace(".", r"\.")):
             resume_run(checkpoint)
 
 
@@ -238,7 +239,7 @@ DAMAGE = {
 def test_each_kind_of_damage_is_refused_with_its_reason(checkpoint, kind):
     harm, reason = DAMAGE[kind]
     harm(checkpoint)
-    with pytest.raises(CheckpointNotFound, match=f"is damaged: .*{reason}") as refused:
+    with pytest.raises(DamagedCheckpoint, match=f"is damaged: .*{reason}") as refused:
         resume_run(checkpoint)
     assert ("checkpoint --accept" in str(refused.value)) == (kind in ("other bytes", "manifest"))
 
@@ -337,7 +338,7 @@ def test_accept_updates_the_manifest_or_names_the_damage(finished_runs, checkpoi
 def test_accept_allows_weights_edited_in_place(checkpoint, run_command):
     """They have their old size, so only the command says that the edit was meant."""
     change_weights(checkpoint, lambda tensor: tensor * 2)
-    with pytest.raises(CheckpointNotFound, match="have changed since it was written, but not its size"):
+    with pytest.raises(DamagedCheckpoint, match="have changed since it was written, but not its size"):
         resume_run(checkpoint)
     status, printed, errors = run_command("--accept", checkpoint)
     assert (status, errors) == (0, "")

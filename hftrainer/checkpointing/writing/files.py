@@ -38,9 +38,6 @@ _STORAGE_TYPES = (torch.Tensor, torch.nn.Parameter)
 FLUSH_BYTES = 1 << 26
 
 
-_REMEDY = "Pass another folder, or change its permissions."
-
-
 def make_output_dir(output_dir: str) -> None:
     """Create a folder that the script passes as `output_dir`, with its parents, unless it exists.
 
@@ -56,16 +53,16 @@ def make_output_dir(output_dir: str) -> None:
             "not exist."
         ) from None
     except OSError as error:
-        raise FolderNotCreated(
-            error.errno, f"output_dir={output_dir!r} cannot be created: {error.strerror}. {_REMEDY}"
-        ) from None
+        remedy = ", or change its permissions" if isinstance(error, PermissionError) else ""
+        reason = f"output_dir={output_dir!r} cannot be created: {error.strerror}. Pass another folder{remedy}."
+        raise FolderNotCreated(error.errno, reason) from None
 
 
 def check_writable(output_dir: str) -> None:
     """Raise FolderNotCreated if nothing can be saved in a folder that exists, `output_dir`."""
     if os.path.isdir(output_dir) and not os.access(output_dir, os.W_OK | os.X_OK):
-        reason = f"output_dir={output_dir!r} cannot be written to: no permission, or a read-only disk. {_REMEDY}"
-        raise FolderNotCreated(errno.EACCES, reason)
+        reason = f"output_dir={output_dir!r} cannot be written to: no permission, or a read-only disk."
+        raise FolderNotCreated(errno.EACCES, f"{reason} Pass another folder, or change its permissions.")
 
 
 @dataclasses.dataclass(frozen=True)

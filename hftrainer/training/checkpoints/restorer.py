@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 
 from torch import nn
 
@@ -18,10 +19,14 @@ from hftrainer.checkpointing.writing.folder import clear_stale
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.elastic import accumulation_steps
+from hftrainer.errors import InvalidSetup
 from hftrainer.training.checkpoints.progress import position_settings
 from hftrainer.training.run_lengths import RunLengths
 
 logger = logging.getLogger(__name__)
+
+#: A parameter, its shape in the checkpoint and its shape in the model, in the message of torch.
+_OTHER_SHAPE = re.compile(r"size mismatch for (\S+): .*?torch\.Size\((.*?)\).*?torch\.Size\((.*?)\)")
 
 
 class CheckpointRestorer(Part):
@@ -70,6 +75,10 @@ class CheckpointRestorer(Part):
             # torch raises this for weights of different shapes.
             except RuntimeError as error:
                 advice = "check that the model is the same, or start without resume_from_checkpoint"
+                shapes = ["{} is {} in it and {} in yours".format(*found) for found in _OTHER_SHAPE.findall(str(error))]
+                if shapes:
+                    found = f"{resume_folder} is of another model ({'; '.join(shapes[:3])})"
+                    raise InvalidSetup(f"{found}: {advice}.") from None
                 add_note(error, f"This happened while loading the weights of {resume_folder}: {advice}.")
                 raise
         finds_batch_size = self.trainer.args.auto_find_batch_size or self.parts.engine.finds_batch_size

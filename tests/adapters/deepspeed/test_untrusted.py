@@ -7,7 +7,7 @@ import torch
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.checkpointing.names import MANIFEST_NAME
-from hftrainer.errors import CheckpointNotFound, UnsafeCheckpoint
+from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 from tests.support import random_files
 from tests.support.tiny import make_plain, plain_data
 
@@ -66,7 +66,7 @@ def test_tag_that_leads_out_of_the_folder_is_refused(checkpoint, tag):
     shutil.copytree(checkpoint / "global_step2", checkpoint.parent / "elsewhere")
     (checkpoint / "latest").write_text(tag)
     with pytest.raises(
-        CheckpointNotFound,
+        DamagedCheckpoint,
         match=r"is damaged: latest does not hold what .* \(ValueError: [^:]*\)\. Use another one \(True",
     ):
         resume(checkpoint)

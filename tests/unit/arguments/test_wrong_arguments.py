@@ -188,15 +188,20 @@ def test_output_dir_that_is_a_file_is_refused(tmp_path, name):
         Trainer(make_plain(), args)
 
 
-def test_output_dir_that_cannot_be_created_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("code", "remedy"), [(errno.EACCES, "folder, or change its permissions"), (errno.ENOENT, "folder")]
+)
+def test_output_dir_that_cannot_be_created_is_named(tmp_path, monkeypatch, code, remedy):
     def fail(*_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied", "/there")
+        raise OSError(code, "reason", "/there")
 
     args = TrainingArguments("/there/run", use_cpu=True)
     monkeypatch.setattr("os.makedirs", fail)
-    with pytest.raises(PermissionError, match="output_dir='/there/run' cannot be created: Permission den") as caught:
+    with pytest.raises(
+        PermissionError, match=rf"output_dir='/there/run' cannot be created: reason\. Pass another {remedy}\.$"
+    ) as caught:
         Trainer(make_plain(), args)
-    assert caught.value.errno == errno.EACCES and isinstance(caught.value, InvalidArgument)
+    assert caught.value.errno == code and isinstance(caught.value, InvalidArgument)
 
 
 def test_output_dir_that_cannot_be_written_is_named_before_training(make_args, monkeypatch):

@@ -117,7 +117,7 @@ def test_error_shows_frames_of_the_script_and_where_it_happened(tmp_path, traine
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without this test's own
     assert [frame.name for frame in frames] == shown
     assert not any("lightning" in frame.filename for frame in frames)
-    hidden, first, *notes = error.__notes__
+    first, *notes, hidden = error.__notes__
     assert f"This happened {note}" in first
     assert hidden == "(The engine's frames are hidden: HFTRAINER_TRACEBACK=full shows them.)"
     saved = [text for text in notes if text.startswith("Saved at the error: ")]
@@ -300,7 +300,7 @@ INDICES = {
 def test_index_beyond_the_model_is_named(tmp_path, trainer_kwargs, note):
     for settings in ({}, {"eval_on_start": True}):
         notes = fail_to_train(tmp_path, trainer_kwargs, **settings).__notes__
-        assert re.search(note, notes[2]), notes
+        assert re.search(note, notes[1]), notes
 
 
 def refuse(message):

@@ -56,7 +56,7 @@ def test_failing_torchmetric_is_named_with_its_inputs(make_args):
     with pytest.raises(ValueError, match="preds") as caught:
         Trainer(make_plain(), make_args(), eval_dataset=plain_data(8), compute_metrics=metrics).evaluate()
     note = "got (float32 (8, 3), int64 (8,)). Select other tensors with TorchMetrics(metrics, adapter=...)."
-    assert caught.value.__notes__[-1] == f"accuracy (MulticlassAccuracy) {note}"
+    assert caught.value.__notes__[-2] == f"accuracy (MulticlassAccuracy) {note}"
 
 
 def test_class_of_a_torchmetric_is_refused(make_args):
