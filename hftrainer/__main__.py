@@ -36,6 +36,7 @@ def make_parser() -> Parser:
     completion.epilog = "example, for a line of ~/.bashrc: source <(hftrainer completion bash)"
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="its name")
     completion.set_defaults(execute=print_completion, parser=completion, missing="name a shell: bash, zsh or fish")
+    commands.add_parser("help", help="show the help of a command")
     parser.set_defaults(
         parsers=commands.choices, helps={command.dest: command.help for command in commands._choices_actions}
     )
@@ -87,7 +88,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def _execute(parser: Parser, words: list[str]) -> None:
     Parser.writes_json = "--json" in words and words[0] != "run"
-    names = [*COMMANDS, "completion", "help", *parser._option_string_actions]
+    names = [*parser.get_default("parsers"), *parser._option_string_actions]
     if words[0] == "--json":
         parser.error("--json goes after the command")
     if words[0] not in names:
@@ -100,7 +101,7 @@ def _execute(parser: Parser, words: list[str]) -> None:
             hint = f": run a script with {parser.prog} run {scripts[0]}"
         # The example is that of the suggested command.
         parsers = parser.get_default("parsers").items()
-        epilogs = (command.epilog % {"prog": command.prog} for name, command in parsers if repr(name) in hint)
+        epilogs = ((command.epilog or "") % {"prog": command.prog} for name, command in parsers if repr(name) in hint)
         parser.epilog = next(epilogs, None)
         parser.error(f"{problem}{hint}")
     # Argparse ignores errors of the output.

@@ -115,9 +115,8 @@ class HfArgumentParser(argparse.ArgumentParser):
             if return_remaining_strings:
                 return (*objects, remaining)
             if remaining:
-                hints = "".join(
-                    suggest(word, self._option_string_actions) for word in remaining if word.startswith("-")
-                )
+                hints = "".join(suggest(word, self._option_string_actions) for word in remaining if word[:1] == "-")
+                hints = hints or f"; see {self.prog} --help"
                 raise InvalidArgument(f"Unrecognized command-line arguments: {remaining}{hints}")
             return (*objects,)
 

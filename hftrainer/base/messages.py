@@ -38,9 +38,10 @@ BOLD, DIM, RED, YELLOW = "1", "2", "1;31", "33"
 
 
 def paint(text: str, style: str, stream: Any) -> str:
-    """The text in a style if the stream is a terminal, unless NO_COLOR is set."""
+    """The text in a style if the stream is a terminal or FORCE_COLOR is set, unless NO_COLOR is set."""
     is_terminal = hasattr(stream, "isatty") and stream.isatty() and os.environ.get("TERM") != "dumb"
-    return f"\033[{style}m{text}\033[0m" if text and is_terminal and not os.environ.get("NO_COLOR") else text
+    has_colours = is_terminal or os.environ.get("FORCE_COLOR")
+    return f"\033[{style}m{text}\033[0m" if text and has_colours and not os.environ.get("NO_COLOR") else text
 
 
 class _Format(logging.Formatter):

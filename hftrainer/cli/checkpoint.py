@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
-from hftrainer.base.messages import format_bytes
+from hftrainer.base.messages import RED, format_bytes, paint
 from hftrainer.cli.parser import Parser
 
 #: Entries that the table shows under other names.
@@ -65,7 +66,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
 
 def _table(description: dict[str, Any]) -> str:
     rows = {
-        "complete": "yes" if description["damage"] is None else f"no: {description['damage']}",
+        "complete": "yes" if description["damage"] is None else paint(f"no: {description['damage']}", RED, sys.stdout),
         "what to do": description["damage"] and f"{_ADVICE} If you changed its files on purpose, pass --accept.",
         "optimizer step": f"{description['step']:,} of {description['max_steps']:,}",
         "epoch": f"{description['epoch'] or 0:.4g}",

@@ -59,7 +59,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         _check_like_trainer(args)
     # OSError for a file that an argument names, RuntimeError of torch.compile. Our errors derive from ValueError.
     except (ValueError, OSError, RuntimeError) as error:
-        parser.fail(error)
+        parser.fail(error, status=1)
     print(explanation.to_json() if options.json else paint_headings(str(explanation)))
     if failure is not None:
         parser.exit(1, f"{failure}. These are the arguments that it created last.\n")
@@ -93,7 +93,9 @@ def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> Trai
         args: TrainingArguments
         with warnings.catch_warnings(record=True) as notes:
             args, unknown = arguments_parser.parse_args_into_dataclasses(words, True, look_for_args_file=False)
-    except (ValueError, argparse.ArgumentError) as error:
+    except ValueError as error:
+        parser.fail(error, status=1)
+    except argparse.ArgumentError as error:
         # argparse names all spellings.
         parser.error(re.sub(r"^argument --(\w+)\S*:", rf"argument {dashes}\1:", str(error)))
     print(*(f"note: {note.message}\n" for note in notes), sep="", end="", file=sys.stderr)

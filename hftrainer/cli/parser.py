@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
             message = f"{option.option_strings[0]} needs a value: {', '.join(others)} or {last}"
         message = re.sub(r": invalid (?:int|float) value: (.*)", r": \1 is not a number", message)
         message = re.sub(r": ignored explicit argument .*", " takes no value", message)
-        usage = self.format_usage().rstrip() if re.search("required|missing|expected one", message) else ""
+        usage = self.format_usage().rstrip() if re.search("required|missing|expected one|unexpected", message) else ""
         message = re.sub("^the following arguments are required.*", self.get_default("missing") or r"\g<0>", message)
         hints = (usage, (self.epilog or "") % {"prog": self.prog}, f"see {self.prog} --help")
         self.fail(message, hints="".join(f"\n{hint}" for hint in hints if hint))
@@ -116,10 +116,9 @@ class Parser(argparse.ArgumentParser):
 
 def print_completion(_: Parser, options: argparse.Namespace) -> None:
     """Print the script with which a shell completes the commands of `hftrainer`, their options and values."""
-    helps = {**options.helps, "help": "show the help of a command"}
     completions = {name: _completions(name, parser) for name, parser in options.parsers.items()}
     completions["help"] = {"0": (" ".join(options.parsers), "")}
-    {"bash": _print_bash, "zsh": _print_zsh, "fish": _print_fish}[options.shell](helps, completions)
+    {"bash": _print_bash, "zsh": _print_zsh, "fish": _print_fish}[options.shell](options.helps, completions)
 
 
 def _print_bash(helps: dict[str, str], completions: dict[str, _Completions]) -> None:

@@ -93,6 +93,8 @@ class Requests:
             setattr(control, FLAGS[name], True)
             self.has_stopped |= name == "stop"
             control.should_save |= name == "stop" and self._saves
+            if name != "evaluate" and control.should_save:
+                answer += f", in {path.parent.parent / f'checkpoint-{step}'}"
         logger.warning("Request %r: %s.", name, answer)
         # On a full disk, the answer is missing.
         with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ from hftrainer.monitoring.journal import Journal
 def test_every_command_but_run_and_completion_has_json():
     commands = next(action for action in make_parser()._actions if action.dest == "command")
     without = [name for name, parser in commands.choices.items() if "--json" not in parser._option_string_actions]
-    assert without == ["run", "completion"]
+    assert without == ["run", "completion", "help"]
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
@@ -46,7 +46,7 @@ def test_help_of_run_fits_a_terminal(option, capsys):
         ("--foo", "unknown option --foo: use -h, --help, -V, --version"),
         ("--josn doctor", "unknown option --josn; did you mean '--json'?"),
         ("hlep", "'hlep' is not a command; did you mean 'help'?"),
-        ("doctor out", "unexpected argument out"),
+        ("doctor out", "unexpected argument out\nusage: python -m hftrainer doctor [-h]"),
         ("plot -o x out", "unknown option -o; did you mean '--out'?"),
         ("ask out save --timeout abc", "--timeout: 'abc' is not a number"),
         ("diff absent missing", "absent and missing do not exist: pass the output_dir of two runs"),
@@ -78,9 +78,12 @@ def test_wrong_command_line_says_what_to_type(words, message, as_json, capsys):
     assert not (printed.err if as_json else printed.out)
 
 
-@pytest.mark.parametrize(("terminal", "no_color"), [(True, ""), (True, "1"), (False, "")])
-def test_colours_only_on_a_terminal(terminal, no_color, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "force_color"), [(True, "", ""), (True, "1", "1"), (False, "", ""), (False, "", "1")]
+)
+def test_colours_only_on_a_terminal(terminal, no_color, force_color, capsys, monkeypatch):
     monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("FORCE_COLOR", force_color)
     monkeypatch.setenv("TERM", "xterm")
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(getattr(sys, name), "isatty", lambda: terminal, raising=False)
@@ -89,7 +92,7 @@ def test_colours_only_on_a_terminal(terminal, no_color, capsys, monkeypatch):
         with pytest.raises(SystemExit):
             main(words)
         shown += "".join(capsys.readouterr())
-    is_painted = terminal and not no_color
+    is_painted = (terminal or bool(force_color)) and not no_color
     assert [text in shown for text in ("\033[1moptions:", "\033[1;31merror:", "\033[2m\nusage")] == [is_painted] * 3
     assert json.loads(shown.splitlines()[-1])["hint"].startswith("usage")
 
@@ -127,7 +130,7 @@ def test_bash_completes_commands_options_and_values(capsys):
         assert not done.stderr
         return done.stdout.split()
 
-    assert complete("") == [*make_parser()._subparsers._group_actions[0].choices, "help"]
+    assert complete("") == [*make_parser()._subparsers._group_actions[0].choices]
     assert complete("wa") == ["watch"] and complete("--") == ["--help", "--version"]
     assert complete("watch", "--e") == ["--every"]
     assert complete("run", "--np") == ["--nproc"]

@@ -127,7 +127,7 @@ def test_every_variable_that_the_sources_read_is_shown(monkeypatch):
     assert {"COMET_MODE", "OMP_NUM_THREADS", "MASTER_PORT"} <= read
     for name in read:
         monkeypatch.setenv(name, "x")
-    assert read - {"SSH_CONNECTION", "NO_COLOR", "TERM"} <= environment().keys()
+    assert read - {"SSH_CONNECTION", "NO_COLOR", "FORCE_COLOR", "TERM"} <= environment().keys()
 
 
 def test_gpus_hidden_from_torch_are_reported(monkeypatch):

@@ -61,7 +61,10 @@ def checkpoints(folder):
 
 def test_save_request_saves_at_that_step(run_with_request, tmp_path):
     _, callback = run_with_request("save")
-    assert callback.answer == "at step 3" and checkpoints(tmp_path) == ["checkpoint-20", "checkpoint-3"]
+    assert callback.answer == f"at step 3, in {tmp_path / 'checkpoint-3'}" and checkpoints(tmp_path) == [
+        "checkpoint-20",
+        "checkpoint-3",
+    ]
     assert not list((tmp_path / FOLDER).iterdir())
 
 
