@@ -37,9 +37,8 @@ def make_parser() -> Parser:
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="its name")
     completion.set_defaults(execute=print_completion, parser=completion, missing="name a shell: bash, zsh or fish")
     commands.add_parser("help", help="show the help of a command")
-    parser.set_defaults(
-        parsers=commands.choices, helps={command.dest: command.help for command in commands._choices_actions}
-    )
+    helps = {command.dest: command.help for command in commands._choices_actions}
+    parser.set_defaults(parsers=commands.choices, helps=helps)
     return parser
 
 

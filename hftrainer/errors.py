@@ -60,10 +60,8 @@ def explain_choice(message: str) -> str:
     allowed = re.findall(r"[\w-]+", choice[2])
     names, nearest = f"one of {', '.join(allowed)}", ""
     if len(allowed) > 12:
-        names, nearest = (
-            "allowed",
-            f"; the nearest are {', '.join(difflib.get_close_matches(choice[1], allowed, 3, 0))}",
-        )
+        names, nearest = "allowed", ", ".join(difflib.get_close_matches(choice[1], allowed, 3, 0))
+        nearest = f"; the nearest are {nearest}"
     return f"{message[: choice.start()]}{choice[1]!r} is not {names}{suggest(choice[1], allowed, nearest)}"
 
 

@@ -122,10 +122,8 @@ def check_memmap(args: TrainingArguments) -> None:
     if folder is not None and not os.path.isdir(folder):
         raise InvalidArgument(f"eval_memmap_dir={folder!r} is not a folder: create it, or use another.")
     if folder is not None and not args.eval_do_concat_batches:
-        raise InvalidArgument(
-            "eval_memmap_dir writes one file for all batches, but eval_do_concat_batches=False needs one per "
-            "batch: use only one of them."
-        )
+        both = "eval_memmap_dir writes one file for all batches, but eval_do_concat_batches=False needs one per batch"
+        raise InvalidArgument(f"{both}: use only one of them.")
 
 
 def _check_datasets(trainer: Trainer) -> None:

@@ -25,10 +25,8 @@ def name_file_in_errors(path: str) -> Iterator[None]:
     except (OSError, MemoryError, DamagedCheckpoint, InvalidSetup, pickle.UnpicklingError):
         raise
     except Exception as error:
-        raise DamagedCheckpoint(
-            f"{path} does not hold what a checkpoint of this run holds ({type(error).__name__}: {error})"
-            f"{DamagedCheckpoint.REMEDY}"
-        ) from error
+        found = f"{path} does not hold what a checkpoint of this run holds ({type(error).__name__}: {error})"
+        raise DamagedCheckpoint(found + DamagedCheckpoint.REMEDY) from error
 
 
 def check_file_name(name: str) -> str:

@@ -53,9 +53,8 @@ class HideEngineFrames(contextlib.AbstractContextManager[None]):
             while isinstance(link, KeyboardInterrupt) and frames and _package(frames[-1]) in _ENGINE - {"torch"}:
                 frames.pop()
             kept = [] if type(link).__module__ == "hftrainer.errors" else frames[-1:]
-            link.__traceback__ = _join_frames(
-                [frame for frame in frames if frame in kept or _package(frame) not in _ENGINE]
-            )
+            shown = [frame for frame in frames if frame in kept or _package(frame) not in _ENGINE]
+            link.__traceback__ = _join_frames(shown)
             # Errors of arguments pass through these too, where no engine runs.
             is_shorter |= bool({*map(_package, frames[:-1])} & _ENGINE - _WITHOUT_NOTE)
             link = link.__cause__ or link.__context__

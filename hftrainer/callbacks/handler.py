@@ -61,16 +61,12 @@ class CallbackHandler(TrainerCallback):
         if issubclass(callback_class, nn.Module):
             raise TypeError(f"callbacks: {callback_class.__name__} is a module, not a callback.")
         if "pytorch_lightning" in map(defining_package, callback_class.__mro__):
-            raise TypeError(
-                f"callbacks: {callback_class.__name__} comes from pytorch_lightning, which is another package: import "
-                "it from lightning.pytorch."
-            )
+            problem = f"callbacks: {callback_class.__name__} comes from pytorch_lightning, which is another package"
+            raise TypeError(f"{problem}: import it from lightning.pytorch.")
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
             description = f"{getattr(callback, '__name__', reprlib.repr(callback))} ({type(callback).__name__})"
-            raise NotACallback(
-                f"callbacks: {description} handles no event, such as on_step_end: pass a TrainerCallback or a "
-                "Lightning callback."
-            )
+            remedy = "pass a TrainerCallback or a Lightning callback."
+            raise NotACallback(f"callbacks: {description} handles no event, such as on_step_end: {remedy}")
         if any(base.__name__ == "TrainerCallback" for base in callback_class.__mro__):
             warn_about_misspelt_events(callback_class, EVENTS, _EVENT_BY_HOOK)
         instance = make_callback(callback)

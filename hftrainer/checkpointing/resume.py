@@ -33,10 +33,8 @@ def resume_path_from_model_path(model_path: str | bool, resume_from_checkpoint: 
         InvalidArgument: if `resume_from_checkpoint` is passed too.
     """
     if resume_from_checkpoint is not None:
-        raise InvalidArgument(
-            f"train(model_path={model_path!r}, resume_from_checkpoint={resume_from_checkpoint!r}): the first is the "
-            "old name of the second. Pass only one of them."
-        )
+        given = f"train(model_path={model_path!r}, resume_from_checkpoint={resume_from_checkpoint!r})"
+        raise InvalidArgument(f"{given}: the first is the old name of the second. Pass only one of them.")
     has_state = isinstance(model_path, bool) or os.path.isfile(os.path.join(model_path, names.TRAINER_STATE_NAME))
     note = "" if has_state else f"; {model_path!r} has no {names.TRAINER_STATE_NAME}, so nothing is resumed"
     warnings.warn(f"train(model_path=...) is now train(resume_from_checkpoint=...){note}.", FutureWarning, stacklevel=3)
@@ -79,10 +77,9 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, args: TrainingArg
         is_step = isinstance(resume_from_checkpoint, int)
         data = " Data goes to Trainer(train_dataset=...)."
         hint = _hint_for_missing(str(resume_from_checkpoint), output_dir) if is_step else data
-        raise CheckpointNotFound(
-            f"resume_from_checkpoint={reprlib.repr(resume_from_checkpoint)}: pass a checkpoint-xxx folder, True for "
-            f"the newest one, or 'auto'.{hint}"
-        )
+        value = reprlib.repr(resume_from_checkpoint)
+        text = f"resume_from_checkpoint={value}: pass a checkpoint-xxx folder, True for the newest one, or 'auto'."
+        raise CheckpointNotFound(text + hint)
     folder = os.fspath(resume_from_checkpoint)
     _check_given_folder(folder, output_dir)
     return folder
@@ -91,24 +88,18 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, args: TrainingArg
 def _check_given_folder(folder: str, output_dir: str) -> None:
     """Raise CheckpointNotFound or DamagedCheckpoint unless a run can resume from the folder that the script names."""
     if not os.path.isdir(folder):
-        raise CheckpointNotFound(
-            f"Can't find a valid checkpoint at {folder}: the folder does not exist (resume_from_checkpoint)."
-            f"{_hint_for_missing(folder, output_dir)}"
-        )
+        text = f"Can't find a valid checkpoint at {folder}: the folder does not exist (resume_from_checkpoint)."
+        raise CheckpointNotFound(text + _hint_for_missing(folder, output_dir))
     if not os.path.isfile(os.path.join(folder, names.TRAINER_STATE_NAME)):
         hint = f" Did you mean {inner_checkpoint!r}?" if (inner_checkpoint := get_last_checkpoint(folder)) else ""
-        raise CheckpointNotFound(
-            f"Can't find a valid checkpoint at {folder}, the value of resume_from_checkpoint: it lacks "
-            f"{names.TRAINER_STATE_NAME}.{hint}"
-        )
+        text = f"Can't find a valid checkpoint at {folder}, the value of resume_from_checkpoint"
+        raise CheckpointNotFound(f"{text}: it lacks {names.TRAINER_STATE_NAME}.{hint}")
     inspection = inspect_checkpoint(folder)
     if (reason := inspection.unusable_reason) is not None:
         reason = reason.replace(os.path.join(folder, ""), "")
-        accept_hint = f"; or, if you changed the file yourself, run: {_accept_command(folder)}"
-        raise DamagedCheckpoint(
-            f"resume_from_checkpoint={folder!r} is damaged: {reason}. Use another one (True selects the newest intact "
-            f"one){accept_hint if inspection.can_be_accepted else '.'}"
-        )
+        accept = f"; or, if you changed the file yourself, run: {_accept_command(folder)}"
+        remedy = f"Use another one (True selects the newest intact one){accept if inspection.can_be_accepted else '.'}"
+        raise DamagedCheckpoint(f"resume_from_checkpoint={folder!r} is damaged: {reason}. {remedy}")
     _warn_about_changes(inspection)
 
 

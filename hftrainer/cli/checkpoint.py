@@ -154,10 +154,8 @@ def _strategy(folder: str) -> tuple[str, str]:
     if os.path.isfile(os.path.join(folder, "latest")):
         tag = read_deepspeed_tag(folder)
         convert = f"ds_to_universal --input_folder {folder}/{tag} --output_folder {folder}/universal"
-        return (
-            "a shard from each process, by DeepSpeed",
-            f"as many processes, or after python -m deepspeed.checkpoint.{convert}",
-        )
+        processes = f"as many processes, or after python -m deepspeed.checkpoint.{convert}"
+        return "a shard from each process, by DeepSpeed", processes
     if not has_weights(folder):
         return "a shard from each process", "as many processes, with the same strategy"
     return "whole, in one file or several", "any number of processes, with DDP, FSDP or neither"

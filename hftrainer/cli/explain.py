@@ -73,14 +73,8 @@ def _parse_arguments(parser: Parser, words: list[str], *, is_name: bool) -> Trai
     class ArgumentsParser(HfArgumentParser):
         print_help = Parser.print_help
 
-    arguments_parser = ArgumentsParser(
-        TrainingArguments,
-        prog=parser.prog,
-        usage=_USAGE,
-        description=_DESCRIPTION,
-        allow_abbrev=False,
-        exit_on_error=False,
-    )
+    texts = {"prog": parser.prog, "usage": _USAGE, "description": _DESCRIPTION}
+    arguments_parser = ArgumentsParser(TrainingArguments, **texts, allow_abbrev=False, exit_on_error=False)
     arguments_parser.add_argument("--help-all", action="help", help="show this help message and exit")
     dashes = "" if is_name else "--"
     parser.epilog = "example: %(prog)s --learning_rate 3e-5 --optim sgd"
