@@ -20,11 +20,8 @@ LIKELY = """
     _internals _state _cache _logger _step _metrics metric plan _plan loop _run
 """.split()
 TAKEN = {"fit", *DOCUMENTED, *LIKELY}
-SETTINGS = {
-    **EVERY_STEP,
-    **{"max_steps": 4, "gradient_accumulation_steps": 2, "load_best_model_at_end": True},
-    "trainer": {"compute_metrics": accuracy},
-}
+SETTINGS = {**EVERY_STEP, "max_steps": 4, "gradient_accumulation_steps": 2, "load_best_model_at_end": True}
+SETTINGS["trainer"] = {"compute_metrics": accuracy}
 
 
 @pytest.mark.parametrize("kind", ["Trainer", "Seq2SeqTrainer"])

@@ -139,12 +139,8 @@ def read_steps(loaders, epoch, skipped, size, global_batch, state=None):
 
 def possible_sizes(global_batch):
     """Batch sizes and numbers of processes that make such global batches."""
-    return [
-        (size, processes)
-        for processes in (1, 2, 4)
-        for size in range(1, global_batch + 1)
-        if global_batch % (size * processes) == 0
-    ]
+    sizes = [(size, processes) for processes in (1, 2, 4) for size in range(1, global_batch + 1)]
+    return [(size, processes) for size, processes in sizes if global_batch % (size * processes) == 0]
 
 
 @pytest.mark.parametrize("kind", [*SAMPLERS, *STREAMS])
@@ -247,12 +243,6 @@ class Pairs(BatchSampler):
     ],
 )
 def test_batches_that_cannot_be_resized_are_refused(settings, config, message):
+    parts = {"config": AcceleratorConfig(**config), "shard_spec": ShardSpec(0, 2), "processes": ALONE}
     with pytest.raises(UnsupportedArgument, match=f"elastic=True: .*{message}"):
-        PreparedDataLoader(
-            DataLoader(**settings),
-            torch.device("cpu"),
-            config=AcceleratorConfig(**config),
-            shard_spec=ShardSpec(0, 2),
-            processes=ALONE,
-            global_batch=4,
-        )
+        PreparedDataLoader(DataLoader(**settings), torch.device("cpu"), **parts, global_batch=4)

@@ -131,11 +131,8 @@ def test_epochs_have_whole_steps(tmp_path):
 
 
 def test_mixture_column_names_the_source(tmp_path):
-    rows = [
-        {"x": row["x"].tolist(), "labels": row["labels"], "kind": name}
-        for name, of in make_sources().items()
-        for row in of
-    ]
+    sources = make_sources().items()
+    rows = [{"x": row["x"].tolist(), "labels": row["labels"], "kind": name} for name, of in sources for row in of]
     random.Random(0).shuffle(rows)
     trainer, read = train_mixture(tmp_path, datasets.Dataset.from_list(rows), mixture_column="kind")
     assert all(len({index >= 1000 for index in indices}) == 1 for indices, _ in read)

@@ -118,11 +118,8 @@ def test_resumed_run_skips_known_bad_samples(tmp_path):
     skipped = tmp_path / "bad" / "skipped_samples.jsonl"
     with skipped.open("a") as file:
         file.write('{"step": 1')
-    again = make_trainer(
-        tmp_path / "bad",
-        trainer={"model": Sensitive(), "train_dataset": bad},
-        **{**SEQUENTIAL, "per_device_train_batch_size": SIZE, **settings},
-    )
+    settings = {**SEQUENTIAL, "per_device_train_batch_size": SIZE, **settings}
+    again = make_trainer(tmp_path / "bad", trainer={"model": Sensitive(), "train_dataset": bad}, **settings)
     train_to_end(again, tmp_path / "bad" / "checkpoint-2")
     assert_same_end(again, good)
     assert len(skipped.read_text().splitlines()) == 3
