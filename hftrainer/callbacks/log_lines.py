@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,9 +12,10 @@ from hftrainer.callbacks.state import TrainerState, is_measurement
 
 
 def _fit(value: float, digits: int, width: int) -> str:
-    """A number in at most `width` characters, with `digits` significant digits where these fit."""
-    forms = [",.0f", *(f".{count}g" for count in range(digits, 0, -1))][abs(value) < 1000 :]
-    return next((text for form in forms if len(text := f"{value:{form}}") <= width), f"{value:.0e}")
+    """A number in at most `width` characters, with `digits` significant digits where these fit, also if they are 0."""
+    zeros = "#" if abs(value) >= 1e-4 and not isinstance(value, int) else ""
+    forms = [",.0f", *(f"{zeros}.{count}g" for count in range(digits, 0, -1))][abs(value) < 1000 :]
+    return next((text for form in forms if len(text := f"{value:{form}}".rstrip(".")) <= width), f"{value:.0e}")
 
 
 def _duration(seconds: float) -> str:
@@ -62,7 +64,7 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
     Args:
         logs: the log line.
         state: the state of the run.
-        width: terminal columns; parts that do not fit are left out. None shows all.
+        width: terminal columns; parts that do not fit are left out, and metrics continue below. None shows all.
     """
     values = unfilter(logs, state)
     parts = {"": format_place(state)} if state.max_steps > 0 else {}
@@ -76,7 +78,15 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
     for name in (*repeated, *_LEFT_OUT):
         if name in repeated or (width is not None and len(_join(parts)) > width):
             parts.pop(name, None)
-    return _join(parts)
+    text = _join(parts)
+    if width is None or len(text) <= width:
+        return text
+    # No line ends between a name and its value.
+    start = f"{place}  " if (place := parts.pop("", "")) else ""
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "initial_indent": start}
+    unbroken = "  ".join(part.replace(" ", "\xa0") for part in parts.values())
+    lines = textwrap.wrap(unbroken, width, subsequent_indent=" " * (len(start) or 4), **options)
+    return "\n".join(line.replace("\xa0", " ").rstrip() for line in lines)
 
 
 def _join(parts: Mapping[str, str]) -> str:

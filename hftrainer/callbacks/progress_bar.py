@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 import sys
 import warnings
@@ -14,13 +13,15 @@ from typing import Any
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import read_observe
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.base.messages import wrap_text
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.log_lines import format_log_line, unfilter
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.compat import transformers_names
 from hftrainer.compat.libraries import has_length
 from hftrainer.parallel.rank_errors import find_rank_that_prints
+
+#: Columns of the bar for which losses beside it are left out, with its two edges.
+MIN_BAR = 20
 
 
 def is_in_notebook() -> bool:
@@ -179,25 +180,29 @@ def _format_line(logs: Mapping[str, Any], args: BaseArguments, state: TrainerSta
     is_terminal = hasattr(sys.stdout, "isatty") and sys.stdout.isatty()
     if is_terminal or read_observe(getattr(args, "observe", False)):
         width = shutil.get_terminal_size().columns if is_terminal else None
-        # Keep a name and its value together.
-        line = re.sub(r"(?<=\S) (?=\S)", "\xa0", format_log_line(logs, state, width))
-    else:
-        values = {name: value for name, value in logs.items() if name != "total_flos"}
-        # As the followed release prints it.
-        line = str(ResolvedArguments.from_args(args).policy.printed(values, above_bar=above_bar))
-    return wrap_text(line, sys.stdout).replace("\xa0", " ")
+        return format_log_line(logs, state, width)
+    values = {name: value for name, value in logs.items() if name != "total_flos"}
+    # As the followed release prints it.
+    return str(ResolvedArguments.from_args(args).policy.printed(values, above_bar=above_bar))
 
 
 def _make_bar(**kwargs: Any) -> Any:
     from tqdm.auto import tqdm
 
     class Bar(tqdm):
-        """Leaves room at the end of the terminal's line for its "^C", so that a Ctrl-C can erase both."""
+        """Leaves room at the end of the terminal's line for its "^C", so that a Ctrl-C can erase both.
+
+        In a narrow terminal it leaves out losses, the last one first.
+        """
 
         @property
         def format_dict(self) -> dict[str, Any]:
             values: dict[str, Any] = super().format_dict
-            return values | {"ncols": values["ncols"] and max(values["ncols"] - 3, 1)}
+            columns = values["ncols"] and max(values["ncols"] - 3, 1)
+            # Without columns it is the text beside the bar.
+            while columns and values["postfix"] and len(tqdm.format_meter(**values | {"ncols": 0})) > columns - MIN_BAR:
+                values["postfix"] = values["postfix"].rpartition(", ")[0]
+            return values | {"ncols": columns}
 
     # With disable=None, tqdm shows no bar outside a terminal; a notebook can show it anyway.
     return Bar(**{"dynamic_ncols": True, "disable": False if is_in_notebook() else None} | kwargs)

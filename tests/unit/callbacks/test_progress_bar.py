@@ -67,17 +67,17 @@ FILTERED = {"loss": 0.0, "grad_norm": float("nan")}
         (
             {"loss": 0.12345, "learning_rate": 5e-5, "tokens_per_second": 12345.6, "step_seconds": 0.07}
             | {"peak_memory_mb": 1234.0, "epoch": 0.5},
-            "   20/1,000  loss 0.1235   lr 5.00e-05  ep 0.50     12,346 tokens/s  mem 1.23 GB      70 ms/step",
+            "   20/1,000  loss 0.1235   lr 5.00e-05  ep 0.50     12,346 tokens/s  mem 1.23 GB    70.0 ms/step",
         ),
         (
             {"loss": 1.0, "data_wait": 0.25, "eval_share": 0.05, "save_share": 0.001, "mfu": 0.417, "total_flos": 1e9},
-            "   20/1,000  loss 1        41.7% MFU  data 25% of time",
+            "   20/1,000  loss 1.000    41.7% MFU  data 25% of time",
         ),
         (
             {"eval_loss": 2.5, "eval_text": "a b", "eval_runtime": 0.5, "eval_samples_per_second": 64.0},
-            "   20/1,000  eval_loss 2.5      eval_text a b  time    0.5 s       64 samples/s",
+            "   20/1,000  eval_loss 2.500    eval_text a b  time  0.500 s     64.0 samples/s",
         ),
-        ({"my_mfu": 2.5, "teacher_grad_norm": 1.0}, "   20/1,000  my_mfu 2.5      teacher_grad_norm 1"),
+        ({"my_mfu": 2.5, "teacher_grad_norm": 1.0}, "   20/1,000  my_mfu 2.500    teacher_grad_norm 1.000"),
         ({"loss": float("nan")}, "   20/1,000  loss nan"),
         (FILTERED, "   20/1,000  loss nan      grad nan"),
         ({"train_loss": 0.5}, "   20/1,000  train_loss nan"),
@@ -91,10 +91,10 @@ def test_log_line_shows_measurements(logs, line):
 @pytest.mark.parametrize(
     ("width", "shown"),
     [
-        (10, "20/40  loss 1"),
-        (71, "20/40  loss 1        grad 0.5      12,346 tokens/s  data 3%"),
-        (72, "20/40  loss 1        grad 0.5     lr 5.00e-05   12,346 tokens/s  data 3%"),
-        (None, "20/40  loss 1        grad 0.5     lr 5.00e-05  ep 6.67     12,346 tokens/s  data 3% of time"),
+        (10, "20/40  loss 1.000"),
+        (71, "20/40  loss 1.000    grad 0.500    12,346 tokens/s  data 3%"),
+        (72, "20/40  loss 1.000    grad 0.500   lr 5.00e-05   12,346 tokens/s  data 3%"),
+        (None, "20/40  loss 1.000    grad 0.500   lr 5.00e-05  ep 6.67     12,346 tokens/s  data 3% of time"),
     ],
 )
 def test_narrow_terminal_keeps_the_most_useful_parts(width, shown):
@@ -103,6 +103,18 @@ def test_narrow_terminal_keeps_the_most_useful_parts(width, shown):
     state = TrainerState(global_step=20, max_steps=40)
     assert format_log_line(logs, state, width) == shown
     assert format_log_line(logs | {"eval_share": 0.4, "save_share": 0.12}, state, width) == shown
+
+
+def test_metrics_continue_below_each_other():
+    """Each evaluation breaks at the same names, and its decimals are aligned."""
+    names = [f"eval_{name}" for name in "loss accuracy f1_macro precision_macro recall_macro".split()]
+    state = TrainerState(global_step=20, max_steps=40)
+    lines = [format_log_line(dict.fromkeys(names, value), state, 80).splitlines() for value in (0.5, 0.4375)]
+    assert lines[1] == [line.replace("0.5000", "0.4375") for line in lines[0]]
+    assert lines[0] == [
+        "20/40  eval_loss 0.5000   eval_accuracy 0.5000   eval_f1_macro 0.5000",
+        "       eval_precision_macro 0.5000   eval_recall_macro 0.5000",
+    ]
 
 
 def test_columns_keep_their_places():
@@ -180,6 +192,18 @@ def test_ctrl_c_erases_the_bar(monkeypatch):
     assert erased and "0/4" in drawn and len(drawn.split("\r")[-1]) <= 37
 
 
+@pytest.mark.parametrize(("columns", "losses"), [(80, "loss 0.5"), (120, "loss 0.5, eval_loss 0.9937"), (50, "")])
+def test_narrow_bar_leaves_out_losses(monkeypatch, columns, losses):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    bar = _make_bar(total=600_000, dynamic_ncols=False, ncols=columns)
+    bar.set_postfix_str("loss 0.5, eval_loss 0.9937")
+    bar.close()
+    drawn = terminal.getvalue().split("\r")[-1].rstrip()
+    assert drawn.endswith(f"{', ' * bool(losses)}{losses}]") and len(drawn) == columns - 3
+    assert len(drawn.split("|")[1]) >= 15
+
+
 @pytest.mark.parametrize("steps", [4, 9])
 def test_bar_of_a_resumed_run_starts_at_its_step(monkeypatch, tmp_path, steps):
     """A run without steps left shows none."""
@@ -193,14 +217,14 @@ def test_bar_of_a_resumed_run_starts_at_its_step(monkeypatch, tmp_path, steps):
     monkeypatch.setattr(sys, "stdout", Terminal())
     callback.on_log(TrainingArguments(str(tmp_path)), state, None, logs={"loss": 0.5, "epoch": 1})
     assert (
-        f"5/{steps}  loss 0.5      ep 1.00\n" in sys.stdout.getvalue() and callback.training_bar.postfix == "loss 0.5"
+        f"5/{steps}  loss 0.5000   ep 1.00\n" in sys.stdout.getvalue() and callback.training_bar.postfix == "loss 0.5"
     )
     callback.close()
 
 
 def test_plain_line_in_a_terminal_shows_losses_that_are_nan(monkeypatch, tmp_path):
     for terminal, lines in (
-        (Terminal(), "15/30  loss 0.5      NaN at step 13\n15/30  loss nan      grad nan\n"),
+        (Terminal(), "15/30  loss 0.5000   NaN at step 13\n15/30  loss nan      grad nan\n"),
         (io.StringIO(), "{'loss': '0.5'}\n{'loss': '0', 'grad_norm': 'nan'}\n"),
     ):
         monkeypatch.setattr(sys, "stdout", terminal)
@@ -220,7 +244,7 @@ def test_plain_evaluation_takes_a_row_of_a_terminal(monkeypatch, tmp_path):
     for state, values in ((TrainerState(global_step=3, max_steps=60), logs), (TrainerState(), {"learning_rate": "-"})):
         hftrainer.PrinterCallback().on_log(TrainingArguments(str(tmp_path)), state, None, logs=values)
     row, outside, end = sys.stdout.getvalue().split("\n")
-    assert row.startswith(" 3/60  eval_loss 0.9937   eval_accuracy 0.5") and len(row) <= 80 and not end
+    assert row.startswith(" 3/60  eval_loss 0.9937   eval_accuracy 0.5000") and len(row) <= 80 and not end
     assert outside == "learning_rate -"
 
 
