@@ -84,8 +84,8 @@ def _describe_training(run: FinishedRun) -> Iterator[tuple[str, int]]:
     runtime = float(metrics["train_runtime"])
     speeds = {"samples": "train_samples_per_second", "tokens": "train_tokens_per_second"}
     speed = [f"{format_number(metrics[key] * run.share)} {name}/s" for name, key in speeds.items() if metrics.get(key)]
-    yield f"Trained {count_of(run.steps, 'steps')} in {describe_times(runtime, run.seconds)}.", logging.INFO
-    yield f"{', '.join([*speed, f'peak memory {_memory()}'])}.", logging.INFO
+    facts = ", ".join([*speed, f"peak memory {_memory()}"])
+    yield f"Trained {count_of(run.steps, 'steps')} in {describe_times(runtime, run.seconds)}: {facts}.", logging.INFO
     if state.global_step < state.max_steps:
         place = f"step {state.global_step:,} of {state.max_steps:,}"
         request = "`ask stop`" if run.was_asked_to_stop else ""
@@ -99,16 +99,15 @@ def _describe_training(run: FinishedRun) -> Iterator[tuple[str, int]]:
     if run.non_finite_since is not None:
         place = f"since step {run.non_finite_since:,} of {state.max_steps:,}"
         lasting = f"is not finite {place}: the last checkpoint's weights may be unusable"
-        hidden = ". In log_history, train_loss is too low" if args.logging_nan_inf_filter else ""
+        hidden = ". In log_history, train_loss leaves these out, so it is too low" if args.logging_nan_inf_filter else ""
         text = f"The loss {lasting if run.non_finite_since else 'was not finite in some steps'}{hidden}."
         yield text, logging.WARNING
 
 
 def describe_times(runtime: float, seconds: Mapping[str, float]) -> str:
-    """The time of a run, and where it went."""
-    parts = {"training": runtime - sum(seconds.values()), **seconds}
-    times = [f"{format_duration(time)} {name}" for name, time in parts.items() if time >= 0.01 * runtime]
-    return f"{format_duration(runtime)}: {', '.join(times)}"
+    """The time of a run, and the shares of what was not training."""
+    shares = [f"{time / runtime:.0%} {name}" for name, time in seconds.items() if time >= 0.01 * runtime > 0]
+    return format_duration(runtime) + (f" ({', '.join(shares)})" if shares else "")
 
 
 def _describe_checkpoints(run: FinishedRun) -> Iterator[tuple[str, int]]:
@@ -120,8 +119,7 @@ def _describe_checkpoints(run: FinishedRun) -> Iterator[tuple[str, int]]:
     elif run.has_failed_save:
         yield f"No checkpoint was saved in {folder}.", logging.WARNING
     if sys.stderr.isatty() and (hint or run.has_journal) and len(state.log_history) > 1:
-        advice = "; observe=True logs speeds too" if run.events is None else ""
-        yield f"{command_name()} plot {shlex.quote(folder)} draws its curves{advice}.", logging.INFO
+        yield f"Curves: {command_name()} plot {shlex.quote(folder)}", logging.INFO
 
 
 def _place_of_best(state: TrainerState, args: Any) -> str:
@@ -147,7 +145,7 @@ def make_goodput_message(events: list[dict[str, Any]]) -> str:
     share, starts = goodput(events), sum(event["event"] == "begin" for event in select_last_run(events))
     if share is None or starts < 2:
         return ""
-    return f"Goodput: {share:.0%} of the time without pauses are steps that count ({starts} starts)."
+    return f"Goodput: {share:.0%} of the time without pauses in kept steps ({starts} starts)."
 
 
 def make_resume_hint(folders: Sequence[str], *, is_complete: bool, label: str = "Last checkpoint") -> str:

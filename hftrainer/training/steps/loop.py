@@ -325,8 +325,8 @@ class TrainingLoop(Part):
         """The seconds that went into other activities than training."""
         seconds = self.run.seconds_by_activity
         return {
-            "waiting for data": sum(self.batches.reader.wait_seconds_by_cause().values()),
-            "in evaluations": seconds.get("evaluation", 0.0),
+            "data": sum(self.batches.reader.wait_seconds_by_cause().values()),
+            "evaluation": seconds.get("evaluation", 0.0),
             "saving": seconds.get("saving", 0.0),
         }
 
