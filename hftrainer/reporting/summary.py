@@ -99,7 +99,7 @@ def _describe_training(run: FinishedRun) -> Iterator[tuple[str, int]]:
     if run.non_finite_since is not None:
         place = f"since step {run.non_finite_since:,} of {state.max_steps:,}"
         lasting = f"is not finite {place}: the last checkpoint's weights may be unusable"
-        hidden = ". In log_history, train_loss leaves these out, so it is too low" if args.logging_nan_inf_filter else ""
+        hidden = ". In log_history, train_loss leaves them out, so is too low" if args.logging_nan_inf_filter else ""
         text = f"The loss {lasting if run.non_finite_since else 'was not finite in some steps'}{hidden}."
         yield text, logging.WARNING
 
