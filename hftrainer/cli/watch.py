@@ -40,6 +40,10 @@ ROWS, MAX_ROWS = 6, 30
 #: The bits of the dots in a braille character, by row and column.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
+#: Characters of the page → ASCII; of braille, whether dots are in the upper and the lower half.
+_ASCII = {0x2800 + code: " '.:"[bool(code & 0x1B) + 2 * bool(code & 0xE4)] for code in range(256)}
+_ASCII |= {ord("·"): "|", ord("…"): "~"}
+
 
 def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
@@ -51,7 +55,7 @@ def add_subcommand(commands: Any) -> None:
         "observe=True is shown live, any other run by its newest checkpoint.",
     )
     parser.set_defaults(missing="pass the output folders of runs")
-    parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="+", help="output folders of runs, shown side by side")
+    parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="+", help="output folders of runs")
     parser.add_argument("--once", action="store_true", help="print the page once; the default for a pipe or a file")
     parser.add_argument("--every", metavar="SECONDS", type=float, default=2.0, help="time between updates; default: 2")
 
@@ -126,7 +130,7 @@ def _show(console: Console, runs: list[WatchedRun], names: list[str], every: flo
             time.sleep(every)
 
 
-def _make_page(console: Console, names: list[str], pages: list[dict[str, Any]], height: int | None) -> Table:
+def _make_page(console: Console, names: list[str], pages: list[dict[str, Any]], height: int | None) -> RenderableType:
     """All runs, side by side in a wide terminal.
 
     Args:
@@ -135,6 +139,7 @@ def _make_page(console: Console, names: list[str], pages: list[dict[str, Any]], 
         pages: data of the runs, from `WatchedRun.read`.
         height: lines of the page; None for no limit.
     """
+    from rich.segment import Segments
     from rich.table import Column, Table
 
     columns = max(1, min(len(pages), console.width // MIN_COLUMNS))
@@ -143,7 +148,11 @@ def _make_page(console: Console, names: list[str], pages: list[dict[str, Any]], 
     panels = [_make_panel(console, *pair, console.width // columns, lines) for pair in zip(names, pages, strict=True)]
     for start in range(0, len(panels), columns):
         grid.add_row(*panels[start : start + columns])
-    return grid
+    if not console.options.ascii_only:
+        return grid
+    # rich draws frames of ASCII by itself.
+    texts = ((part, part.text.translate(_ASCII).encode("ascii", "replace")) for part in console.render(grid))
+    return Segments(part._replace(text=text.decode()) for part, text in texts)
 
 
 def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, height: int | None) -> Panel:
@@ -266,7 +275,8 @@ def _make_progress(page: dict[str, Any], colour: str) -> Table:
     bar = ProgressBar(max(steps, step, 1), step, complete_style=colour, finished_style=colour)
     share = f"{min(step / steps, 1):.0%}" if steps else ""
     left = "" if seconds_left is None else f", {format_duration(round(seconds_left))} left"
-    grid.add_row(f"step {step:,}" + (f" of {steps:,}" if steps else ""), bar, share + left)
+    end = f", past the end at {steps:,}" if step > steps else f" of {steps:,}"
+    grid.add_row(f"step {step:,}{end if steps else ''}", bar, share + left)
     return grid
 
 
@@ -284,18 +294,19 @@ def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
         yield "observe=True shows a run live"
     if page["resumed_from"]:
         yield f"resumed from {os.path.basename(page['resumed_from'])}"
-    if page["goodput"] is not None and not nan_place(page):
-        yield f"goodput {page['goodput']:.0%} (time in kept steps)"
+    # Without a checkpoint, a run that has ended early has kept no steps.
+    is_kept = page["checkpoints"] or page["state"] in ("running", "silent", "complete")
+    if page["goodput"] is not None and is_kept and not nan_place(page):
+        yield f"goodput {page['goodput']:.0%} (kept steps and data)"
 
 
 def _seconds_by_activity(seconds: dict[str, dict[str, float]]) -> Table:
     rows: list[tuple[str, ...]] = []
-    for spent_seconds in seconds.values():
+    for label, spent_seconds in (("recent", seconds["recent"]), ("total", seconds["all"])):
         total = sum(spent_seconds.values()) or 1.0
-        label = "total" if rows else f"last {format_duration(total)}"
-        rows.append((label, *(f"{seconds / total:.1%}" for seconds in spent_seconds.values()), format_number(total)))
+        rows.append((label, format_duration(total), *(f"{part / total:.1%}" for part in spent_seconds.values())))
     # Of a short run, the last intervals are all.
-    return _make_table(["time", *seconds["all"], "seconds"], rows if rows[0][1:] != rows[1][1:] else rows[1:])
+    return _make_table(["", "time", *seconds["all"]], rows if rows[0][1:] != rows[1][1:] else rows[1:])
 
 
 def _make_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

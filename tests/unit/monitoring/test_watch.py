@@ -1,6 +1,7 @@
 """`python -m hftrainer watch` shows a page of runs, from their journals or checkpoints."""
 
 import functools
+import io
 import json
 import os
 import pty
@@ -81,7 +82,7 @@ def test_page_shows_progress_metrics_and_checkpoints(tmp_path, capsys, monkeypat
     ]
     assert "eval_loss      2.25  2.25       30" in page and "eval_accuracy   0.5   0.5       30" in page
     assert "eval_wer        0.2   0.1       20" in page and "eval_gap          2     1       20" in page
-    assert "lr 3.00e-04 · 12,346 tokens/s" in page and "total  60.0%  20.0%       10.0%   10.0%       30" in page
+    assert "lr 3.00e-04 · 12,346 tokens/s" in page and "total  30 s  60.0%  20.0%       10.0%   10.0%" in page
     assert "checkpoint-30 0 s ago" in page and "checkpoint-20" not in page
     assert "after step 30: Step 30 took 9 s, [red][31m12 times the median." in page and "\x1b" not in page
     assert any(re.search("loss  +eval_wer", line) for line in lines) and "⠉" in page and "step 30 " in page
@@ -204,14 +205,18 @@ def test_resume_of_an_earlier_run_continues_its_curve(tmp_path, is_overwritten):
     assert [each["loss"] for each in logs if each] == losses
 
 
-def test_goodput_is_kept_steps_by_all_time(tmp_path):
-    train(begin(tmp_path), 10, 20)
+def test_goodput_is_kept_steps_by_all_time(tmp_path, capsys, monkeypatch):
+    train(journal := begin(tmp_path), 10, 20)
     path = tmp_path / JOURNAL_NAME
     events = [json.loads(line) for line in path.read_text().splitlines()]
     for event, at in zip(events, (0, 10, 10, 20, 20), strict=True):
         event["time"] = 1e9 + at
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     assert WatchedRun(str(tmp_path)).read()["goodput"] == 0.8
+    assert "goodput 80% (kept steps and data)" in show(capsys, monkeypatch, tmp_path)
+    # A run that ends early without a checkpoint has kept no steps.
+    journal.write("end", 20, reason="Ctrl-C")
+    assert "goodput 80%" not in show(capsys, monkeypatch, tmp_path)
 
 
 def test_only_appended_lines_are_read(tmp_path):
@@ -265,6 +270,18 @@ def test_losses_that_are_not_finite_are_shown(tmp_path, capsys, monkeypatch):
     assert "  loss NaN since step 43, complete " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
 
 
+def test_page_is_ascii_without_utf_8(tmp_path, monkeypatch):
+    journal = begin(tmp_path)
+    train(journal, 10, loss=10.0)
+    train(journal, 20, loss=5.0)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["watch", "--once", str(tmp_path)])
+    sys.stdout.flush()
+    page = sys.stdout.buffer.getvalue().decode()
+    assert "?" not in page and "2 x cuda | started" in page and re.search(r"10 [:.']+ .*\n", page)
+
+
 @pytest.mark.parametrize(("losses", "text"), [([1.0, 1.5] * 6 + [60.0], "max 60"), ([500.0, 9.0, 0.5], "log scale")])
 def test_chart_has_the_axis_of_plots(tmp_path, capsys, monkeypatch, losses, text):
     journal = begin(tmp_path)
@@ -283,6 +300,8 @@ def test_run_without_log_lines_is_waited_for(tmp_path, capsys, monkeypatch):
     assert "best" in page and "waiting" not in page and not re.search(r"10 +step 10 +│", page)
     train(journal, 20)
     assert re.search(r"10 +step 20 +│", show(capsys, monkeypatch, tmp_path))  # the axis of a chart
+    train(journal, 120)
+    assert "step 120, past the end at 100" in show(capsys, monkeypatch, tmp_path)
 
 
 def test_run_without_a_journal_is_shown_from_its_checkpoints(tmp_path, capsys, monkeypatch):
@@ -292,7 +311,7 @@ def test_run_without_a_journal_is_shown_from_its_checkpoints(tmp_path, capsys, m
     (tmp_path / JOURNAL_NAME).unlink(missing_ok=True)
     page = show(capsys, monkeypatch, tmp_path)
     assert "complete, by its newest checkpoint" in page and "step 4 of 4" in page
-    assert "checkpoint-4 0 s ago · checkpoint-2" in page and "loss" in page and "seconds" not in page
+    assert "checkpoint-4 0 s ago · checkpoint-2" in page and "loss" in page and "saving" not in page
     shutil.rmtree(tmp_path / "checkpoint-4")
     page = show(capsys, monkeypatch, tmp_path, width=110)
     assert "  not finished, by its newest checkpoint ─" in page and "step 2 of 4" in page
