@@ -15,7 +15,7 @@ from collections.abc import Collection
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hftrainer.base.messages import TRACEBACK_VARIABLE, print_interrupt_notes, wrap_text
+from hftrainer.base.messages import DIM, TRACEBACK_VARIABLE, paint, print_interrupt_notes, wrap_text
 from hftrainer.cli.parser import Parser
 from hftrainer.errors import suggest
 from hftrainer.plugins import import_adapter
@@ -90,6 +90,8 @@ def run_script(target: str, arguments: list[str], prog: str, *, as_module: bool 
     # The ranks have the same warnings of torch's C++ code, which reads this variable when it is imported.
     if find_rank_info({}, int).rank:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    elif sys.stderr.isatty():
+        print(paint(f"[hftrainer] Loading torch and transformers for {target}", DIM, sys.stderr), file=sys.stderr)
     from hftrainer.cli.install import install
 
     install()

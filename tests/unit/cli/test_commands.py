@@ -11,6 +11,7 @@ import pytest
 
 from hftrainer.__main__ import main, make_parser
 from hftrainer.base.messages import command_name
+from hftrainer.cli.run import run_script
 from hftrainer.monitoring.journal import Journal
 
 
@@ -95,6 +96,19 @@ def test_colours_only_on_a_terminal(terminal, no_color, force_color, capsys, mon
     is_painted = (terminal or bool(force_color)) and not no_color
     assert [text in shown for text in ("\033[1moptions:", "\033[1;31merror:", "\033[2m\nusage")] == [is_painted] * 3
     assert json.loads(shown.splitlines()[-1])["hint"].startswith("usage")
+
+
+def test_run_says_in_a_terminal_what_takes_seconds(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('begins', file=sys.stderr)")
+    for name, value in {"argv": sys.argv, "path": [*sys.path], "excepthook": sys.excepthook}.items():
+        monkeypatch.setattr(sys, name, value)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("hftrainer.cli.install.install", lambda: print("imports", file=sys.stderr))
+    for is_terminal, said in ((True, [f"[hftrainer] Loading torch and transformers for {script}"]), (False, [])):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda shown=is_terminal: shown, raising=False)
+        run_script(str(script), [], "hftrainer run")
+        assert capsys.readouterr().err.splitlines() == [*said, "imports", "begins"]
 
 
 def test_errors_are_json_with_the_json_option(tmp_path, capsys):
