@@ -78,15 +78,13 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
     for name in (*repeated, *_LEFT_OUT):
         if name in repeated or (width is not None and len(_join(parts)) > width):
             parts.pop(name, None)
-    text = _join(parts)
-    if width is None or len(text) <= width:
-        return text
+    if width is None or len(_join(parts)) <= width:
+        return _join(parts)
     # No line ends between a name and its value.
     start = f"{place}  " if (place := parts.pop("", "")) else ""
-    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "initial_indent": start}
     unbroken = "  ".join(part.replace(" ", "\xa0") for part in parts.values())
-    lines = textwrap.wrap(unbroken, width, subsequent_indent=" " * (len(start) or 4), **options)
-    return "\n".join(line.replace("\xa0", " ").rstrip() for line in lines)
+    wrap = textwrap.TextWrapper(width, start, " " * (len(start) or 4), break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line.replace("\xa0", " ").rstrip() for line in wrap.wrap(unbroken))
 
 
 def _join(parts: Mapping[str, str]) -> str:

@@ -179,8 +179,7 @@ def _format_line(logs: Mapping[str, Any], args: BaseArguments, state: TrainerSta
     """
     is_terminal = hasattr(sys.stdout, "isatty") and sys.stdout.isatty()
     if is_terminal or read_observe(getattr(args, "observe", False)):
-        width = shutil.get_terminal_size().columns if is_terminal else None
-        return format_log_line(logs, state, width)
+        return format_log_line(logs, state, shutil.get_terminal_size().columns if is_terminal else None)
     values = {name: value for name, value in logs.items() if name != "total_flos"}
     # As the followed release prints it.
     return str(ResolvedArguments.from_args(args).policy.printed(values, above_bar=above_bar))

@@ -41,7 +41,7 @@ ROWS, MAX_ROWS = 6, 30
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 #: Characters of the page → ASCII; of braille, whether dots are in the upper and the lower half.
-_ASCII = {0x2800 + code: " '.:"[bool(code & 0x1B) + 2 * bool(code & 0xE4)] for code in range(256)}
+_ASCII = {0x2800 + dot: " '.:"[bool(dot & 0x1B) + 2 * bool(dot & 0xE4)] for dot in range(256)}
 _ASCII |= {ord("·"): "|", ord("…"): "~"}
 
 
@@ -270,8 +270,7 @@ def _make_progress(page: dict[str, Any], colour: str) -> Table:
     from rich.table import Column, Table
 
     step, steps, seconds_left = page["step"], page["max_steps"], page["seconds_left"]
-    columns = (Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True))
-    grid = Table.grid(*columns, expand=True, padding=(0, 1))
+    grid = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), expand=True, padding=(0, 1))
     bar = ProgressBar(max(steps, step, 1), step, complete_style=colour, finished_style=colour)
     share = f"{min(step / steps, 1):.0%}" if steps else ""
     left = "" if seconds_left is None else f", {format_duration(round(seconds_left))} left"
@@ -286,10 +285,8 @@ def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
     # A run trains unless it says otherwise, and its last phase began after the last evaluation or save.
     if page["phase"] and page["phase"]["name"] != "training":
         yield f"{page['phase']['name']} for {format_duration(round(now - page['phase']['since']))}"
-    if page["started"]:
-        yield f"started {_format_age(now, page['started'])}"
-    if page["updated"]:
-        yield f"last event {_format_age(now, page['updated'])}"
+    times = {"started": page["started"], "last event": page["updated"]}
+    yield from (f"{name} {_format_age(now, then)}" for name, then in times.items() if then)
     if page["state"] == "unobserved" and step_of(page["folder"]) is None:
         yield "observe=True shows a run live"
     if page["resumed_from"]:

@@ -42,9 +42,7 @@ SCRIPT = """
 
     args = TrainingArguments({folder!r}, max_steps=4, gradient_accumulation_steps=2, logging_steps=2, use_cpu=True,
         eval_strategy="steps", eval_steps=2, save_strategy="no", report_to="none")
-    trainer = Trainer(
-        make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data(), callbacks=[Warns]
-    )
+    trainer = Trainer(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data(), callbacks=[Warns])
     trainer.train()
     trainer.evaluate()
 """
@@ -216,9 +214,8 @@ def test_bar_of_a_resumed_run_starts_at_its_step(monkeypatch, tmp_path, steps):
     assert callback.training_bar.n == (4 if steps == 4 else 5)
     monkeypatch.setattr(sys, "stdout", Terminal())
     callback.on_log(TrainingArguments(str(tmp_path)), state, None, logs={"loss": 0.5, "epoch": 1})
-    assert (
-        f"5/{steps}  loss 0.5000   ep 1.00\n" in sys.stdout.getvalue() and callback.training_bar.postfix == "loss 0.5"
-    )
+    assert f"5/{steps}  loss 0.5000   ep 1.00\n" in sys.stdout.getvalue()
+    assert callback.training_bar.postfix == "loss 0.5"
     callback.close()
 
 

@@ -40,6 +40,11 @@ def train(journal, *steps, loss=2.0, seconds=SECONDS):
         journal.write("interval", step, steps=10, seconds=seconds)
 
 
+def run_trainer(folder, **settings):
+    settings |= {"max_steps": 4, "use_cpu": True, "save_steps": 2, "logging_steps": 1, "disable_tqdm": True}
+    Trainer(make_plain(), TrainingArguments(str(folder), **settings), train_dataset=plain_data()).train()
+
+
 def evaluate(journal, step, **metrics):
     journal.write("phase", step, phase="evaluation")
     journal.write("log", step, logs={f"eval_{name}": value for name, value in metrics.items()} | {"eval_runtime": 3.0})
@@ -73,13 +78,8 @@ def test_page_shows_progress_metrics_and_checkpoints(tmp_path, capsys, monkeypat
     assert tmp_path.name in first and f"running on {socket.gethostname()}" in first
     assert "step 30 of 100 ━" in page and "30%, 70 s left" in page  # a step takes a second
     assert "2 x cuda · started" in page and "training for" not in page
-    assert re.findall(r"│ (\w+) +[\d.]+ +[\d.]+ +\d+ ", page) == [
-        "loss",
-        "eval_loss",
-        "eval_wer",
-        "eval_gap",
-        "eval_accuracy",
-    ]
+    names = re.findall(r"│ (\w+) +[\d.]+ +[\d.]+ +\d+ ", page)
+    assert names == ["loss", "eval_loss", "eval_wer", "eval_gap", "eval_accuracy"]
     assert "eval_loss      2.25  2.25       30" in page and "eval_accuracy   0.5   0.5       30" in page
     assert "eval_wer        0.2   0.1       20" in page and "eval_gap          2     1       20" in page
     assert "lr 3.00e-04 · 12,346 tokens/s" in page and "total  30 s  60.0%  20.0%       10.0%   10.0%" in page
@@ -305,8 +305,7 @@ def test_run_without_log_lines_is_waited_for(tmp_path, capsys, monkeypatch):
 
 
 def test_run_without_a_journal_is_shown_from_its_checkpoints(tmp_path, capsys, monkeypatch):
-    args = TrainingArguments(str(tmp_path), max_steps=4, use_cpu=True, save_steps=2, logging_steps=1, disable_tqdm=True)
-    Trainer(make_plain(), args, train_dataset=plain_data()).train()
+    run_trainer(tmp_path)
     capsys.readouterr()
     (tmp_path / JOURNAL_NAME).unlink(missing_ok=True)
     page = show(capsys, monkeypatch, tmp_path)
@@ -317,17 +316,13 @@ def test_run_without_a_journal_is_shown_from_its_checkpoints(tmp_path, capsys, m
     assert "  not finished, by its newest checkpoint ─" in page and "step 2 of 4" in page
     assert "· observe=True shows a run live" in page
     title, *lines = show(capsys, monkeypatch, tmp_path / "checkpoint-2").splitlines()
-    assert "checkpoint-2  checkpoint at step 2 of 4 " in title and not any(
-        re.fullmatch("[│ ]+", line) for line in lines
-    )
+    assert "checkpoint-2  checkpoint at step 2 of 4 " in title
+    assert not any(re.fullmatch("[│ ]+", line) for line in lines)
 
 
 def test_journal_written_by_a_trainer_is_shown(tmp_path, capsys, monkeypatch):
     """What the Trainer writes is what the page reads."""
-    args = TrainingArguments(
-        str(tmp_path), max_steps=4, use_cpu=True, save_steps=2, logging_steps=1, observe=True, disable_tqdm=True
-    )
-    Trainer(make_plain(), args, train_dataset=plain_data()).train()
+    run_trainer(tmp_path, observe=True)
     capsys.readouterr()
     page = WatchedRun(str(tmp_path)).read()
     assert page["state"] == "complete" and page["step"] == page["max_steps"] == 4
