@@ -148,7 +148,7 @@ def test_ctrl_c_says_what_was_done(tmp_path):
     with pytest.raises(KeyboardInterrupt) as caught:
         make_trainer(tmp_path, callbacks=[at_step(3, signal.SIGINT)], logging_steps=1).train()
     done, saved = caught.value.__notes__
-    assert re.search(r"Stopped at step 3 of 9, after [\d.]+ m?s: .* training.*; last loss [\d.]+\.$", done)
+    assert re.search(r"Stopped at step 3 of 9, after [\d.]+ m?s( \(.*%.*\))?; last loss [\d.]+\.$", done)
     assert f"Last checkpoint: {tmp_path}/checkpoint-3" in saved
 
 
