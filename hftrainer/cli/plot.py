@@ -155,8 +155,8 @@ def _read_runs(folders: list[str], x: str) -> tuple[list[RunRecord], list[str]]:
 
 def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[dict[str, Any]], str]:
     """The values of each run by which they are compared, and what they mean."""
-    from hftrainer.cli.watch import nan_place
     from hftrainer.monitoring.journal import run_names
+    from hftrainer.monitoring.run_page import nan_place
 
     names = run_names([run.folder for run in runs])
     # The curves of a single run do not name it.

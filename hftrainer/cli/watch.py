@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import json
 import math
 import operator
@@ -161,6 +160,8 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     from rich.panel import Panel
     from rich.text import Text
 
+    from hftrainer.monitoring.run_page import nan_place
+
     colour = "red" if nan_place(page) else COLOURS.get(page["state"], "red")
     # The advice is at the end of a warning, but a low page needs its lines for the curves.
     inner = width - 4
@@ -183,6 +184,8 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
 
 def _state(page: dict[str, Any]) -> str:
     """The state of a run as text."""
+    from hftrainer.monitoring.run_page import nan_place
+
     silence = (
         f"no sign of life for {format_duration(round(time.time() - page['updated']))}" if page.get("updated") else ""
     )
@@ -203,21 +206,6 @@ def _state(page: dict[str, Any]) -> str:
         return f"diverged at step {page['step'] + 1:,}"
     problem = f"loss NaN since step {place}, " if (place := nan_place(page)) else ""
     return problem + words.get(page["state"], page["state"]).format_map(page)
-
-
-def nan_place(page: dict[str, Any]) -> str:
-    """The step since which the loss is NaN, or those among which it is; empty if the last loss is a number.
-
-    It is empty too if only the last line has a loss that was not finite, but a gradient that is.
-    """
-    curve = page.get("curves", {}).get("loss", {"steps": (), "values": ()})
-    count = sum(1 for _ in itertools.takewhile(math.isnan, reversed(curve["values"])))
-    if not count or (count == 1 and math.isfinite(page["values"].get("grad_norm", math.nan))):
-        return ""
-    before, last = [0, *curve["steps"]][-count - 1 :][:2]
-    if before < (step := page["non_finite_step"] or 0) <= last:
-        return f"{step:,}"
-    return f"{last:,.0f}" if before + 1 == last else f"{before + 1:,.0f}-{last:,.0f}"
 
 
 def _parts(page: dict[str, Any], width: int, colour: str, lines: int) -> Iterator[RenderableType]:
@@ -280,6 +268,8 @@ def _make_progress(page: dict[str, Any], colour: str) -> Table:
 
 
 def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
+    from hftrainer.monitoring.run_page import nan_place
+
     if page["device"]:
         yield f"{page['world_size']} x {page['device']}"
     # A run trains unless it says otherwise, and its last phase began after the last evaluation or save.

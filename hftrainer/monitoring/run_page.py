@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import os
 import time
@@ -253,6 +254,21 @@ class WatchedRun:
             "warnings": _rows(run.warnings, "text", "step", "time"),
             "curves": {name: dict(zip(("steps", "values"), run.curves[name], strict=True)) for name in names},
         }
+
+
+def nan_place(page: dict[str, Any]) -> str:
+    """The step since which the loss is NaN, or those among which it is; empty if the last loss is a number.
+
+    It is empty too if only the last line has a loss that was not finite, but a gradient that is.
+    """
+    curve = page.get("curves", {}).get("loss", {"steps": (), "values": ()})
+    count = sum(1 for _ in itertools.takewhile(math.isnan, reversed(curve["values"])))
+    if not count or (count == 1 and math.isfinite(page["values"].get("grad_norm", math.nan))):
+        return ""
+    before, last = [0, *curve["steps"]][-count - 1 :][:2]
+    if before < (step := page["non_finite_step"] or 0) <= last:
+        return f"{step:,}"
+    return f"{last:,.0f}" if before + 1 == last else f"{before + 1:,.0f}-{last:,.0f}"
 
 
 def _rows(events: Iterable[Event], *names: str) -> list[dict[str, Any]]:
