@@ -90,7 +90,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     for path in drawn.paths:
         print(f"{path} ({format_bytes(os.path.getsize(path))})" if path.endswith(".html") else path)
     if drawn.rows:
-        print(f"\n{_compare(drawn.rows)}" + f"\n\n{drawn.note}" * bool(drawn.note))
+        print(f"\n{_compare(drawn.rows)}" + f"\n\n{wrap_text(drawn.note, sys.stdout)}" * bool(drawn.note))
     _show(drawn.paths, drawn.curves)
 
 
@@ -195,10 +195,14 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
             **{title: spent[part] / total if total else None for part, title in SHARE_TITLES.items()},
         }
         rows.append(row)
-    meanings = "time: without pauses; downtime: pauses after failures; goodput: kept steps / (time + downtime)"
-    meanings += "\n" + ", ".join(SHARE_TITLES.values()) + ": shares of the time"
+    shown = {title for row in rows for title, value in row.items() if value is not None}
+    meanings = {"time": "without pauses", "downtime": "pauses after failures", "goodput": "kept steps / time"}
+    if "downtime" in shown:
+        meanings["goodput"] = "kept steps / (time + downtime)"
     notes = [f"(best): by {metrics[0]}"] * any(row["is best"] for row in rows)
-    notes += [meanings] * any(run.seconds is not None for run in runs)
+    if any(run.seconds is not None for run in runs):
+        notes.append("; ".join(f"{title}: {meaning}" for title, meaning in meanings.items() if title in shown))
+    notes += [f"{', '.join(SHARE_TITLES.values())}: shares of the time"] * ("saving" in shown)
     others = f"{', '.join(without_journal)}: train_runtime and the speed over it, with evaluations and saving"
     notes += [others] * bool(without_journal)
     missing = f"{', '.join(unknown)}: without observe=True no speed, time or goodput"
@@ -206,7 +210,10 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
 
 
 def _compare(runs: list[dict[str, Any]]) -> str:
-    """A table with one row per run or trial; a hyphen is a value that only others have."""
+    """A table with one row per run or trial; a hyphen is a value that only others have.
+
+    If its lines are too long for the terminal, but would not be with one column per run, it has that.
+    """
     from hftrainer.base.messages import format_duration
     from hftrainer.reporting.metrics import is_number
 
@@ -223,7 +230,12 @@ def _compare(runs: list[dict[str, Any]]) -> str:
     for run in runs:
         texts = {name: format_number if is_number(value) else str for name, value in run.items()} | formats
         rows.append(tuple(missing[name] if run.get(name) is None else texts[name](run[name]) for name in names))
-    return align(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+    if not sys.stdout.isatty():
+        return align(rows)
+    width = shutil.get_terminal_size().columns
+    by_run = align([column for column in zip(*rows, strict=True) if any(column[1:])])
+    is_wide = any(len(line) > width for line in align(rows).splitlines())
+    return by_run if is_wide and all(len(line) <= width for line in by_run.splitlines()) else align(rows, width)
 
 
 def _as_columns(row: dict[str, Any]) -> dict[str, Any]:

@@ -61,13 +61,10 @@ def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys, monkey
     runs, read = [write_observed_run(tmp_path / "a"), write_observed_run(tmp_path / "b")], []
     monkeypatch.setattr(journal, "read_events", lambda folder: [read.append(folder), read_events(folder)][1])
     main(["plot", *runs, "--output", str(tmp_path / "a.png")])
-    _, _, header, *rows, _, explanation, shares = capsys.readouterr().out.splitlines()
+    _, _, header, *rows, _, explanation = capsys.readouterr().out.splitlines()
     titles = ["steps", "state", "last loss", "best loss", "mean samples per second", "mean tokens per second", "time"]
     assert re.split("  +", header.strip()) == [*titles, "goodput"] and read == runs  # once
-    assert explanation.startswith(
-        "time: without pauses; downtime: pauses after failures; goodput: kept steps / (time +"
-    )
-    assert shares == "data wait, evaluation, saving: shares of the time"
+    assert explanation == "time: without pauses; goodput: kept steps / time"  # only the columns that it has
     # 10 steps at 17.5 samples per second and 10 at 35.
     assert [row.split()[:7] for row in rows] == [[name, "20", "running", "2", "1", "23.33", "9,000"] for name in "ab"]
     main(["plot", *runs, "--output", str(tmp_path / "a.png"), "--json"])
@@ -82,7 +79,8 @@ def test_table_has_the_shares_of_the_time_of_a_run(tmp_path, capsys):
     seconds = {"steps": 5.0, "data": 2.0, "evaluation": 3.0, "saving": 0.0}
     journal.Journal(runs[0]).write("interval", 20, steps=20, seconds=seconds)
     main(["plot", *runs, "--output", str(tmp_path / "a.png")])
-    _, _, header, *rows = capsys.readouterr().out.splitlines()[:5]
+    _, _, header, *rows, _, _, shares, _ = capsys.readouterr().out.splitlines()
+    assert shares == "data wait, evaluation, saving: shares of the time"
     assert header.split()[-4:] == ["data", "wait", "evaluation", "saving"]
     assert [row.split()[-3:] for row in rows] == [["20%", "30%", "0%"], ["-"] * 3]
     assert [row.split()[2] for row in rows] == ["running", "unobserved"]
@@ -158,6 +156,14 @@ def test_terminal_without_a_desktop_shows_text(runs, tmp_path, monkeypatch, open
     picture, _, first, *_ = text.splitlines()
     assert picture == str(tmp_path / "a.png") and first.startswith("loss ")
     assert "eval_accuracy " in text and " lowest " in text and opened_urls == []
+
+
+@pytest.mark.parametrize(("width", "start"), [("50", " +a +b\nsteps +20 +0\n"), ("200", " +steps .+\na +20 .+\nb +0 ")])
+def test_runs_are_columns_where_lines_would_be_too_long(tmp_path, monkeypatch, opened_urls, show_plot, width, start):
+    runs = [write_observed_run(tmp_path / "a"), write_log(tmp_path / "b", [{"step": 20, "loss": 1.0}])]
+    monkeypatch.setenv("COLUMNS", width)
+    path, text = show_plot(*runs).split("\n\n", 1)
+    assert re.match(start, text) and max(map(len, text.splitlines())) <= int(width)
 
 
 def test_desktop_opens_the_file(runs, tmp_path, monkeypatch, opened_urls, show_plot):
