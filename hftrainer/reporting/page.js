@@ -1,5 +1,6 @@
 // What the page of `hftrainer plot --html` does. `page.py` sets `shown`, the horizontal axis at first; `others`: each other axis
-// → its data and layout; `layouts`: axis → pairs of a window's least width and its layout; and `notes`: axis → text.
+// → its data and layout; `layouts`: axis → pairs of a window's least width and its layout; `scales`: axis →
+// scale of the losses → its settings; and `notes`: axis → text.
 const plot = document.getElementById("{plot_id}");
 const [box, smoothing, axis] = ["log_scale", "smoothing", "axis"].map(id => document.getElementById(id));
 const charts = {[shown]: {data: plot.data, layout: structuredClone(plot.layout)}, ...others};
@@ -10,13 +11,7 @@ const fitting = () => layouts[x].find(([width]) => innerWidth >= width)[1];
 onresize = () => fitting() !== columns && Plotly.relayout(plot, columns = fitting());
 
 // The scale of the losses, whose panel is the first.
-const setScale = () => {
-    const {type, range, title} = charts[x].layout.yaxis2;
-    const [other, text] = type === "log" ? ["linear", "Loss"] : ["log", "Loss (log scale)"];
-    Plotly.relayout(plot, box.checked === box.defaultChecked
-        ? {"yaxis2.type": type, "yaxis2.range": range, "yaxis2.title.text": title.text}
-        : {"yaxis2.type": other, "yaxis2.title.text": text, "yaxis2.autorange": true});
-};
+const setScale = () => Plotly.relayout(plot, scales[x][box.checked ? "log" : "linear"]);
 
 // The means: `meta` names the choices at which a curve is shown. Runs hidden by the legend remain hidden.
 const findHidden = () => new Set(plot.data.filter(each => each.visible === "legendonly").map(each => each.legendgroup));

@@ -27,6 +27,8 @@ SMOOTHING_LIST = (
 AXIS_LIST = 'axis <select id="axis" autocomplete="off">%s</select>'
 #: Smoothing of a page → the number of parts of a curve, over one of which its mean goes.
 SMOOTHING = {"light": 30, "strong": 8}
+#: Added to the number of a panel: its axis for marks at shares of its height, which neither scale nor zoom moves.
+FRAME = 1000
 #: Columns of a page → the least width of its window, in pixels.
 COLUMN_WIDTHS = {3: 1500, 2: 900, 1: 0}
 #: Say why a page is blank.
@@ -50,26 +52,26 @@ def draw_html(charts: dict[str, list[Curve]], path: str, title: str, *, plotlyjs
         "shown": shown,
         "others": {x: json.loads(figure.to_json()) for x, figure in figures.items() if x != shown},
         "layouts": {x: _layouts(curves) for x, curves in charts.items()},
+        "scales": {x: _scales_of_losses(curves) for x, curves in charts.items()},
         "notes": {x: " · ".join(notes) for x, (_, *notes) in titles.items()},
     }
     layout = settings["layouts"][shown][0][1]
     figures[shown].update_layout({name.replace(".", "_"): value for name, value in layout.items()})
     # The name of a run could end the script.
-    script = f"const {{shown, others, layouts, notes}} = {json.dumps(settings)};\n".replace("<", r"\u003c")
+    script = f"const {{shown, others, layouts, scales, notes}} = {json.dumps(settings)};\n".replace("<", r"\u003c")
     script += Path(__file__).with_name("page.js").read_text("utf-8")
     page = figures[shown].to_html(include_plotlyjs=plotlyjs, config={"responsive": True}, post_script=script)
     title, note = html.escape(titles[shown][0]), html.escape(settings["notes"][shown])
     page = page.replace("<head>", f"<head><title>{title}</title>{PAGE_STYLE}", 1)
-    heading = f"<h1>{title}</h1><small style='color: gray'>{note}</small>{_controls(charts)}"
+    heading = f"<h1>{title}</h1><small style='color: gray'>{note}</small>{_controls(charts, figures[shown].layout)}"
     page = page.replace("<body>", f"<body>{heading}", 1)
     Path(path).write_text(page.replace("</body>", OFFLINE_NOTICE) if plotlyjs == "cdn" else page, encoding="utf-8")
 
 
-def _controls(charts: dict[str, list[Curve]]) -> str:
+def _controls(charts: dict[str, list[Curve]], layout: Any) -> str:
     """The choices of a page, as far as it has any."""
-    shown, controls = next(iter(charts.values())), list[str]()
-    if losses := panels.group_by_panel(shown).get("loss"):
-        controls.append(LOG_SCALE_BOX % (" checked" * (panels.vertical_axis(losses)[0] == "log")))
+    scales = _scales_of_losses(next(iter(charts.values())))
+    controls = [LOG_SCALE_BOX % (" checked" * (layout.yaxis2.type == "log"))] * bool(scales)
     controls += [SMOOTHING_LIST] * any(curve.mean for curves in charts.values() for curve in curves)
     controls += [AXIS_LIST % "".join(f"<option>{x}" for x in charts)] * (len(charts) > 1)
     return "".join(f"&emsp;<small>{control}</small>" for control in controls)
@@ -85,13 +87,13 @@ def _make_figure(curves: list[Curve]) -> Any:
     x_axis = {"title": title_of_x, "range": panels.horizontal_range(curves), "matches": "x2", "tickformat": ","}
     for number, panel_curves in enumerate(panels.group_by_panel(curves).values(), 2):
         x, y, legend = f"x{number}", f"y{number}", f"legend{number}"
+        scale, limits = panels.vertical_axis(panel_curves)
         figure.add_traces([trace | {"xaxis": x, "yaxis": y} for trace in _traces(panel_curves, legend)])
-        y_axis, top = _vertical_axis(panel_curves)
-        for curve, steps, text in panels.clipped_peaks(panel_curves, top):
-            place = {"xaxis": x, "yaxis": y, "legend": legend, "name": _wrap(text), "showlegend": True}
-            mark = {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 9, "color": curve.colour}}
-            figure.add_scatter(x=steps, y=[_height(panel_curves, 0.97)] * len(steps), hoverinfo="skip", **place, **mark)
-        axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis | {"anchor": x}}
+        place = {"xaxis": x, "yaxis": f"y{FRAME + number}", "legend": legend}
+        figure.add_traces([trace | place for trace in _marks(panel_curves, limits[1])])
+        y_axis = _axis_settings(panel_curves, scale, limits) | {"anchor": x}
+        axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis}
+        axes[f"yaxis{FRAME + number}"] = {"overlaying": y, "range": [0, 1], "fixedrange": True, "visible": False}
         figure.update_layout(axes | {legend: {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
     figure.update_layout(
         legend={"x": 0, "y": 1, "yanchor": "bottom", "orientation": "h", "tracegroupgap": 0},
@@ -107,18 +109,30 @@ def _legend_of_runs(curves: list[Curve]) -> dict[str, Curve]:
     return {panels.describe_run(curve.run, curves): curve for curve in curves if curve.run}
 
 
-def _vertical_axis(curves: list[Curve]) -> tuple[dict[str, Any], float]:
-    """Plotly's settings of a panel's vertical axis, and its upper end."""
-    scale, limits = panels.vertical_axis(curves)
-    axis: dict[str, Any] = {"title_text": panels.axis_label(curves, scale), "type": scale, "range": limits}
-    axis |= {"tickformat": "~e" if max(map(abs, limits)) < 0.001 else ",", "hoverformat": ",.4~g"}
+def _axis_settings(curves: list[Curve], scale: str, limits: tuple[float, float]) -> dict[str, Any]:
+    """Plotly's settings of a panel's vertical axis."""
+    axis: dict[str, Any] = {"title": {"text": panels.axis_label(curves, scale)}, "type": scale, "range": limits}
+    axis |= {"tickformat": "~e" if max(map(abs, limits)) < 0.001 else ",", "hoverformat": ",.4~g", "nticks": 0}
     axis |= {"tickformat": ".0%", "hoverformat": ".1%"} if curves[0].name in PANELS[SHARES] else {}
     if scale == "log":
         # plotly takes powers of ten. For two ticks per decade it chooses 1, 2 and 5.
         low, high = map(math.log10, limits)
-        ticks = round(2 * (high - low)) if high - low < 3 else min(8, math.ceil(high - low))
+        ticks = max(3, round(2 * (high - low))) if high - low < 3 else min(8, math.ceil(high - low))
         axis |= {"range": [low, high], "nticks": ticks, "tickformat": ","}
-    return axis, limits[1]
+    return axis
+
+
+def _scales_of_losses(curves: list[Curve]) -> dict[str, dict[str, Any]]:
+    """Scale → plotly's settings of the axis of the losses. Any but their own shows all values. Empty for no choice."""
+    losses = panels.group_by_panel(curves).get("loss", [])
+    finite = [value for curve in losses for value in curve.drawable if math.isfinite(value)]
+    powers = [math.log10(value) for value in finite if value > 0]
+    if not powers:
+        return {}
+    low, high = panels.axis_range(powers)
+    limits = {"linear": panels.axis_range(finite), "log": (10**low, 10**high)} | dict([panels.vertical_axis(losses)])
+    settings = {scale: _axis_settings(losses, scale, ends) for scale, ends in limits.items()}
+    return {scale: {f"yaxis2.{name}": value for name, value in axis.items()} for scale, axis in settings.items()}
 
 
 def _layouts(curves: list[Curve]) -> list[tuple[int, dict[str, Any]]]:
@@ -129,10 +143,8 @@ def _layouts(curves: list[Curve]) -> list[tuple[int, dict[str, Any]]]:
         named += [_wrap(text) for *_, text in panels.clipped_peaks(panel, panels.vertical_axis(panel)[1][1])]
         named += ["not finite"] * any(curve.gaps for curve in panel)
     legends = ([*_legend_entries(panel), *texts] for panel, texts in zip(groups, lines, strict=True))
-    counts, texts = (
-        range(3 if len(groups) > 6 else 2, 0, -1),
-        ([*_legend_of_runs(curves)], next(filter(None, legends), [])),
-    )
+    counts = range(3 if len(groups) > 6 else 2, 0, -1)
+    texts = [*_legend_of_runs(curves)], next(filter(None, legends), [])
     return [(COLUMN_WIDTHS[count], _place_panels(len(groups), count, *texts)) for count in counts]
 
 
@@ -184,7 +196,6 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
         entry = {"x": [None], "y": [None], "name": curve.legend_entry, "mode": "lines", "line": style}
         entry |= {"mode": "lines+markers", "marker": {"symbol": MARKS[curve.mark], "size": 9}} if curve.owner else {}
         yield entry | {"legend": legend, "legendgroup": f"legend {curve.name}" if curve.run else curve.name}
-    yield from _incident_traces(curves, legend)
 
 
 def _base_trace(curve: Curve) -> dict[str, Any]:
@@ -223,32 +234,33 @@ def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]
         yield trace | point | {"mode": "markers", "marker": star}
 
 
-def _incident_traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
-    """Restarts, and what is not finite."""
-    low, high = panels.vertical_axis(curves)[1]
+def _marks(curves: list[Curve], top: float) -> Iterator[dict[str, Any]]:
+    """Restarts, what is not finite, and what is above the panel; with heights as shares of the panel's."""
     for start, step, text, colour, dash in panels.vertical_lines(curves):
         # A line, or the outline of what was lost.
-        outline: dict[str, Any] = {"x": [step, step], "y": [low, high], "name": text, "showlegend": bool(text)}
+        outline: dict[str, Any] = {"x": [step, step], "y": [0, 1], "name": text, "showlegend": bool(text)}
         if start < step:
-            outline |= {"x": [step, step, start, start], "y": [low, high, high, low], "fill": "toself"}
+            outline |= {"x": [step, step, start, start], "y": [0, 1, 1, 0], "fill": "toself"}
         outline |= {"line": {"color": colour, "dash": DASHES[dash], "width": 2 if dash == ":" else 1}}
-        outline |= {"hoverinfo": "skip", "fillcolor": "rgba(128, 128, 128, 0.15)"}
-        yield outline | {"mode": "lines", "legend": legend}
+        yield outline | {"hoverinfo": "skip", "fillcolor": "rgba(128, 128, 128, 0.15)", "mode": "lines"}
     for row, curve in enumerate(curve for curve in curves if curve.gaps):
         # Above each other, as in a picture.
-        place = _height(curves, 0.02 + 0.03 * row)
+        place, name = 0.02 + 0.03 * row, f"{curve.label}: not finite"
         yield {
             **{"x": [curve.steps[index] for index in curve.gaps], "y": [place] * len(curve.gaps), "mode": "markers"},
             **{"marker": {"symbol": "x-thin", "size": 7, "line": {"width": 1.5, "color": curve.colour}}},
-            **{"legendgroup": curve.run or curve.name, "name": f"{curve.label}: not finite", "showlegend": not row},
-            **{"legend": legend},
+            **{"legendgroup": curve.run or curve.name, "name": name, "showlegend": not row},
+            "hovertemplate": "%{fullData.name}<extra></extra>",
         }
-
-
-def _height(curves: list[Curve], share: float) -> float:
-    """The value at a share of a panel's height."""
-    scale, (low, high) = panels.vertical_axis(curves)
-    return low * (high / low) ** share if scale == "log" else low + share * (high - low)
+    for curve, steps, text in panels.clipped_peaks(curves, top):
+        mark = {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 9, "color": curve.colour}}
+        yield mark | {
+            "x": steps,
+            "y": [0.97] * len(steps),
+            "hoverinfo": "skip",
+            "name": _wrap(text),
+            "showlegend": True,
+        }
 
 
 def _wrap(text: str) -> str:

@@ -162,7 +162,7 @@ def test_terminal_without_a_desktop_shows_text(runs, tmp_path, monkeypatch, open
 def test_runs_are_columns_where_lines_would_be_too_long(tmp_path, monkeypatch, opened_urls, show_plot, width, start):
     runs = [write_observed_run(tmp_path / "a"), write_log(tmp_path / "b", [{"step": 20, "loss": 1.0}])]
     monkeypatch.setenv("COLUMNS", width)
-    path, text = show_plot(*runs).split("\n\n", 1)
+    _, text = show_plot(*runs).split("\n\n", 1)
     assert re.match(start, text) and max(map(len, text.splitlines())) <= int(width)
 
 

@@ -1,6 +1,7 @@
 """Interactive pages of runs."""
 
 import json
+import math
 import re
 
 import pytest
@@ -58,6 +59,13 @@ def test_names_cannot_end_the_script_of_a_page(tmp_path):
 
 def test_spikes_have_marks_and_one_entry_of_the_legend(tmp_path):
     losses = [90.0 if step in (50, 60) else 1 + step % 5 / 10 for step in range(100)]
-    plot([write_log(tmp_path, [{"step": step, "loss": loss} for step, loss in enumerate(losses)])], html=True)
+    plot(
+        [write_log(tmp_path, [{"step": step, "loss": loss} for step, loss in enumerate([*losses, math.nan])])],
+        html=True,
+    )
     page = (tmp_path / "training.html").read_text()
     assert re.findall(r'"name":"2 spikes, max 90"[^]]*"x":\[([^]]+)\]', page) == ["50.0,60.0"]
+    # Marks are at shares of the height: they do not stretch the axis, and no scale moves them.
+    assert page.count('"yaxis":"y1002"') == 3 and re.search(r'"yaxis1002":\{[^}]*"range":\[0,1\]', page)
+    scales = read_settings(tmp_path / "training.html")["scales"]["step"]
+    assert [scales[scale]["yaxis2.range"][1] for scale in scales] == pytest.approx([1.42, 2.05], 0.01)

@@ -122,8 +122,8 @@ def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
     picture, page = figures
     # The first of three rows has one panel, which fills it.
     assert len(picture.axes) == 7 and picture.axes[0].get_position().x1 == pytest.approx(1 - 0.25 / 13.5)
-    # The first axes of a page, which are not numbered, are not used.
-    for axis, x, y in zip(picture.axes, [*page.select_xaxes()][1:], [*page.select_yaxes()][1:], strict=True):
+    # The first axes of a page, which are not numbered, are not used; the last are for marks.
+    for axis, x, y in zip(picture.axes, [*page.select_xaxes()][1:], [*page.select_yaxes()][1:8], strict=True):
         limits = [10**limit for limit in y.range] if y.type == "log" else y.range
         assert (axis.get_ylabel(), axis.get_yscale()) == (y.title.text, y.type)
         assert (*axis.get_xlim(), *axis.get_ylim()) == pytest.approx((*x.range, *limits))
