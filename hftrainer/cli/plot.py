@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,9 +114,13 @@ def _draw_runs(options: argparse.Namespace) -> _Drawn:
     charts = read_charts(runs, x, with_others=bool(options.html))
     # The tables are by step.
     curves = charts.get("step") or read_curves(runs)
-    rows, note = _summarize_runs(runs, curves) if len(runs) > 1 or options.json else ([], "")
-    paths = plot([run.folder for run in runs], html=options.html, out=options.output, x=x, charts=charts)
-    return _Drawn(paths, rows, note, left_out, curves if len(runs) == 1 else [])
+    rows, note = _summarize_runs(runs, curves)
+    dated = [row | {"started": run.page["started"]} for run, row in zip(runs, rows, strict=True)]
+    table = f"{_compare(dated, by_run=True)}\n\n{note}"
+    paths = plot([run.folder for run in runs], html=options.html, out=options.output, x=x, charts=charts, table=table)
+    if len(runs) == 1 and not options.json:
+        return _Drawn(paths, [], "", left_out, curves)
+    return _Drawn(paths, rows, note, left_out)
 
 
 def _print_json(drawn: _Drawn, name: str) -> None:
@@ -196,9 +201,8 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
         }
         rows.append(row)
     shown = {title for row in rows for title, value in row.items() if value is not None}
-    meanings = {"time": "without pauses", "downtime": "pauses after failures", "goodput": "kept steps / time"}
-    if "downtime" in shown:
-        meanings["goodput"] = "kept steps / (time + downtime)"
+    whole = "(time + downtime)" if "downtime" in shown else "time"
+    meanings = {"time": "without pauses", "downtime": "pauses after failures", "goodput": f"kept steps / {whole}"}
     notes = [f"(best): by {metrics[0]}"] * any(row["is best"] for row in rows)
     if any(run.seconds is not None for run in runs):
         notes.append("; ".join(f"{title}: {meaning}" for title, meaning in meanings.items() if title in shown))
@@ -209,15 +213,15 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     return rows, "\n".join([*notes, *[missing] * (0 < len(unknown) < len(runs))])
 
 
-def _compare(runs: list[dict[str, Any]]) -> str:
+def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
     """A table with one row per run or trial; a hyphen is a value that only others have.
 
-    If its lines are too long for the terminal, but would not be with one column per run, it has that.
+    It has one column per run with `by_run`, or if only so its lines are short enough for the terminal.
     """
     from hftrainer.base.messages import format_duration
     from hftrainer.reporting.metrics import is_number
 
-    formats: dict[str, Any] = dict.fromkeys(("time", "downtime"), format_duration)
+    formats: dict[str, Any] = {"time": format_duration, "downtime": format_duration, "started": time.ctime}
     formats |= dict.fromkeys(("goodput", *SHARE_TITLES.values()), "{:.0%}".format)
     # Of runs that are all complete, nothing is said.
     if {run.get("state") for run in runs} in ({"complete"}, {"unobserved"}):
@@ -230,12 +234,10 @@ def _compare(runs: list[dict[str, Any]]) -> str:
     for run in runs:
         texts = {name: format_number if is_number(value) else str for name, value in run.items()} | formats
         rows.append(tuple(missing[name] if run.get(name) is None else texts[name](run[name]) for name in names))
-    if not sys.stdout.isatty():
-        return align(rows)
-    width = shutil.get_terminal_size().columns
-    by_run = align([column for column in zip(*rows, strict=True) if any(column[1:])])
-    is_wide = any(len(line) > width for line in align(rows).splitlines())
-    return by_run if is_wide and all(len(line) <= width for line in by_run.splitlines()) else align(rows, width)
+    turned = align([column for column in zip(*rows, strict=True) if any(column[1:])])
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    are_wide = [any(len(line) > width for line in table.splitlines()) for table in (align(rows), turned)]
+    return turned if by_run or are_wide == [True, False] else align(rows, width)
 
 
 def _as_columns(row: dict[str, Any]) -> dict[str, Any]:
@@ -288,17 +290,17 @@ def describe_curves(curves: list[Curve]) -> str:
     return "\n".join([align(rows, shutil.get_terminal_size().columns), *[""] * bool(notes), *notes])
 
 
-def align(rows: list[tuple[str, ...]], width: int | None = None) -> str:
+def align(rows: list[tuple[str, ...]], width: float = math.inf) -> str:
     """A text table of rows with a label followed by numbers, without empty columns.
 
     Args:
         rows: the rows, including the headings.
-        width: characters per line. Columns that do not fit follow in a second table below. None for no limit.
+        width: characters per line. Columns that do not fit follow in a second table below.
     """
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     rows, (first, *widths) = list(zip(*columns, strict=True)), (max(map(len, column)) for column in columns)
     count = len(widths)
-    while width is not None and count > 1 and first + sum(widths[:count]) + 2 * count > width:
+    while count > 1 and first + sum(widths[:count]) + 2 * count > width:
         count -= 1
     cell_rows = ([label.ljust(first), *map(str.rjust, cells[:count], widths[:count])] for label, *cells in rows)
     table = "\n".join("  ".join(cells).rstrip() for cells in cell_rows)

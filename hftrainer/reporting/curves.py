@@ -44,9 +44,9 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#0
 MARKS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross"}
 #: Line style: matplotlib's → plotly's.
 DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
-#: Number of points from which a noisy curve is drawn faintly, under its mean; and number of parts of a long
-#: curve of which only the lowest and the highest point are drawn.
-MANY, MAX_PARTS = 100, 1000
+#: Number of points from which a noisy curve is drawn faintly, under its mean, and from which a page has that choice;
+#: and number of parts of a long curve of which only the lowest and the highest point are drawn.
+MANY, FEW, MAX_PARTS = 100, 10, 1000
 #: The highest value that is drawn. matplotlib cannot compute with the range of larger ones.
 MAX_SHOWN = 1e250
 #: Metrics whose greater value is better without doubt.
@@ -164,11 +164,16 @@ class Curve:
         usual = iter(np.where(abs(finite - median) > 4 * (high - low), median, finite).tolist())
         return [next(usual) if math.isfinite(value) else math.nan for value in self.values]
 
+    @property
+    def can_be_smoothed(self) -> bool:
+        """Whether its values are noisy, which those of shares, rates and evaluations are not, and more than a few."""
+        is_exact = self.name in ("learning_rate", *PANELS[SHARES]) or self.name.startswith("eval_")
+        return not is_exact and len(self.values) >= FEW
+
     @cached_property
     def mean(self) -> list[float] | None:
-        """The centred mean of many values of training, over a thirtieth of them; None for shares and rates."""
-        is_exact = self.name in ("learning_rate", *PANELS[SHARES]) or self.name.startswith("eval_")
-        return None if is_exact or len(self.values) < MANY else self.smooth(30)
+        """The centred mean over a thirtieth of the values, of a curve that has many and can be smoothed, else None."""
+        return self.smooth(30) if self.can_be_smoothed and len(self.values) >= MANY else None
 
     def smooth(self, parts: int) -> list[float]:
         """The centred mean of the usual values over about one of so many parts of them; of speeds, over the time.

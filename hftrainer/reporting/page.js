@@ -1,8 +1,8 @@
 // What the page of `hftrainer plot --html` does. `page.py` sets `shown`, the horizontal axis at first; `others`: each other axis
-// → its data and layout; `layouts`: axis → pairs of a window's least width and its layout; `scales`: axis →
-// scale of the losses → its settings; and `notes`: axis → text.
+// → its data and layout; `layouts`: axis → pairs of a window's least width and its layout; `scales`: axis → scale of the losses
+// → its settings; `parts`: smoothing → in how many parts of a curve it takes means; `level`: the first; `notes`: axis → text.
 const plot = document.getElementById("{plot_id}");
-const [box, smoothing, axis] = ["log_scale", "smoothing", "axis"].map(id => document.getElementById(id));
+const [box, smoothing, axis, smoothed] = ["log_scale", "smoothing", "axis", "smoothed"].map(id => document.getElementById(id));
 const charts = {[shown]: {data: plot.data, layout: structuredClone(plot.layout)}, ...others};
 let x = shown, columns;
 
@@ -11,7 +11,7 @@ const fitting = () => layouts[x].find(([width]) => innerWidth >= width)[1];
 onresize = () => fitting() !== columns && Plotly.relayout(plot, columns = fitting());
 
 // The scale of the losses, whose panel is the first.
-const setScale = () => Plotly.relayout(plot, scales[x][box.checked ? "log" : "linear"]);
+const setScale = () => scales[x].log && Plotly.relayout(plot, scales[x][box.checked ? "log" : "linear"]);
 
 // The means: `meta` names the choices at which a curve is shown. Runs hidden by the legend remain hidden.
 const findHidden = () => new Set(plot.data.filter(each => each.visible === "legendonly").map(each => each.legendgroup));
@@ -25,11 +25,22 @@ const setAxis = async () => {
     const visible = choose(charts[x].data, hidden), layout = structuredClone(charts[x].layout);
     await Plotly.react(plot, charts[x].data.map((each, index) => ({...each, visible: visible[index]})), layout);
     await Plotly.relayout(plot, columns = fitting());
-    document.querySelector("h1 + small").textContent = notes[x];
-    if (box) setScale();
+    document.getElementById("notes").textContent = notes[x];
+    setScale();
 };
 
-if (box) box.onchange = setScale;
-if (smoothing) smoothing.onchange = () => Plotly.restyle(plot, {visible: choose(plot.data, findHidden())});
-if (axis) axis.onchange = setAxis;
+const explainSmoothing = () => smoothed.textContent = smoothing.value in parts
+    ? `faint: logged values; strong: their centred mean over 1/${parts[smoothing.value]} of the curve` : "";
+const setSmoothing = () => {
+    explainSmoothing();
+    Plotly.restyle(plot, {visible: choose(plot.data, findHidden())});
+};
+
+// Only the choices that the page has.
+box.parentNode.hidden = !scales[shown].log;
+axis.parentNode.hidden = axis.length < 2;
+smoothing.parentNode.hidden = !parts.light;
+smoothing.value = level;
+explainSmoothing();
+[box.onchange, smoothing.onchange, axis.onchange] = [setScale, setSmoothing, setAxis];
 onresize();

@@ -8,73 +8,60 @@ import math
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from hftrainer.reporting import panels
 from hftrainer.reporting.curves import DASHES, MARKS, X_AXES, Curve
 from hftrainer.reporting.metrics import PANELS, SHARES
 
-#: Let a phone show one column without plotly's buttons, and turn white into black where the reader prefers that.
-PAGE_STYLE = """<meta name="viewport" content="width=device-width"><style>html { scrollbar-gutter: stable; }
-html body { background: white; font: 14px sans-serif; height: auto; } h1 { font-size: 16px; margin: 0; }
-@media (max-width: 600px) { .modebar { display: none !important; } }
-@media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }</style>"""
-#: Controls of a page, which `page.js` handles.
-LOG_SCALE_BOX = '<label><input id="log_scale" type="checkbox" autocomplete="off"%s>losses on a log scale</label>'
-SMOOTHING_LIST = (
-    'smoothing <select id="smoothing" autocomplete="off"><option>off<option selected>light<option>strong</select>'
-)
-AXIS_LIST = 'axis <select id="axis" autocomplete="off">%s</select>'
 #: Smoothing of a page → the number of parts of a curve, over one of which its mean goes.
 SMOOTHING = {"light": 30, "strong": 8}
 #: Added to the number of a panel: its axis for marks at shares of its height, which neither scale nor zoom moves.
 FRAME = 1000
 #: Columns of a page → the least width of its window, in pixels.
 COLUMN_WIDTHS = {3: 1500, 2: 900, 1: 0}
-#: Say why a page is blank.
-OFFLINE_NOTICE = """<script>window.Plotly || document.querySelector("h1").after("The plot needs https://cdn.plot.ly, "
-+ "which did not load. Make a page that works offline: hftrainer plot OUTPUT_DIR --html ")</script></body>"""
 
 
-def draw_html(charts: dict[str, list[Curve]], path: str, title: str, *, plotlyjs: bool | str = True) -> None:
+def draw_html(charts: dict[str, list[Curve]], path: str, title: str, *, table: str, plotlyjs: bool | str) -> None:
     """Write the panels as an interactive page, whose file has plotly's script or, for "cdn", fetches it.
 
     Args:
         charts: horizontal axis → the curves. The page shows the first, until the reader chooses another.
         path: the file.
         title: the name of the run.
+        table: the values of the runs, as text.
         plotlyjs: True, or "cdn".
     """
     figures = {x: _make_figure(curves) for x, curves in charts.items()}
-    shown = next(iter(charts))
+    shown, every = next(iter(charts)), [curve for curves in charts.values() for curve in curves]
+    smoothing = "light" if any(curve.mean for curve in every) else "off"
+    for figure in figures.values():
+        # `meta` names the choices of smoothing at which a trace is shown.
+        figure.for_each_trace(lambda trace: trace.update(visible=not trace.meta or smoothing in trace.meta))
     titles = {x: panels.title_and_notes(title, curves) for x, curves in charts.items()}
     settings: dict[str, Any] = {
         "shown": shown,
         "others": {x: json.loads(figure.to_json()) for x, figure in figures.items() if x != shown},
         "layouts": {x: _layouts(curves) for x, curves in charts.items()},
         "scales": {x: _scales_of_losses(curves) for x, curves in charts.items()},
+        "parts": SMOOTHING if any(curve.can_be_smoothed for curve in every) else {},
+        "level": smoothing,
         "notes": {x: " · ".join(notes) for x, (_, *notes) in titles.items()},
     }
     layout = settings["layouts"][shown][0][1]
     figures[shown].update_layout({name.replace(".", "_"): value for name, value in layout.items()})
     # The name of a run could end the script.
-    script = f"const {{shown, others, layouts, scales, notes}} = {json.dumps(settings)};\n".replace("<", r"\u003c")
+    script = f"const {{{', '.join(settings)}}} = {json.dumps(settings)};\n".replace("<", r"\u003c")
     script += Path(__file__).with_name("page.js").read_text("utf-8")
-    page = figures[shown].to_html(include_plotlyjs=plotlyjs, config={"responsive": True}, post_script=script)
-    title, note = html.escape(titles[shown][0]), html.escape(settings["notes"][shown])
-    page = page.replace("<head>", f"<head><title>{title}</title>{PAGE_STYLE}", 1)
-    heading = f"<h1>{title}</h1><small style='color: gray'>{note}</small>{_controls(charts, figures[shown].layout)}"
-    page = page.replace("<body>", f"<body>{heading}", 1)
-    Path(path).write_text(page.replace("</body>", OFFLINE_NOTICE) if plotlyjs == "cdn" else page, encoding="utf-8")
-
-
-def _controls(charts: dict[str, list[Curve]], layout: Any) -> str:
-    """The choices of a page, as far as it has any."""
-    scales = _scales_of_losses(next(iter(charts.values())))
-    controls = [LOG_SCALE_BOX % (" checked" * (layout.yaxis2.type == "log"))] * bool(scales)
-    controls += [SMOOTHING_LIST] * any(curve.mean for curves in charts.values() for curve in curves)
-    controls += [AXIS_LIST % "".join(f"<option>{x}" for x in charts)] * (len(charts) > 1)
-    return "".join(f"&emsp;<small>{control}</small>" for control in controls)
+    texts = {"title": titles[shown][0], "notes": settings["notes"][shown], "table": table}
+    fields = {name: html.escape(text) for name, text in texts.items()}
+    fields["checked"] = " checked" * (figures[shown].layout.yaxis2.type == "log")
+    fields["axes"] = "".join(f"<option>{x}" for x in charts)
+    options = {"include_plotlyjs": plotlyjs, "config": {"responsive": True}, "post_script": script}
+    fields["plot"] = figures[shown].to_html(full_html=False, **options)
+    template = Template(Path(__file__).with_name("page.html").read_text("utf-8"))
+    Path(path).write_text(template.substitute(fields), encoding="utf-8")
 
 
 def _make_figure(curves: list[Curve]) -> Any:
@@ -95,11 +82,9 @@ def _make_figure(curves: list[Curve]) -> Any:
         axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis}
         axes[f"yaxis{FRAME + number}"] = {"overlaying": y, "range": [0, 1], "fixedrange": True, "visible": False}
         figure.update_layout(axes | {legend: {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
-    figure.update_layout(
-        legend={"x": 0, "y": 1, "yanchor": "bottom", "orientation": "h", "tracegroupgap": 0},
-        **{"margin": {"b": 0, "l": 70, "r": 40}, "template": "plotly_white", "modebar": {"orientation": "v"}},
-        **{"hovermode": "x unified", "hoverlabel": {"namelength": -1}},
-    )
+    look = {"template": "plotly_white", "margin": {"b": 0, "l": 70, "r": 40}, "modebar": {"orientation": "v"}}
+    look["legend"] = {"x": 0, "y": 1, "yanchor": "bottom", "orientation": "h", "tracegroupgap": 0}
+    figure.update_layout(look | {"hovermode": "x unified", "hoverlabel": {"namelength": -1}})
     # Ticks keep the labels of both axes apart at the origin.
     return figure.update_xaxes(ticks="outside").update_yaxes(ticks="outside")
 
@@ -138,10 +123,8 @@ def _scales_of_losses(curves: list[Curve]) -> dict[str, dict[str, Any]]:
 def _layouts(curves: list[Curve]) -> list[tuple[int, dict[str, Any]]]:
     """The least width of a window, and where it has the panels and legends; the widest first."""
     groups = panels.group_by_panel(curves).values()
-    lines = [[text for _, _, text, *_ in panels.vertical_lines(panel) if text] for panel in groups]
-    for panel, named in zip(groups, lines, strict=True):
-        named += [_wrap(text) for *_, text in panels.clipped_peaks(panel, panels.vertical_axis(panel)[1][1])]
-        named += ["not finite"] * any(curve.gaps for curve in panel)
+    marks = (_marks(panel, panels.vertical_axis(panel)[1][1]) for panel in groups)
+    lines = [[mark["name"] for mark in panel_marks if mark["showlegend"]] for panel_marks in marks]
     legends = ([*_legend_entries(panel), *texts] for panel, texts in zip(groups, lines, strict=True))
     counts = range(3 if len(groups) > 6 else 2, 0, -1)
     texts = [*_legend_of_runs(curves)], next(filter(None, legends), [])
@@ -214,20 +197,20 @@ def _share_traces(curve: Curve, legend: str) -> Iterator[dict[str, Any]]:
 
 
 def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]:
-    """A curve, its means and its star. `meta` names the choices of smoothing at which a trace is shown."""
+    """A curve, its means and its star."""
     trace = _base_trace(curve)
     marked, size = set(curve.marked), 9 if curve.has_large_marks else 4
     sizes = [size * (point in marked) for point in range(len(trace["x"]))]
     marks = {"size": sizes, "symbol": MARKS[curve.mark], "opacity": 1, "line_width": 0}
     trace |= {"mode": "lines+markers", "marker": marks}
-    if not curve.mean:
+    if not curve.can_be_smoothed:
         yield trace
     else:
         faint = {"mode": "lines", "opacity": panels.opacity_under_mean(curves), "line": trace["line"] | {"width": 1}}
-        yield from (trace | faint | {"meta": "light strong"}, trace | {"meta": "off", "visible": False})
+        yield from (trace | faint | {"meta": "light strong"}, trace | {"meta": "off"})
         for level, parts in SMOOTHING.items():
             mean = {"y": curve.points(curve.smooth(parts))[1], "name": f"{curve.label}, mean"}
-            yield trace | mean | {"meta": level, "visible": level == "light"}
+            yield trace | mean | {"meta": level}
     if curve.best is not None:
         point = {"x": [curve.steps[curve.best]], "y": [curve.drawable[curve.best]], "name": f"best {curve.label}"}
         star = {"symbol": "star", "size": 12, "color": curve.colour, "line": {"width": 1, "color": "black"}}
@@ -253,15 +236,9 @@ def _marks(curves: list[Curve], top: float) -> Iterator[dict[str, Any]]:
             "hovertemplate": "%{fullData.name}<extra></extra>",
         }
     for curve, steps, text in panels.clipped_peaks(curves, top):
-        mark = {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 9, "color": curve.colour}}
-        yield mark | {
-            "x": steps,
-            "y": [0.97] * len(steps),
-            "hoverinfo": "skip",
-            "name": _wrap(text),
-            "showlegend": True,
+        mark: dict[str, Any] = {
+            "mode": "markers",
+            "marker": {"symbol": "triangle-up", "size": 9, "color": curve.colour},
         }
-
-
-def _wrap(text: str) -> str:
-    return "<br>".join(textwrap.wrap(text, 50))
+        mark |= {"x": steps, "y": [0.97] * len(steps), "hoverinfo": "skip"}
+        yield mark | {"name": "<br>".join(textwrap.wrap(text, 50)), "showlegend": True}

@@ -129,12 +129,10 @@ def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list
 
 
 def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
-    """The runs; and notes for below: what smooth and faint curves are, and which runs have no speeds."""
+    """The runs; and notes for below: what became of a run, and which runs have no speeds."""
     runs = list(dict.fromkeys(curve.run for curve in curves))
     names = f"{', '.join(runs[:-1])} and {runs[-1]}" if len(runs) < 4 else f"{len(runs)} training runs"
     title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run {name}"]
-    if any(curve.mean for curve in curves):
-        title.append("faint: logged values; strong: their centred mean")
     if any(curve.restarts and curve.x in TIME_UNITS for curve in curves):
         title.append("the time leaves out the pauses before a run resumed")
     title += [curves[0].state] * bool(not curves[0].run and curves[0].state)

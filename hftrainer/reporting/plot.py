@@ -40,6 +40,7 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
     width = (6 if columns < 3 else 4.5) * columns
     labels = [textwrap.fill(panels.describe_run(run, curves), 60 * columns) for run in runs]
     title, *notes = panels.title_and_notes(title, curves)
+    notes[:0] = ["faint: logged values; strong: their centred mean"] * any(curve.mean for curve in curves)
     notes += [f"without {len(hidden)} of {len(metrics)} metrics, which are in the page of --html"] * bool(hidden)
     notes = [line for note in notes for line in textwrap.wrap(note, 80)]
     figure = panels.import_plotting("matplotlib.figure").Figure()
@@ -170,6 +171,7 @@ def plot(
     out: str | None = None,
     x: str = "step",
     charts: dict[str, list[Curve]] | None = None,
+    table: str = "",
 ) -> list[str]:
     """Draw runs, and return the paths of the new files.
 
@@ -180,6 +182,7 @@ def plot(
             or `comparison.png` in the first of several; for `checkpoint-5`, `training-5.png` in its parent folder.
         x: the horizontal axis: 'step', 'epoch', or 'time', for which a run needs `observe=True`. A page has a choice.
         charts: what `read_charts` returned, if it has been called already.
+        table: the values of the runs as text, for the page.
 
     Raises:
         InvalidArgument: if a folder contains no run. The error names the folder.
@@ -198,7 +201,7 @@ def plot(
     draw_picture(charts[x], str(picture), title)
     page = str(picture.with_suffix(".html"))
     if html:
-        draw_html(charts, page, title, plotlyjs=html)
+        draw_html(charts, page, title, table=table, plotlyjs=html)
     return [str(picture), page] if html else [str(picture)]
 
 

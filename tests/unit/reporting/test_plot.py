@@ -115,7 +115,7 @@ def test_long_run_is_drawn_with_its_extremes(tmp_path):
     assert line.points(line.values)[1].count(0.0) > 900
     plot([path], html=True)
     page = (tmp_path / "long" / "training.html").read_text()
-    assert len(page) < 5_500_000 and "faint: logged values; strong: their centred mean" in page
+    assert len(page) < 5_500_000 and '"level": "light"' in page
 
 
 def test_several_runs_show_the_share_of_time_spent_training(tmp_path):
