@@ -129,15 +129,17 @@ class Curve:
 
         Speeds and shares are of the time since the log line before, so that the first value begins there, and over time
         the first after a restart at the restart, before which stacked shares are 0. Other curves over time have a gap
-        where steps were undone. A share of a long run is the mean of a part.
+        where steps were undone, and a learning rate at every restart, since arguments may have changed. A share of a
+        long run is the mean of a part.
         """
         steps, shown = ([column[index] for index in self.drawn_indices] for column in (self.steps, values))
         if self.name in PANELS[SHARES]:
             shown = [statistics.fmean(values[part.start : part.stop]) for part in self._parts()]
-        is_interval = PANEL_OF.get(self.name) in SPEEDS
-        for lost, restart in self.restarts if self.x in TIME_UNITS else ():
-            place = bisect.bisect_right(steps, restart)
-            gap = [math.nan] if place and lost < restart else []
+        is_interval, is_rate = PANEL_OF.get(self.name) in SPEEDS, self.name == "learning_rate"
+        for lost, restart in self.restarts if is_rate or self.x in TIME_UNITS else ():
+            # Epochs of restarts are computed, and may be less than the logged ones.
+            place = bisect.bisect_right(steps, restart * (1 + 1e-9))
+            gap = [math.nan] if place and (is_rate or lost < restart) else []
             first = [0.0] if self.panel == SHARES else gap + is_interval * shown[place : place + 1]
             steps[place:place] = [restart] * len(first)
             shown[place:place] = first

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,6 +81,16 @@ def test_curves_have_colours_dashes_and_a_best_value(tmp_path):
     # The first of curves that coincide is wider.
     wider = {line.label for line in both if line.width == 4.5}
     assert wider == {"a: loss", "a: eval_loss"} and {line.width for line in read_curves([str(tmp_path / "a")])} == {1.5}
+
+
+@pytest.mark.parametrize(("x", "factor"), [("step", 1), ("epoch", 1.0 - 1e-12)])
+def test_learning_rate_breaks_at_a_restart(x, factor):
+    """Other arguments may have changed it. A loss does not break, and the computed epoch may be below the logged."""
+    rate = Curve("learning rate", "learning_rate", [2.0, 4.0, 6.0], [2.0, 0.0, 1.0], x=x, restarts=[(4 * factor,) * 2])
+    steps, values = rate.points(rate.values)
+    assert steps == [2, 4, 4 * factor, 6] and values == pytest.approx([2, 0, math.nan, 1], nan_ok=True)
+    loss = replace(rate, panel="loss", name="loss")
+    assert loss.points(loss.values) == (loss.steps, loss.values)
 
 
 def test_marks_separate_coinciding_curves_of_runs():
