@@ -101,15 +101,16 @@ class Curve:
     def marked(self) -> list[int]:
         """The indices of the points with a marker.
 
-        In a plot of several runs about ten points, in a plot of one run all of up to 29 points.
+        All of up to 29 points of one run, or evaluations of several; else of several runs about ten.
         """
-        steps = self.points(self.values)[0]
-        # The start of an interval is no point.
-        first, count = int(steps[:1] < self.steps[:1]), len(steps)
-        every = max(1, count // 10)
+        # The start of an interval, such as a restart, is no point.
+        logged = {*self.steps}
+        points = [index for index, step in enumerate(self.points(self.values)[0]) if step in logged]
+        if not self.run or (self.name.startswith("eval_") and len(points) < 30):
+            return points if len(points) < 30 else []
+        every = max(1, len(points) // 10)
         # Shift the markers, so that those of coinciding runs do not overlap.
-        start = list(MARKS).index(self.mark) * every // len(MARKS)
-        return list(range(first + start, count, every)) if self.run else list(range(first, count if count < 30 else 0))
+        return points[list(MARKS).index(self.mark) * every // len(MARKS) :: every]
 
     @cached_property
     def drawn_indices(self) -> list[int]:

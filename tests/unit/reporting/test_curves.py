@@ -99,6 +99,9 @@ def test_marks_separate_coinciding_curves_of_runs():
     first, second = (Curve("loss", "loss", steps, steps, run=mark, mark=mark).marked for mark in "os")
     assert len(first) == len(second) == 10 and not set(first) & set(second)
     assert [len(Curve("loss", "loss", steps[:count], steps[:count]).marked) for count in (29, 30)] == [29, 0]
+    # Each of few evaluations has one.
+    evaluations = (Curve("loss", "eval_loss", steps[:count], steps[:count], run="a") for count in (29, 30))
+    assert [len(curve.marked) for curve in evaluations] == [29, 10]
 
 
 def test_speeds_are_left_out_of_compared_values(tmp_path):

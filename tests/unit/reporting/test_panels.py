@@ -161,6 +161,7 @@ def test_time_axis_breaks_at_restarts_without_their_pauses(tmp_path):
     speed = replace(curve, name="samples_per_second", values=[4.0, 2.0])
     steps, values = speed.points(speed.values)
     assert steps == [0, 10, 20, 20, 50] and values == pytest.approx([4.0, 4.0, math.nan, 2.0, 2.0], nan_ok=True)
+    assert speed.marked == [1, 4]  # not where an interval begins
     plot([str(tmp_path)], x="time", html=True, out=str(tmp_path / "a.svg"))
     resumed = "resumed (shaded: steps done again)"
     assert {resumed, "the time leaves out the pauses before a run resumed"} <= {*texts_in_svg(tmp_path / "a.svg")}
