@@ -73,6 +73,7 @@ class Curve:
         restarts: where a resumed run started again, after the place since which its work was lost.
         non_finite: where it was first not finite, which of a loss may be before a log line, and that step in words.
         start: where the interval of the first value began.
+        pace: seconds per step of the interval of each value, with evaluations and saving; 0 if unknown.
         state: what became of the run, if not its end; and an evaluation that was not saved.
         width: of its line; more if later curves coincide with it, so that it is seen below them.
         is_best: whether the best value of its run is the best of all runs.
@@ -93,6 +94,7 @@ class Curve:
     restarts: Sequence[tuple[float, float]] = ()
     non_finite: tuple[float, str] | None = None
     start: float = 0
+    pace: Sequence[float] = ()
     state: str = ""
     width: float = 1.5
     is_best: bool = False
@@ -114,28 +116,51 @@ class Curve:
 
     @cached_property
     def drawn_indices(self) -> list[int]:
-        """The indices of the points that are drawn: all, or the lowest and highest of each part of a long curve."""
-        parts = self._parts()
+        """The indices of the points that are drawn.
+
+        All, or the lowest and highest of each of at most about twice `MAX_PARTS` parts; of a part of shares the last.
+        """
         if self.name in PANELS[SHARES]:
-            return [part[-1] for part in parts]
+            return [part[-1] for part in self._share_parts]
+        indices, size = range(len(self.values)), max(1, len(self.values) // MAX_PARTS)
+        parts = (indices[start : start + size] for start in indices[::size])
         return sorted({extreme(part, key=self.values.__getitem__) for part in parts for extreme in (min, max)})
 
-    def _parts(self) -> list[range]:
-        """The indices of a curve in at most about twice `MAX_PARTS` parts."""
-        indices, size = range(len(self.values)), max(1, len(self.values) // MAX_PARTS)
-        return [indices[start : start + size] for start in indices[::size]]
+    @cached_property
+    def _share_parts(self) -> list[list[int]]:
+        """The indices of shares in up to about 30 parts of equal width.
+
+        They are counted back from the end and from restarts, so that a last save is no sliver of its own.
+        """
+        ends = sorted([*(lost for lost, _ in self.restarts), self.steps[-1]])
+        spacing = statistics.median(self._widths) or 1
+        width = spacing * max(1, math.ceil(self.steps[-1] / spacing / 30))
+
+        def part_of(index: int) -> tuple[float, int]:
+            end = ends[bisect.bisect_left(ends, self.steps[index])]
+            return end, int((end - self.steps[index]) / width + 1e-9)
+
+        return [list(group) for _, group in groupby(range(len(self.steps)), key=part_of)]
+
+    @cached_property
+    def _widths(self) -> list[float]:
+        """The width of the interval of each value, which a restart begins too."""
+        places = sorted([self.start, *self.steps, *(restart for _, restart in self.restarts)])
+        return [step - places[max(0, bisect.bisect_left(places, step) - 1)] for step in self.steps]
 
     def points(self, values: list[float]) -> tuple[list[float], list[float]]:
         """The steps and values that are drawn.
 
         Speeds and shares are of the time since the log line before, so that the first value begins there, and over time
         the first after a restart at the restart, before which stacked shares are 0. Other curves over time have a gap
-        where steps were undone, and a learning rate at every restart, since arguments may have changed. A share of a
-        long run is the mean of a part.
+        where steps were undone, and a learning rate at every restart, since arguments may have changed. A share is the
+        mean of a part, over the time.
         """
         steps, shown = ([column[index] for index in self.drawn_indices] for column in (self.steps, values))
         if self.name in PANELS[SHARES]:
-            shown = [statistics.fmean(values[part.start : part.stop]) for part in self._parts()]
+            # Not 0 in sum.
+            seconds = np.multiply(self._widths, 1.0 if self.x in TIME_UNITS else self.pace or 1.0) + 1e-12
+            shown = [float(np.average(np.take(values, part), weights=seconds[part])) for part in self._share_parts]
         is_interval, is_rate = PANEL_OF.get(self.name) in SPEEDS, self.name == "learning_rate"
         for lost, restart in self.restarts if is_rate or self.x in TIME_UNITS else ():
             # Epochs of restarts are computed, and may be less than the logged ones.
@@ -332,6 +357,12 @@ def _plain_curves(state: TrainerState, arguments: dict[str, Any], places: dict[f
     """The curves of a log, without styles; `places` has the optimizer steps of places on another axis."""
     panels = logged_curves(state)
     losses = panels["loss"].get("loss", ([], []))[0]
+    # Seconds per step leave out evaluations and saving.
+    pace = {
+        line.get("step"): line["step_seconds"] / max(1e-3, 1 - line.get("eval_share", 0) - line.get("save_share", 0))
+        for line in state.log_history
+        if is_number(line.get("step_seconds"))
+    }
     for panel, panel_curves in panels.items():
         for name, (steps, values) in panel_curves.items():
             curve = Curve(panel, name, steps, values, _best_index(state, arguments, name, values))
@@ -342,7 +373,8 @@ def _plain_curves(state: TrainerState, arguments: dict[str, Any], places: dict[f
                 is_exact = name.startswith("eval_") or step - places.get(before, before) == 1
                 curve = replace(curve, non_finite=(place, f"{'at' if is_exact else 'by'} step {format_number(step)}"))
             # Without a journal, speeds may be logged from a later start on.
-            yield replace(curve, start=max((step for step in losses if step < steps[0]), default=0))
+            start = max((step for step in losses if step < steps[0]), default=0)
+            yield replace(curve, start=start, pace=[pace.get(step, 0.0) for step in steps])
 
 
 def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:

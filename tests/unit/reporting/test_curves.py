@@ -222,3 +222,16 @@ def test_argument_in_the_names_of_runs_is_not_repeated():
     rates = [{"learning_rate": rate} for rate in (0.01, 0.001)]
     assert differing_arguments(rates, ["lr-0.01", "lr-0.001"]) == [{}, {}]
     assert differing_arguments(rates, ["lr-0.01", "lr-0.0013"]) == rates
+
+
+def test_shares_are_means_over_the_time_of_about_30_parts(tmp_path):
+    """Each tenth step evaluates for as long as nine steps and itself take."""
+    log = [{"step": step, "step_seconds": 1.0, "eval_share": 0.9 * (step % 10 == 0)} for step in range(1, 301)]
+    for line in log:
+        line |= {"data_wait": 0.1 - line["eval_share"] / 10, "save_share": 0.0}
+    share = next(curve for curve in read_curves([write_log(tmp_path, log)]) if curve.name == "eval_share")
+    steps, values = share.points(share.values)
+    assert steps == [0, *range(10, 301, 10)] and values == pytest.approx([9 / 19] * 31)
+    # Over time a save at the end, or before a restart, is in the part before it.
+    share = replace(share, steps=[1.0, 60.0, 61.0, 300.0, 301.0], values=[0, 0, 1, 0, 1], pace=(), x="seconds")
+    assert replace(share, restarts=[(61.0, 90.0)]).drawn_indices == [0, 2, 4]
