@@ -146,22 +146,26 @@ def _draw_peaks(axis: Any, curves: list[Curve], top: float, letters: int) -> dic
 
 
 def _format_ticks(axis: Any, scale: str, limits: tuple[float, float], *, is_share: bool) -> None:
-    """Write the values of a vertical axis, with one exponent for all of a linear one: not 0.0001 and 5e-05."""
+    """Write the values of a vertical axis, those of a linear one with one exponent and equal decimals: not 0.1 and 5e-05."""
     if scale == "log" and limits[1] < 1000 * limits[0]:
         axis.get_major_locator().set_params(subs=(1, 2, 5))
     axis.set_minor_formatter("")
     power = max(-300, math.floor(math.log10(max(map(abs, limits)))))
+    exponent = 0 if -4 < power < 6 else power
+
+    def write(value: float, _: int) -> str:
+        ticks = (f"{tick / 10**exponent:.9f}".rstrip("0") for tick in axis.get_majorticklocs())
+        decimals = max(len(tick.partition(".")[2]) for tick in ticks)
+        # Zero without a sign.
+        number = round(value / 10**exponent, decimals) + 0.0
+        return f"{number:,.{decimals}f}" + f"e{exponent}" * bool(exponent and number)
+
     if is_share:
         axis.set_major_formatter("{x:.0%}")
     elif scale == "log":
         axis.set_major_formatter("{x:,.7g}" if power < 6 else "{x:.0e}")
-    elif not -4 < power < 6:
-        axis.set_major_formatter(lambda value, _: f"{value / 10**power:.6g}e{power}" if value else "0")
-    elif not 0.1 < limits[1] < 1000:
-        axis.set_major_formatter("{x:,.7g}")
     else:
-        # Matplotlib's own format has equal decimals, but no separators.
-        axis.get_major_formatter().set_useOffset(False)
+        axis.set_major_formatter(write)
 
 
 def plot(

@@ -167,7 +167,7 @@ def test_panel_with_one_of_several_runs_names_it(tmp_path):
     owners = {(line.run, line.name): line.owner for line in read_curves(runs)}
     assert {key: owner for key, owner in owners.items() if owner} == {("b", "eval_f1"): "only b"}
     plot(runs, html=True, out=str(tmp_path / "c.svg"))
-    assert {"a", "only b", "eval_f1", "1e-4", "2e-4"} <= {*texts_in_svg(tmp_path / "c.svg")}
+    assert {"a", "only b", "eval_f1", "1.2e-4", "2.0e-4"} <= {*texts_in_svg(tmp_path / "c.svg")}
     page = (tmp_path / "c.html").read_text()
     assert page.count('"marker":{"size":9,"symbol":"square"}') == 2
     assert '"xaxis2.domain": [0.0, 1.0]' in page and '"xaxis4.domain": [0.56, 1.0]' in page
