@@ -9,6 +9,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
@@ -86,8 +88,10 @@ def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
     if not handles:
         return 0
     # An inch has 15 characters, and a sample is as wide as 8.
-    columns = max(1, int(15 * width) // (8 + max(len(line) for text in handles for line in text.split("\n"))))
-    place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 0.98), "ncols": columns}
+    lengths = [8 + max(map(len, text.split("\n"))) for text in handles]
+    parts = (np.array_split(lengths, count) for count in range(len(handles), 1, -1))
+    columns = next((len(part) for part in parts if sum(map(max, part)) <= 15 * width), 1)
+    place = {"loc": "lower left", "bbox_to_anchor": (-0.1 / width, 0.98), "ncols": columns}
     axis.legend(handles.values(), handles.keys(), fontsize=9, frameon=False, **place)
     return -(-len(handles) // columns) + sum(text.count("\n") for text in handles)
 
