@@ -380,8 +380,8 @@ def _plain_curves(state: TrainerState, arguments: dict[str, Any], places: dict[f
 def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     """The curves with their colours and dashes, in the order of the panels, without shares that are always 0.
 
-    Each metric has a panel, with its curves of all datasets. Of several runs' shares of time only that of training is
-    shown.
+    Each metric has a panel, with its curves of all datasets; those that one of several runs has alone are last. Of
+    several runs' shares of time only that of training is shown.
     """
     curves, styled_curves = _in_milliseconds(list(plain_curves)), []
     # Several evaluation sets have their names in losses, as `eval_val_loss`, and in metrics.
@@ -397,14 +397,14 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     curves.sort(key=lambda curve: (list(PANELS).index(curve.panel), shown.index(curve.name)))
     curves = [replace(curve, panel=titles.get(curve.name, curve.panel)) for curve in curves]
     panels = {curve.panel: {other.run for other in curves if other.panel == curve.panel} for curve in curves}
-    curves.sort(key=lambda curve: list(panels).index(curve.panel))
+    alone = {panel for panel, found in panels.items() if len(found) == 1 < len(runs)}
+    curves.sort(key=lambda curve: (curve.panel in alone - {*PANELS}, list(panels).index(curve.panel)))
     for place, curve in enumerate(curves, 1):
         points = (curve.name, curve.steps, curve.finite)
         width = 1.5 + 3 * min(3, sum((later.name, later.steps, later.finite) == points for later in curves[place:]))
         names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
         run, dash = runs.index(curve.run), names.index(curve.name)
-        is_alone = len(panels[curve.panel]) == 1 < len(runs)
-        owner = f"only {curve.run}" + f": {curve.name}" * (len(names) > 1) if is_alone else ""
+        owner = f"only {curve.run}" + f": {curve.name}" * (len(names) > 1) if curve.panel in alone else ""
         colour, mark = COLOURS[(run if curve.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
         colour = "#d9d9d9" if curve.panel == SHARES and curve.name == "step_share" else colour
         styled = replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, owner=owner, width=width)
