@@ -36,9 +36,9 @@ MANY_TRIALS = 20
 STATES = {"complete": "completed", "fail": "failed"}
 #: Optuna's state of a trial that is not drawn as the others → why, in the order of a legend.
 REASONS = {"PRUNED": "pruned", "FAIL": "failed", "COMPLETE": "far worse", "RUNNING": "running", "WAITING": "waiting"}
-#: Why a trial is not drawn as the others → its mark, matplotlib's and plotly's.
+#: What a trial is, if it is not as the others → its mark, matplotlib's and plotly's.
 REASON_MARKS = {
-    **{"pruned": ("v", "triangle-down"), "failed": ("x", "x"), "far worse": ("^", "triangle-up")},
+    **{"best": ("*", "star"), "pruned": ("v", "triangle-down"), "failed": ("x", "x"), "far worse": ("^", "triangle-up")},
     **{"running": ("s", "square"), "waiting": ("D", "diamond")},
 }
 
@@ -78,11 +78,11 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
             continue
         for number, objective in enumerate(objectives):
             path = Path(out) / f"{prefix}{name}{f'_{number}' * (len(objectives) > 1)}.png"
-            shown, left_out, limits = _without_far_trials(study, number)
+            shown, marked, limits = _without_far_trials(study, number)
             heading = title.format(names[number])
             if name == "importance":
                 shown, heading = study, heading + f" (a rough guess: only {count} trials)" * (count < MANY_TRIALS)
-            _draw_png(function, shown, objective, path, heading, left_out, limits)
+            _draw_png(function, shown, objective, path, heading, marked, limits)
             paths.append(str(path))
             if html:
                 paths.append(str(page := path.with_suffix(".html")))
@@ -95,9 +95,10 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
                 figure.update_traces(line_shape="hv", name="Best value", selector={"name": "Best Value"})
                 if name == "importance":
                     figure.update_xaxes(title_text="Hyperparameter importance")
-                for reason, (x, y) in _by_reason(left_out) if name == "history" else ():
+                for reason, (x, y) in _by_reason(marked) if name == "history" else ():
                     marks = {"x": x, "y": y, "mode": "markers", "marker_symbol": REASON_MARKS[reason][1]}
-                    figure.add_scatter(**marks, marker_color="gray", name=reason).update_yaxes(range=limits)
+                    marks |= {"marker_color": COLOURS[1], "marker_size": 16} if reason == "best" else {}
+                    figure.add_scatter(**{"marker_color": "gray"} | marks, name=reason).update_yaxes(range=limits)
                 # Margins would add scrollbars to a plot of the window's height.
                 text = figure.to_html(include_plotlyjs=html)
                 page.write_text(text.replace("<head>", "<head><style>body { margin: 0; }</style>", 1), "utf-8")
@@ -133,10 +134,10 @@ def _value(number: int, trial: FrozenTrial) -> float:
     return trial.values[number]
 
 
-def _by_reason(left_out: dict[int, tuple[float, str]]) -> Iterator[tuple[str, tuple[list[int], list[float]]]]:
-    """Why trials were left out, their numbers and their values."""
-    for reason in REASONS.values():
-        if found := {number: value for number, (value, why) in left_out.items() if why == reason}:
+def _by_reason(marked: dict[int, tuple[float, str]]) -> Iterator[tuple[str, tuple[list[int], list[float]]]]:
+    """Why trials are marked, their numbers and their values."""
+    for reason in REASON_MARKS:
+        if found := {number: value for number, (value, why) in marked.items() if why == reason}:
             yield reason, (list(found), list(found.values()))
 
 
@@ -144,8 +145,8 @@ def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tup
     """A copy without results so far beyond the third quarter that they would squeeze the others.
 
     Returns:
-        The copy; by number the values of these trials and the last ones of unfinished trials, within those that are
-        drawn, and why they were left out; and the range of the axis.
+        The copy; by number the values of these trials and the last ones of unfinished trials, within the axis, and why
+        they were left out, and the best trial; and the range of the axis.
     """
     optuna = import_plotting("optuna")
     copy, trials = optuna.create_study(directions=study.directions), study.get_trials(deepcopy=True)
@@ -153,20 +154,23 @@ def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tup
     is_maximized = study.directions[number].name == "MAXIMIZE"
     ranked = sorted(complete, reverse=is_maximized)
     limit = 4 * abs(ranked[len(ranked) * 3 // 4] - ranked[0]) or math.inf
-    near, left_out = [value for value in ranked if abs(value - ranked[0]) <= limit], {}
+    near, marked = [value for value in ranked if abs(value - ranked[0]) <= limit], {}
+    unfinished = [trial for trial in trials if trial.state.name != "COMPLETE"]
+    last = {trial.number: trial.intermediate_values.get(trial.last_step or 0, near[-1]) for trial in unfinished}
+    shown = near + [value for value in last.values() if abs(value - ranked[0]) <= limit < math.inf]
     for trial in trials:
-        is_complete = trial.state.name == "COMPLETE"
-        if not is_complete or trial.values[number] not in near:
-            reported = trial.intermediate_values.get(trial.last_step or 0, near[-1])
-            last = trial.values[number] if is_complete else reported
-            left_out[trial.number] = min(max(near), max(min(near), last)), REASONS[trial.state.name]
+        value = last[trial.number] if trial.number in last else trial.values[number]
+        if trial.number in last or value not in near:
+            marked[trial.number] = min(max(shown), max(min(shown), value)), REASONS[trial.state.name]
             trial.state, trial.values = optuna.trial.TrialState.PRUNED, None
+        elif value == ranked[0] and "best" not in {why for _, why in marked.values()}:
+            marked[trial.number] = value, "best"
         copy.add_trial(trial)
-    return copy, left_out, axis_range(near)
+    return copy, marked, axis_range(shown)
 
 
 def _draw_png(
-    function: str, study: Study, objective: dict[str, Any], path: Path, title: str, left_out: Any, limits: Any
+    function: str, study: Study, objective: dict[str, Any], path: Path, title: str, marked: Any, limits: Any
 ) -> None:
     """Draw one of Optuna's plots in the style of the plots of runs."""
     plt, visualization = import_plotting("matplotlib.pyplot"), import_plotting("optuna.visualization.matplotlib")
@@ -197,8 +201,9 @@ def _draw_png(
         for marks in (*axes.collections[:1], *axes.patches, *axes.lines):
             marks.set(color=COLOURS[marks in axes.lines], alpha=1)
         plt.setp(axes.lines, drawstyle="steps-post", label="Best value")
-        for reason, (x, y) in _by_reason(left_out) if function == "plot_optimization_history" else ():
-            axes.scatter(x, y, marker=REASON_MARKS[reason][0], color="0.5", label=reason)
+        for reason, (x, y) in _by_reason(marked) if function == "plot_optimization_history" else ():
+            style = {"s": 200, "color": COLOURS[1], "zorder": 3} if reason == "best" else {"color": "0.5"}
+            axes.scatter(x, y, marker=REASON_MARKS[reason][0], label=reason, **style)
             axes.set_ylim(limits)
         if function == "plot_param_importances":
             # It would name the objective, as the title does.

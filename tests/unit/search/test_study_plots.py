@@ -91,6 +91,7 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     def objective(trial):
         trial.report(trial.suggest_float("x", 0, 1) + (trial.number == 7), 1)
         if trial.number == 7:
+            trial.report(4, 2)
             raise optuna.TrialPruned
         return 1e6 if trial.number == 5 else trial.number % 3
 
@@ -98,17 +99,17 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     plot_study(url, out=str(tmp_path), html=True)
     assert best_trials(url)[1] == "5 best of 9 trials: 8 completed, 1 pruned"
     page = (tmp_path / "history.html").read_text().split("newPlot")[-1]
-    # The far one is at the edge, not at its last report.
+    # The far one is at the edge, not at its last report; the reported value of the pruned one is in the panel.
     marks = re.findall(
         r'"marker":{"color":"gray","symbol":"([\w-]+)"},"mode":"markers","name":"([\w ]+)","x":\[(\d)\]', page
     )
     assert marks == [("triangle-down", "pruned", "7"), ("triangle-up", "far worse", "5")]
     assert '"text":"objective (minimize)"' in page
-    assert '"range":[-0.1,2.1]' in page and "1000000" not in page
+    assert '"range":[-0.2,4.2]' in page and '"name":"best","x":[0]' in page and "1000000" not in page
     legend, none = (figure.axes[0].get_legend() for figure in figures[:2])
     words = [text.get_text() for text in legend.get_texts()]
     # The bars of importances have one colour, which needs no legend.
-    assert words == ["objective (minimize)", "Best value", "pruned", "far worse"] and none is None
+    assert words == ["objective (minimize)", "Best value", "best", "pruned", "far worse"] and none is None
 
 
 def test_table_has_hyphens_for_hyperparameters_of_other_trials(tmp_path, capsys):
