@@ -27,51 +27,61 @@ MEMORY_PANEL = "peak memory (MB)"
 def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     """The scale of a panel, 'linear' or 'log', and its range.
 
-    Speeds and memory begin at 0, and end at twice the 90th percentile of a curve if others are `CLIP_RATIO` times as
-    high. If that is ten times the median of a curve, the scale is logarithmic instead. Losses and gradient norms end at
-    three times the height of their 95th percentile if others are `CLIP_RATIO` times as high, so that a few do not
-    flatten the rest. If these span two orders of magnitude, the scale is logarithmic instead, and ends at a third of
-    the lowest mean above 0; so it is if the peak learning rates of curves differ 50-fold. Of several runs, losses and
-    gradient norms that reach 100 times the median of the curves' highest values leave the panel. A level that lasts
-    remains in it.
+    Peak learning rates that differ 50-fold have a logarithmic scale; there a warm-up and a decay to 0 go below the
+    panel. A metric has a linear scale.
     """
     curves, name, panel = [curve for curve in curves if curve.finite], curves[0].name, curves[0].panel
     if name in PANELS[SHARES] or not curves:
         return "linear", (0, 1.05 if name in PANELS[SHARES] and panel != SHARES else 1)
     parts = [list(filter(math.isfinite, curve.usual)) for curve in curves]
+    if panel in ("loss", "gradient norm"):
+        return _axis_of_losses(curves, parts)
+    if PANEL_OF.get(name) in SPEEDS:
+        return _axis_of_speeds(parts)
+    lowest, highs = min(map(min, parts)), list(map(max, parts))
+    if panel == "learning rate" and lowest >= 0 and max(highs) >= 50 * min(highs) > 0:
+        return _log_axis(min(highs) / 100, max(highs))
+    return "linear", axis_range([lowest, max(highs)])
+
+
+def _axis_of_speeds(parts: list[list[float]]) -> tuple[str, tuple[float, float]]:
+    """That of speeds and memory, which begins at 0.
+
+    It ends at twice the 90th percentile of a curve, or at a level that lasts, if others are `CLIP_RATIO` times as high.
+    If the percentile is ten times the median of a curve, the scale is logarithmic instead.
+    """
+    usual, high = max(float(np.percentile(part, 90, method="lower")) for part in parts), max(map(max, parts))
+    if 0 < 10 * min(map(statistics.median, parts)) <= usual:
+        return _log_axis(min(value for part in parts for value in part if value > 0), high)
+    end = max(2 * usual, *map(_lasting_height, parts)) or high
+    return "linear", (0, 1.05 * (high if high <= CLIP_RATIO * end else end) or 1)
+
+
+def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str, tuple[float, float]]:
+    """That of losses and gradient norms.
+
+    It ends at three times the height of the 95th percentile of a curve, or at a level that lasts, if others are
+    `CLIP_RATIO` times as high, so that a few do not flatten the rest. If these span two orders of magnitude, the scale
+    is logarithmic instead, and begins at a third of the lowest mean above 0. Of several runs, those that reach 100
+    times the median of the curves' highest values leave the panel.
+    """
     values, highs = [value for part in parts for value in part], list(map(max, parts))
-    is_speed = PANEL_OF.get(name) in SPEEDS
-    usual = max(float(np.percentile(part, 90 if is_speed else 95, method="lower")) for part in parts)
-    if is_speed:
-        if 0 < 10 * min(map(statistics.median, parts)) <= usual:
-            return _log_axis(min(value for value in values if value > 0), max(highs))
-        end = max(2 * usual, *map(_lasting_height, parts)) or max(highs)
-        return "linear", (0, 1.05 * (max(highs) if max(highs) <= CLIP_RATIO * end else end) or 1)
-    bottom, high, is_steep = min(values), max(highs), panel in ("loss", "gradient norm")
-    if curves[0].run and is_steep:
+    bottom, high = min(values), max(highs)
+    if curves[0].run:
         high = max(high for high in highs if high <= abs(100 * statistics.median_low(highs)))
+    usual = max(float(np.percentile(part, 95, method="lower")) for part in parts)
     top = max(value for value in values if value - bottom <= 3 * (usual - bottom))
     top = max(top, *(height for height in map(_lasting_height, parts) if height <= high))
     # To cut off less would not show the others larger.
-    is_squeezed = (
-        is_steep
-        and len(values) >= MIN_CLIPPED_POINTS
-        and usual > bottom
-        and high - bottom > CLIP_RATIO * (top - bottom)
-    )
-    top = top if is_squeezed else high
-    # A warm-up from 0, a decay to 0 and single zeros go below the panel.
-    shown = [list(filter(math.isfinite, curve.mean or curve.drawable)) for curve in curves]
-    lows = [
-        min(filter((0.0).__lt__, part), default=math.inf) / (3 if curve.mean else 1)
-        for part, curve in zip(shown, curves, strict=True)
-    ]
-    low = min(highs) / 100 if panel == "learning rate" else min(lows)
-    limits = {"loss": 100 * low, "gradient norm": 100 * low, "learning rate": 50 * min(highs)}
-    if 0 < low < math.inf and min(map(min, shown)) >= 0 and top >= limits.get(panel, math.inf):
+    is_cut = len(values) >= MIN_CLIPPED_POINTS and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
+    top = top if is_cut else high
+    shown = [(value, 3 if curve.mean else 1) for curve in curves for value in curve.mean or curve.drawable]
+    # Single zeros go below the panel.
+    low = min((value / factor for value, factor in shown if value > 0), default=math.inf)
+    if top >= 100 * low and not any(value < 0 for value, _ in shown):
         return _log_axis(low, high)
     # A mark of what leaves the panel needs space.
-    return "linear", axis_range([bottom, top + is_squeezed * (top - bottom) / 10])
+    return "linear", axis_range([bottom, top + is_cut * (top - bottom) / 10])
 
 
 def _lasting_height(values: list[float]) -> float:
