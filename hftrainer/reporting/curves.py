@@ -132,15 +132,12 @@ class Curve:
 
         They are counted back from the end and from restarts, so that a last save is no sliver of its own.
         """
-        ends = sorted([*(lost for lost, _ in self.restarts), self.steps[-1]])
+        steps, ends = np.array(self.steps), np.sort([*(lost for lost, _ in self.restarts), self.steps[-1]])
         spacing = statistics.median(self._widths) or 1
-        width = spacing * max(1, math.ceil(self.steps[-1] / spacing / 30))
-
-        def part_of(index: int) -> tuple[float, int]:
-            end = ends[bisect.bisect_left(ends, self.steps[index])]
-            return end, int((end - self.steps[index]) / width + 1e-9)
-
-        return [list(group) for _, group in groupby(range(len(self.steps)), key=part_of)]
+        width = spacing * max(1, math.ceil(steps[-1] / spacing / 30))
+        end = ends[np.searchsorted(ends, steps)]
+        parts = list(zip(end, np.floor((end - steps) / width + 1e-9), strict=True))
+        return [list(group) for _, group in groupby(range(len(steps)), key=parts.__getitem__)]
 
     @cached_property
     def _widths(self) -> list[float]:
@@ -291,9 +288,8 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
     differing = differing_arguments(arguments, names)
     for record, (state, places), name, known, settings in zip(records, logs, names, arguments, differing, strict=True):
         restarts, non_finite = record.find_incidents(x)
-        facts: dict[str, Any] = {"run": name, "settings": settings, "x": unit}
+        facts: dict[str, Any] = {"run": name, "settings": settings, "x": unit, "state": _describe_state(record, known)}
         facts |= {"restarts": [(lost / size, restart / size) for lost, restart in restarts]}
-        facts |= {"state": _describe_state(record, known)}
         for curve in _plain_curves(state, known, places):
             found = [span for span in (curve.non_finite, curve.name == "loss" and non_finite) if span]
             first = min(((place / size, text) for place, text in found), default=None)

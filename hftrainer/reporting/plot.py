@@ -89,8 +89,8 @@ def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
         return 0
     # An inch has 15 characters, and a sample is as wide as 8.
     lengths = [8 + max(map(len, text.split("\n"))) for text in handles]
-    parts = (np.array_split(lengths, count) for count in range(len(handles), 1, -1))
-    columns = next((len(part) for part in parts if sum(map(max, part)) <= 15 * width), 1)
+    counts = range(len(handles), 1, -1)
+    columns = next((n for n in counts if sum(map(max, np.array_split(lengths, n))) <= 15 * width), 1)
     place = {"loc": "lower left", "bbox_to_anchor": (-0.1 / width, 0.98), "ncols": columns}
     axis.legend(handles.values(), handles.keys(), fontsize=9, frameon=False, **place)
     return -(-len(handles) // columns) + sum(text.count("\n") for text in handles)
@@ -150,7 +150,7 @@ def _draw_peaks(axis: Any, curves: list[Curve], top: float, letters: int) -> dic
 
 
 def _format_ticks(axis: Any, scale: str, limits: tuple[float, float], *, is_share: bool) -> None:
-    """Write the values of a vertical axis, those of a linear one with one exponent and equal decimals: not 0.1 and 5e-05."""
+    """Write the values of a vertical axis; of a linear one with one exponent and equal decimals: not 1e-4 and 5e-05."""
     if scale == "log" and limits[1] < 1000 * limits[0]:
         axis.get_major_locator().set_params(subs=(1, 2, 5))
     axis.set_minor_formatter("")
@@ -158,8 +158,8 @@ def _format_ticks(axis: Any, scale: str, limits: tuple[float, float], *, is_shar
     exponent = 0 if -4 < power < 6 else power
 
     def write(value: float, _: int) -> str:
-        ticks = (f"{tick / 10**exponent:.9f}".rstrip("0") for tick in axis.get_majorticklocs())
-        decimals = max(len(tick.partition(".")[2]) for tick in ticks)
+        ticks = (f"{tick / 10**exponent:.9f}" for tick in axis.get_majorticklocs())
+        decimals = max(len(tick.rstrip("0").partition(".")[2]) for tick in ticks)
         # Zero without a sign.
         number = round(value / 10**exponent, decimals) + 0.0
         return f"{number:,.{decimals}f}" + f"e{exponent}" * bool(exponent and number)

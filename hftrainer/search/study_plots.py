@@ -38,8 +38,8 @@ STATES = {"complete": "completed", "fail": "failed"}
 REASONS = {"PRUNED": "pruned", "FAIL": "failed", "COMPLETE": "far worse", "RUNNING": "running", "WAITING": "waiting"}
 #: What a trial is, if it is not as the others → its mark, matplotlib's and plotly's.
 REASON_MARKS = {
-    **{"best": ("*", "star"), "pruned": ("v", "triangle-down"), "failed": ("x", "x"), "far worse": ("^", "triangle-up")},
-    **{"running": ("s", "square"), "waiting": ("D", "diamond")},
+    **{"best": ("*", "star"), "pruned": ("v", "triangle-down"), "failed": ("x", "x")},
+    **{"far worse": ("^", "triangle-up"), "running": ("s", "square"), "waiting": ("D", "diamond")},
 }
 
 

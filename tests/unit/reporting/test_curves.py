@@ -143,7 +143,11 @@ def test_each_metric_has_a_panel(tmp_path):
     assert [line.panel for line in read_curves([one])] == panels
     # They have the same order when a run lacks some, but a metric that a run has alone is last.
     other = write_log(tmp_path / "other", [{"step": 1, "eval_tokens": 1e300}])
-    assert list(dict.fromkeys(line.panel for line in read_curves([one, other]))) == [*panels[:1], *panels[2:], "eval_f1"]
+    assert list(dict.fromkeys(line.panel for line in read_curves([one, other]))) == [
+        *panels[:1],
+        *panels[2:],
+        "eval_f1",
+    ]
 
 
 def test_curves_and_runs_differ_in_black_and_white(tmp_path):
