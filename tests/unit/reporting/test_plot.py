@@ -171,7 +171,7 @@ def test_panel_with_one_of_several_runs_names_it(tmp_path):
     page = (tmp_path / "c.html").read_text()
     assert page.count('"marker":{"size":9,"symbol":"square"}') == 2
     assert '"xaxis2.domain": [0.0, 1.0]' in page and '"xaxis4.domain": [0.56, 1.0]' in page
-        assert '<h1>Comparison of a and b</h1>\n<p id="notes">' in page and '<meta name="viewport"' in page
+    assert '<h1>Comparison of a and b</h1>\n<p id="notes">' in page and '<meta name="viewport"' in page
 
 
 def test_legend_names_runs_and_their_best_values(tmp_path):
