@@ -120,12 +120,8 @@ class EvaluationPass:
             self.preparation_time = round(time.time() - self._creation_time, 4)
         self.seen_batches += 1
         with self._set_position(self._positions.popleft()) as position:
-            try:
+            with note_batch(f"batch {self.seen_batches} of an evaluation", inputs, self.trainer.model):
                 outputs = self.predict(inputs, self.loss_only, ignore_keys=self.ignore_keys)
-            except Exception as error:
-                place = f"batch {self.seen_batches} of an evaluation"
-                note_batch(error, place, inputs, getattr(self.trainer.model, "config", None))
-                raise
             rows = self._make_rows(*outputs, inputs, position)
             self._collect_rows(rows, inputs, is_last, is_full=not (position.is_last or position.is_filler))
         self.parts.call_callbacks("on_prediction_step")

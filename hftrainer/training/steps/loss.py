@@ -86,13 +86,9 @@ class LossComputer(Part):
             # A batch without labels cannot show whether the model divides its loss.
             self.run.has_checked_model = items is not None or not trainer.args.elastic
         kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": items})
-        try:
-            with trainer.compute_loss_context_manager():
-                loss = trainer.compute_loss(model, inputs, **kwargs)
-        except Exception as error:
-            step = trainer.state.global_step + 1
-            note_batch(error, f"training step {step}", inputs, getattr(trainer.model, "config", None))
-            raise
+        place = f"training step {trainer.state.global_step + 1}"
+        with note_batch(place, inputs, trainer.model), trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, inputs, **kwargs)
         # A rank that hangs in the forward pass is behind those that wait for it in backward.
         self.run.heartbeat.beat()
         interval = trainer.args.torch_empty_cache_steps

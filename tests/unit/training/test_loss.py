@@ -21,7 +21,7 @@ def make_losses(release="5.20", *, micro_batches=4, averages_tokens=False, world
         data_world_size=world_size, gather_numbers=lambda each, one_per_tp_group: each.repeat(world_size)
     )
     defaults = {
-        **dict.fromkeys(("optimizer", "compute_loss_func", "loss_is_scaled_for_ga", "label_smoother")),
+        **dict.fromkeys(("model", "optimizer", "compute_loss_func", "loss_is_scaled_for_ga", "label_smoother")),
         "args": SimpleNamespace(device="cpu", torch_empty_cache_steps=None),
         "accelerator": SimpleNamespace(processes=ranks, unwrap_model=lambda model: model),
         "state": SimpleNamespace(global_step=0),
