@@ -150,12 +150,8 @@ class Restarts(Part):
         self.run.resume_folder = resume_folder
         return resume_folder
 
-    def halve_batches(self, resume_folder: str | None) -> str | None:
-        """Discard the optimizer, hooks and checkpoints of a failed attempt, and restore the initial state.
-
-        Returns:
-            The checkpoint to resume from: `resume_folder`, with which the failed attempt began.
-        """
+    def halve_batches(self) -> None:
+        """Discard the optimizer, hooks and checkpoints of a failed attempt, and restore the initial state."""
         initial_state = self.run.initial_state
         assert initial_state is not None
         self.run.train_batch_size //= 2
@@ -163,19 +159,18 @@ class Restarts(Part):
         self._end_attempt("out of memory", initial_state.optimizers)
         self.parts.storage_sync.discard_checkpoints(self.run.checkpoints_written)
         initial_state.restore()
-        return resume_folder
 
     def _end_attempt(self, reason: str, optimizers: tuple[Any, Any]) -> None:
         """Release the objects of an attempt, and set the optimizer and scheduler from before it."""
         if self.run.loop is not None:
             self.run.loop.close(reason)
-        self.release_run()
+        self.release_optimizer()
         self.trainer.optimizer, self.trainer.lr_scheduler = optimizers
         gc.collect()
         devices.empty_cache()
 
-    def release_run(self) -> None:
-        """Release a run's optimizer and its hooks."""
+    def release_optimizer(self) -> None:
+        """Release a run's optimizer with its hooks, and Lightning's objects that hold it."""
         handler = self.trainer.callback_handler
         if isinstance(self.trainer.optimizer, LayerWiseDummyOptimizer):
             self.trainer.optimizer.remove_hooks()

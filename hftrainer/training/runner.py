@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 from collections.abc import Iterator, Mapping
@@ -110,6 +109,7 @@ class TrainingRunner(Part):
             self.restarts.prepare_run(resume_folder, trial)
             optimizers = self.trainer.optimizer, self.trainer.lr_scheduler
             while True:
+                diverged_step = None
                 try:
                     return self.trainer._inner_training_loop(
                         batch_size=self.run.train_batch_size,
@@ -119,7 +119,7 @@ class TrainingRunner(Part):
                         ignore_keys_for_eval=ignore_keys,
                     )
                 except Diverged as error:
-                    restart = functools.partial(self.restarts.roll_back, error.diverged_step, optimizers)
+                    diverged_step = error.diverged_step
                 except Exception as error:
                     if not (self.trainer.args.auto_find_batch_size and devices.is_out_of_memory(error)):
                         raise
@@ -127,9 +127,11 @@ class TrainingRunner(Part):
                         raise RuntimeError(
                             "auto_find_batch_size: a batch of one sample does not fit into memory."
                         ) from error
-                    restart = functools.partial(self.restarts.halve_batches, resume_folder)
                 # Outside the `except` block, since the error references the tensors of the failed attempt.
-                resume_folder = restart()
+                if diverged_step is None:
+                    self.restarts.halve_batches()
+                else:
+                    resume_folder = self.restarts.roll_back(diverged_step, optimizers)
 
     def _watch_overflow(self) -> contextlib.ExitStack:
         """A context that checks the values of all modules, with `debug="underflow_overflow"`."""
@@ -280,7 +282,7 @@ class TrainingRunner(Part):
         """Release a trial's model and everything made for it."""
         parts = self.parts
         handler = self.trainer.callback_handler
-        self.restarts.release_run()
+        self.restarts.release_optimizer()
         parts.engine.release()
         self.trainer.accelerator.free_memory()
         parts.checkpoint_writer.close()
