@@ -27,7 +27,7 @@ class EnginePrecision(PlainPrecision):
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass, and at the end of the accumulation window the optimizer step."""
-        self._holder.backward(tensor, is_last=model.loop.batches.position.is_last, **kwargs)
+        self._holder.backward(tensor, is_last=model.training_loop.batches.position.is_last, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Notify callbacks and the run. The engine has clipped and stepped in the backward pass."""

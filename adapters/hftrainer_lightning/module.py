@@ -21,18 +21,20 @@ if TYPE_CHECKING:
     from hftrainer.training.steps.loop import TrainingLoop
 
 #: Attributes of the run, not of the model, that a copy of the module lacks: callbacks copy it.
-_NOT_COPIED = ("loop", "make_ckpt_entry", "_optimizer", "_scheduler", "_callback_states")
+_NOT_COPIED = ("training_loop", "make_ckpt_entry", "_optimizer", "_scheduler", "_callback_states")
 
 
 class TrainerModule(WithoutBatchTransfer):
     """Wraps a model for the Trainer. The table in `docs/packages/training.md` has its hooks in the order of a run.
+
+    As in all of Lightning's classes, `trainer` is the `lightning.Trainer`; ours is `training_loop.trainer`.
 
     Args:
         model: the user's model.
     """
 
     #: Our loop of the training run, while one is attached; Lightning's hooks call its methods.
-    loop: TrainingLoop
+    training_loop: TrainingLoop
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -48,7 +50,7 @@ class TrainerModule(WithoutBatchTransfer):
 
     def attach(self, loop: TrainingLoop, callback_states: Mapping[str, Any]) -> None:
         """Attach the training run for `fit`, and the states that its callbacks resume from."""
-        self.loop = loop
+        self.training_loop = loop
         self.make_ckpt_entry = functools.partial(make_ckpt_entry, loop)
         self._callback_states = callback_states
         self._optimizer = loop.parts.require_optimizer()
@@ -56,7 +58,7 @@ class TrainerModule(WithoutBatchTransfer):
 
     def detach(self) -> None:
         """Release the training run."""
-        vars(self).pop("loop", None)
+        vars(self).pop("training_loop", None)
         self._optimizer = self._scheduler = None
         self._callback_states = {}
         self.active_evaluation = None, None
@@ -79,7 +81,7 @@ class TrainerModule(WithoutBatchTransfer):
 
     def setup(self, stage: str) -> None:
         """Restore the callbacks' states from the checkpoint, before `on_fit_start` loads the optimizer's."""
-        if stage == "fit" and self.loop.attempt.resume_folder is not None:
+        if stage == "fit" and self.training_loop.attempt.resume_folder is not None:
             callbacks.restore_state(self.trainer, self, self._callback_states)
 
     def on_fit_start(self) -> None:
@@ -89,9 +91,9 @@ class TrainerModule(WithoutBatchTransfer):
             if isinstance(callback, EarlyStopping):
                 # Otherwise the summary would name an earlier run's reason.
                 callback.stopping_reason_message = None
-        if self.loop.attempt.resume_folder is not None:
+        if self.training_loop.attempt.resume_folder is not None:
             callbacks.unfreeze_optimized_parameters(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]
-            self.loop.load_optimizer()
+            self.training_loop.load_optimizer()
 
     def teardown(self, stage: str) -> None:
         """Detach the loggers: Lightning would close them now, before the run's last log line."""
@@ -137,7 +139,8 @@ class TrainerModule(WithoutBatchTransfer):
         if fused_backward is None:
             loss.backward(*args, **kwargs)
         else:
-            fused_backward(loss, self.loop.trainer._get_learning_rate() if learning_rate is None else learning_rate)
+            trainer = self.training_loop.trainer
+            fused_backward(loss, trainer._get_learning_rate() if learning_rate is None else learning_rate)
             # Otherwise torch's schedulers would not notice this step().
             self._optimizer._opt_called = True  # type: ignore[union-attr]
 
@@ -152,30 +155,30 @@ class TrainerModule(WithoutBatchTransfer):
         """Begin the run. Lightning does not announce an epoch that resumes in the middle, so announce it."""
         if not self._callback_states.get("epoch_ended", True):
             callbacks.run_missed_epoch_end(self.trainer, self)
-        self.loop.begin_training()
+        self.training_loop.begin_training()
         if self.trainer.fit_loop.restarted_mid_epoch:
             callbacks.run_missed_epoch_start(self.trainer, self)
-            self.loop.begin_epoch(self.current_epoch)
+            self.training_loop.begin_epoch(self.current_epoch)
 
     def on_train_epoch_start(self) -> None:
         """Begin an epoch."""
-        self.loop.begin_epoch(self.current_epoch)
+        self.training_loop.begin_epoch(self.current_epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """Run the forward and backward passes of a micro-batch; returns the detached loss."""
-        return self.loop.forward_and_backward(self.model, batch)
+        return self.training_loop.forward_and_backward(self.model, batch)
 
     def on_train_epoch_end(self) -> None:
         """End an epoch."""
         self.callbacks_ended_epoch = True
-        self.loop.end_epoch()
+        self.training_loop.end_epoch()
         self.callbacks_ended_epoch = False
-        if self.loop.should_stop:
+        if self.training_loop.should_stop:
             self.trainer.should_stop = True
 
     def on_train_end(self) -> None:
         """Recompute batch-norm statistics, if a callback has averaged the weights."""
-        callbacks.update_batch_norm(self.trainer, self, self.loop)
+        callbacks.update_batch_norm(self.trainer, self, self.training_loop)
 
     # ---- Evaluation and prediction -----------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     """
 
     trainer: Any
-    loop: TrainingLoop
+    training_loop: TrainingLoop
     #: Whether callbacks of Lightning or a profiler follow the run.
     has_listeners: bool
 
@@ -45,7 +45,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         """Fetch a micro-batch, and count it. `TrainingLoop.run_micro_batch` calls the methods below in its order."""
         pl_trainer = self.trainer
         progress = self.batch_progress
-        batch, _, _ = next(data_fetcher)
+        (self.training_loop.batches.position, batch), _, _ = next(data_fetcher)
         self._batch = batch
         self._index = progress.current.ready
         progress.is_last_batch = data_fetcher.done
@@ -56,8 +56,8 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
             pl_trainer._logger_connector.on_batch_start(batch)
             call._call_callback_hooks(pl_trainer, "on_train_batch_start", batch, self._index)
         progress.increment_started()
-        self.loop.run_micro_batch(pl_trainer.lightning_module.model, batch, self)
-        if self.loop.should_stop:
+        self.training_loop.run_micro_batch(pl_trainer.lightning_module.model, batch, self)
+        if self.training_loop.should_stop:
             pl_trainer.should_stop = True
         if self.has_listeners:
             pl_trainer._logger_connector.on_batch_end()
@@ -69,7 +69,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         """Run the module's training step, forward and backward; returns the loss."""
         if not self.has_listeners:
             return self.trainer.strategy.training_step(batch, self._index)
-        if self.loop.batches.position.is_first:
+        if self.training_loop.batches.position.is_first:
             # Only announced: the run clears the gradients after the step.
             self.automatic_optimization._on_before_zero_grad(self.trainer.optimizers[0])
         with self.trainer.profiler.profile("run_training_batch"):
@@ -96,7 +96,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
 
     def end_batch(self, loss: torch.Tensor) -> None:
         """Count the step and the micro-batch, and call the callbacks."""
-        if self.loop.batches.position.is_last:
+        if self.training_loop.batches.position.is_last:
             self.automatic_optimization.optim_progress.optimizer.step.increment_completed()
         self.batch_progress.increment_processed()
         if self.has_listeners:
@@ -114,18 +114,18 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         self._save_loggers_on_train_batch_end()
 
     def _should_accumulate(self) -> bool:
-        return not self.loop.batches.position.is_last
+        return not self.training_loop.batches.position.is_last
 
 
 class _OverriddenEpochFitLoop(_FitLoop):
     """Runs each epoch within an override of `Trainer._run_epoch`, whose `super()._run_epoch` calls `run_epoch`."""
 
-    loop: TrainingLoop
+    training_loop: TrainingLoop
 
     def advance(self) -> None:
         """Call the override."""
         self._has_run_epoch = False
-        self.loop.trainer._run_epoch(**self.loop.epoch_arguments())
+        self.training_loop.trainer._run_epoch(**self.training_loop.epoch_arguments())
         if not self._has_run_epoch:
             raise UnsupportedArgument(
                 "_run_epoch: Lightning's loop runs the epochs, so an override must call super()._run_epoch(...) "
@@ -135,7 +135,7 @@ class _OverriddenEpochFitLoop(_FitLoop):
 
     def run_epoch(self, arguments: dict[str, Any]) -> None:
         """Run the epoch and its end hooks, once. `arguments` are those that `Trainer._run_epoch` received."""
-        expected = self.loop.epoch_arguments()
+        expected = self.training_loop.epoch_arguments()
         if changed := [
             name for name, value in arguments.items() if not (value is expected[name] or value == expected[name])
         ]:
@@ -182,9 +182,9 @@ def install_training_loops(pl_trainer: Any, loop: TrainingLoop, *, is_epoch_over
     fit_loop = pl_trainer.fit_loop
     if is_epoch_overridden:
         pl_trainer.fit_loop = _OverriddenEpochFitLoop(pl_trainer, fit_loop.min_epochs, fit_loop.max_epochs)
-        pl_trainer.fit_loop.loop = loop
+        pl_trainer.fit_loop.training_loop = loop
     epoch_loop = _WindowedEpochLoop(pl_trainer, fit_loop.min_steps, fit_loop.max_steps)
-    epoch_loop.loop, epoch_loop.has_listeners = loop, needs_lightning_hooks(pl_trainer)
+    epoch_loop.training_loop, epoch_loop.has_listeners = loop, needs_lightning_hooks(pl_trainer)
     epoch_loop.val_loop = make_evaluation_loop(pl_trainer, TrainerFn.FITTING, RunningStage.VALIDATING)
     pl_trainer.fit_loop.epoch_loop = epoch_loop
     pl_trainer._logger_connector = _StepLoggerConnector(pl_trainer)

@@ -111,7 +111,7 @@ class Window(NamedTuple):
 
 
 class MicroBatches(Part):
-    """An iterable over an epoch's micro-batches. `position` is that of the last one yielded.
+    """An iterable over an epoch's micro-batches, each with its position.
 
     All micro-batches of a window are fetched before the first is used, as in `transformers.Trainer`: the number of
     items in a window must be known before its first loss.
@@ -124,6 +124,7 @@ class MicroBatches(Part):
 
     Attributes:
         epoch: the current epoch, counted from 0.
+        position: the position of the micro-batch that is trained on, which the epoch loop sets; or of a skipped one.
         step_progress: how far the current optimizer step is.
     """
 
@@ -144,12 +145,12 @@ class MicroBatches(Part):
         """Micro-batches in an epoch. For data without a length, as many as `max_steps` needs."""
         return self.attempt.lengths.steps_in_epoch
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[tuple[MicroBatchPosition, Any]]:
         # Do nothing before the first micro-batch is requested: Lightning calls iter() before the epoch begins.
         for start, micro_batches, num_items in self._read_windows():
             for index, micro_batch in enumerate(micro_batches, start):
                 steps = self._accumulation_steps()
-                self.position = MicroBatchPosition(
+                position = MicroBatchPosition(
                     index=index,
                     window_start=start,
                     window_size=len(micro_batches),
@@ -157,7 +158,7 @@ class MicroBatches(Part):
                     is_first=index % steps == 0,
                     is_last=(index + 1) % steps == 0 or index + 1 == len(self),
                 )
-                yield micro_batch
+                yield position, micro_batch
                 if self._is_interrupted():
                     return
 

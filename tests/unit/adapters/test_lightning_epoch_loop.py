@@ -44,7 +44,7 @@ def test_counters_continue_where_the_checkpoint_ended(pl_trainer, epoch, batch):
 def test_step_is_counted_at_the_end_of_its_window(pl_trainer):
     loop = pl_trainer.fit_loop.epoch_loop
     for is_last, counted in ((False, 0), (True, 1)):
-        loop.loop.batches.position.is_last = is_last
+        loop.training_loop.batches.position.is_last = is_last
         assert loop._should_accumulate() is not is_last
         loop.end_batch(torch.ones(()))
         assert loop.automatic_optimization.optim_progress.optimizer.step.total.completed == counted
