@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -196,30 +196,7 @@ class EvaluationRunner(Part):
         return loss, nested_detach(_unwrap_single(logits)), labels
 
     def _loss_and_outputs(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[Any, Any]:
-        """What `Trainer.compute_loss` returns for a batch with labels."""
-        trainer = self.trainer
-        with self._prepare_loss_computation(model, inputs, loss_only) as (inputs, keywords):
-            # An override for v4.1 returns only the loss, so a separate forward pass computes the outputs.
-            has_only_loss = "return_outputs" not in keywords
-            outputs = model(**inputs) if has_only_loss and not loss_only else ()
-            loss_and_outputs = trainer.compute_loss(model, inputs, **keywords)
-        if has_only_loss:
-            return loss_and_outputs, outputs
-        if not (isinstance(loss_and_outputs, tuple) and len(loss_and_outputs) == 2):
-            raise InvalidArgument(
-                f"{type(trainer).__name__}.compute_loss returned {describe_type(loss_and_outputs)} for "
-                "return_outputs=True, which evaluations pass: return (loss, outputs) in that case."
-            )
-        return loss_and_outputs
-
-    @contextlib.contextmanager
-    def _prepare_loss_computation(
-        self, model: nn.Module, inputs: Any, loss_only: bool
-    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yields the inputs and the keyword arguments of `Trainer.compute_loss`.
-
-        Only this process's items divide the loss.
-        """
+        """What `Trainer.compute_loss` returns for a batch with labels. Only this process's items divide the loss."""
         trainer = self.trainer
         parts = self.parts
         averages_tokens = parts.averages_tokens
@@ -231,11 +208,23 @@ class EvaluationRunner(Part):
             if loss_only and trainer.args.use_liger_kernel and parts.policy.skips_logits:
                 # Liger's fused loss then keeps no logits.
                 inputs = {**inputs, "skip_logits": True}
-            keywords = {"return_outputs": True, "num_items_in_batch": num_items}
+            settings = {"return_outputs": True, "num_items_in_batch": num_items}
+            keywords: dict[str, Any] = accepted_args(trainer.compute_loss, settings)
+            # An override for v4.1 returns only the loss, so a separate forward pass computes the outputs.
+            has_only_loss = "return_outputs" not in keywords
             with trainer.compute_loss_context_manager(), context():
-                yield inputs, accepted_args(trainer.compute_loss, keywords)
+                outputs = model(**inputs) if has_only_loss and not loss_only else ()
+                loss_and_outputs = trainer.compute_loss(model, inputs, **keywords)
         finally:
             parts.averages_tokens = averages_tokens
+        if has_only_loss:
+            return loss_and_outputs, outputs
+        if not (isinstance(loss_and_outputs, tuple) and len(loss_and_outputs) == 2):
+            raise InvalidArgument(
+                f"{type(trainer).__name__}.compute_loss returned {describe_type(loss_and_outputs)} for "
+                "return_outputs=True, which evaluations pass: return (loss, outputs) in that case."
+            )
+        return loss_and_outputs
 
     def _ignored_keys(self) -> list[str]:
         """Outputs that the model's config excludes from predictions."""
@@ -249,38 +238,34 @@ class EvaluationRunner(Part):
     def _run_timed_loop(
         self, dataloader: DataLoader[Any], description: str, loss_only: bool | None, ignore_keys: Any, prefix: str
     ) -> tuple[EvalLoopOutput, dict[str, float]]:
-        """Run the loop of a pass. Returns its output, and its metrics with its speed."""
-        start_time = time.time()
-        settings = {"prediction_loss_only": loss_only, "ignore_keys": ignore_keys, "metric_key_prefix": prefix}
-        output = self._run_loop(dataloader, description, **settings)
-        return output, self._add_speed(output, prefix, start_time)
+        """Run `evaluation_loop`, or `prediction_loop` where arguments or overrides need it.
 
-    def _run_loop(self, dataloader: DataLoader[Any], description: str, **settings: Any) -> EvalLoopOutput:
-        """Run `evaluation_loop`, or `prediction_loop` where arguments or overrides need it, with these settings."""
+        Returns:
+            The output of the loop, and its metrics with its speed.
+        """
+        start_time = time.time()
         trainer = self.trainer
         overrides_new, overrides_old = (is_overridden(trainer, f"{name}_loop") for name in ("evaluation", "prediction"))
         is_asked_for = legacy.old_argument(trainer.args, "use_legacy_prediction_loop")
         uses_old = is_asked_for or (overrides_old and not overrides_new)
         loop: Callable[..., Any] = trainer.prediction_loop if uses_old else trainer.evaluation_loop
+        settings = {"prediction_loss_only": loss_only, "ignore_keys": ignore_keys, "metric_key_prefix": prefix}
         has_override = overrides_new or overrides_old
         with self.parts.engine.autocast_forward(trainer.model) if has_override else contextlib.nullcontext():
-            output = loop(dataloader, description, **accepted_args(loop, settings))
+            output: Any = loop(dataloader, description, **accepted_args(loop, settings))
         # Overrides for v4.4 do not return the number of samples.
         if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):
             predictions, label_ids, metrics = output
-            return EvalLoopOutput(predictions, label_ids, metrics, trainer.num_examples(dataloader))
-        return cast("EvalLoopOutput", output)
-
-    def _add_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
-        """The metrics of a pass, with its speed."""
+            output = EvalLoopOutput(predictions, label_ids, metrics, trainer.num_examples(dataloader))
         metrics = output.metrics or {}
         samples = output.num_samples or 0
         # This pass included the preparation: exclude it from the speed.
         if self._has_measured_preparation:
             start_time += metrics.get(f"{prefix}_model_preparation_time", 0)
             self._has_measured_preparation = False
-        size = self.trainer.args.eval_batch_size * self.trainer.accelerator.processes.data_world_size
-        return metrics | speed_metrics(prefix, start_time, num_samples=samples, num_steps=math.ceil(samples / size))
+        size = trainer.args.eval_batch_size * trainer.accelerator.processes.data_world_size
+        speed = speed_metrics(prefix, start_time, num_samples=samples, num_steps=math.ceil(samples / size))
+        return output, metrics | speed
 
     def _prepare_model(self, dataloader: DataLoader[Any]) -> nn.Module:
         """Set model and optimizer to evaluation mode.

@@ -33,11 +33,6 @@ def make_batches(count, accumulation=2, *, start=(None, 0, 0), planned=None, len
     return MicroBatches(parts, Attempt(None, None, lengths, *start), SimpleNamespace(flags_are_agreed=True), loader)
 
 
-def read(batches):
-    """The micro-batches without their positions."""
-    return [micro_batch for _, micro_batch in batches]
-
-
 def positions(batches):
     """Index, start and size of the window of each micro-batch; parentheses show where steps begin and end."""
     found = []
@@ -84,13 +79,13 @@ def test_flag_ends_the_epoch_once_all_ranks_know_it(flag, is_agreed):
     batches = make_batches(3)
     setattr(batches.trainer.control, flag, True)
     batches._control_sync.flags_are_agreed = is_agreed
-    assert read(batches) == (["0"] if is_agreed else ["0", "1", "2"])
+    assert [micro_batch for _, micro_batch in batches] == (["0"] if is_agreed else ["0", "1", "2"])
 
 
 def test_skipped_window_is_read_but_belongs_to_no_step():
     batches = make_batches(6)
     batches.run.skipped_samples = SimpleNamespace(windows={(0, 4), (1, 0)})
-    assert read(batches) == ["0", "1", "2", "3"]
+    assert [micro_batch for _, micro_batch in batches] == ["0", "1", "2", "3"]
     assert not batches.step_progress.has_begun
     assert batches.position == MicroBatchPosition(5, 4, 2, 20)
 
@@ -115,4 +110,4 @@ def test_random_states_are_restored_once_and_only_in_the_resumed_epoch(finished,
     assert seen == calls
     batches.epoch = 2
     seen.clear()
-    assert read(batches) == ["0", "1", "2", "3"] == seen
+    assert [micro_batch for _, micro_batch in batches] == ["0", "1", "2", "3"] == seen
