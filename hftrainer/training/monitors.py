@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.choices import read_observe
-from hftrainer.base.nested import find_batch_size
 from hftrainer.base.part import Part
 from hftrainer.data.mixture_batches import make_source_log
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
 from hftrainer.monitoring.journal import COMPLETE, JOURNAL_NAME, Journal, read_events
 from hftrainer.monitoring.observer import Observer
 from hftrainer.monitoring.run_requests import Requests
+from hftrainer.training.steps.counters import count_batch
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
@@ -48,22 +48,21 @@ class Monitors(Part):
         self.requests = _make_requests(parts, run_folder)
 
     def _make_observer(self, run_folder: str, resume_folder: str | None, *, is_finished: bool) -> Observer | None:
-        """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
-        trainer, args, plan = self.trainer, self.trainer.args, self.parts.engine.plan
+        """The observer of a run; None without `observe`."""
+        args, plan = self.trainer.args, self.parts.engine.plan
         # All later runs in a folder write to its journal, so that it says which is the last.
         has_earlier = os.path.isfile(os.path.join(run_folder, JOURNAL_NAME))
         observations = read_observe(args.observe) | ({"journal"} if has_earlier else set())
         if not observations:
             return None
-        self.batches.reader.time_collator()
         peak = peak_flops(args.device, plan.precision) if "mfu" in observations else None
         # The resume of a run that has already ended would spoil its record.
         last_event = (read_events(run_folder) or [{}])[-1] if is_finished else {}
         is_recorded = last_event.get("reason") in COMPLETE
-        has_journal = "journal" in observations and trainer.is_world_process_zero() and not is_recorded
-        observer = Observer(
+        has_journal = "journal" in observations and self.trainer.is_world_process_zero() and not is_recorded
+        return Observer(
             observations,
-            step=lambda: trainer.state.global_step,
+            step=lambda: self.trainer.state.global_step,
             seconds=lambda: self.run.seconds_by_activity,
             waits=self.batches.reader.wait_seconds_by_cause,
             sum_over_data=lambda count: int(self.parts.counters.sum_over_data(torch.tensor([count]))),
@@ -71,8 +70,12 @@ class Monitors(Part):
             journal=Journal(run_folder if has_journal else None),
             facts={"world_size": args.world_size, "device": str(args.device), "resumed_from": resume_folder},
         )
-        trainer.add_callback(observer)
-        return observer
+
+    def begin(self) -> None:
+        """Let the observer see the events of the run, and the time in the collator."""
+        if self.observer is not None:
+            self.batches.reader.time_collator()
+            self.trainer.add_callback(self.observer)
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count a micro-batch after its backward pass. `loss` is the result of `LossAccumulator.add_loss`."""
@@ -110,21 +113,6 @@ class Monitors(Part):
         if self.observer is not None:
             self.observer.close(reason, message)
             self.trainer.remove_callback(self.observer)
-
-
-def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:
-    """Numbers of samples and input tokens of a micro-batch.
-
-    Only an input of integers of shape `(batch, sequence)` has tokens.
-    """
-    name = getattr(trainer.model, "main_input_name", "input_ids")
-    main_input = inputs.get(name) if hasattr(inputs, "get") else None
-    if isinstance(main_input, torch.Tensor) and main_input.ndim == 2 and not main_input.is_floating_point():
-        # With flatten_batches, a row has several samples.
-        if trainer.args.flatten_batches and "position_ids" in inputs:
-            return int((inputs["position_ids"] == 0).sum()), main_input.numel()
-        return len(main_input), main_input.numel()
-    return find_batch_size(inputs) or 0, 0
 
 
 def _make_requests(parts: TrainerParts, run_folder: str) -> Requests | None:

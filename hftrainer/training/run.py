@@ -59,7 +59,7 @@ class Run:
         lengths: the planned lengths, for `Trainer._init_training_state`, which does not receive them.
         resumed_progress: our progress data in the checkpoint that the run resumes from, or None.
         resume_folder: the checkpoint that the run resumes from, if any.
-        loss_since_log: the sum of the losses since the last log line, `()`, on the device; set when training begins.
+        loss_since_log: the sum of the losses since the last log line, `()`, on the device.
         loss_up_to_log: the sum of the losses up to the last log line.
         last_logged_step: optimizer step of the last log line.
         initial_step: optimizer steps at the start of the run.
@@ -139,8 +139,9 @@ class Run:
         self.evaluation_metrics = None
         self.has_checked_model = self.has_unfinished_evaluation = False
 
-    def set_start_values(self, state: TrainerState) -> None:
-        """Set the counters to their values at the start of the run."""
+    def set_start_values(self, state: TrainerState, device: torch.device) -> None:
+        """Set the counters and sums to their values at the start of the run."""
+        self.loss_since_log = torch.tensor(0.0, device=device)
         self.loss_up_to_log, self.trained_tokens, self.seconds_by_activity = 0.0, 0, {}
         self.last_saved_step = self.initial_step = self.last_logged_step = state.global_step
         self.initial_tokens_seen = state.num_input_tokens_seen

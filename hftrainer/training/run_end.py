@@ -32,7 +32,7 @@ class RunEnd(Part):
         if not parts.policy.loads_best_after_logging:
             parts.saver.wait_for_save()
             parts.restorer.load_best_at_end()
-        metrics = self._final_metrics(num_train_samples, start_time)
+        metrics = self._final_metrics(self.run.loop.loss_accumulator.sum_of_call(), num_train_samples, start_time)
         trainer.log(metrics)
         parts.saver.wait_for_save()
         parts.checkpoint_writer.close()
@@ -104,21 +104,17 @@ class RunEnd(Part):
             events=None if observer is None else observer.read_events(),
         )
 
-    def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
+    def _final_metrics(self, loss: float, num_train_samples: float, start_time: float) -> dict[str, float]:
+        """The last log line. `loss` is the sum of the losses of the steps."""
         run = self.run
         state = self.trainer.state
         steps = state.global_step - (run.initial_step if self.parts.policy.averages_train_loss_over_call else 0)
-        progress = run.resumed_progress
-        if progress is not None and run.last_logged_step == progress.last_logged:
-            # No log line has gathered the restored losses: what is added below holds those of this rank.
-            run.loss_up_to_log = -float(progress.loss)
-        run.loss_up_to_log += run.loss_since_log.item()
         samples = num_train_samples * steps / max(state.max_steps, 1)
         tokens = run.trained_tokens if legacy.old_argument(self.trainer.args, "include_tokens_per_second") else None
         metrics = speed_metrics("train", start_time, num_samples=samples, num_steps=steps, num_tokens=tokens)
         logger.info("Training is complete.")
         self.trainer.store_flos()
         metrics["total_flos"] = state.total_flos
-        metrics["train_loss"] = run.loss_up_to_log / max(steps, 0.001)
+        metrics["train_loss"] = loss / max(steps, 0.001)
         self.trainer._memory_tracker.stop_and_update_metrics(metrics)
         return metrics

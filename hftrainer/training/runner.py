@@ -205,7 +205,7 @@ class TrainingRunner(Part):
             self.finders.apply_batch_size_finder()
         loop, model = self._prepare_attempt(args, resume_folder, trial, ignore_keys)
         self._announce_run(loop)
-        self.run.set_start_values(trainer.state)
+        self.run.set_start_values(trainer.state, args.device)
         if self.run.resumed_progress is not None:
             loop.loss_accumulator.restore(self.run.resumed_progress)
         if loop.is_finished:
@@ -248,6 +248,7 @@ class TrainingRunner(Part):
         attempt = Attempt(trial, ignore_keys, lengths, resume_folder, epoch, position)
         self.planner.log_start(attempt)
         self.run.loop = loop = TrainingLoop(self.parts, attempt, dataloader)
+        loop.monitors.begin()
         return loop, model
 
     def _announce_run(self, loop: TrainingLoop) -> None:

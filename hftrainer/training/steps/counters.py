@@ -8,6 +8,7 @@ import torch
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import token_counting_mode
+from hftrainer.base.nested import find_batch_size
 from hftrainer.base.part import Part
 from hftrainer.compat import libraries
 from hftrainer.data.collators import count_tokens
@@ -78,3 +79,18 @@ class Counters(Part):
             flos = self.sum_over_data(torch.tensor([flos])).item()
         self.trainer.state.total_flos += flos
         self.run.flos = 0.0
+
+
+def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:
+    """Numbers of samples and input tokens of a micro-batch.
+
+    Only an input of integers of shape `(batch, sequence)` has tokens.
+    """
+    name = getattr(trainer.model, "main_input_name", "input_ids")
+    main_input = inputs.get(name) if hasattr(inputs, "get") else None
+    if isinstance(main_input, torch.Tensor) and main_input.ndim == 2 and not main_input.is_floating_point():
+        # With flatten_batches, a row has several samples.
+        if trainer.args.flatten_batches and "position_ids" in inputs:
+            return int((inputs["position_ids"] == 0).sum()), main_input.numel()
+        return len(main_input), main_input.numel()
+    return find_batch_size(inputs) or 0, 0

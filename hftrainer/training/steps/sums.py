@@ -94,7 +94,6 @@ class LossAccumulator:
         self.trainer = trainer
         self.run = run
         device = trainer.args.device
-        run.loss_since_log = torch.tensor(0.0, device=device)
         self._is_on_cpu = device.type == "cpu"
         #: Whether a loss since the last log line was not finite; kept on the device.
         self._has_non_finite = torch.zeros((), dtype=torch.bool, device=device)
@@ -160,12 +159,22 @@ class LossAccumulator:
             self.has_warned = True
 
     def restore(self, progress: RunProgress) -> None:
-        """Restore the sums for the next log line. The final mean loss covers only the steps of this call."""
+        """Restore the sums for the next log line, whose mean over the ranks will include the restored losses."""
         run = self.run
         run.loss_since_log = progress.loss.to(run.loss_since_log.device, copy=True)
         run.loss_up_to_log = -float(self.trainer.accelerator.processes.reduce(run.loss_since_log, "mean"))
         run.last_logged_step = progress.last_logged
         run.logged_metrics.load_state_dict(progress.metrics, run.loss_since_log.device)
+
+    def sum_of_call(self) -> float:
+        """The sum of the losses of this call of `train()`, without those that `restore` restored."""
+        run = self.run
+        progress = run.resumed_progress
+        if progress is not None and run.last_logged_step == progress.last_logged:
+            # No log line has gathered the restored losses: what is added below holds those of this rank.
+            run.loss_up_to_log = -float(progress.loss)
+        run.loss_up_to_log += run.loss_since_log.item()
+        return run.loss_up_to_log
 
 
 def _advice_on_nan(inputs: Any) -> str:

@@ -16,7 +16,7 @@ from hftrainer.data.samplers import EvenBatchSampler, ShardSpec, innermost
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.model_card.card import TrainingSummary
-from hftrainer.training.monitors import count_batch
+from hftrainer.training.steps.counters import count_batch
 from tests.support.token_batches import HEADS, SHAPE, llama, make_trainer, pad, samples
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(5, 0.8, 5000), 4, 2048).astype(int)

@@ -1,4 +1,4 @@
-"""`Counters` counts tokens and floating-point operations; `Monitors`, the samples and tokens of a micro-batch."""
+"""What the batches of a run hold: tokens, floating-point operations and samples."""
 
 from types import SimpleNamespace
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hftrainer.training.monitors import count_batch
 from hftrainer.training.run import Run
-from hftrainer.training.steps.counters import Counters
+from hftrainer.training.steps.counters import Counters, count_batch
 
 
 def test_operations_are_counted_once():

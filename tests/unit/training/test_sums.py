@@ -15,11 +15,11 @@ from tests.support.tiny import Plain, make_plain
 def test_losses_are_summed_in_float32(make_args, dtype):
     """As transformers does, also losses of float64; a loss that is not finite counts as the mean so far."""
     trainer, run = Trainer(make_plain(), make_args(on_divergence="stop")), Run()
+    run.set_start_values(trainer.state, trainer.args.device)
     trainer.state.global_step = 1
     losses = LossAccumulator(trainer, run)
     expected = torch.tensor(0.0)
-    for loss in (1 / 3, 2 / 3, float("nan"), 0.1):
-        loss = torch.tensor(loss, dtype=dtype)
+    for loss in torch.tensor([1 / 3, 2 / 3, float("nan"), 0.1], dtype=dtype):
         losses.add_loss(loss, {})
         expected += loss if loss.isfinite() else expected / 2
     assert run.loss_since_log.dtype is torch.float32
