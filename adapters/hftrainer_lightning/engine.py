@@ -208,7 +208,7 @@ class LightningEngine:
             # Lightning opens its loggers, which starts a run. Only callbacks need them here.
             self.pl_trainer.loggers = loggers = self._loggers_or_fallback() if self.callbacks else []
             self.pl_module = pl_module = TrainerModule(model)
-            pl_module.attach_evaluation(evaluation, getattr(self.pl_trainer, f"{stage}_loop"))
+            pl_module.active_evaluation = evaluation, getattr(self.pl_trainer, f"{stage}_loop")
             self.is_evaluating = True
             options = {"return_predictions": False} if stage == "predict" else {"verbose": False}
             try:

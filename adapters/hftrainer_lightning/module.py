@@ -41,6 +41,7 @@ class TrainerModule(WithoutBatchTransfer):
         self.model = model
         # `callbacks_ended_epoch`: their hooks for an epoch's end, which come first, have run, and our `end_epoch` runs.
         self.callbacks_ended_epoch = self.is_validating = False
+        #: The evaluation pass in progress, and the Lightning loop that runs it.
         self.active_evaluation: tuple[EvaluationPass | None, Any] = None, None
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
@@ -181,10 +182,6 @@ class TrainerModule(WithoutBatchTransfer):
         callbacks.update_batch_norm(self.trainer, self, self.training_loop)
 
     # ---- Evaluation and prediction -----------------------------------------------------------------------------
-
-    def attach_evaluation(self, evaluation: EvaluationPass | None, loop: Any) -> None:
-        """Attach an evaluation pass and the Lightning loop that runs it."""
-        self.active_evaluation = evaluation, loop
 
     @property
     def evaluation(self) -> EvaluationPass:

@@ -307,7 +307,7 @@ def _add_step_note(loop: TrainingLoop) -> Iterator[None]:
         if not getattr(error, "__notes__", ()):
             done = loop.trainer.state.global_step
             place = f"after training step {done}" if done else "before training step 1"
-            if loop.batches.step_progress.has_begun:
+            if loop.batches.step_phase.has_begun:
                 place = f"in training step {done + 1}"
             add_note(error, f"This happened {place}.")
         raise

@@ -97,7 +97,7 @@ def validate_in_fit(
     loop: Any = pl_trainer.fit_loop.epoch_loop.val_loop
     outer_evaluation = pl_module.active_evaluation
     limit = pl_trainer.limit_val_batches
-    pl_module.attach_evaluation(evaluation, loop)
+    pl_module.active_evaluation = evaluation, loop
     loop._combined_loader = None
     loop._data_source.instance = dataloader
     loop.restarting = False
@@ -119,7 +119,7 @@ def validate_in_fit(
         loop.group = None
         pl_trainer.limit_val_batches = limit
         release_data(loop)
-        pl_module.attach_evaluation(*outer_evaluation)
+        pl_module.active_evaluation = outer_evaluation
 
 
 class SeenBatches(_IndexBatchSamplerWrapper):

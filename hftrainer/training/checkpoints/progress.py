@@ -14,6 +14,7 @@ from hftrainer.data import mixture_batches
 from hftrainer.data.randomness import rng_state
 from hftrainer.trackers.base_callbacks import ids_of_open_runs
 from hftrainer.training.run_lengths import RunLengths
+from hftrainer.training.steps.micro_batches import StepPhase
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
@@ -69,7 +70,7 @@ def make_ckpt_entry(loop: TrainingLoop) -> torch.Tensor:
     state = dataclasses.asdict(trainer.state)
     scaler = trainer.accelerator.scaler
     # Lightning's callbacks may save before the run counts the step.
-    if loop.batches.step_progress.is_uncounted:
+    if loop.batches.step_phase == StepPhase.UNCOUNTED:
         state |= {"global_step": state["global_step"] + 1, "epoch": loop.epoch_after_step()}
     return as_bytes(
         {

@@ -158,7 +158,7 @@ class CheckpointSaver(Part):
         since = f" since {run.resume_folder}" if run.resume_folder else ""
         label = "Saved at the error" if run.has_saved_after_error else "Last checkpoint"
         hint = summary.make_resume_hint(run.checkpoints_written, is_complete=False, label=label)
-        if run.has_saved_after_error and run.loop is not None and run.loop.batches.step_progress.has_begun:
+        if run.has_saved_after_error and run.loop is not None and run.loop.batches.step_phase.has_begun:
             hint = f"{hint.removesuffix('.')}, with other random numbers, since the error was within a step."
         text = ""
         if run.signal_listener.is_forced:
@@ -196,7 +196,7 @@ class CheckpointSaver(Part):
     def save_progress(self, folder: str) -> None:
         """Write the progress that `trainer_state.json` does not hold."""
         # A checkpoint within a step resumes from the step count alone.
-        if self.run.loop is not None and not self.run.loop.batches.step_progress.has_begun:
+        if self.run.loop is not None and not self.run.loop.batches.step_phase.has_begun:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
             torch.save(vars(make_progress(self.run.loop)), os.path.join(folder, name))
 
@@ -211,7 +211,7 @@ class CheckpointSaver(Part):
         if is_lost and not read_first_error(os.getpid()):
             logger.error(lost_ranks_message("gradients or weights of all ranks"))
         should_restart = self.trainer.args.auto_find_batch_size and is_out_of_memory(error)
-        is_updating = loop.batches.step_progress.may_have_changed_weights
+        is_updating = loop.batches.step_phase.may_have_changed_weights
         if isinstance(error, CheckpointNotWritten) or should_restart or is_distributed or is_updating:
             return
         has_new_step = self.trainer.state.global_step > self.run.initial_step

@@ -25,7 +25,7 @@ from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.schedules import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import Monitors
-from hftrainer.training.steps.micro_batches import MicroBatches, MicroBatchPosition
+from hftrainer.training.steps.micro_batches import MicroBatches, MicroBatchPosition, StepPhase
 from hftrainer.training.steps.sums import LossAccumulator, StepEndValues
 from hftrainer.training.stopping import ControlSync
 
@@ -213,13 +213,13 @@ class TrainingLoop(Part):
         self._count_micro_batch(loss, inputs)
         if position.is_last:
             lightning.before_optimizer_step()
-            self.batches.step_progress.begin_update()
+            self.batches.step_phase = StepPhase.STEPPING
             with lightning.profile("configure_gradient_clipping"):
                 self._clip_gradients(model)
                 self.divergence.check_step(model, self.grad_norm)
                 self.parts.call_callbacks("on_pre_optimizer_step")
             is_skipped = self.trainer.accelerator.optimizer_step_was_skipped = lightning.optimizer_step()
-            self.batches.step_progress.end_update()
+            self.batches.step_phase = StepPhase.UNCOUNTED
             self.parts.call_callbacks("on_optimizer_step")
             self._step_schedule(is_skipped, lightning.is_schedule_replaced())
         lightning.end_batch(loss)
@@ -279,7 +279,7 @@ class TrainingLoop(Part):
         self.parts.strategy.run_recorded_operations()
         state.global_step += 1
         state.epoch = self.epoch_after_step()
-        self.batches.step_progress.finish()
+        self.batches.step_phase = StepPhase.NOT_BEGUN
         self.parts.call_callbacks("on_step_end", **self.step_end_values.pop())
         self.monitors.poll_requests()
         self.control_sync.end_step()

@@ -89,17 +89,21 @@ class LossComputer(Part):
         place = f"training step {trainer.state.global_step + 1}"
         with note_batch(place, inputs, trainer.model), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, inputs, **kwargs)
-        # A rank that hangs in the forward pass is behind those that wait for it in backward.
-        self.run.heartbeat.beat()
-        interval = trainer.args.torch_empty_cache_steps
-        if interval is not None and trainer.state.global_step % interval == 0:
-            devices.empty_cache()
+        self._end_forward()
         loss, other_losses = split_losses(loss)
         loss = check_loss(loss, self._loss_remedy)
         loss, logged_losses = loss_division.divide_by_micro_batches(self.parts, loss, other_losses, items)
         for name, logged_loss in logged_losses.items():
             self.run.logged_metrics.add(name, logged_loss, count=0)
         return loss
+
+    def _end_forward(self) -> None:
+        """Report the end of a forward pass, and empty the cache if it is due."""
+        # A rank that hangs in the forward pass is behind those that wait for it in backward.
+        self.run.heartbeat.beat()
+        interval = self.trainer.args.torch_empty_cache_steps
+        if interval is not None and self.trainer.state.global_step % interval == 0:
+            devices.empty_cache()
 
     def _loss_remedy(self) -> str:
         if not is_overridden(self.trainer, "compute_loss"):

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from hftrainer.training.stopping import ControlSync
 
 
-class _Phase(enum.IntEnum):
+class StepPhase(enum.IntEnum):
+    """How far the current optimizer step is."""
+
     #: No data is read, and no random number drawn, for the next step.
     NOT_BEGUN = 0
     #: Micro-batches are read.
@@ -30,49 +32,15 @@ class _Phase(enum.IntEnum):
     #: The optimizer has stepped, but `global_step` does not count the step yet.
     UNCOUNTED = 3
 
-
-class StepProgress:
-    """How far the current optimizer step is. The methods are its changes, in the order of a step."""
-
-    def __init__(self) -> None:
-        self._phase = self._phase_before_reading = _Phase.NOT_BEGUN
-
-    def begin_reading(self) -> None:
-        """Micro-batches are about to be read."""
-        # It has begun already if the end of a stream left it without all of its micro-batches.
-        self._phase_before_reading = self._phase
-        self._phase = _Phase.BEGUN
-
-    def cancel_reading(self) -> None:
-        """A stream had ended, so that `begin_reading` began nothing."""
-        self._phase = self._phase_before_reading
-
-    def begin_update(self) -> None:
-        """The optimizer is about to step."""
-        self._phase = _Phase.STEPPING
-
-    def end_update(self) -> None:
-        """The optimizer has stepped."""
-        self._phase = _Phase.UNCOUNTED
-
-    def finish(self) -> None:
-        """The step is counted, or its micro-batches are skipped."""
-        self._phase = _Phase.NOT_BEGUN
-
     @property
     def has_begun(self) -> bool:
         """Whether data is read, or random numbers drawn, for a step that is not counted."""
-        return self._phase != _Phase.NOT_BEGUN
+        return self != StepPhase.NOT_BEGUN
 
     @property
     def may_have_changed_weights(self) -> bool:
         """Whether the optimizer steps or has stepped, but the step is not counted."""
-        return self._phase >= _Phase.STEPPING
-
-    @property
-    def is_uncounted(self) -> bool:
-        """Whether the optimizer has stepped, but the step is not counted."""
-        return self._phase == _Phase.UNCOUNTED
+        return self >= StepPhase.STEPPING
 
 
 @dataclass(slots=True)
@@ -125,7 +93,7 @@ class MicroBatches(Part):
     Attributes:
         epoch: the current epoch, counted from 0.
         position: the position of the micro-batch that is trained on, which the epoch loop sets; or of a skipped one.
-        step_progress: how far the current optimizer step is.
+        step_phase: how far the current optimizer step is.
     """
 
     def __init__(self, parts: TrainerParts, attempt: Attempt, control_sync: ControlSync, loader: Any) -> None:
@@ -133,7 +101,7 @@ class MicroBatches(Part):
         self.attempt = attempt
         self.epoch = attempt.first_epoch
         self.position = MicroBatchPosition()
-        self.step_progress = StepProgress()
+        self.step_phase = StepPhase.NOT_BEGUN
         #: Index of the first micro-batch of the next iteration.
         self._first_index = attempt.finished_micro_batches
         self.reader = EpochReader(loader)
@@ -176,7 +144,7 @@ class MicroBatches(Part):
             next_index = index + len(micro_batches)
             if skipped_samples is not None and (self.epoch, index) in skipped_samples.windows:
                 # It is of a step that diverged, and belongs to none now.
-                self.step_progress.finish()
+                self.step_phase = StepPhase.NOT_BEGUN
                 self.position = MicroBatchPosition(next_index - 1, index, len(micro_batches), num_items)
             else:
                 yield index, micro_batches, num_items
@@ -209,14 +177,16 @@ class MicroBatches(Part):
 
     def _get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
         """What `Trainer.get_batch_samples` returns."""
-        self.step_progress.begin_reading()
+        # The step has begun already if the end of a stream left it without all of its micro-batches.
+        phase_before_reading = self.step_phase
+        self.step_phase = StepPhase.BEGUN
         get_samples = self.trainer.get_batch_samples
         device = self.run.loss_since_log.device
         micro_batches, num_items = call_with_accepted(get_samples, iterator, num_batches, device=device)
         self.run.accumulation_steps = len(micro_batches)
         if not micro_batches:
             # A stream without a length has ended.
-            self.step_progress.cancel_reading()
+            self.step_phase = phase_before_reading
         return micro_batches, num_items
 
     def _is_interrupted(self) -> bool:

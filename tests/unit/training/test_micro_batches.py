@@ -56,7 +56,7 @@ def positions(batches):
 def test_windows_have_as_many_micro_batches_as_a_step(settings, expected):
     batches = make_batches(**settings)
     assert positions(batches) == expected
-    assert batches.step_progress.has_begun == bool(expected)
+    assert batches.step_phase.has_begun == bool(expected)
 
 
 def test_window_is_read_whole_before_its_first_micro_batch():
@@ -64,11 +64,11 @@ def test_window_is_read_whole_before_its_first_micro_batch():
     assert batches.position == MicroBatchPosition(-1, 0, 0, None, is_first=False, is_last=True)
     iterator = iter(batches)
     assert batches.trainer.calls == [], "Lightning calls iter() before the epoch begins"
-    assert not batches.step_progress.has_begun
+    assert not batches.step_phase.has_begun
     batches.position, micro_batch = next(iterator)
     assert micro_batch == "0"
     assert batches.trainer.calls == ["0", "1"]
-    assert batches.step_progress.has_begun
+    assert batches.step_phase.has_begun
     assert batches.position.num_items == 20
     assert batches.state_dict() == {"position": 1}
 
@@ -86,7 +86,7 @@ def test_skipped_window_is_read_but_belongs_to_no_step():
     batches = make_batches(6)
     batches.run.skipped_samples = SimpleNamespace(windows={(0, 4), (1, 0)})
     assert [micro_batch for _, micro_batch in batches] == ["0", "1", "2", "3"]
-    assert not batches.step_progress.has_begun
+    assert not batches.step_phase.has_begun
     assert batches.position == MicroBatchPosition(5, 4, 2, 20)
 
 
