@@ -36,7 +36,7 @@ class ControlActions(Part):
             start_time = loop.start_time if start_time is None else start_time
         if self.trainer.control.should_log and self.trainer.state.global_step > self.run.last_logged_step:
             self._log_training_loss(tr_loss, grad_norm, learning_rate, start_time)
-            self._sync_control_flags()
+            self._sync_flags()
 
     def evaluate_if_requested(self, trial: Any, ignore_keys: list[str] | None) -> dict[str, float] | None:
         """Evaluate, and judge whether this step is the best. Returns the metrics; None without an evaluation."""
@@ -49,7 +49,7 @@ class ControlActions(Part):
         is_new_best = trainer._determine_best_metric(metrics=metrics, trial=trial)
         if trainer.args.save_strategy == SaveStrategy.BEST:
             trainer.control.should_save = is_new_best
-        self._sync_control_flags()
+        self._sync_flags()
         return metrics
 
     def save_if_requested(self, model: Any, trial: Any, metrics: dict[str, float] | None) -> None:
@@ -61,12 +61,12 @@ class ControlActions(Part):
             with self.run.measure_activity("saving"):
                 save(model, trial, **({"metrics": metrics} if needs_metrics else {}))
                 self.parts.saver.call_on_save()
-            self._sync_control_flags()
+            self._sync_flags()
 
-    def _sync_control_flags(self) -> None:
+    def _sync_flags(self) -> None:
         """Synchronize the control flags of all ranks."""
         if self.run.loop is not None:
-            self.run.loop.control_sync.sync_control_flags()
+            self.run.loop.flag_sync.sync_now()
 
     def _log_training_loss(
         self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None, start_time: float | None

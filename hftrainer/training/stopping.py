@@ -147,7 +147,7 @@ class SignalListener:
         raise SystemExit(128 + self.signal_number)
 
 
-class ControlSync(Part):
+class FlagSync(Part):
     """Synchronizes the control flags and signals of all ranks at the end of each optimizer step.
 
     After each step, ranks all-reduce their flags. A rank without set flags reads the result only after the next step;
@@ -194,7 +194,7 @@ class ControlSync(Part):
             self._pending_all_reduce = None
             self._apply_flags(common_flags)
 
-    def sync_control_flags(self) -> None:
+    def sync_now(self) -> None:
         """Synchronize immediately. For use after epochs and long operations, when ranks wait for each other anyway."""
         if not self.is_distributed:
             return

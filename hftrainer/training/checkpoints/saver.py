@@ -205,7 +205,7 @@ class CheckpointSaver(Part):
 
         Distributed runs save no checkpoint: other ranks may be at a different step, and exit with this rank.
         """
-        is_distributed = loop.control_sync.is_distributed
+        is_distributed = loop.flag_sync.is_distributed
         is_lost = is_distributed and is_communication_error(error) and not isinstance(error, RanksLost)
         # If a rank has printed its error, the traceback names that.
         if is_lost and not read_first_error(os.getpid()):

@@ -27,7 +27,7 @@ from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import Monitors
 from hftrainer.training.steps.micro_batches import MicroBatches, MicroBatchPosition, StepPhase
 from hftrainer.training.steps.sums import LossAccumulator, StepEndValues
-from hftrainer.training.stopping import ControlSync
+from hftrainer.training.stopping import FlagSync
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
@@ -59,7 +59,7 @@ class LightningSteps(Protocol):
 
 
 class TrainingLoop(Part):
-    """The training loop of one call of `train()`: a method for each event.
+    """The loop of one attempt at training: a method for each event.
 
     Args:
         parts: the parts of the Trainer.
@@ -75,8 +75,8 @@ class TrainingLoop(Part):
     def __init__(self, parts: TrainerParts, attempt: Attempt, loader: Any) -> None:
         super().__init__(parts)
         self.attempt = attempt
-        self.control_sync = ControlSync(parts, functools.partial(parts.saver.save_if_needed, attempt.trial))
-        self.batches = MicroBatches(parts, attempt, self.control_sync, loader)
+        self.flag_sync = FlagSync(parts, functools.partial(parts.saver.save_if_needed, attempt.trial))
+        self.batches = MicroBatches(parts, attempt, self.flag_sync, loader)
         self.start_time = time.time()
         self.syncs_each_batch = parts.resolved.accelerator_config.sync_each_batch
 
@@ -122,15 +122,15 @@ class TrainingLoop(Part):
         self.parts.strategy.run_recorded_operations()
         self.parts.call_callbacks("on_train_begin")
         if self.trainer.args.eval_on_start:
-            with self.control_sync.abort_evaluation_on_signal(), self.monitors.measure_activity("evaluation"):
+            with self.flag_sync.abort_evaluation_on_signal(), self.monitors.measure_activity("evaluation"):
                 self.trainer._evaluate(self.attempt.trial, self.attempt.ignore_keys, skip_scheduler=True)
-            self.control_sync.sync_control_flags()
-            self.control_sync.stop_if_signalled()
+            self.flag_sync.sync_now()
+            self.flag_sync.stop_if_signalled()
         if self.run.resumed_progress is not None and self.run.resumed_progress.owes_evaluation:
             self.trainer.control.should_evaluate = True
-            self.control_sync.sync_control_flags()
+            self.flag_sync.sync_now()
             self._log_save_evaluate()
-            self.control_sync.stop_if_signalled()
+            self.flag_sync.stop_if_signalled()
         self._end_interrupted_epoch()
 
     def _end_interrupted_epoch(self) -> None:
@@ -169,7 +169,7 @@ class TrainingLoop(Part):
         self.batches.epoch = epoch
         self.batches.position = MicroBatchPosition()
         self.epoch_ended = False
-        self.control_sync.begin_epoch()
+        self.flag_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
         add_missing_groups(self.trainer.lr_scheduler, self.parts.require_optimizer())
         self.run.mems = None
@@ -197,9 +197,9 @@ class TrainingLoop(Part):
         self.epoch_ended = True
         self.parts.call_callbacks("on_epoch_end")
         self.parts.print_xla_metrics()
-        self.control_sync.sync_control_flags()
+        self.flag_sync.sync_now()
         self._log_save_evaluate()
-        self.control_sync.stop_if_signalled()
+        self.flag_sync.stop_if_signalled()
 
     # ---- Micro-batches -----------------------------------------------------------------------------------------
 
@@ -282,10 +282,10 @@ class TrainingLoop(Part):
         self.batches.step_phase = StepPhase.NOT_BEGUN
         self.parts.call_callbacks("on_step_end", **self.step_end_values.pop())
         self.monitors.poll_requests()
-        self.control_sync.end_step()
+        self.flag_sync.end_step()
         self._log_save_evaluate()
         self.parts.checkpoint_writer.poll()
-        self.control_sync.stop_if_signalled()
+        self.flag_sync.stop_if_signalled()
 
     def epoch_after_step(self) -> float:
         """The fraction of epochs that is done once the current step is counted."""
@@ -309,7 +309,7 @@ class TrainingLoop(Part):
             }
             method = self.trainer._maybe_log_save_evaluate
             args, kwargs = overrides.log_save_evaluate_arguments(method, arguments)
-            with self.control_sync.abort_evaluation_on_signal():
+            with self.flag_sync.abort_evaluation_on_signal():
                 method(*args, **kwargs)
         if self.parts.search is not None and self.attempt.trial is not None:
             self.parts.search.send_pending_report(self.trainer)
@@ -333,4 +333,4 @@ class TrainingLoop(Part):
     @property
     def should_stop(self) -> bool:
         """Whether training should stop."""
-        return self.control_sync.flags_are_agreed and self.trainer.control.should_training_stop
+        return self.flag_sync.flags_are_agreed and self.trainer.control.should_training_stop

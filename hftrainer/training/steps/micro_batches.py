@@ -17,7 +17,7 @@ from hftrainer.data.epoch_reader import EpochReader, EpochStart
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
     from hftrainer.training.run import Attempt
-    from hftrainer.training.stopping import ControlSync
+    from hftrainer.training.stopping import FlagSync
 
 
 class StepPhase(enum.IntEnum):
@@ -87,7 +87,7 @@ class MicroBatches(Part):
     Args:
         parts: the parts of the Trainer.
         attempt: its lengths, and where in the data it starts.
-        control_sync: knows when all ranks have agreed to stop.
+        flag_sync: knows when all ranks have agreed to stop.
         loader: the loader of the training data.
 
     Attributes:
@@ -96,7 +96,7 @@ class MicroBatches(Part):
         step_phase: how far the current optimizer step is.
     """
 
-    def __init__(self, parts: TrainerParts, attempt: Attempt, control_sync: ControlSync, loader: Any) -> None:
+    def __init__(self, parts: TrainerParts, attempt: Attempt, flag_sync: FlagSync, loader: Any) -> None:
         super().__init__(parts)
         self.attempt = attempt
         self.epoch = attempt.first_epoch
@@ -105,7 +105,7 @@ class MicroBatches(Part):
         #: Index of the first micro-batch of the next iteration.
         self._first_index = attempt.finished_micro_batches
         self.reader = EpochReader(loader)
-        self._control_sync = control_sync
+        self._flag_sync = flag_sync
         self._data_state = None if self.run.resumed_progress is None else self.run.resumed_progress.data
         self._has_restored_rng = False
 
@@ -192,7 +192,7 @@ class MicroBatches(Part):
     def _is_interrupted(self) -> bool:
         """Whether a control flag that all ranks know ends the epoch or the training."""
         control = self.trainer.control
-        return self._control_sync.flags_are_agreed and (control.should_epoch_stop or control.should_training_stop)
+        return self._flag_sync.flags_are_agreed and (control.should_epoch_stop or control.should_training_stop)
 
     # ---- Resume ------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ def run_requested(*flags, is_best=True, save_strategy="steps", last_logged=4):
     run = Run(last_logged_step=last_logged)
     run.loop = SimpleNamespace(
         **dict.fromkeys(("grad_norm", "learning_rate", "start_time")),
-        control_sync=SimpleNamespace(sync_control_flags=record("sync")),
+        flag_sync=SimpleNamespace(sync_now=record("sync")),
         monitors=SimpleNamespace(measure_activity=lambda name: contextlib.nullcontext(calls.append(name))),
     )
     saver = SimpleNamespace(call_on_save=record("on_save"))

@@ -78,7 +78,7 @@ def test_window_is_read_whole_before_its_first_micro_batch():
 def test_flag_ends_the_epoch_once_all_ranks_know_it(flag, is_agreed):
     batches = make_batches(3)
     setattr(batches.trainer.control, flag, True)
-    batches._control_sync.flags_are_agreed = is_agreed
+    batches._flag_sync.flags_are_agreed = is_agreed
     assert [micro_batch for _, micro_batch in batches] == (["0"] if is_agreed else ["0", "1", "2"])
 
 

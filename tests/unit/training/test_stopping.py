@@ -1,4 +1,4 @@
-"""`ControlSync`: flags of one of two ranks take effect in both at the same step."""
+"""`FlagSync`: flags of one of two ranks take effect in both at the same step."""
 
 import signal
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hftrainer import TrainerControl
-from hftrainer.training.stopping import _FLAGS, ControlSync, SignalListener
+from hftrainer.training.stopping import _FLAGS, FlagSync, SignalListener
 
 
 def request(**values):
@@ -15,7 +15,7 @@ def request(**values):
 
 
 def make_sync(*flags, world_size=2):
-    """A `ControlSync` beside a rank that sends these flags, and what the all-reduces were given and returned."""
+    """A `FlagSync` beside a rank that sends these flags, and what the all-reduces were given and returned."""
     answers, given, returned, saves = iter(flags), [], [], []
 
     def start_max_over_ranks(values):
@@ -30,7 +30,7 @@ def make_sync(*flags, world_size=2):
         run=SimpleNamespace(signal_listener=SignalListener(should_save=True)),
         engine=SimpleNamespace(should_stop=False, plan=SimpleNamespace(processes=processes)),
     )
-    sync = ControlSync(parts, lambda: saves.append("saved"))
+    sync = FlagSync(parts, lambda: saves.append("saved"))
     return sync, SimpleNamespace(given=given, returned=returned, saves=saves)
 
 
@@ -66,7 +66,7 @@ def test_after_long_operations_flags_take_effect_at_once():
     sync, _ = make_sync(request(), request(should_epoch_stop=1, should_stop=1))
     sync.trainer.control.should_save = True
     sync.end_step()
-    sync.sync_control_flags()
+    sync.sync_now()
     assert flags_of(sync) == ["should_epoch_stop", "should_save"]
     assert sync.engine.should_stop and sync.flags_are_agreed
     sync.begin_epoch()
@@ -77,7 +77,7 @@ def test_one_process_does_not_synchronize():
     sync, seen = make_sync(world_size=1)
     sync.trainer.control.should_training_stop = True
     sync.end_step()
-    sync.sync_control_flags()
+    sync.sync_now()
     assert seen.given == [] and flags_of(sync) == ["should_training_stop"] and sync.flags_are_agreed
 
 
@@ -86,7 +86,7 @@ def test_signal_to_the_other_rank_saves_and_ends_the_script(number):
     sync, seen = make_sync(request(signal=number))
     sync.stop_if_signalled()
     assert seen.saves == []
-    sync.sync_control_flags()
+    sync.sync_now()
     with pytest.raises((KeyboardInterrupt, SystemExit)) as raised:
         sync.stop_if_signalled()
     assert seen.saves == ["saved"]
