@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from hftrainer import Trainer, TrainerCallback
 from hftrainer.checkpointing.inspection import inspect_checkpoint
 from hftrainer.checkpointing.writing import files, folder
-from hftrainer.checkpointing.writing.folder import CheckpointFolder, staging_folder
+from hftrainer.checkpointing.writing.folder import staging_folder
 from hftrainer.checkpointing.writing.writer import CheckpointWriter
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotWritten
@@ -193,28 +193,3 @@ def test_on_save_error_stop_ends_training(tmp_path, monkeypatch, background):
         trainer.train()
     assert "checkpoint-3" not in names_in(tmp_path)
     assert trainer.state.global_step <= (6 if background else 3)  # in the background, by the next save
-
-
-def test_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, caplog):
-    """Otherwise that thread would go on writing into a folder that is removed, or belongs to the next checkpoint."""
-    events, save, discard = [], files.save, CheckpointFolder.discard
-    # called as the weights are about to be written
-    staged = staging_folder("checkpoint-3").name
-    fails = FailsOnce(monkeypatch, saver, "final_folder", OSError(errno.ENOSPC, "No space left"), staged)
-
-    def save_after_it(values, path):
-        is_optimizer = "checkpoint-3" in path and path.endswith("optimizer.pt")
-        if is_optimizer:
-            fails.failed.wait()
-        entry = save(values, path)
-        if is_optimizer:
-            events.append("written")
-        return entry
-
-    monkeypatch.setattr(files, "save", save_after_it)
-    monkeypatch.setattr(CheckpointFolder, "discard", lambda folder: events.append("discarded") or discard(folder))
-    make_trainer(tmp_path).train()
-    assert fails.thread is threading.main_thread()
-    assert events == ["written", "discarded"]
-    assert "checkpoint-3 could not be written (No space left)" in caplog.text
-    assert names_in(tmp_path) == ["checkpoint-6", "checkpoint-9"]

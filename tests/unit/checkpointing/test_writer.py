@@ -1,13 +1,177 @@
-"""Which errors are the storage's, and which files of a script belong to a checkpoint."""
+"""`CheckpointWriter` publishes, announces or discards a checkpoint; `ScriptFiles` finds the files of a script."""
 
+import contextlib
 import errno
+import threading
 import time
 
 import pytest
+import torch
 
+from hftrainer.checkpointing.writing import writer as writer_module
 from hftrainer.checkpointing.writing.folder import CheckpointFolder
-from hftrainer.checkpointing.writing.writer import ScriptFiles, is_storage_error
+from hftrainer.checkpointing.writing.writer import CheckpointWriter, ScriptFiles, is_storage_error
+from hftrainer.errors import CheckpointNotWritten
 from tests.support.jobs import names_in
+
+DISK_FULL = OSError(errno.ENOSPC, "No space left")
+
+
+class Recorded:
+    """A writer of checkpoints in `folder`, and the events that it reports, in order."""
+
+    def __init__(self, folder, **settings):
+        self.writer, self.folder, self.events = CheckpointWriter(**settings), folder, []
+
+    def checkpoint(self, step):
+        name = f"checkpoint-{step}"
+
+        def on_complete():
+            assert name in names_in(self.folder), "older checkpoints are deleted only when the new one has its name"
+            self.events.append(f"{name} is published")
+
+        def on_failure():
+            assert threading.current_thread() is threading.main_thread()
+            self.events.append(f"{name} has failed")
+
+        return self.writer.checkpoint(str(self.folder / name), on_complete=on_complete, on_failure=on_failure)
+
+    def write(self, step, write=lambda _: None):
+        """Write a checkpoint with one call of `write`, and ask to be told when it is complete."""
+        with self.checkpoint(step) as staging:
+            self.writer.call_or_defer(write, staging)
+        self.writer.call_when_complete(lambda: self.events.append(f"checkpoint-{step} is announced"))
+
+    def write_and_wait(self, step, write=lambda _: None):
+        self.write(step, write)
+        self.writer.wait()
+
+
+@pytest.fixture
+def make_recorded(tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def make(**settings):
+            recorded = Recorded(tmp_path, **settings)
+            stack.callback(recorded.writer.close_ignoring_errors)
+            return recorded
+
+        yield make
+
+
+def raise_error(error):
+    raise error
+
+
+def test_checkpoint_is_published_when_its_block_ends(make_recorded, tmp_path):
+    recorded = make_recorded()
+    with recorded.checkpoint(1) as staging:
+        recorded.writer.save({"x": 1}, f"{staging}/optimizer.pt")
+        assert "checkpoint-1" not in names_in(tmp_path) and not recorded.writer.defers_writes
+    assert recorded.events == ["checkpoint-1 is published"] and names_in(tmp_path) == ["checkpoint-1"]
+    assert torch.load(tmp_path / "checkpoint-1" / "optimizer.pt") == {"x": 1}
+
+
+def test_background_checkpoint_has_the_values_of_its_step_and_is_announced_by_poll(make_recorded, tmp_path):
+    recorded, weights, is_allowed = make_recorded(is_async=True), torch.zeros(2), threading.Event()
+    writer = recorded.writer
+    with recorded.checkpoint(1) as staging:
+        assert writer.defers_writes
+        writer.call_or_defer(lambda _: is_allowed.wait(timeout=9), None)
+        writer.save(weights, f"{staging}/weights.pt")
+    writer.call_when_complete(lambda: recorded.events.append("checkpoint-1 is announced"))
+    weights += 1
+    writer.poll()
+    assert recorded.events == [] and not writer.defers_writes
+    is_allowed.set()
+    writer._pending.publication.result()
+    assert recorded.events == ["checkpoint-1 is published"]
+    for _ in range(2):
+        writer.poll()
+        assert recorded.events == ["checkpoint-1 is published", "checkpoint-1 is announced"]
+    assert torch.equal(torch.load(tmp_path / "checkpoint-1" / "weights.pt"), torch.zeros(2))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_storage_error_skips_one_checkpoint(make_recorded, tmp_path, caplog, is_async):
+    """In the background, the error is kept until the next checkpoint begins."""
+    recorded = make_recorded(is_async=is_async)
+    recorded.write(1, lambda _: raise_error(DISK_FULL))
+    assert recorded.events == ([] if is_async else ["checkpoint-1 has failed"])
+    recorded.write_and_wait(2)
+    assert recorded.events == ["checkpoint-1 has failed", "checkpoint-2 is published", "checkpoint-2 is announced"]
+    assert names_in(tmp_path) == ["checkpoint-2"] and not recorded.writer.has_failed
+    assert "checkpoint-1 could not be written (No space left); its partial files were removed." in caplog.text
+
+
+def test_checkpoint_whose_folder_cannot_be_made_is_skipped(make_recorded, tmp_path, monkeypatch):
+    recorded = make_recorded()
+    monkeypatch.setattr(CheckpointFolder, "begin", lambda folder: raise_error(DISK_FULL))
+    with recorded.checkpoint(1) as staging:
+        assert staging is None
+    assert recorded.events == ["checkpoint-1 has failed"] and recorded.writer.has_failed
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("error", "stops", "raised"),
+    [(DISK_FULL, True, CheckpointNotWritten), (ZeroDivisionError(), False, ZeroDivisionError)],
+)
+def test_error_that_stops_training_leaves_no_partial_checkpoint(
+    make_recorded, tmp_path, error, stops, raised, is_async
+):
+    recorded = make_recorded(is_async=is_async, stop_on_error=stops)
+    recorded.write(1)
+    with pytest.raises(raised):
+        recorded.write_and_wait(2, lambda _: raise_error(error))
+    assert names_in(tmp_path) == ["checkpoint-1"]
+    assert recorded.events[:2] == ["checkpoint-1 is published", "checkpoint-1 is announced"]
+    assert recorded.events[2:] == ["checkpoint-2 has failed"] * stops
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_checkpoint_waits_for_its_other_thread(make_recorded, monkeypatch, fails):
+    """Otherwise that thread would write into a folder that is removed, or belongs to the next checkpoint."""
+    recorded, is_awaited, wait = make_recorded(), threading.Event(), writer_module.wait
+    monkeypatch.setattr(writer_module, "wait", lambda futures: is_awaited.set() or wait(futures))
+
+    def write(path):
+        if is_awaited.wait(timeout=9):
+            torch.save(1, path)
+            recorded.events.append("optimizer.pt is written")
+
+    with recorded.checkpoint(1) as staging:
+        with recorded.writer.write_in_thread():
+            recorded.writer.call_or_defer(write, f"{staging}/optimizer.pt")
+        if fails:
+            raise DISK_FULL
+    assert recorded.events == ["optimizer.pt is written", f"checkpoint-1 {'has failed' if fails else 'is published'}"]
+
+
+def test_error_of_the_other_thread_is_that_of_the_checkpoint(make_recorded, tmp_path):
+    recorded = make_recorded()
+    with recorded.checkpoint(1), recorded.writer.write_in_thread():
+        recorded.writer.call_or_defer(raise_error, DISK_FULL)
+    assert recorded.events == ["checkpoint-1 has failed"] and names_in(tmp_path) == []
+
+
+def test_checkpoint_stays_if_older_ones_cannot_be_deleted(make_recorded, tmp_path, caplog):
+    writer = make_recorded().writer
+    path = tmp_path / "checkpoint-1"
+    with writer.checkpoint(str(path), on_complete=lambda: raise_error(DISK_FULL), on_failure=pytest.fail):
+        pass
+    assert path.is_dir() and not writer.has_failed
+    assert "Older checkpoints could not be deleted" in caplog.text
+
+
+def test_closed_writer_logs_its_error_and_writes_again(make_recorded, caplog):
+    recorded = make_recorded(is_async=True)
+    recorded.write(1, lambda _: raise_error(ZeroDivisionError("my own bug")))
+    recorded.writer.close_ignoring_errors()
+    assert "Writing the current checkpoint failed too." in caplog.text and "my own bug" in caplog.text
+    recorded.write(2)
+    recorded.writer.close()
+    assert recorded.events == ["checkpoint-2 is published", "checkpoint-2 is announced"]
 
 
 @pytest.mark.parametrize(
