@@ -208,7 +208,8 @@ class PreparedDataLoader(DataLoader[Any]):
             with name_file_in_errors(DATA_STATE):
                 skipped, start.worker_states, start.worker_seed = self.recorder.resume_at(position, saved)
             read_again, position = position - skipped, skipped
-        elif saved is not None and saved.get("stream") is not None:
+        # At the end of an epoch the state may be that of a stream that has no more samples.
+        elif position and saved is not None and saved.get("stream") is not None:
             dataset: Any = self.dataset
             with name_file_in_errors(DATA_STATE):
                 dataset.load_state_dict(saved["stream"])

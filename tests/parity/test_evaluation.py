@@ -262,18 +262,6 @@ def test_metrics_and_collators_can_compute_gradients(tmp_path):
     assert evaluated["eval_gradient"] is True
 
 
-def test_output_lists_of_varying_length_raise_a_clear_error(tmp_path):
-    class Fickle(tiny.Plain):
-        def forward(self, x, labels=None):
-            outputs = super().forward(x, labels)
-            return {**outputs, "logits": [outputs["logits"]] * len(x)}
-
-    trainer_kwargs = {"model": Fickle(), "eval_dataset": plain_data(11), "compute_metrics": parity.accuracy}
-    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=trainer_kwargs)
-    with pytest.raises(TypeError, match="a list of 8 and a list of 3; eval_do_concat_batches=False"):
-        trainer.evaluate()
-
-
 SCORES = (math.nan, 0.5, 0.5, 0.7, math.nan, 0.7, 0.3, 0.3, math.inf, -math.inf)
 
 

@@ -17,8 +17,8 @@ from hftrainer.checkpointing import weights
 from tests.compat.interchange import make_adapters, make_tied
 from tests.support import parity
 from tests.support.known_differences import OWN_FILES
-from tests.support.parity import assert_agree, assert_same_weights, build, copy_checkpoint, subclass, train
-from tests.support.tiny import MODELS, language_data, make_llama, make_peft, plain_data
+from tests.support.parity import assert_agree, assert_same_weights, build, copy_checkpoint, train
+from tests.support.tiny import MODELS, language_data, make_llama, make_peft
 
 #: Way → writer and reader.
 WAYS = {
@@ -102,26 +102,6 @@ def test_complete_run_resumed_with_eval_on_start(tmp_path):
         return [train(name, "plain", tmp_path / name, resume, **settings) for resume in (None, True)][1]
 
     assert_agree(run, parity.assert_same)
-
-
-def test_overridden_loader_does_not_load_skipped_samples(tmp_path):
-    loaded = []
-
-    class Counted(torch.utils.data.Dataset):
-        def __len__(self):
-            return 38
-
-        def __getitem__(self, index):
-            loaded.append(index)
-            return plain_data()[index]
-
-    own = subclass(get_train_dataloader=lambda self: torch.utils.data.DataLoader(Counted(), 4))
-    settings = {"trainer_class": own, "save_strategy": "steps", "save_steps": 6, "num_train_epochs": 1}
-    whole = train("hftrainer", "plain", tmp_path, **settings)
-    loaded.clear()
-    resumed = train("hftrainer", "plain", tmp_path, resume=str(tmp_path / "checkpoint-6"), **settings)
-    assert loaded == list(range(24, 38))
-    assert_same_weights(resumed.weights, whole.weights)
 
 
 ACCUMULATING = {**settings_of(3, 2), "eval_steps": 2, "learning_rate": 5e-2}

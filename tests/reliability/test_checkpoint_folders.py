@@ -72,16 +72,6 @@ def test_parent_of_the_folder_in_save_is_the_output_folder(tmp_path):
     assert names_in(tmp_path) == ["args.json", "checkpoint-3", "checkpoint-6", "checkpoint-9"]
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file or directory", "/vocab"), ConnectionError("hub")])
-def test_errors_of_an_override_are_not_taken_for_storage_errors(tmp_path, error):
-    class Own(Trainer):
-        def _save(self, output_dir=None, state_dict=None):
-            raise error
-
-    with pytest.raises(type(error)):
-        make_trainer(tmp_path, trainer_class=Own).train()
-
-
 @pytest.fixture
 def make_disk(tmp_path):
     with contextlib.ExitStack() as stack:

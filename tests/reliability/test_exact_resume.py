@@ -275,6 +275,10 @@ def test_stateful_stream_is_not_read_again(tmp_path, accumulation):
     assert data[-1].read == []  # its run was complete
 
 
+def test_stateful_stream_begins_again_after_an_epoch_of_whole_batches(tmp_path):
+    resume_from_each(tmp_path, [5, 6, 7], make_data=lambda: StatefulStream(24), max_steps=12)
+
+
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_resume_is_exact_with_a_stream_of_datasets(tmp_path, shuffled):
     datasets = pytest.importorskip("datasets")

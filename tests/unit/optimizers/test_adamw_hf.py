@@ -6,7 +6,6 @@ from hftrainer.optimizers.adamw_hf import AdamW
 
 
 def test_adamw_hf_makes_the_step_computed_by_hand():
-
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     weight.grad = torch.tensor([0.5, 0.1])
     AdamW([weight], lr=0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.5).step()

@@ -50,6 +50,7 @@ def test_manifest_is_uploaded_last_and_deleted_first(folder, local):
     [
         (ConnectionResetError("gone"), StorageError, 3),
         (PermissionError("no"), StorageError, 1),
+        (FileNotFoundError("no bucket"), StorageError, 1),
         (OSError(errno.ENOSPC, "full"), OSError, 1),
     ],
 )

@@ -177,20 +177,6 @@ def test_copy_of_the_start_is_released_after_a_checkpoint(tmp_path):
     assert trainer._hftrainer.run.skipped_samples is None
 
 
-def test_unfrozen_parameter_cannot_return_to_the_start(tmp_path):
-    model = Sensitive()
-    weight = model.plain.layers[0].weight.requires_grad_(False)
-    settings = {**SEQUENTIAL, "max_steps": 9, "save_steps": 50, "on_divergence": "rollback"}
-    trainer = make_trainer(
-        tmp_path,
-        callbacks=[AtStep(1, lambda: weight.requires_grad_(True))],
-        trainer={"model": model, "train_dataset": rows(STEPS * SIZE, [20])},
-        **settings,
-    )
-    with pytest.raises(UnsupportedArgument, match=r"'plain.layers.0.weight' has been unfrozen"):
-        train_to_end(trainer)
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
