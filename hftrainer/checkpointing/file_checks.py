@@ -35,7 +35,10 @@ _ADAM_KEYS = {"step", "exp_avg", "exp_avg_sq"}
 #: Optimizer settings of every supported torch release. Later releases added settings with defaults.
 _SETTINGS = {"params", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay"}
 #: What to do if an optimizer's state cannot be used.
-FRESH_OPTIMIZER = "To start optimizer and schedule afresh, delete optimizer.pt in that folder."
+FRESH_OPTIMIZER = (
+    "To start optimizer and schedule afresh, delete optimizer.pt in that folder, then pass its path to "
+    "resume_from_checkpoint: True would skip it."
+)
 
 
 # ---- Files ---------------------------------------------------------------------------------------------------------

@@ -64,14 +64,20 @@ def checkpoints_newest_first(run_folder: str) -> Iterator[str]:
     return (os.path.join(run_folder, steps[step].name) for step in sorted(steps, reverse=True))
 
 
+def save_time(checkpoint: str | Path) -> float:
+    """When the state of a checkpoint was written, in seconds since 1970."""
+    return os.path.getmtime(os.path.join(checkpoint, TRAINER_STATE_NAME))
+
+
 def sort_checkpoints(run_folder: str) -> list[str]:
     """The checkpoint folders that a Trainer has written, oldest first.
 
-    They are sorted by modification time, so that an earlier run's higher step in the same folder does not count as
-    newer. If all times lie within a second, as on file systems that do not keep them, they are sorted by step.
+    They are sorted by the time of their state, so that an earlier run's higher step in the same folder does not count
+    as newer, nor an older checkpoint to which somebody has added a file. If all times lie within a second, as on file
+    systems that do not keep them, they are sorted by step.
     """
     folders = [
-        (path.stat().st_mtime, step, str(path))
+        (save_time(path), step, str(path))
         for path in Path(run_folder).iterdir()
         if (step := _step_of_folder(path)) is not None and (path / TRAINER_STATE_NAME).is_file()
     ]

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import textwrap
+import traceback
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -166,7 +167,9 @@ def _arguments_of_script(
             raise
         if not all_args and isinstance(error, (InvalidArgument, UnknownArgument, UnsupportedArgument)):
             parser.fail(f"{script} creates arguments that are refused: {error}", status=1)
-        failure = f"{script} ended before its Trainer with {type(error).__name__}: {error}".rstrip(".")
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
+        place = f"{script}:{lines[-1]}" if lines else script
+        failure = f"{place} ended before its Trainer with {type(error).__name__}: {error}".rstrip(".")
     if not all_args:
         parser.fail(
             f"{failure or f'{script} ended'}, and created no TrainingArguments. Pass the arguments directly, as in "

@@ -60,6 +60,8 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
 
 
 def _read_attributes(sample: Any) -> dict[str, Any]:
+    if isinstance(sample, list) and sample and isinstance(sample[0], Mapping):
+        raise WrongObject("A sample is a list of dicts. For several datasets, pass a dict: {'a': first, 'b': second}.")
     attributes: dict[str, Any] | None = getattr(sample, "__dict__", None)
     if not attributes:
         raise WrongObject(

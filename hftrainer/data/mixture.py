@@ -118,10 +118,11 @@ def as_mixture(dataset: Any) -> Any:
     """
     if not isinstance(dataset, Mapping) or not dataset or 0 in dataset:
         return dataset
-    if split := _SPLITS & set(map(str, dataset)):
+    if splits := [key for key in map(str, dataset) if key in _SPLITS]:
+        example = "train" if "train" in splits else splits[0]
         raise InvalidArgument(
             f"The training dataset is a {type(dataset).__name__} with the keys {', '.join(map(str, dataset))}: pass "
-            f"one of its sets, such as dataset[{min(split)!r}]. In a mixture, each key names a source to train on."
+            f"one of its sets, such as dataset[{example!r}]. In a mixture, each key names a source to train on."
         )
     if columns := _COLUMNS & set(map(str, dataset)):
         raise InvalidArgument(

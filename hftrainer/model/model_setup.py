@@ -137,7 +137,7 @@ class ModelSetup(Part):
         parameters = [parameter for group in self.trainer.optimizer.param_groups for parameter in group["params"]]
         if not set(map(id, self.trainer.model.parameters())) & set(map(id, parameters)):
             logger.warning(
-                "The optimizer passed in optimizers has no parameter of the model, so it may not train the model."
+                "The optimizer passed in optimizers has no parameter of the model, so it trains nothing of the model."
             )
         if self.trainer.args.device.type == "xla" and any(parameter.device.type != "xla" for parameter in parameters):
             raise InvalidArgument(

@@ -15,7 +15,7 @@ from typing import Any
 
 from hftrainer.base.messages import format_number
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing.names import sort_checkpoints
+from hftrainer.checkpointing.names import save_time, sort_checkpoints
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring import journal
 from hftrainer.parallel.environment import has_ended
@@ -193,7 +193,7 @@ class WatchedRun:
 
     def _read_checkpoints(self) -> None:
         try:
-            save_times = {path: os.path.getmtime(path) for path in sort_checkpoints(self.folder)}
+            save_times = {path: save_time(path) for path in sort_checkpoints(self.folder)}
             if save_times and save_times == self._source:
                 return
             state = journal.read_state(self.folder)
@@ -205,9 +205,9 @@ class WatchedRun:
         for line in state.log_history:
             step = line.get("step", step)
             self.summary.add_event({"event": "log", "time": last_save, "step": step, "logs": line})
-        for path, save_time in save_times.items():
+        for path, saved in save_times.items():
             self.summary.add_event(
-                {"event": "checkpoint", "time": save_time, "step": int(path.rpartition("-")[2]), "folder": path}
+                {"event": "checkpoint", "time": saved, "step": int(path.rpartition("-")[2]), "folder": path}
             )
         self.summary.add_event({"event": "state", "time": last_save, "step": state.global_step})
 

@@ -200,7 +200,7 @@ def test_resume_with_another_optimizer_or_schedule_is_refused(make_trainer, tmp_
     )
     with pytest.raises(InvalidSetup, match=re.escape(message)) as caught:
         then.train(resume_from_checkpoint=folder)
-    assert "delete optimizer.pt in that folder" in str(caught.value)
+    assert "delete optimizer.pt in that folder, then pass its path" in str(caught.value)
     os.remove(f"{folder}/optimizer.pt")
     assert then.train(resume_from_checkpoint=folder).global_step == 3
 

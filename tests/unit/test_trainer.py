@@ -132,7 +132,7 @@ def test_resume_of_adapters_needs_a_peft_model(make_trainer, tmp_path):
 def test_rotation_spares_a_fresh_run_in_a_used_folder(make_trainer, tmp_path):
     make_trainer(max_steps=9, save_steps=9).train()
     old = tmp_path / "out" / "checkpoint-9"
-    os.utime(old, (1, 1))
+    os.utime(old / "trainer_state.json", (1, 1))
     make_trainer(max_steps=3, save_steps=1, save_total_limit=2).train()
     assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-2", "checkpoint-3"]
 

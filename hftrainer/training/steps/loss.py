@@ -39,6 +39,8 @@ def check_loss(loss: Any, remedy: Callable[[], str]) -> torch.Tensor:
     is_tensor = isinstance(loss, torch.Tensor)
     description = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else describe_type(loss)
     advice = "return loss.mean() if these are losses; otherwise, " if is_tensor else ""
+    if isinstance(loss, (int, float)):
+        advice = "return the tensor itself, not its .item(); "
     raise InvalidArgument(f"The loss must be a tensor with one number, but is {description}: {advice}{remedy()}")
 
 

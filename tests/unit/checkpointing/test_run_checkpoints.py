@@ -5,7 +5,7 @@ import os
 import pytest
 
 from hftrainer import Trainer
-from hftrainer.checkpointing.names import sort_checkpoints
+from hftrainer.checkpointing.names import save_time, sort_checkpoints
 from hftrainer.checkpointing.run_checkpoints import rotate_checkpoints
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import make_trainer, train_to_end, truncate
@@ -14,8 +14,8 @@ from tests.support.jobs import names_in
 
 def test_rotation_keeps_the_checkpoint_just_written(tmp_path):
     make_trainer(tmp_path).train()
-    later = (tmp_path / "checkpoint-9").stat().st_mtime + 60
-    os.utime(tmp_path / "checkpoint-3", (later, later))  # somebody wrote into the older one
+    later = save_time(tmp_path / "checkpoint-9") + 60
+    os.utime(tmp_path / "checkpoint-3" / "trainer_state.json", (later, later))  # somebody edited the older one
     rotate_checkpoints(str(tmp_path), 1, None, [str(tmp_path / "checkpoint-9")])
     assert "checkpoint-9" in names_in(tmp_path)
 
@@ -48,7 +48,8 @@ def test_rotation_deletes_only_checkpoints_of_the_run(tmp_path):
 @pytest.mark.parametrize(("seconds", "steps"), [(60, [20, 3]), (0.5, [3, 20])])
 def test_checkpoints_are_sorted_by_time_where_it_is_kept(tmp_path, seconds, steps):
     for step, time in ((20, 100.0), (3, 100.0 + seconds)):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
-        os.utime(tmp_path / f"checkpoint-{step}", (time, time))
+        state = tmp_path / f"checkpoint-{step}" / "trainer_state.json"
+        state.parent.mkdir()
+        state.touch()
+        os.utime(state, (time, time))
     assert sort_checkpoints(str(tmp_path)) == [str(tmp_path / f"checkpoint-{step}") for step in steps]
