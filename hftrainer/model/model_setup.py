@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class ModelSetup(Part):
-    """Sets up the model, from the script or from `model_init`."""
+    """Makes the model with `model_init` or takes the script's, finds out about it, and prepares it for training.
+
+    The strategy says how it is sharded or wrapped; here is decided what comes before and after that.
+    """
 
     def __init__(self, parts: TrainerParts) -> None:
         super().__init__(parts)

@@ -66,7 +66,10 @@ def make_scheduler(trainer: Any, num_training_steps: int) -> None:
 
 
 class OptimizerSetup(Part):
-    """Creates the optimizer and the scheduler, and finds what is in them."""
+    """Creates the optimizer and the scheduler that arguments ask for, and finds groups and learning rates in them.
+
+    It steps neither (`TrainingLoop` does), and loads no state (`Strategy` does).
+    """
 
     def create_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """A new optimizer for the model's parameters."""

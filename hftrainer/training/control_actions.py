@@ -23,7 +23,10 @@ from hftrainer.reporting.metrics import get_metric, mean_loss
 
 
 class ControlActions(Part):
-    """Logs, evaluates and saves, in this order, as the control flags request."""
+    """Logs, evaluates and saves, in this order, as the control flags request.
+
+    Callbacks set the flags, by the arguments in `callbacks/flow_callbacks.py`.
+    """
 
     def log_if_requested(
         self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None, start_time: float | None

@@ -1,4 +1,4 @@
-"""Plans a run: its lengths and its start."""
+"""How long a run is, and where it starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class RunPlanner(Part):
-    """Plans a run from its arguments and its training loader."""
+    """Decides how many steps and epochs a run has, and the epoch and micro-batch at which it starts.
+
+    It chooses no checkpoint (`CheckpointRestorer` does), and reads of it only the state, not weights or optimizers.
+    """
 
     def plan_lengths(self, args: TrainingArguments, dataloader: Any) -> RunLengths:
         """Compute the lengths of the run with `set_initial_training_values`, whose signature depends on the release."""

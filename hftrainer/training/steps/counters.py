@@ -16,7 +16,7 @@ from hftrainer.trainer_utils import speed_metrics
 
 
 class Counters(Part):
-    """Counts what the batches of all ranks hold.
+    """Counts the tokens and floating-point operations of the batches of all ranks, for the state and the log lines.
 
     Attributes:
         model_and_flos_per_token: a model, and its floating-point operations per token.

@@ -53,7 +53,10 @@ def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 class LossComputer(Part):
-    """Prepares micro-batches and computes their losses."""
+    """Computes the loss of a micro-batch: by the model, `compute_loss_func` or the label smoother, then divided.
+
+    It also moves the batch to the device and checks the first one. By what a loss is divided is in `loss_division.py`.
+    """
 
     def prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device; with `past_index` also the model's memory of earlier batches."""
