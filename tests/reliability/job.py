@@ -155,7 +155,7 @@ class AddsFiles(Trainer):
 def main(folder, settings):
     torch.set_num_threads(1)
     if "deepspeed" in settings:
-        from tests.adapters.deepspeed.sets import without_compiler
+        from tests.adapters.deepspeed.training_cases import without_compiler
 
         without_compiler()
     options = {key: settings.pop(key, default) for key, default in OPTIONS.items()}

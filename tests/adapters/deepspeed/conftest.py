@@ -12,7 +12,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("deepspeed") else ["test_*.
 @pytest.fixture
 def one_process(monkeypatch):
     """This process is the only rank, as a launcher would start it."""
-    from tests.adapters.deepspeed.sets import without_compiler
+    from tests.adapters.deepspeed.training_cases import without_compiler
 
     without_compiler()
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}

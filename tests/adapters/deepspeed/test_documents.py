@@ -12,7 +12,7 @@ import torch
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer_deepspeed.start import check_config
-from tests.adapters.deepspeed.sets import STAGES
+from tests.adapters.deepspeed.training_cases import STAGES
 from tests.docs.documents import running
 from tests.docs.documents.running import losses, make_args
 from tests.support.launchers import END_OF_FILE, free_port

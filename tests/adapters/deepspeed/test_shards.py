@@ -13,7 +13,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.errors import InvalidConfig
-from tests.adapters.deepspeed.sets import AUTO, forget
+from tests.adapters.deepspeed.training_cases import AUTO, forget
 from tests.support.tiny import language_data, make_llama
 
 pytestmark = pytest.mark.usefixtures("one_process")

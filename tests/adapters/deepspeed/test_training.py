@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.adapters.deepspeed.sets import CASES, RESUMED, TOLERANCE
+from tests.adapters.deepspeed.training_cases import CASES, RESUMED, TOLERANCE
 from tests.support.jobs import assert_same
 from tests.support.launchers import run_with_both
 
@@ -15,7 +15,7 @@ RANKS = ("0", "1")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_with_both(Path(__file__).with_name("sets.py"), tmp_path_factory.mktemp("sets"))
+    return run_with_both(Path(__file__).with_name("training_cases.py"), tmp_path_factory.mktemp("training_cases"))
 
 
 NAMES = [*CASES, *(f"{name}, resumed at {step}" for name, step in RESUMED)]

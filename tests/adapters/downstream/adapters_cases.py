@@ -19,7 +19,7 @@ from transformers import (
 
 import adapters
 from adapters import AdapterTrainer, AutoAdapterModel, Seq2SeqAdapterTrainer
-from tests.adapters.downstream import lives
+from tests.adapters.downstream import full_run
 from tests.adapters.downstream.tiny_bert import MARKS, config, tokenizer
 from tests.adapters.downstream.tiny_language import WORDS, sentence
 
@@ -76,7 +76,7 @@ def live(folder: Path, make: Callable[[], Any], **settings: Any) -> dict[str, An
     """The record of an AdapterTrainer's life; `make()` gives the model, `settings` go before those of all cases."""
 
     def build(name: str) -> AdapterTrainer:
-        args = TrainingArguments(str(folder / name), **{**lives.SETTINGS, **settings})
+        args = TrainingArguments(str(folder / name), **{**full_run.SETTINGS, **settings})
         return AdapterTrainer(
             make(),
             args,
@@ -85,7 +85,7 @@ def live(folder: Path, make: Callable[[], Any], **settings: Any) -> dict[str, An
             data_collator=DataCollatorWithPadding(tokenizer()),
         )
 
-    return lives.record(build, folder)
+    return full_run.record(build, folder)
 
 
 def generate(folder: Path) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def generate(folder: Path) -> dict[str, Any]:
 
     def build(name: str) -> Seq2SeqAdapterTrainer:
         args = Seq2SeqTrainingArguments(
-            str(folder / name), predict_with_generate=True, generation_max_length=8, **lives.SETTINGS
+            str(folder / name), predict_with_generate=True, generation_max_length=8, **full_run.SETTINGS
         )
         model = translator()
         made.append(
@@ -109,7 +109,7 @@ def generate(folder: Path) -> dict[str, Any]:
         )
         return made[-1]
 
-    record = lives.record(build, folder)
+    record = full_run.record(build, folder)
     return {**record, "predictions": made[0].predict(translated(40, 46)).predictions.tolist()}
 
 

@@ -14,7 +14,7 @@ from chronos.chronos2.dataset import Chronos2Dataset, DatasetMode
 from chronos.chronos2.trainer import Chronos2Trainer
 from transformers import TrainerCallback, TrainingArguments
 
-from tests.adapters.downstream import lives, records
+from tests.adapters.downstream import full_run, records
 
 AHEAD = 4
 SIZES = {"context_length": 16, "prediction_length": AHEAD, "batch_size": 4}
@@ -46,13 +46,13 @@ def live(folder: Path, **settings: Any) -> dict[str, Any]:
             model=model(),
             args=TrainingArguments(
                 str(folder / name),
-                **{**lives.SETTINGS, "label_names": ["future_target"], "prediction_loss_only": True, **settings},
+                **{**full_run.SETTINGS, "label_names": ["future_target"], "prediction_loss_only": True, **settings},
             ),
             train_dataset=train,
             eval_dataset=held_out,
         )
 
-    return lives.record(build, folder, alike=False)
+    return full_run.record(build, folder, alike=False)
 
 
 class Witness(TrainerCallback):

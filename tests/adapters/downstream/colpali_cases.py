@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from transformers import BatchFeature, ModernVBertConfig, TrainingArguments
 
-from tests.adapters.downstream import lives
+from tests.adapters.downstream import full_run
 from tests.adapters.downstream.tiny_bert import MARKS, tokenizer
 from tests.adapters.downstream.tiny_language import WORDS, sentence
 
@@ -82,7 +82,7 @@ def live(
             model=get_peft_model(plain, adapter) if lora else plain,
             args=TrainingArguments(
                 str(folder / name),
-                **{**lives.SETTINGS, "prediction_loss_only": True, "remove_unused_columns": False, **settings},
+                **{**full_run.SETTINGS, "prediction_loss_only": True, "remove_unused_columns": False, **settings},
             ),
             train_dataset=list(train) if two_sets else pages(0, 40, pictured),
             eval_dataset=pages(40, 48, pictured),
@@ -92,7 +92,7 @@ def live(
         )
 
     # What it saves of a whole model has other names, by which transformers does not find the weights again.
-    return lives.record(build, folder, alike=lora)
+    return full_run.record(build, folder, alike=lora)
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {

@@ -25,7 +25,7 @@ from FlagEmbedding.finetune.embedder.encoder_only.m3 import (
 from FlagEmbedding.finetune.reranker.encoder_only.base import EncoderOnlyRerankerRunner
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from tests.adapters.downstream import lives
+from tests.adapters.downstream import full_run
 from tests.adapters.downstream.tiny_bert import save_bert, tokenizer
 from tests.adapters.downstream.tiny_language import sentence
 
@@ -76,12 +76,14 @@ def live(folder: Path, kind: str, data: dict[str, Any] | None = None, **settings
         runner = runner_class(
             model_arguments(words, cache_dir="cache"),
             data_arguments(train_data=[rows], cache_path="cache", train_group_size=3, **(data or {})),
-            arguments(str(folder / name), **{**lives.SETTINGS, "eval_strategy": "no", "eval_steps": None, **settings}),
+            arguments(
+                str(folder / name), **{**full_run.SETTINGS, "eval_strategy": "no", "eval_steps": None, **settings}
+            ),
         )
         runner.trainer.eval_dataset = runner.train_dataset  # the runners give none
         return runner.trainer
 
-    return lives.record(build, folder, resumes=False)
+    return full_run.record(build, folder, resumes=False)
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {

@@ -9,7 +9,7 @@ import torch
 from gliner import GLiNER, GLiNERConfig
 from gliner.training import Trainer, TrainingArguments
 
-from tests.adapters.downstream import lives
+from tests.adapters.downstream import full_run
 from tests.adapters.downstream.tiny_bert import save_bert
 from tests.adapters.downstream.tiny_language import WORDS, sentence
 
@@ -40,7 +40,7 @@ def live(folder: Path, span_mode: str = "markerV0", draws: bool = False, **setti
         return Trainer(
             model=model,
             args=TrainingArguments(
-                str(folder / name), **{**lives.SETTINGS, "remove_unused_columns": False, **settings}
+                str(folder / name), **{**full_run.SETTINGS, "remove_unused_columns": False, **settings}
             ),
             train_dataset=marked(0, 40, draws),
             eval_dataset=marked(40, 46, draws),
@@ -48,7 +48,7 @@ def live(folder: Path, span_mode: str = "markerV0", draws: bool = False, **setti
             processing_class=model.data_processor.transformer_tokenizer,
         )
 
-    return lives.record(build, folder, alike=not draws)
+    return full_run.record(build, folder, alike=not draws)
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {

@@ -10,11 +10,11 @@ from llamafactory.train.tuner import run_exp
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from tests.adapters.downstream import lives, records
+from tests.adapters.downstream import full_run, records
 from tests.adapters.downstream.tiny_language import save_model, sentence
 
 SETTINGS = {
-    **lives.SETTINGS,
+    **full_run.SETTINGS,
     **{"template": "empty", "do_train": True, "do_eval": True, "cutoff_len": 32},
     **dict.fromkeys(("fp16", "bf16", "save_only_model"), False),
     "disable_tqdm": False,  # the other callback takes total_flos out of what is written

@@ -19,7 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from tests.adapters.downstream import lives, records
+from tests.adapters.downstream import full_run, records
 from tests.adapters.downstream.tiny_language import save_model, sentence, tokenizer
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
@@ -83,7 +83,7 @@ def live(
         for more in adapters[1:]:
             model.add_adapter(more, config())
         model.set_adapter(adapters[-1])
-        args = TrainingArguments(str(folder / name), **{**lives.SETTINGS, **settings})
+        args = TrainingArguments(str(folder / name), **{**full_run.SETTINGS, **settings})
         trainer_kwargs = {} if optimizer is None else {"optimizers": (optimizer(model), None)}
         trainers.append(
             Trainer(
@@ -98,7 +98,7 @@ def live(
         )
         return trainers[-1]
 
-    record = lives.record(build, folder, resumes=resumes)
+    record = full_run.record(build, folder, resumes=resumes)
     saved = folder / "final" / ("" if adapters[-1] == "default" else adapters[-1])
     record["loaded"] = outputs_of(PeftModel.from_pretrained(base(task), str(saved)))
     record["flags"] = [name for name, weight in trainers[0].model.named_parameters() if weight.requires_grad]

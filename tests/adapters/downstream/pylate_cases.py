@@ -10,11 +10,11 @@ from datasets import Dataset
 from pylate import evaluation, losses, models, utils
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
-from tests.adapters.downstream import lives
+from tests.adapters.downstream import full_run
 from tests.adapters.downstream.tiny_bert import save_bert
 from tests.adapters.downstream.tiny_language import sentence
 
-SETTINGS = {**lives.SETTINGS, "per_device_train_batch_size": 4}
+SETTINGS = {**full_run.SETTINGS, "per_device_train_batch_size": 4}
 COLUMNS = ("query", "positive", "negative")
 
 
@@ -64,7 +64,7 @@ def live(
             data_collator=utils.ColBERTCollator(model.tokenize),
         )
 
-    return lives.record(build, folder)
+    return full_run.record(build, folder)
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {

@@ -18,11 +18,11 @@ from sentence_transformers.sparse_encoder.evaluation import SparseEmbeddingSimil
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
 
-from tests.adapters.downstream import lives
+from tests.adapters.downstream import full_run
 from tests.adapters.downstream.tiny_bert import save_bert
 from tests.adapters.downstream.tiny_language import sentence
 
-SETTINGS = {**lives.SETTINGS, "per_device_train_batch_size": 4}
+SETTINGS = {**full_run.SETTINGS, "per_device_train_batch_size": 4}
 
 
 def scored(index: int) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def live(
             evaluator=evaluator_of(evaluator) if evaluates else None,
         )
 
-    return lives.record(build, folder, resumes=not dropout)
+    return full_run.record(build, folder, resumes=not dropout)
 
 
 def splade(model: SparseEncoder) -> Any:

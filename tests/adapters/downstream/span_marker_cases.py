@@ -10,7 +10,7 @@ from datasets import Dataset
 from span_marker import SpanMarkerModel, Trainer
 from transformers import TrainingArguments
 
-from tests.adapters.downstream import lives
+from tests.adapters.downstream import full_run
 from tests.adapters.downstream.tiny_bert import save_bert
 from tests.adapters.downstream.tiny_language import sentence
 
@@ -58,12 +58,12 @@ def live(folder: Path, documents: bool = False, by_init: bool = False, **setting
     def build(name: str) -> Trainer:
         return Trainer(
             **({"model_init": model} if by_init else {"model": model()}),
-            args=TrainingArguments(str(folder / name), **{**lives.SETTINGS, **settings}),
+            args=TrainingArguments(str(folder / name), **{**full_run.SETTINGS, **settings}),
             train_dataset=marked(0, 40, documents),
             eval_dataset=marked(40, 46, documents),
         )
 
-    return lives.record(build, folder)
+    return full_run.record(build, folder)
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {

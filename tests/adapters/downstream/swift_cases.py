@@ -12,12 +12,12 @@ from swift.pipelines.train.rlhf import SwiftRLHF
 from swift.pipelines.train.sft import SwiftSft
 
 from hftrainer.arguments.fields.own import OwnArguments
-from tests.adapters.downstream import lives
+from tests.adapters.downstream import full_run
 from tests.adapters.downstream.tiny_language import assistant, save_model, user
 
 #: Words of every command line, and their values.
 SETTINGS = {
-    **lives.SETTINGS,
+    **full_run.SETTINGS,
     **{"model_type": "mistral", "template": "chatml", "torch_dtype": "float32"},
     **dict.fromkeys(("add_version", "disable_tqdm", "check_model"), "false"),
     "fp16": "false",  # which it takes for a model in float32, also on a CPU
@@ -59,7 +59,7 @@ def live(
         words = {**given, "output_dir": str(folder / name)}
         return Maker([part for name, value in words.items() for part in (f"--{name}", str(value))]).run()
 
-    found = lives.record(build, folder)
+    found = full_run.record(build, folder)
     for name, content in found["files"].items():
         if name.endswith("args.json"):
             found["files"][name] = {key: value for key, value in content.items() if key not in OWN_ARGUMENTS}

@@ -9,11 +9,11 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 
-from tests.adapters.downstream import lives, records
+from tests.adapters.downstream import full_run, records
 from tests.adapters.downstream.tiny_language import assistant, save_model, sentence, user
 
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]}
-SETTINGS = {**lives.SETTINGS, "bf16": False}  # which TRL turns on
+SETTINGS = {**full_run.SETTINGS, "bf16": False}  # which TRL turns on
 
 
 def live(

@@ -141,9 +141,9 @@ def test_search_algorithm_of_ray_chooses_the_trials(tmp_path):
 def test_killed_search_resumes_its_second_trial(tmp_path, processes):
     """The first trial is not trained again."""
     how = {"env": {**processes.environment(), "TUNE_GLOBAL_CHECKPOINT_S": "0"}, "cwd": processes.ROOT}
-    first = processes.run("-m", "tests.adapters.ray.killed", tmp_path, **how)
+    first = processes.run("-m", "tests.adapters.ray.killed_search", tmp_path, **how)
     assert first.returncode == -signal.SIGKILL, first.stderr
-    again = processes.run("-m", "tests.adapters.ray.killed", tmp_path, **how)
+    again = processes.run("-m", "tests.adapters.ray.killed_search", tmp_path, **how)
     assert again.returncode == 0, again.stderr
     trials = sorted(json.loads(again.stdout.splitlines()[-1]))
     assert [status for _, status, _ in trials] == ["TERMINATED"] * 3

@@ -11,7 +11,7 @@ import ray.data
 import ray.train
 from ray.train.torch import TorchTrainer
 
-from tests.adapters.ray.trains import train, train_alone
+from tests.adapters.ray.train_worker import train, train_alone
 from tests.support.page_blocks import ROOT, run_page
 from tests.support.tiny import plain_data
 

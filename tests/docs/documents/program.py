@@ -109,7 +109,7 @@ def main():
 
 if __name__ == "__main__":
     with contextlib.suppress(ImportError):  # DeepSpeed would compile something faster for the CPU
-        from tests.adapters.deepspeed.sets import without_compiler
+        from tests.adapters.deepspeed.training_cases import without_compiler
 
         without_compiler()
     main()

@@ -1,4 +1,4 @@
-"""Trains with DeepSpeed, saving each step, and kills one of its processes: python killed.py CONFIG FOLDER STEP."""
+"""Trains with DeepSpeed, saving each step, and kills one of its processes: python killed_run.py CONFIG FOLDER STEP."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import torch
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.adapters.deepspeed.sets import without_compiler
+from tests.adapters.deepspeed.training_cases import without_compiler
 from tests.support.tiny import language_data, make_llama
 
 

@@ -8,8 +8,8 @@ import pytest
 from safetensors.torch import load_file
 
 from hftrainer import TrainingArguments
-from tests.adapters.deepspeed.others import CASES
-from tests.adapters.deepspeed.sets import AUTO, STAGES, TOLERANCE
+from tests.adapters.deepspeed.feature_cases import CASES
+from tests.adapters.deepspeed.training_cases import AUTO, STAGES, TOLERANCE
 from tests.support.jobs import assert_same
 from tests.support.launchers import TORCHRUN, accelerate, free_port, read, run_python, start as start_script
 
@@ -19,12 +19,12 @@ RANKS = (0, 1)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("others")
+    return tmp_path_factory.mktemp("features")
 
 
 @pytest.fixture(scope="module")
 def found(folder):
-    run = run_python(*TORCHRUN, str(HERE / "others.py"), str(folder))
+    run = run_python(*TORCHRUN, str(HERE / "feature_cases.py"), str(folder))
     assert run.returncode == 0, run.stderr[-3000:]
     names = [case.__name__ for case in CASES]
     return {name: [pickle.loads((folder / f"{name}-{rank}.pkl").read_bytes()) for rank in RANKS] for name in names}
@@ -45,7 +45,7 @@ def test_from_pretrained_partitions_and_trains_the_same(found, rank):
 @pytest.mark.parametrize("attempt", range(3))
 def test_search_over_configurations_trains_as_each_alone(tmp_path, attempt):
     """Processes must exit cleanly: they were aborted at exit in two of five attempts."""
-    run = run_python(*TORCHRUN, str(HERE / "others.py"), str(tmp_path), "search_configurations")
+    run = run_python(*TORCHRUN, str(HERE / "feature_cases.py"), str(tmp_path), "search_configurations")
     assert run.returncode == 0, run.stderr[-3000:]
     for rank in RANKS:
         searched = pickle.loads((tmp_path / f"search_configurations-{rank}.pkl").read_bytes())
@@ -134,8 +134,8 @@ def test_unsupported_setting_is_refused(found, name, words):
 
 def test_fewer_processes_resume_only_from_a_universal_checkpoint(tmp_path):
     for launcher, script, words in (
-        (TORCHRUN, "sets.py", ("hftrainer", str(tmp_path), "stage 2")),
-        ((), "others.py", (str(tmp_path), "resume_alone")),
+        (TORCHRUN, "training_cases.py", ("hftrainer", str(tmp_path), "stage 2")),
+        ((), "feature_cases.py", (str(tmp_path), "resume_alone")),
     ):
         run = run_python(*launcher, str(HERE / script), *words)
         assert run.returncode == 0, run.stderr[-3000:]
@@ -155,7 +155,7 @@ CONFIG = {**AUTO, "zero_optimization": {"stage": 2}}
 
 
 def launch(folder, before, after=(), **environment):
-    process = start_script(folder, before, after, script=str(HERE / "launched.py"), **environment)
+    process = start_script(folder, before, after, script=str(HERE / "launched_script.py"), **environment)
     printed = process.communicate(timeout=200)[0]
     assert process.returncode == 0, printed[-3000:]
     return read(folder)
@@ -205,7 +205,7 @@ def test_explain_names_the_strategy(tmp_path):
 def test_killed_run_resumes_to_the_undisturbed_weights(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(STAGES[3]))
-    script = [str(HERE / "killed.py"), str(path)]
+    script = [str(HERE / "killed_run.py"), str(path)]
     undisturbed = run_python(*TORCHRUN, *script, str(tmp_path / "undisturbed"), "-1")
     assert undisturbed.returncode == 0, undisturbed.stderr[-3000:]
     for step in (3, 5):

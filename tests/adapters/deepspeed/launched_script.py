@@ -1,6 +1,6 @@
 """The script of `tests/distributed`, where gloo does for DeepSpeed."""
 
-from tests.adapters.deepspeed.sets import without_compiler
+from tests.adapters.deepspeed.training_cases import without_compiler
 from tests.support.launched_script import main
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A search of three trials, killed once and then resumed: `python -m tests.adapters.ray.killed FOLDER`."""
+"""A search of three trials, killed once and then resumed: `python -m tests.adapters.ray.killed_search FOLDER`."""
 
 import json
 import os

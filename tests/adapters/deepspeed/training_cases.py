@@ -1,6 +1,6 @@
 """Trains with DeepSpeed in many settings with one library and writes what came of it: two processes under torchrun.
 
-python sets.py LIBRARY FOLDER [CASE ...]
+python training_cases.py LIBRARY FOLDER [CASE ...]
 """
 
 import copy

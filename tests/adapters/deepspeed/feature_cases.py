@@ -1,6 +1,6 @@
 """What DeepSpeed does besides training alike: run by two processes under torchrun, or by one.
 
-python others.py FOLDER [CASE ...]
+python feature_cases.py FOLDER [CASE ...]
 """
 
 import os
@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 import hftrainer
 from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import UnsupportedArgument
-from tests.adapters.deepspeed.sets import OF_CONFIGURATION, STAGES, offloaded, without_compiler
+from tests.adapters.deepspeed.training_cases import OF_CONFIGURATION, STAGES, offloaded, without_compiler
 from tests.support.parity import build
 from tests.support.rank_messages import error_of
 from tests.support.tiny import language_data, make_llama, make_plain, make_t5, plain_data, t5_data
