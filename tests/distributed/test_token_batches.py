@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.token_batches import make_trainer, samples
+from tests.support.token_batches import make_token_trainer, samples
 
 
 def train(folder: Any, flat: bool) -> tuple[list[int], int, list[torch.Tensor]]:
-    trainer = make_trainer(folder, tokens_per_batch=64, flatten_batches=flat, num_train_epochs=1)
+    trainer = make_token_trainer(folder, tokens_per_batch=64, flatten_batches=flat, num_train_epochs=1)
     trainer.train()
     loader = trainer.get_train_dataloader()
     read = loader.record_batches()

@@ -1,5 +1,7 @@
 """Two processes on gloo train as those of transformers do, and agree on what they do next."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -53,30 +55,39 @@ def test_early_stopping_ends_the_run(results):
     assert results["hftrainer"][0]["early stopping"][0].extra["global_step"] < 45
 
 
-#: Name → event, flag, step at which one is asked, and the step and folders with which both end.
-FLAGS = {
-    "stops": ("on_step_end", "should_training_stop", 3, 3, []),
+class FlagCase(NamedTuple):
+    """A flag that one rank sets, and where both end."""
+
+    event: str
+    flag: str
+    step: int
+    last_step: int
+    folders: list[str]
+
+
+FLAG_CASES = {
+    "stops": FlagCase("on_step_end", "should_training_stop", 3, 3, []),
     # A step later: the other process had no reason to wait.
-    "stops in the middle of an epoch": ("on_step_end", "should_training_stop", 1, 2, []),
-    "stops within a step": ("on_substep_end", "should_training_stop", 1, 2, []),
-    "stops when it has logged": ("on_log", "should_training_stop", 4, 4, []),
-    "ends the epoch": ("on_step_end", "should_epoch_stop", 2, 5, []),
-    "saves a step later": ("on_step_end", "should_save", 5, 6, ["checkpoint-6"]),
-    "saves when it has logged": ("on_log", "should_save", 2, 6, ["checkpoint-2"]),
-    "evaluates": ("on_step_end", "should_evaluate", 3, 6, []),
+    "stops in the middle of an epoch": FlagCase("on_step_end", "should_training_stop", 1, 2, []),
+    "stops within a step": FlagCase("on_substep_end", "should_training_stop", 1, 2, []),
+    "stops when it has logged": FlagCase("on_log", "should_training_stop", 4, 4, []),
+    "ends the epoch": FlagCase("on_step_end", "should_epoch_stop", 2, 5, []),
+    "saves a step later": FlagCase("on_step_end", "should_save", 5, 6, ["checkpoint-6"]),
+    "saves when it has logged": FlagCase("on_log", "should_save", 2, 6, ["checkpoint-2"]),
+    "evaluates": FlagCase("on_step_end", "should_evaluate", 3, 6, []),
 }
 
 
 @pytest.fixture(scope="module")
 def flag_results(processes, tmp_path_factory):
-    flags = {name: row[:3] for name, row in FLAGS.items()}
+    flags = {name: (case.event, case.flag, case.step) for name, case in FLAG_CASES.items()}
     return processes.run_ranks(cases_training.agree, 2, tmp_path_factory.mktemp("agreed"), flags)
 
 
-@pytest.mark.parametrize("case", FLAGS)
+@pytest.mark.parametrize("case", FLAG_CASES)
 def test_control_flag_set_in_one_rank_is_followed_by_both(flag_results, case):
     (*first, logs), (*second, others) = (of_rank[case] for of_rank in flag_results)
-    assert first == second == list(FLAGS[case][3:])
+    assert first == second == [FLAG_CASES[case].last_step, FLAG_CASES[case].folders]
     assert [sorted(line) for line in logs] == [sorted(line) for line in others]
     assert any("eval_loss" in line for line in logs) == (case == "evaluates")
 

@@ -21,7 +21,7 @@ THEIRS = integration_utils.INTEGRATION_TO_CALLBACK
 
 def make_trainer(folder, *loggers, callbacks=(), **settings):
     trainer_kwargs = {"loggers": list(loggers), "callbacks": list(callbacks)}
-    return tracking.make_trainer("hftrainer", folder, "plain", trainer_kwargs, **settings)
+    return tracking.make_tracked_trainer("hftrainer", folder, "plain", trainer_kwargs, **settings)
 
 
 @pytest.mark.parametrize("kind", [tracking.CSV, tracking.CustomCSVLogger, tracking.CustomLogger, tracking.MLflow])
@@ -33,7 +33,7 @@ def test_logger_gets_every_line_at_its_step(tmp_path, monkeypatch, kind):
     if kind.package:
         pytest.importorskip(kind.package)
     tracker = kind(tmp_path / "run", monkeypatch)
-    trainer = tracking.make_trainer("hftrainer", tracker.folder, "plain", **tracker.settings)
+    trainer = tracking.make_tracked_trainer("hftrainer", tracker.folder, "plain", **tracker.settings)
     trainer.train()
     trainer.evaluate()
     trainer.predict(trainer.eval_dataset)

@@ -15,7 +15,7 @@ import hftrainer
 from hftrainer.arguments.fields.table import ARGUMENTS
 from hftrainer.errors import InvalidArgument
 from tests.support import parity
-from tests.support.arguments import CASES, DEFAULTS, TIMES, make_trainer
+from tests.support.arguments import CASES, DEFAULTS, TIMES, make_quiet_trainer
 from tests.support.known_differences import OWN_FILES
 from tests.support.parity import EVALUATED, EVERY_STEP, accuracy, assert_agree, comparable, compare, record
 from tests.support.tiny import MODELS, make_plain, plain_data
@@ -157,7 +157,7 @@ def test_max_grad_norm_none_clips_nothing(tmp_path):
     """Until v4.57 None clips nothing, as 0 does; v5 fails at the first step."""
     weights = []
     for value in (None, 0.0):
-        trainer = make_trainer(tmp_path, max_grad_norm=value, learning_rate=0.5, max_steps=2)
+        trainer = make_quiet_trainer(tmp_path, max_grad_norm=value, learning_rate=0.5, max_steps=2)
         trainer.train()
         weights.append([tensor.tolist() for tensor in trainer.model.state_dict().values()])
     assert weights[0] == weights[1]
@@ -226,7 +226,7 @@ def test_accumulation_changed_by_an_override(tmp_path):
 @pytest.mark.parametrize("runs", [0, 1])
 def test_changing_engine_arguments_after_construction_is_refused(tmp_path, name, runs):
     """They decide which engine is built. transformers would train on without DeepSpeed."""
-    trainer = make_trainer(tmp_path)
+    trainer = make_quiet_trainer(tmp_path)
     for _ in range(runs):
         trainer.train()
     setattr(trainer.args, name, CASES[name].value)
@@ -237,7 +237,7 @@ def test_changing_engine_arguments_after_construction_is_refused(tmp_path, name,
 
 @pytest.mark.parametrize("name", sorted(READ_ONCE - {"lightning_config", "deepspeed"}))
 def test_changing_an_argument_that_is_read_once_warns(tmp_path, caplog, name):
-    trainer = make_trainer(tmp_path)
+    trainer = make_quiet_trainer(tmp_path)
     setattr(trainer.args, name, "info" if name == "log_level" else CASES[name].value)
     with caplog.at_level(logging.WARNING, logger="hftrainer"):
         trainer.train()
@@ -248,7 +248,7 @@ def test_changing_an_argument_that_is_read_once_warns(tmp_path, caplog, name):
 
 
 def test_replacing_the_arguments_of_a_trainer_takes_effect(tmp_path):
-    trainer = make_trainer(tmp_path)
+    trainer = make_quiet_trainer(tmp_path)
     trainer.args = dataclasses.replace(trainer.args, gradient_accumulation_steps=3, max_steps=2, logging_steps=1)
     assert trainer.train().global_step == 2
     assert len([line for line in trainer.state.log_history if "loss" in line]) == 2
@@ -259,7 +259,7 @@ def test_replacing_the_arguments_of_a_trainer_takes_effect(tmp_path):
 
 def test_gradient_checkpointing_sets_activation_checkpointing(tmp_path):
     """As in transformers until v5.22; later releases silently ignore the old names."""
-    trainer = make_trainer(tmp_path, model="bert")
+    trainer = make_quiet_trainer(tmp_path, model="bert")
     args = trainer.args
     args.gradient_checkpointing, args.gradient_checkpointing_kwargs = True, {"use_reentrant": False}
     assert (args.activation_checkpointing, args.activation_checkpointing_kwargs) == (True, {"use_reentrant": False})
@@ -270,14 +270,14 @@ def test_gradient_checkpointing_sets_activation_checkpointing(tmp_path):
 
 
 def test_accumulation_set_to_zero_is_refused(tmp_path):
-    trainer = make_trainer(tmp_path)
+    trainer = make_quiet_trainer(tmp_path)
     trainer.args.gradient_accumulation_steps = 0
     with pytest.raises(InvalidArgument, match="gradient_accumulation_steps=0: use a number of at least 1"):
         trainer.train()
 
 
 def test_default_root_dir_of_lightning_follows_output_dir(tmp_path):
-    trainer = make_trainer(tmp_path / "first")
+    trainer = make_quiet_trainer(tmp_path / "first")
     trainer.args.output_dir = str(tmp_path / "second")
     trainer.train()
     assert trainer.lightning_trainer.default_root_dir == str(tmp_path / "second")
@@ -286,7 +286,7 @@ def test_default_root_dir_of_lightning_follows_output_dir(tmp_path):
 def test_push_to_hub_turned_on_between_runs_opens_the_repository(tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr(hftrainer.Trainer, "init_hf_repo", lambda self: opened.append(self.args.hub_model_id))
-    trainer = make_trainer(tmp_path)
+    trainer = make_quiet_trainer(tmp_path)
     trainer.train()
     assert not opened
     trainer.args.push_to_hub, trainer.args.hub_model_id = True, "owner/name"
@@ -306,7 +306,9 @@ class OwnLoader(hftrainer.Trainer):
 )
 def test_changed_batch_size_takes_effect_as_in_each_release(tmp_path, caplog, kind, release, steps):
     """38 samples make 5 batches of 8. Since v5.3 the Trainer keeps its 4, but the script's loader may read 8."""
-    trainer = make_trainer(tmp_path, kind, max_steps=-1, num_train_epochs=1, lightning_config={"behaviour": release})
+    trainer = make_quiet_trainer(
+        tmp_path, kind, max_steps=-1, num_train_epochs=1, lightning_config={"behaviour": release}
+    )
     trainer.args.per_device_train_batch_size = 8
     assert trainer.train().global_step == steps
     assert ("per_device_train_batch_size (4" in caplog.text) == (steps == 10)

@@ -15,7 +15,7 @@ from hftrainer.errors import InvalidArgument, SearchFailed
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 from tests.support.known_differences import OWN_FILES
 from tests.support.parity import LIBRARIES
-from tests.support.searches import OneProcessBackend, make_trainer, return_none
+from tests.support.searches import OneProcessBackend, make_search_trainer, return_none
 from tests.support.tracking import wandb_items, wandb_records
 
 wandb = pytest.importorskip("wandb")
@@ -101,7 +101,7 @@ def files(folder):
 
 def test_search_and_its_files_are_those_of_transformers(tmp_path, sweeps):
     ours, theirs = (
-        search(make_trainer(tmp_path / name, library=name, save_strategy="steps", save_steps=2), 3, name="mine")
+        search(make_search_trainer(tmp_path / name, library=name, save_strategy="steps", save_steps=2), 3, name="mine")
         for name in reversed(LIBRARIES)
     )
     assert ours.hyperparameters == {"learning_rate": 1e-4}
@@ -117,7 +117,7 @@ def test_search_and_its_files_are_those_of_transformers(tmp_path, sweeps):
 
 
 def test_search_joins_an_existing_sweep(tmp_path, sweeps):
-    trainer = make_trainer(tmp_path)
+    trainer = make_search_trainer(tmp_path)
     first = search(trainer)
     second = search(trainer, 2, sweep_id=first.run_summary)
     assert first == BestRun("sweep0-0", first.objective, {"learning_rate": 1e-3}, "sweep0")
@@ -128,7 +128,7 @@ def test_search_joins_an_existing_sweep(tmp_path, sweeps):
 
 def test_objective_is_logged_and_compared_by_the_sweep(tmp_path, sweeps):
     saved = {"save_strategy": "steps", "save_steps": 2}
-    trainer = make_trainer(tmp_path / "out", eval_strategy="no", report_to="wandb", **saved)
+    trainer = make_search_trainer(tmp_path / "out", eval_strategy="no", report_to="wandb", **saved)
     best = search(
         trainer,
         **grid(learning_rate=[1e-2], seed=[7]),
@@ -146,14 +146,14 @@ def test_objective_is_logged_and_compared_by_the_sweep(tmp_path, sweeps):
 
 
 def test_metric_that_is_not_logged_warns(tmp_path, sweeps, caplog):
-    search(make_trainer(tmp_path), metric="eval/accuracy")
+    search(make_search_trainer(tmp_path), metric="eval/accuracy")
     assert "metric='eval/accuracy' is not among the logged metrics (eval/loss, " in caplog.text
 
 
 def test_a_wrong_objective_fails_every_run(tmp_path, sweeps):
     wrong = r"sweep sweep0: No trial was completed \(2 failed\).*\n- InvalidArgument: compute_objective returned None"
     with pytest.raises(SearchFailed, match=wrong):
-        search(make_trainer(tmp_path), 2, compute_objective=return_none)
+        search(make_search_trainer(tmp_path), 2, compute_objective=return_none)
 
 
 REFUSED = {

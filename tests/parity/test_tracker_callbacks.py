@@ -11,7 +11,7 @@ import hftrainer
 from hftrainer import integrations as ours
 from tests.support import tracking
 from tests.support.parity import LIBRARIES, assert_agree, assert_same_weights
-from tests.support.tracking import make_trainer
+from tests.support.tracking import make_tracked_trainer
 
 CLASSES = {
     "TensorBoardCallback": tracking.TensorBoard,
@@ -45,7 +45,9 @@ def callback_of(trainer, kind):
 def test_callbacks_have_the_same_order(tmp_path, report_to):
     def made(library):
         own = type("Own", (importlib.import_module(library).TrainerCallback,), {})
-        return callback_names(make_trainer(library, tmp_path, report_to=report_to, trainer={"callbacks": [own]}))
+        return callback_names(
+            make_tracked_trainer(library, tmp_path, report_to=report_to, trainer={"callbacks": [own]})
+        )
 
     assert_agree(made)
 
@@ -209,7 +211,7 @@ def test_changed_callback_writes_alike(tmp_path, monkeypatch, change):
     def run(library):
         tracker = CLASSES[name](tmp_path / library, monkeypatch)
         monkeypatch.chdir(tracker.folder)
-        trainer = make_trainer(library, tracker.folder, **tracker.settings)
+        trainer = make_tracked_trainer(library, tracker.folder, **tracker.settings)
         trainer.own_base, kind = importlib.import_module(library).TrainerCallback, getattr(MODULES[library], name)
         look = change(trainer, callback_of(trainer, kind), kind, f"{trainer.args.output_dir}/mine")
         trainer.train()
@@ -234,7 +236,7 @@ def test_changed_callback_writes_alike(tmp_path, monkeypatch, change):
 
 def test_tensorboard_writer_is_shared_and_closed_at_the_end(tmp_path):
     """Lightning's loggers write with it too."""
-    trainer = make_trainer("hftrainer", tmp_path, report_to="tensorboard")
+    trainer = make_tracked_trainer("hftrainer", tmp_path, report_to="tensorboard")
     callback = callback_of(trainer, ours.TensorBoardCallback)
     assert callback.tb_writer is None
     seen = set()
@@ -255,7 +257,7 @@ def test_wandb_callback_without_its_module_begins_no_run(tmp_path):
     """A script may set `_wandb` to None to switch it off."""
     import wandb
 
-    trainer = make_trainer("hftrainer", tmp_path, report_to="wandb")
+    trainer = make_tracked_trainer("hftrainer", tmp_path, report_to="wandb")
     callback_of(trainer, ours.WandbCallback)._wandb = None
     trainer.train()
     assert wandb.run is None
@@ -267,13 +269,13 @@ def test_classes_of_transformers_are_replaced_under_install(tmp_path, name, monk
     monkeypatch.setattr("hftrainer.cli.install.check_earlier_imports", lambda: [])
     theirs = getattr(integration_utils, name)
     report_to = next(key for key, kind in integration_utils.INTEGRATION_TO_CALLBACK.items() if kind is theirs)
-    trainer = make_trainer("hftrainer", tmp_path, report_to=report_to)
+    trainer = make_tracked_trainer("hftrainer", tmp_path, report_to=report_to)
     assert type(trainer.pop_callback(theirs)).__name__ == name  # by its class, without install() too
     assert trainer.pop_callback(theirs) is None
     hftrainer.install()
     try:
         kind = getattr(integrations, name)
-        trainer = make_trainer("transformers", tmp_path, report_to=report_to)
+        trainer = make_tracked_trainer("transformers", tmp_path, report_to=report_to)
         assert isinstance(trainer, hftrainer.Trainer)
         assert isinstance(callback_of(trainer, kind), getattr(ours, name))
         assert integrations.get_reporting_integration_callbacks([report_to]) == [kind]
@@ -289,7 +291,7 @@ def test_classes_of_transformers_are_replaced_under_install(tmp_path, name, monk
 def test_callback_appended_to_the_list_uploads_saved_files(tmp_path, monkeypatch):
     """Such a callback has no Trainer: it saves the model that it is passed."""
     monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
-    trainer = make_trainer("hftrainer", tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=2)
+    trainer = make_tracked_trainer("hftrainer", tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=2)
     folders, saved = [], []
 
     class Keeps(ours.WandbCallback):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support import tracking
 from tests.support.parity import LIBRARIES
-from tests.support.tracking import make_trainer
+from tests.support.tracking import make_tracked_trainer
 
 #: Arguments that transformers sets by the machine, and the folder of the run.
 DIFFERENT = {"accelerator_config", "dataloader_pin_memory", "output_dir"}
@@ -60,7 +60,7 @@ class TrackerSuite:
         self.opened = tracker = self.tracker(self.tmp_path / library, self.monkeypatch)
 
         def make(**kwargs):
-            return make_trainer(library, tracker.folder, model, **{**tracker.settings, **settings, **kwargs})
+            return make_tracked_trainer(library, tracker.folder, model, **{**tracker.settings, **settings, **kwargs})
 
         return tracker, make
 

@@ -10,7 +10,7 @@ import pytest
 import hftrainer
 from tests.support import tracking
 from tests.support.jobs import Job, final_log
-from tests.support.tracking import make_trainer, scalars
+from tests.support.tracking import make_tracked_trainer, scalars
 from tests.support.wandb_server import WandbServer
 
 wandb, mlflow = pytest.importorskip("wandb"), pytest.importorskip("mlflow")
@@ -70,7 +70,7 @@ def test_run_killed_five_times_has_one_run_with_each_step_once(tmp_path, process
 def train(tracker, resume=False, folder=None, **settings):
     """Train up to step 8; a resumed run goes on from step 4, in a tracker that holds later steps."""
     defaults = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "no"}
-    trainer = make_trainer(
+    trainer = make_tracked_trainer(
         "hftrainer", folder or tracker.folder, "plain", **{**tracker.settings, **defaults, **settings}
     )
     trainer.train(resume_from_checkpoint=f"{tracker.folder}/checkpoint-4" if resume else None)
@@ -149,7 +149,7 @@ def test_rows_logged_before_a_save_are_kept_on_resume(tmp_path, monkeypatch):
     tracker = Table(tmp_path / "run", monkeypatch)
     for resume in (None, f"{tracker.folder}/checkpoint-4"):
         settings = {**tracker.settings, "save_strategy": "steps", "save_steps": 4, "eval_strategy": "no"}
-        trainer = make_trainer("hftrainer", tracker.folder, "plain", {"callbacks": [Logs]}, **settings)
+        trainer = make_tracked_trainer("hftrainer", tracker.folder, "plain", {"callbacks": [Logs]}, **settings)
         trainer.train(resume_from_checkpoint=resume)
     table = read_table(tracker.folder)
     for name, logged in {"before": list(range(1, 9)), "after": [8]}.items():

@@ -305,7 +305,7 @@ def words_for(settings: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def make_trainer(folder: Path, kind: Callable[..., Trainer] = Trainer, model: str = "plain", **settings: Any):
+def make_quiet_trainer(folder: Path, kind: Callable[..., Trainer] = Trainer, model: str = "plain", **settings: Any):
     """Our Trainer, quiet, with two steps to train."""
     make_model, make_data = MODELS[model]
     args = TrainingArguments(str(folder), **{**DEFAULTS, "max_steps": 2, **settings})

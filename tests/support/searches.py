@@ -12,7 +12,7 @@ from hftrainer.errors import InvalidArgument, SearchFailed, UnknownArgument, Uns
 from tests.support.tiny import Plain, make_plain, plain_data
 
 
-def make_trainer(folder, trainer=(), model_init=make_plain, library="hftrainer", **settings: Any) -> Any:
+def make_search_trainer(folder, trainer=(), model_init=make_plain, library="hftrainer", **settings: Any) -> Any:
     package = importlib.import_module(library)
     defaults = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no", "report_to": "none"}
     args = package.TrainingArguments(str(folder), disable_tqdm=True, use_cpu=True, **{**defaults, **settings})
@@ -84,7 +84,7 @@ class SearchBackend:
 
     def assert_refused(self, folder, keywords, error, words, **settings):
         """A search is refused, and the Trainer is as it was."""
-        trainer = make_trainer(folder, learning_rate=0.5, **settings)
+        trainer = make_search_trainer(folder, learning_rate=0.5, **settings)
         with pytest.raises(error, match=words):
             self.search(trainer, **(keywords(self) if callable(keywords) else keywords))
         assert trainer.hp_search_backend is None and trainer.args.learning_rate == 0.5
@@ -95,7 +95,7 @@ class SearchBackend:
 
     def test_failed_trials_cannot_be_the_best(self, tmp_path, caplog):
         """The best objective is of a trial that failed afterwards, and the next is NaN."""
-        trainer = make_trainer(tmp_path / "out", {"callbacks": [Failing]})
+        trainer = make_search_trainer(tmp_path / "out", {"callbacks": [Failing]})
         arguments, rates = trainer.args.to_dict(), self.grid(learning_rate=[0.5, 1e3, 1e-3])
         best = self.search(trainer, compute_objective=nan_above_5, direction="maximize", **rates)
         assert best.hyperparameters == {"learning_rate": 1e-3}
@@ -108,7 +108,7 @@ class SearchBackend:
         raise NotImplementedError
 
     def test_search_without_a_completed_trial_fails(self, tmp_path):
-        trainer = make_trainer(tmp_path / "out")
+        trainer = make_search_trainer(tmp_path / "out")
         words = r"No trial was completed \(2 \w+\).*\n- compute_objective returned nan"
         with pytest.raises(SearchFailed, match=words):
             self.search(trainer, compute_objective=return_nan, **self.grid(learning_rate=[1e-3, 1e-2]))
@@ -124,7 +124,7 @@ class OneProcessBackend(SearchBackend):
         self.assert_refused(tmp_path, {"direction": ["minimize", "maximize"]}, UnsupportedArgument, words)
 
     def test_several_processes_are_refused(self, tmp_path, monkeypatch):
-        trainer = make_trainer(tmp_path)
+        trainer = make_search_trainer(tmp_path)
         monkeypatch.setattr(type(trainer.args), "world_size", 2)
         with pytest.raises(UnsupportedArgument, match=self.several):
             self.search(trainer)

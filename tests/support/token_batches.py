@@ -34,7 +34,9 @@ def pad(rows: list[Any]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels), "attention_mask": torch.tensor(mask)}
 
 
-def make_trainer(folder: Any, model: Any = None, data: Any = None, collator: Any = pad, **settings: Any) -> Trainer:
+def make_token_trainer(
+    folder: Any, model: Any = None, data: Any = None, collator: Any = pad, **settings: Any
+) -> Trainer:
     defaults = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
     args = TrainingArguments(str(folder), **{**defaults, "save_strategy": "no", **settings})  # type: ignore[arg-type]
     return Trainer(model or llama(), args, train_dataset=data or samples(), data_collator=collator)

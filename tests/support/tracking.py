@@ -20,7 +20,7 @@ from tests.support.known_differences import MEASURED
 from tests.support.tiny import MODELS
 
 
-def make_trainer(library: str, folder: Path, model: str = "bert", trainer: Any = None, **settings: Any) -> Any:
+def make_tracked_trainer(library: str, folder: Path, model: str = "bert", trainer: Any = None, **settings: Any) -> Any:
     """A Trainer of `library` with a small run: log lines at every second step, evaluations at every third of eight."""
     package = importlib.import_module(library)
     make_model, make_data = MODELS[model]
@@ -36,7 +36,7 @@ def evaluate_with_trackers(folder: Path) -> int:
     from lightning.pytorch.callbacks import LearningRateMonitor
 
     trainer_kwargs = {"callbacks": [LearningRateMonitor()]}
-    trainer = make_trainer("hftrainer", folder, "plain", trainer_kwargs, report_to=["tensorboard", "csv"])
+    trainer = make_tracked_trainer("hftrainer", folder, "plain", trainer_kwargs, report_to=["tensorboard", "csv"])
     trainer.evaluate()
     return len(trainer.loggers)
 

@@ -48,16 +48,18 @@ def load_pretrained(folder):
         args = arguments(folder / name, deepspeed=STAGES[3])
         torch.distributed.barrier()
         model = LlamaForCausalLM.from_pretrained(folder / "model") if full is None else full
-        found[f"{name}, partitioned at first"] = all(hasattr(each, "ds_id") for each in model.parameters())
-        found[f"{name}, numbers at first"] = sum(each.numel() for each in model.parameters())
+        found[name] = {
+            "is_partitioned": all(hasattr(each, "ds_id") for each in model.parameters()),
+            "count": sum(each.numel() for each in model.parameters()),
+        }
         trainer = Trainer(model, args, train_dataset=language_data())
         trainer.train()
-        found[name] = losses(trainer)
+        found[name]["losses"] = losses(trainer)
         trainer.save_model(str(folder / name / "final"))
         torch.distributed.barrier()
-        found[f"{name}, files"] = sorted(os.listdir(folder / name / "final"))
+        found[name]["files"] = sorted(os.listdir(folder / name / "final"))
     del args, trainer
-    found["full again"] = not any(hasattr(each, "ds_id") for each in make_llama().parameters())
+    found["is_full_again"] = not any(hasattr(each, "ds_id") for each in make_llama().parameters())
     return found
 
 
@@ -81,7 +83,7 @@ def save_shards(folder):
 
 def evaluate_and_train(folder):
     found = {}
-    for name, config in (("none", None), ("stage 2", STAGES[2]), ("stage 3", STAGES[3])):
+    for name, config in (("none", None), ("stage_2", STAGES[2]), ("stage_3", STAGES[3])):
         args = arguments(folder / name, deepspeed=config)
         trainer = Trainer(make_llama(), args, train_dataset=language_data(), eval_dataset=language_data(9))
         found[name] = [trainer.evaluate()["eval_loss"]]
@@ -184,7 +186,7 @@ def use_deepspeed_names(folder):
 def propagate_arguments(folder):
     """Batches of another size, once by arguments that were changed and propagated."""
     found = {}
-    for name, size in (("made so", 2), ("changed", 4)):
+    for name, size in (("made", 2), ("changed", 4)):
         args = arguments(folder / name, deepspeed=STAGES[2], per_device_train_batch_size=size)
         trainer = Trainer(make_plain(), args, train_dataset=plain_data())
         if name == "changed":
@@ -202,14 +204,16 @@ def use_given_objects(folder):
     from transformers import LlamaForCausalLM
 
     found = {}
-    for name, stage in (("stage 2", STAGES[2]), ("stage 0", STAGES[0])):
+    for name, stage in (("stage_2", STAGES[2]), ("stage_0", STAGES[0])):
         model = make_plain()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         args = arguments(folder / name, deepspeed=stage)
         trainer = Trainer(model, args, train_dataset=plain_data(), optimizers=(optimizer, schedule))
         trainer.train()
-        found[f"schedule, {name}"] = [line["learning_rate"] for line in trainer.state.log_history if "loss" in line]
+        found[f"learning_rates_{name}"] = [
+            line["learning_rate"] for line in trainer.state.log_history if "loss" in line
+        ]
     monitor = LearningRateMonitor()
     args = arguments(folder / "monitor", deepspeed=STAGES[2])
     Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=[monitor]).train()
@@ -229,7 +233,7 @@ def use_given_objects(folder):
         torch.distributed.barrier()
         args.hf_deepspeed_config = None  # models are built unsharded again
         found[name] = sum(each.numel() for each in LlamaForCausalLM.from_pretrained(folder / name).parameters())
-    return {**found, **check_callbacks(folder), "another stage": another_stage(folder)}
+    return {**found, **check_callbacks(folder), "another_stage": another_stage(folder)}
 
 
 def another_stage(folder):
@@ -248,9 +252,9 @@ def check_callbacks(folder):
         pass
 
     tried = {
-        "own Adam": lambda own: (offloaded(2, "optimizer"), {"optimizers": (own, None)}),
-        "two optimizers": lambda own: (OF_CONFIGURATION, {"optimizers": (own, None)}),
-        "a wrong key": lambda own: ({"zero_optimization": {"stage": 2, "stge": 3}}, {}),
+        "own_adam": lambda own: (offloaded(2, "optimizer"), {"optimizers": (own, None)}),
+        "two_optimizers": lambda own: (OF_CONFIGURATION, {"optimizers": (own, None)}),
+        "wrong_key": lambda own: ({"zero_optimization": {"stage": 2, "stge": 3}}, {}),
         "accumulation": lambda own: (STAGES[2], {"callbacks": [GradientAccumulationScheduler({0: 2})]}),
     }
     found = {}
@@ -276,7 +280,7 @@ def resume_alone(folder):
         try:
             trainer.train(resume_from_checkpoint=str(written))
             found[name] = trainer.state.log_history
-            found[f"{name}, weights"] = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+            found[f"{name}_weights"] = {key: value.clone() for key, value in trainer.model.state_dict().items()}
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
         if name == "shards":

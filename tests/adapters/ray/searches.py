@@ -7,7 +7,7 @@ from pathlib import Path
 from ray import tune
 
 from hftrainer import TrainerCallback
-from tests.support.searches import OneProcessBackend, make_trainer, plain_of_width
+from tests.support.searches import OneProcessBackend, make_search_trainer, plain_of_width
 
 
 class RayBackend(OneProcessBackend):
@@ -24,7 +24,7 @@ class RayBackend(OneProcessBackend):
 
 def make_saving(folder, trainer=(), **settings):
     often = {"max_steps": 4, "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    return make_trainer(folder, trainer, **{**often, **settings})
+    return make_search_trainer(folder, trainer, **{**often, **settings})
 
 
 def space(trial):

@@ -14,7 +14,7 @@ from hftrainer.arguments.checks.unsupported import check_supported
 from hftrainer.arguments.legacy import FIELDS, KEPT, RENAMED
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument
-from tests.support.arguments import CASES, make_trainer
+from tests.support.arguments import CASES, make_quiet_trainer
 from tests.support.tiny import make_plain
 
 #: Each value of an old name, the new name and its value.
@@ -179,7 +179,7 @@ def test_trainer_subclass_keeps_its_own_tokenizer(tmp_path):
             self.tokenizer = tokenizer
             super().__init__(*args, **kwargs)
 
-    trainer = make_trainer(tmp_path, functools.partial(Aligning, tokenizer="mine"))
+    trainer = make_quiet_trainer(tmp_path, functools.partial(Aligning, tokenizer="mine"))
     assert (trainer.tokenizer, trainer.processing_class) == ("mine", None)
     trainer.tokenizer = "another"
     assert trainer.tokenizer == "another"

@@ -11,7 +11,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from hftrainer import HfArgumentParser, TrainingArguments
 from hftrainer.arguments.lightning_config import ALLOWED, FORWARDED, RELEASE_KEYWORDS, RESERVED
 from hftrainer.errors import InvalidArgument
-from tests.support.arguments import make_trainer
+from tests.support.arguments import make_quiet_trainer
 
 
 def test_every_trainer_keyword_of_lightning_is_classified():
@@ -23,7 +23,7 @@ def test_every_trainer_keyword_of_lightning_is_classified():
 
 def test_keywords_reach_lightnings_trainer(tmp_path):
     config = {"profiler": "simple", "detect_anomaly": True, "limit_val_batches": 2, "benchmark": True}
-    trainer = make_trainer(tmp_path, lightning_config=config)
+    trainer = make_quiet_trainer(tmp_path, lightning_config=config)
     trainer.train()
     assert trainer.lightning_trainer._detect_anomaly
     assert isinstance(trainer.lightning_trainer.profiler, SimpleProfiler)
@@ -35,7 +35,7 @@ def test_keywords_reach_lightnings_trainer(tmp_path):
 
 def train_with_profiler(tmp_path, profiler, **settings):
     settings = {"max_steps": 8, "gradient_accumulation_steps": 2, **settings}
-    trainer = make_trainer(tmp_path, lightning_config={"profiler": profiler}, **settings)
+    trainer = make_quiet_trainer(tmp_path, lightning_config={"profiler": profiler}, **settings)
     trainer.train()
     return trainer
 
@@ -70,16 +70,16 @@ def test_pass_through_profiler_prints_no_report(tmp_path, capfd):
 
 
 def test_max_time_stops_training(tmp_path):
-    trainer = make_trainer(tmp_path, lightning_config={"max_time": {"seconds": 0}}, max_steps=50)
+    trainer = make_quiet_trainer(tmp_path, lightning_config={"max_time": {"seconds": 0}}, max_steps=50)
     assert trainer.train().global_step < 50
 
 
 def test_precision_overrides_bf16_with_a_warning(tmp_path, caplog):
-    trainer = make_trainer(tmp_path, lightning_config={"precision": "32-true"}, bf16=True)
+    trainer = make_quiet_trainer(tmp_path, lightning_config={"precision": "32-true"}, bf16=True)
     assert "lightning_config['precision']='32-true' overrides bf16=True" in caplog.text
     trainer.train()
     assert trainer.lightning_trainer.precision == "32-true"
-    trainer = make_trainer(tmp_path, lightning_config={"precision": "bf16-mixed"})
+    trainer = make_quiet_trainer(tmp_path, lightning_config={"precision": "bf16-mixed"})
     trainer.train()
     assert trainer.lightning_trainer.precision == "bf16-mixed"
 
@@ -89,7 +89,7 @@ def test_precision_overrides_bf16_with_a_warning(tmp_path, caplog):
 )
 def test_config_is_read_from_json_and_yaml_files(tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    trainer = make_trainer(tmp_path, lightning_config=str(tmp_path / name))
+    trainer = make_quiet_trainer(tmp_path, lightning_config=str(tmp_path / name))
     trainer.train()
     assert trainer.lightning_trainer._detect_anomaly
 

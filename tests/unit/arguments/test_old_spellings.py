@@ -13,7 +13,7 @@ from hftrainer.arguments.checks.unsupported import check_supported
 from hftrainer.arguments.lightning_plan import make_plan
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnknownArgument
-from tests.support.arguments import make_trainer
+from tests.support.arguments import make_quiet_trainer
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_plain
 
@@ -24,7 +24,7 @@ def files_of_warnings(caught, text):
 
 def make(folder, kind=Trainer, model="plain", **settings):
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, **settings}
-    return make_trainer(folder, kind, model, **settings)
+    return make_quiet_trainer(folder, kind, model, **settings)
 
 
 def test_model_path_of_a_checkpoint_resumes(tmp_path):

@@ -17,7 +17,7 @@ from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBat
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.model_card.card import TrainingSummary
 from hftrainer.training.steps.counters import count_batch
-from tests.support.token_batches import HEADS, SHAPE, llama, make_trainer, pad, samples
+from tests.support.token_batches import HEADS, SHAPE, llama, make_token_trainer, pad, samples
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(5, 0.8, 5000), 4, 2048).astype(int)
 
@@ -55,7 +55,7 @@ def test_bucket_has_one_shape_when_completed_or_dropped() -> None:
 def test_flattened_gradients_match_padded_ones(tmp_path: Any, kind: str, labelled: bool) -> None:
     results = []
     for flat in (False, True):
-        trainer = make_trainer(
+        trainer = make_token_trainer(
             tmp_path, llama(kind), samples(8, labelled), max_steps=1, learning_rate=0.0, flatten_batches=flat,
             max_grad_norm=0.0, per_device_train_batch_size=8,
         )  # fmt: skip
@@ -74,9 +74,9 @@ def test_flattened_gradients_match_padded_ones(tmp_path: Any, kind: str, labelle
 @pytest.mark.parametrize("flat", [False, True])
 def test_resume_within_an_epoch_is_exact(tmp_path: Any, flat: bool) -> None:
     settings = {"tokens_per_batch": 64, "flatten_batches": flat, "num_train_epochs": 2}
-    whole = make_trainer(tmp_path / "whole", **settings, save_strategy="steps", save_steps=3)
+    whole = make_token_trainer(tmp_path / "whole", **settings, save_strategy="steps", save_steps=3)
     whole.train()
-    resumed = make_trainer(tmp_path / "resumed", **settings)
+    resumed = make_token_trainer(tmp_path / "resumed", **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     assert resumed.state.global_step == whole.state.global_step > 6
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
@@ -85,7 +85,7 @@ def test_resume_within_an_epoch_is_exact(tmp_path: Any, flat: bool) -> None:
 
 def test_log_and_card_give_the_batch_size_in_tokens(tmp_path: Any, caplog: Any) -> None:
     caplog.set_level("INFO", logger="hftrainer")
-    trainer = make_trainer(tmp_path, tokens_per_batch=64, gradient_accumulation_steps=3, max_steps=1)
+    trainer = make_token_trainer(tmp_path, tokens_per_batch=64, gradient_accumulation_steps=3, max_steps=1)
     trainer.train()
     assert re.search(r"Most tokens in a batch of a device\W+64\b", caplog.text)
     assert "Batch size of a device" not in caplog.text
@@ -102,18 +102,18 @@ def test_model_that_mixes_flattened_samples_is_refused(tmp_path: Any) -> None:
 
     model = Mixing(transformers.LlamaConfig(**SHAPE, **HEADS))
     with pytest.raises(UnsupportedArgument, match="Mixing"):
-        make_trainer(tmp_path, model, flatten_batches=True, max_steps=1).train()
+        make_token_trainer(tmp_path, model, flatten_batches=True, max_steps=1).train()
 
 
 def test_conflicting_arguments_are_refused(tmp_path: Any) -> None:
     with pytest.raises(InvalidArgument, match="sample 1 has 9 tokens"):
         TokenBatchSampler([3, 9], 8, 0)
     with pytest.raises(ValueError, match="train_sampling_strategy"):
-        make_trainer(tmp_path, tokens_per_batch=64, train_sampling_strategy="group_by_length").train()
+        make_token_trainer(tmp_path, tokens_per_batch=64, train_sampling_strategy="group_by_length").train()
     with pytest.raises(ValueError, match="elastic"):
-        make_trainer(tmp_path, tokens_per_batch=64, elastic=True).train()
+        make_token_trainer(tmp_path, tokens_per_batch=64, elastic=True).train()
     with pytest.raises(UnsupportedArgument, match="pad_to_multiple_of"):
-        make_trainer(
+        make_token_trainer(
             tmp_path, tokens_per_batch=64, torch_compile=True, torch_compile_backend="eager", max_steps=1
         ).train()
 
@@ -174,7 +174,7 @@ def test_length_column_that_is_too_low_is_refused() -> None:
 @pytest.mark.parametrize("settings", [{"target_modules": ["embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}])
 def test_embedding_adapters_train_on_flattened_batches(tmp_path: Any, settings: Any) -> None:
     config = peft.LoraConfig(**{"target_modules": ["q_proj"], **settings})
-    trainer = make_trainer(
+    trainer = make_token_trainer(
         tmp_path, peft.get_peft_model(llama(), config), flatten_batches=True, max_steps=2, learning_rate=0.1
     )
     before = [weight.clone() for weight in trainer.model.parameters() if weight.requires_grad]
@@ -185,8 +185,8 @@ def test_embedding_adapters_train_on_flattened_batches(tmp_path: Any, settings: 
 
 def test_samples_of_a_flattened_row_are_counted(tmp_path: Any) -> None:
     row = {"input_ids": torch.ones(1, 5, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
-    assert count_batch(make_trainer(tmp_path, flatten_batches=True), row) == (2, 5)
-    assert count_batch(make_trainer(tmp_path), row) == (1, 5)
+    assert count_batch(make_token_trainer(tmp_path, flatten_batches=True), row) == (2, 5)
+    assert count_batch(make_token_trainer(tmp_path), row) == (1, 5)
 
 
 class Own(Trainer):

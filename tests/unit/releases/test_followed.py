@@ -12,7 +12,7 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.releases import followed
 from hftrainer.releases.earlier import POLICIES, PolicyUntil4_48
 from hftrainer.releases.policy import NEWEST, RELEASES, ReleasePolicy
-from tests.support.arguments import make_trainer
+from tests.support.arguments import make_quiet_trainer
 
 
 @pytest.mark.parametrize("kind", POLICIES[:-1])
@@ -45,9 +45,9 @@ def test_policy_lists_the_changes_of_its_release():
 
 
 def test_trainer_follows_the_configured_release(tmp_path):
-    trainer = make_trainer(tmp_path, lightning_config={"behaviour": "4.57.6"})
+    trainer = make_quiet_trainer(tmp_path, lightning_config={"behaviour": "4.57.6"})
     assert trainer._hftrainer.policy.release == (4, 57)
-    trainer = make_trainer(tmp_path, lightning_config='{"behaviour": "5.10"}')  # as from a command line
+    trainer = make_quiet_trainer(tmp_path, lightning_config='{"behaviour": "5.10"}')  # as from a command line
     assert trainer._hftrainer.policy.release == (5, 10)
 
 
@@ -74,7 +74,7 @@ def test_unknown_releases_are_refused(release, message):
 def test_newer_release_than_known_follows_the_newest(tmp_path, caplog):
     caplog.set_level("INFO", logger="hftrainer")
     for _ in range(2):
-        assert make_trainer(tmp_path, lightning_config={"behaviour": "7.1"})._hftrainer.policy.release == NEWEST
+        assert make_quiet_trainer(tmp_path, lightning_config={"behaviour": "7.1"})._hftrainer.policy.release == NEWEST
     said = [record for record in caplog.records if "transformers 7.1 is newer than" in record.getMessage()]
     assert [record.levelname for record in said] == ["INFO"]
 
@@ -100,7 +100,7 @@ def test_install_follows_the_installed_release(version, release, monkeypatch, tm
     install()
     try:
         assert str(followed.from_config({}).release) == release
-        assert str(make_trainer(tmp_path, report_to="none")._hftrainer.policy.release) == release
+        assert str(make_quiet_trainer(tmp_path, report_to="none")._hftrainer.policy.release) == release
         args = TrainingArguments(report_to="none")
         assert (args.optim == "adamw_torch") == (release == "4.48")
         assert args.average_tokens_across_devices == (release != "4.48")
@@ -134,7 +134,7 @@ def test_explain_names_the_installed_release(monkeypatch):
 def test_losses_of_release_4_57_are_rounded(tmp_path):
     found = []
     for config in ({}, {"behaviour": "4.57"}):
-        trainer = make_trainer(tmp_path, lightning_config=config, max_steps=3, logging_steps=1)
+        trainer = make_quiet_trainer(tmp_path, lightning_config=config, max_steps=3, logging_steps=1)
         trainer.train()
         found.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
     exact, rounded = found

@@ -14,7 +14,7 @@ from hftrainer.parallel.environment import has_ended, process_identifier
 from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, RETRY_OF, TrialCount
 from hftrainer.trainer_utils import default_compute_objective
 from hftrainer_ray.search import RaySearch
-from tests.support.searches import SearchBackend, make_trainer, return_none
+from tests.support.searches import SearchBackend, make_search_trainer, return_none
 from tests.support.tiny import Plain, make_plain
 
 HOST = process_identifier().split(" ")[0]
@@ -87,24 +87,24 @@ class TestOptuna(SearchBackend):
 
 
 def test_search_needs_a_model_init(tmp_path):
-    trainer = make_trainer(tmp_path, model_init=None, trainer={"model": make_plain()})
+    trainer = make_search_trainer(tmp_path, model_init=None, trainer={"model": make_plain()})
     with pytest.raises(InvalidArgument, match="pass Trainer a model_init"):
         trainer.hyperparameter_search()
 
 
 def test_existing_study_must_match_the_search(tmp_path):
     keywords = {**in_storage(tmp_path), "hp_space": rates, "n_trials": 1}
-    make_trainer(tmp_path).hyperparameter_search(**keywords)
+    make_search_trainer(tmp_path).hyperparameter_search(**keywords)
     with pytest.raises(InvalidArgument, match="study_name='a' is already in the storage: continue it with load_if"):
-        make_trainer(tmp_path).hyperparameter_search(**{**keywords, "load_if_exists": False})
+        make_search_trainer(tmp_path).hyperparameter_search(**{**keywords, "load_if_exists": False})
     for direction in ("maximize", ["minimize", "minimize"]):
         with pytest.raises(InvalidArgument, match=r"the study 'a' in the storage has \['minimize'\]"):
-            make_trainer(tmp_path).hyperparameter_search(direction=direction, **keywords)
+            make_search_trainer(tmp_path).hyperparameter_search(direction=direction, **keywords)
 
 
 def test_default_objective_leaves_measurements_out(tmp_path):
     """`evaluate()` before the search measures the time that it takes to prepare the model."""
-    trainer = make_trainer(tmp_path, skip_memory_metrics=False, eval_strategy="no")
+    trainer = make_search_trainer(tmp_path, skip_memory_metrics=False, eval_strategy="no")
     trainer.evaluate()
     best = trainer.hyperparameter_search(rates, n_trials=1)
     assert best.objective == trainer.hp_study.best_value > 0.1
@@ -115,7 +115,7 @@ def test_default_objective_leaves_measurements_out(tmp_path):
 
 def test_unknown_names_go_to_model_init_unless_misspelt(tmp_path, caplog):
     """With a `model_init` that takes the trial, a name may be its own, unless it is nearly an argument's."""
-    trainer = make_trainer(tmp_path, model_init=lambda trial: Plain())
+    trainer = make_search_trainer(tmp_path, model_init=lambda trial: Plain())
     with caplog.at_level(logging.INFO, "hftrainer"):
         trainer.hyperparameter_search(**choose(width=3), n_trials=1)
     assert "Not training arguments, so only model_init can use them: width" in caplog.text
@@ -133,8 +133,8 @@ class FailsAtHighRate(TrainerCallback):
 def test_error_in_a_trial_ends_the_search_unless_caught(tmp_path, catch):
     keywords = TestOptuna().grid(learning_rate=[0.01, 0.1])
     with pytest.raises(KeyError, match="of the user's"):
-        make_trainer(tmp_path, {"callbacks": [FailsAtHighRate]}).hyperparameter_search(**keywords)
-    trainer = make_trainer(tmp_path, {"callbacks": [FailsAtHighRate]})
+        make_search_trainer(tmp_path, {"callbacks": [FailsAtHighRate]}).hyperparameter_search(**keywords)
+    trainer = make_search_trainer(tmp_path, {"callbacks": [FailsAtHighRate]})
     trainer.hyperparameter_search(**keywords, catch=catch)
     assert sorted(trial_states(trainer.hp_study)) == ["COMPLETE", "FAIL"]
     assert {trial.user_attrs.get(FAILED) for trial in trainer.hp_study.trials} == {None, 'KeyError: "of the user\'s"'}
@@ -154,7 +154,7 @@ class Interrupting(TrainerCallback):
 def test_interrupted_search_continues_with_the_lost_trial(tmp_path, error):
     """Ctrl-C keeps finished trials; the same call continues, and tries the values of the interrupted one again."""
     keywords = {**in_storage(tmp_path), "n_trials": 3}
-    trainer = make_trainer(tmp_path, {"callbacks": [Interrupting(4, error)]})
+    trainer = make_search_trainer(tmp_path, {"callbacks": [Interrupting(4, error)]})
     with pytest.raises(error):
         trainer.hyperparameter_search(rates, **keywords)
     assert trial_states(trainer.hp_study) == ["COMPLETE", "FAIL", "WAITING"]
@@ -169,7 +169,7 @@ def test_interrupted_search_continues_with_the_lost_trial(tmp_path, error):
 
 
 def test_timeout_and_callbacks_end_the_search(tmp_path):
-    trainer = make_trainer(tmp_path)
+    trainer = make_search_trainer(tmp_path)
     with pytest.raises(SearchFailed, match="no trial was started"):
         trainer.hyperparameter_search(rates, n_trials=None, timeout=1e-9)
     seen = []
@@ -267,7 +267,7 @@ def test_trial_without_an_owner_counts_as_lost_after_a_wait(study, monkeypatch):
 
 def test_surplus_trial_begun_at_the_same_time_is_dropped(tmp_path, monkeypatch):
     """Another process begins the last trial between our count and our own trial."""
-    trainer, original = make_trainer(tmp_path), optuna.Study.ask
+    trainer, original = make_search_trainer(tmp_path), optuna.Study.ask
 
     def ask(study, *args):
         if len(study.trials) == 2:
@@ -283,7 +283,7 @@ def test_surplus_trial_begun_at_the_same_time_is_dropped(tmp_path, monkeypatch):
 def test_trials_running_on_another_machine_count(tmp_path, caplog):
     """They may still be running: they count, and the result says that they are not in it."""
     begin_trial(optuna.create_study(**in_storage(tmp_path)), "elsewhere 1 1")
-    trainer = make_trainer(tmp_path)
+    trainer = make_search_trainer(tmp_path)
     trainer.hyperparameter_search(rates, n_trials=3, **in_storage(tmp_path))
     assert trial_states(trainer.hp_study) == ["RUNNING", "COMPLETE", "COMPLETE"]
     assert "1 of the trials are still running in other processes" in caplog.text
@@ -293,7 +293,7 @@ def test_enqueued_trials_come_first(tmp_path):
     journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / "journal"))
     keywords = {**in_storage(tmp_path), "storage": optuna.storages.JournalStorage(journal)}
     optuna.create_study(**keywords).enqueue_trial({"learning_rate": 0.03})
-    trainer = make_trainer(tmp_path)
+    trainer = make_search_trainer(tmp_path)
     trainer.hyperparameter_search(rates, n_trials=2, **keywords)
     assert len(trainer.hp_study.trials) == 2
     assert trainer.hp_study.trials[0].params == {"learning_rate": 0.03}
@@ -301,7 +301,7 @@ def test_enqueued_trials_come_first(tmp_path):
 
 def test_seeded_sampler_does_not_repeat_values_in_a_later_search(tmp_path):
     for n_trials in (2, 4):
-        trainer, sampler = make_trainer(tmp_path), optuna.samplers.RandomSampler(seed=1)
+        trainer, sampler = make_search_trainer(tmp_path), optuna.samplers.RandomSampler(seed=1)
         trainer.hyperparameter_search(rates, n_trials=n_trials, sampler=sampler, **in_storage(tmp_path))
     assert len({trial.params["learning_rate"] for trial in trainer.hp_study.trials}) == 4
 
@@ -316,7 +316,7 @@ class Notes(TrainerCallback):
 
 def run_with(folder, *choices, objective=None):
     notes, left = Notes(), iter(choices)
-    trainer = notes.trainer = make_trainer(folder, {"callbacks": [notes]})
+    trainer = notes.trainer = make_search_trainer(folder, {"callbacks": [notes]})
     trainer.hyperparameter_search(lambda trial: next(left), objective, n_trials=np.int64(len(choices)))
     return trainer, notes.found
 
@@ -339,7 +339,7 @@ def test_each_trial_rebuilds_what_follows_from_arguments(tmp_path):
 
 def test_label_smoothing_reaches_the_loss(tmp_path):
     factors = iter([0.0, 0.5])
-    trainer = make_trainer(tmp_path)
+    trainer = make_search_trainer(tmp_path)
     trainer.hyperparameter_search(lambda trial: {"label_smoothing_factor": next(factors)}, n_trials=2)
     unsmoothed, smoothed = trainer.hp_study.trials
     assert unsmoothed.value != smoothed.value
@@ -369,7 +369,7 @@ def test_train_accepts_a_dict_as_trial(tmp_path):
         trials.append(trial)
         return Plain()
 
-    trainer = make_trainer(tmp_path, model_init=model_init, save_strategy="steps", save_steps=2)
+    trainer = make_search_trainer(tmp_path, model_init=model_init, save_strategy="steps", save_steps=2)
     trainer.train(trial={"learning_rate": 0.25, "width": 3})
     assert trainer.args.learning_rate == 0.25
     assert trials == [None, {"learning_rate": 0.25, "width": 3}]
@@ -382,7 +382,7 @@ def test_train_accepts_a_dict_as_trial(tmp_path):
 def test_trial_resumes_a_checkpoint_with_its_own_arguments(tmp_path):
     """The states come from the checkpoint, the settings of optimizer and schedule from the trial's arguments."""
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "logging_steps": 1, "learning_rate": 0.1}
-    trainer = make_trainer(tmp_path, **settings)
+    trainer = make_search_trainer(tmp_path, **settings)
     checkpoint = str(tmp_path / "checkpoint-2")
     trainer.train()
     undisturbed = logged_values(trainer, "loss")
@@ -402,7 +402,7 @@ def logged_values(trainer, name):
 
 def test_plateau_schedule_keeps_the_rate_of_the_checkpoint(tmp_path, caplog):
     settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "reduce_lr_on_plateau"}
-    trainer = make_trainer(tmp_path, learning_rate=0.5, **settings)
+    trainer = make_search_trainer(tmp_path, learning_rate=0.5, **settings)
     trainer.train()
     trainer.train(str(tmp_path / "checkpoint-2"), trial={"learning_rate": 0.25})
     assert "ReduceLROnPlateau keeps the checkpoint's learning rate 0.5 instead of the trial's 0.25" in caplog.text

@@ -86,10 +86,10 @@ def test_tracker_unknown_to_installed_transformers_needs_upgrade(monkeypatch, in
 @pytest.mark.parametrize("report_to", ["none", ["csv"]])
 def test_kubeflow_job_reports_to_kubeflow(tmp_path, monkeypatch, report_to):
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "http://127.0.0.1")
-    trainer = tracking.make_trainer("hftrainer", tmp_path, "plain", report_to=report_to)
+    trainer = tracking.make_tracked_trainer("hftrainer", tmp_path, "plain", report_to=report_to)
     assert trainer.args.report_to == [*([] if report_to == "none" else report_to), "kubeflow"]
     monkeypatch.setenv("DISABLE_KUBEFLOW_INTEGRATION", "TRUE")
-    trainer = tracking.make_trainer("hftrainer", tmp_path, "plain", report_to=report_to)
+    trainer = tracking.make_tracked_trainer("hftrainer", tmp_path, "plain", report_to=report_to)
     assert "kubeflow" not in trainer.args.report_to
 
 
@@ -118,7 +118,7 @@ def test_invalid_trackers_and_loggers_are_refused(tmp_path, install_only, given,
     if not isinstance(given, dict):
         given = {"report_to": given.split(" ")[0] if isinstance(given, str) else given}
     with pytest.raises(kind, match=words):
-        tracking.make_trainer("hftrainer", tmp_path, "plain", **given)
+        tracking.make_tracked_trainer("hftrainer", tmp_path, "plain", **given)
 
 
 @pytest.mark.parametrize(("release", "default"), [("4.57.6", ["all"]), ("5.0.0", [])])

@@ -2,6 +2,7 @@
 
 import itertools
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -33,29 +34,44 @@ def make_batches(count, accumulation=2, *, start=(None, 0, 0), planned=None, len
     return MicroBatches(parts, Attempt(None, None, lengths, *start), SimpleNamespace(flags_are_agreed=True), loader)
 
 
-def positions(batches):
-    """Index, start and size of the window of each micro-batch; parentheses show where steps begin and end."""
+class Window(NamedTuple):
+    start: int
+    size: int
+    indices: list[int]
+    is_ended: bool = True
+
+
+def read_windows(batches):
+    """The windows of an epoch, from the positions of its micro-batches."""
     found = []
     for at, _ in batches:
-        found.append("(" * at.is_first + f"{at.index}:{at.window_start}+{at.window_size}" + ")" * at.is_last)
-    return " ".join(found)
+        if at.is_first:
+            found.append(Window(at.window_start, at.window_size, [], is_ended=False))
+        window = found[-1]
+        assert not window.is_ended
+        assert (window.start, window.size) == (at.window_start, at.window_size)
+        window.indices.append(at.index)
+        found[-1] = window._replace(is_ended=at.is_last)
+    return found
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"count": 4}, "(0:0+2 1:0+2) (2:2+2 3:2+2)"),
-        ({"count": 5}, "(0:0+2 1:0+2) (2:2+2 3:2+2) (4:4+1)"),
-        ({"count": 2, "accumulation": 3}, "(0:0+2 1:0+2)"),
-        ({"count": 0, "length": 8}, ""),
-        ({"count": 3, "length": 8}, "(0:0+2 1:0+2) (2:2+1"),  # a stream: nothing tells that it is the last one
-        ({"count": 6, "planned": 3}, "(0:0+2 1:0+2) (2:2+2 3:2+2)"),  # an epoch keeps its planned number of windows
-        ({"count": 5, "start": ("checkpoint-3", 1, 2)}, "(2:2+2 3:2+2) (4:4+1)"),
+        ({"count": 4}, [Window(0, 2, [0, 1]), Window(2, 2, [2, 3])]),
+        ({"count": 5}, [Window(0, 2, [0, 1]), Window(2, 2, [2, 3]), Window(4, 1, [4])]),
+        ({"count": 2, "accumulation": 3}, [Window(0, 2, [0, 1])]),
+        ({"count": 0, "length": 8}, []),
+        # A stream: nothing tells that its last one ends a window.
+        ({"count": 3, "length": 8}, [Window(0, 2, [0, 1]), Window(2, 1, [2], is_ended=False)]),
+        # An epoch keeps its planned number of windows.
+        ({"count": 6, "planned": 3}, [Window(0, 2, [0, 1]), Window(2, 2, [2, 3])]),
+        ({"count": 5, "start": ("checkpoint-3", 1, 2)}, [Window(2, 2, [2, 3]), Window(4, 1, [4])]),
     ],
 )
 def test_windows_have_as_many_micro_batches_as_a_step(settings, expected):
     batches = make_batches(**settings)
-    assert positions(batches) == expected
+    assert read_windows(batches) == expected
     assert batches.step_phase.has_begun == bool(expected)
 
 

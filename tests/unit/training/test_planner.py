@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.support.checkpoints import make_trainer
-from tests.support.token_batches import llama, make_trainer as make_token_trainer, samples
+from tests.support.token_batches import llama, make_token_trainer, samples
 
 
 @pytest.mark.parametrize(
