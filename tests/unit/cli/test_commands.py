@@ -163,7 +163,7 @@ def test_bash_completes_commands_options_and_values(capsys):
 
 
 @pytest.mark.parametrize("words", ["completion bash", "explain --help", "ask {} save", "watch --once --json {}"])
-def test_command_without_tensors_imports_no_torch(words, tmp_path):
+def test_command_without_tensors_imports_no_torch(words, tmp_path, processes):
     journal = Journal(str(tmp_path))
     journal.write(
         "begin", 0, max_steps=2, logging_steps=1, world_size=1, device="cpu", pid=1, host="", resumed_from=None
@@ -171,7 +171,8 @@ def test_command_without_tensors_imports_no_torch(words, tmp_path):
     journal.write("log", 1, logs={"loss": 0.5})
     journal.write("end", 2, reason="complete")
     code = "import sys, hftrainer.__main__ as m\ntry: m.main()\nfinally: print('torch' in sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code, *words.format(tmp_path).split()], capture_output=True, text=True)
+    command = [sys.executable, "-c", code, *words.format(tmp_path).split()]
+    done = subprocess.run(command, env=processes.environment(), capture_output=True, text=True)
     assert done.stdout or "the run completed at step 2" in done.stderr
     assert done.stderr.endswith("False\n")
 

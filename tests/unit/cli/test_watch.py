@@ -137,7 +137,7 @@ def test_page_shows_the_last_events_and_json_all(tmp_path, capsys, monkeypatch):
 
 
 def test_killed_process_is_reported(tmp_path, capsys, monkeypatch):
-    process = subprocess.Popen([sys.executable, "-c", ""])
+    process = subprocess.Popen(["true"])
     process.wait()
     train(begin(tmp_path, pid=process.pid), 10)
     make_older(tmp_path, 200)
