@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 #: Kind of state → suffix of a shard's file name.
 FILES = {"model": "pytorch_model.bin", "optimizer": "optimizer.pt"}
-#: What torch_xla's wrappers add to parameter names.
+#: Parts that torch_xla's wrappers add to parameter names.
 _WRAPPER_PARTS = re.compile(r"(_fsdp_shard|_fsdp_wrapped_module|_fpw_module)\.")
 _DOT = "_FSDP_SHARD_SEPARATOR_"
 

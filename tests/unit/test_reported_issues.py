@@ -284,7 +284,6 @@ MISFITS = {
     ),
     "a model as function": (lambda: {"model_init": make_plain()}, "model_init is a Plain"),
     "what a callback returns": (lambda: {"callbacks": [Returns]}, "Returns.on_log returned 'x': return the control"),
-    "one optimizer": (lambda: {"optimizers": sgd(make_plain())}, "optimizers is a SGD, but must be a pair"),
     "a class": (lambda: {"optimizers": (torch.optim.SGD, None)}, "SGD.>: pass optimizer_cls_and_kwargs"),
     "no keywords": (lambda: {"optimizer_cls_and_kwargs": (torch.optim.SGD,)}, "optimizer_cls_and_kwargs is .* a pair"),
     "a name": (lambda: {"optimizer_cls_and_kwargs": ("sgd", {})}, r"is \('sgd', \{\}\), but must be a pair: \(class"),
