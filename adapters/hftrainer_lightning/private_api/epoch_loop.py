@@ -45,7 +45,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         """Fetch a micro-batch, and count it. `TrainingLoop.run_micro_batch` calls the methods below in its order."""
         pl_trainer = self.trainer
         progress = self.batch_progress
-        (self.training_loop.batches.position, batch), _, _ = next(data_fetcher)
+        batch, _, _ = next(data_fetcher)
         self._batch = batch
         self._index = progress.current.ready
         progress.is_last_batch = data_fetcher.done

@@ -79,10 +79,11 @@ class Window(NamedTuple):
 
 
 class MicroBatches(Part):
-    """An iterable over an epoch's micro-batches, each with its position.
+    """An iterable over an epoch's micro-batches, which sets `position` for each.
 
     All micro-batches of a window are fetched before the first is used, as in `transformers.Trainer`: the number of
-    items in a window must be known before its first loss.
+    items in a window must be known before its first loss. Lightning takes a micro-batch when it trains on it, and not
+    before, since there is a length.
 
     Args:
         parts: the parts of the Trainer.
@@ -92,7 +93,7 @@ class MicroBatches(Part):
 
     Attributes:
         epoch: the current epoch, counted from 0.
-        position: the position of the micro-batch that is trained on, which the epoch loop sets; or of a skipped one.
+        position: the position of the micro-batch that is trained on, or of a skipped one.
         step_phase: how far the current optimizer step is.
     """
 
@@ -113,28 +114,24 @@ class MicroBatches(Part):
         """Micro-batches in an epoch. For data without a length, as many as `max_steps` needs."""
         return self.attempt.lengths.steps_in_epoch
 
-    def __iter__(self) -> Iterator[tuple[MicroBatchPosition, Any]]:
+    def __iter__(self) -> Iterator[Any]:
         # Do nothing before the first micro-batch is requested: Lightning calls iter() before the epoch begins.
         for start, micro_batches, num_items in self._read_windows():
             for index, micro_batch in enumerate(micro_batches, start):
                 steps = self._accumulation_steps()
-                position = MicroBatchPosition(
-                    index=index,
-                    window_start=start,
-                    window_size=len(micro_batches),
-                    num_items=num_items,
-                    is_first=index % steps == 0,
-                    is_last=(index + 1) % steps == 0 or index + 1 == len(self),
-                )
-                yield position, micro_batch
+                is_first = index % steps == 0
+                is_last = (index + 1) % steps == 0 or index + 1 == len(self)
+                self.position = MicroBatchPosition(index, start, len(micro_batches), num_items, is_first, is_last)
+                yield micro_batch
                 if self._is_interrupted():
                     return
 
     def _read_windows(self) -> Iterator[tuple[int, list[Any], Any]]:
         """Yields the windows that the run does not skip: index of the first micro-batch, micro-batches, and items."""
-        start, self._first_index, skipped_samples = self._first_index, 0, self.run.skipped_samples
+        start = index = self._first_index
+        self._first_index = 0
+        skipped_samples = self.run.skipped_samples
         iterator = self._open_epoch()
-        index = start
         for num_batches in self._window_sizes(start):
             micro_batches, num_items = self._get_window(iterator, num_batches)
             if index == start:

@@ -44,7 +44,8 @@ class Window(NamedTuple):
 def read_windows(batches):
     """The windows of an epoch, from the positions of its micro-batches."""
     found = []
-    for at, _ in batches:
+    for _ in batches:
+        at = batches.position
         if at.is_first:
             found.append(Window(at.window_start, at.window_size, [], is_ended=False))
         window = found[-1]
@@ -81,8 +82,7 @@ def test_window_is_read_whole_before_its_first_micro_batch():
     iterator = iter(batches)
     assert batches.trainer.calls == [], "Lightning calls iter() before the epoch begins"
     assert not batches.step_phase.has_begun
-    batches.position, micro_batch = next(iterator)
-    assert micro_batch == "0"
+    assert next(iterator) == "0"
     assert batches.trainer.calls == ["0", "1"]
     assert batches.step_phase.has_begun
     assert batches.position.num_items == 20
@@ -95,13 +95,13 @@ def test_flag_ends_the_epoch_once_all_ranks_know_it(flag, is_agreed):
     batches = make_batches(3)
     setattr(batches.trainer.control, flag, True)
     batches._flag_sync.flags_are_agreed = is_agreed
-    assert [micro_batch for _, micro_batch in batches] == (["0"] if is_agreed else ["0", "1", "2"])
+    assert list(batches) == (["0"] if is_agreed else ["0", "1", "2"])
 
 
 def test_skipped_window_is_read_but_belongs_to_no_step():
     batches = make_batches(6)
     batches.run.skipped_samples = SimpleNamespace(windows={(0, 4), (1, 0)})
-    assert [micro_batch for _, micro_batch in batches] == ["0", "1", "2", "3"]
+    assert list(batches) == ["0", "1", "2", "3"]
     assert not batches.step_phase.has_begun
     assert batches.position == MicroBatchPosition(5, 4, 2, 20)
 
@@ -126,4 +126,4 @@ def test_random_states_are_restored_once_and_only_in_the_resumed_epoch(finished,
     assert seen == calls
     batches.epoch = 2
     seen.clear()
-    assert [micro_batch for _, micro_batch in batches] == ["0", "1", "2", "3"] == seen
+    assert list(batches) == ["0", "1", "2", "3"] == seen
