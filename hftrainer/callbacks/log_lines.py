@@ -93,7 +93,7 @@ def _join(parts: Mapping[str, str]) -> str:
 
 def _note_nan(values: Mapping[str, Any], state: TrainerState) -> str:
     """Which step had a loss that the mean in this line leaves out; empty if none, or if the line shows NaN."""
-    step = getattr(state, "_non_finite_step", 0)
+    step = getattr(state, "non_finite_step", 0)
     place = "by" if step == state.global_step else "at"
     return f"NaN {place} step {step:,}" if step and math.isfinite(values.get("loss", math.nan)) else ""
 

@@ -154,7 +154,7 @@ class TrainerState:
             self.stateful_callbacks = export_states(self.stateful_callbacks or [])
         self._log_texts: list[tuple[Any, str]] = []
         #: On the CPU, the first step of a log line whose loss is not finite, which the line shows; 0 if there is none.
-        self._non_finite_step = 0
+        self.non_finite_step = 0
 
     def save_to_json(self, json_path: str) -> None:
         """Write the state as JSON. Each log line is serialized once, so that saves do not become slower."""

@@ -203,7 +203,7 @@ class Observer(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Write the log line to the journal."""
-        is_partial = "loss" in (logs or {}) and getattr(state, "_non_finite_step", 0) > 0
+        is_partial = "loss" in (logs or {}) and getattr(state, "non_finite_step", 0) > 0
         self.journal.write("log", state.global_step, logs=logs, **({"is_partial": True} if is_partial else {}))
         if "loss" in (logs or {}):
             self.write_interval()

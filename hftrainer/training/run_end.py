@@ -32,7 +32,8 @@ class RunEnd(Part):
         if not parts.policy.loads_best_after_logging:
             parts.saver.wait_for_save()
             parts.restorer.load_best_at_end()
-        metrics = self._final_metrics(self.run.loop.loss_accumulator.sum_of_call(), num_train_samples, start_time)
+        self.run.loss_up_to_log = loss = self.run.loop.loss_accumulator.sum_of_call()
+        metrics = self._final_metrics(loss, num_train_samples, start_time)
         trainer.log(metrics)
         parts.saver.wait_for_save()
         parts.checkpoint_writer.close()

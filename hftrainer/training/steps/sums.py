@@ -129,7 +129,7 @@ class LossAccumulator:
         is_non_finite = self._is_on_cpu and not math.isfinite(loss)
         self.non_finite_since = (self.non_finite_since or state.global_step + 1) if is_non_finite else 0
         if self._non_finite_step <= run.last_logged_step:
-            self._non_finite_step = state._non_finite_step = state.global_step + 1 if is_non_finite else 0
+            self._non_finite_step = state.non_finite_step = state.global_step + 1 if is_non_finite else 0
         if is_non_finite:
             self._warn_about_non_finite_loss(f"is {loss.item()}", state.global_step + 1, inputs)
             summand = run.loss_since_log / steps if drops_non_finite else loss
@@ -143,7 +143,7 @@ class LossAccumulator:
         state = self.trainer.state
         is_found = bool(self._has_non_finite | ~self.run.loss_since_log.isfinite())
         # The step itself is not known.
-        state._non_finite_step = state.global_step if is_found else 0
+        state.non_finite_step = state.global_step if is_found else 0
         if is_found:
             self._warn_about_non_finite_loss("was not finite before or", state.global_step)
         self._has_non_finite = torch.zeros_like(self._has_non_finite)
@@ -171,10 +171,9 @@ class LossAccumulator:
         run = self.run
         progress = run.resumed_progress
         if progress is not None and run.last_logged_step == progress.last_logged:
-            # No log line has gathered the restored losses: what is added below holds those of this rank.
-            run.loss_up_to_log = -float(progress.loss)
-        run.loss_up_to_log += run.loss_since_log.item()
-        return run.loss_up_to_log
+            # No log line has gathered the restored losses: the sum since then holds those of this rank.
+            return run.loss_since_log.item() - float(progress.loss)
+        return run.loss_up_to_log + run.loss_since_log.item()
 
 
 def _advice_on_nan(inputs: Any) -> str:

@@ -226,7 +226,7 @@ def test_plain_line_in_a_terminal_shows_losses_that_are_nan(monkeypatch, tmp_pat
     ):
         monkeypatch.setattr(sys, "stdout", terminal)
         state = TrainerState(global_step=15, max_steps=30)
-        state._non_finite_step = 13
+        state.non_finite_step = 13
         for logs in ({"loss": 0.5}, FILTERED):
             hftrainer.PrinterCallback().on_log(TrainingArguments(str(tmp_path)), state, None, logs=logs)
         assert terminal.getvalue() == lines
