@@ -41,8 +41,8 @@ def make_progress(loop: TrainingLoop) -> RunProgress:
     position = loop.batches.position
     return RunProgress(
         settings=position_settings(parts, loop.attempt.lengths),
-        epoch=loop.batches.epoch if position.window_size else None,
-        position=position.index + 1 if position.window_size else loop.attempt.finished_micro_batches,
+        epoch=None if position.is_before_first else loop.batches.epoch,
+        position=loop.attempt.finished_micro_batches if position.is_before_first else position.index + 1,
         epoch_ended=loop.epoch_ended,
         epoch_left=loop.epoch_ended and parts.trainer.control.should_epoch_stop,
         owes_evaluation=parts.run.has_unfinished_evaluation,
@@ -53,7 +53,7 @@ def make_progress(loop: TrainingLoop) -> RunProgress:
         grad_norm=loop.grad_norm.cpu() if isinstance(loop.grad_norm, torch.Tensor) else loop.grad_norm,
         learning_rate=loop.learning_rate,
         evaluation_workers=list(parts.trainer._eval_dataloaders),
-        data=loop.batches.reader.state_dict() if position.window_size else None,
+        data=None if position.is_before_first else loop.batches.reader.state_dict(),
         since_evaluation=0.0 if loop.monitors.requests is None else loop.monitors.requests.since_evaluation,
         recent_losses=list(loop.divergence.recent_losses),
         tracker_runs=ids_of_open_runs(

@@ -25,7 +25,7 @@ from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.schedules import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.monitors import Monitors
-from hftrainer.training.steps.micro_batches import MicroBatches, MicroBatchPosition, StepPhase
+from hftrainer.training.steps.micro_batches import MicroBatches, StepPhase
 from hftrainer.training.steps.sums import LossAccumulator, StepEndValues
 from hftrainer.training.stopping import FlagSync
 
@@ -141,7 +141,7 @@ class TrainingLoop(Part):
             return
         if progress.epoch >= attempt.first_epoch and self.trainer.state.global_step < attempt.lengths.max_steps:
             return
-        self.batches.epoch = progress.epoch
+        self.batches.begin_epoch(progress.epoch)
         self.grad_norm = progress.grad_norm
         self.learning_rate = progress.learning_rate
         self.batches.restore_rng_before_reading()
@@ -166,8 +166,7 @@ class TrainingLoop(Part):
 
     def begin_epoch(self, epoch: int) -> None:
         """Call `on_epoch_begin`, before the data iterator is created."""
-        self.batches.epoch = epoch
-        self.batches.position = MicroBatchPosition()
+        self.batches.begin_epoch(epoch)
         self.epoch_ended = False
         self.flag_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
@@ -178,7 +177,7 @@ class TrainingLoop(Part):
     def end_epoch(self) -> None:
         """Call `on_epoch_end`, then log, evaluate and save as requested. An epoch without a batch ends the training."""
         has_finished_before = self.batches.resumes_epoch and self.attempt.finished_micro_batches
-        if not self.batches.position.window_size and not has_finished_before:
+        if self.batches.position.is_before_first and not has_finished_before:
             self._stop_without_data()
         self._end_epoch()
 

@@ -63,6 +63,11 @@ class MicroBatchPosition:
     is_first: bool = False
     is_last: bool = True
 
+    @property
+    def is_before_first(self) -> bool:
+        """Whether no micro-batch of the epoch has been read."""
+        return self.index < 0
+
 
 class Window(NamedTuple):
     """The micro-batches of an optimizer step.
@@ -109,6 +114,11 @@ class MicroBatches(Part):
         self._flag_sync = flag_sync
         self._data_state = None if self.run.resumed_progress is None else self.run.resumed_progress.data
         self._has_restored_rng = False
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Set the epoch, of which no micro-batch has been read."""
+        self.epoch = epoch
+        self.position = MicroBatchPosition()
 
     def __len__(self) -> int:
         """Micro-batches in an epoch. For data without a length, as many as `max_steps` needs."""
