@@ -76,13 +76,14 @@ _LOG_SAVE_EVALUATE = {
 }
 
 
-def log_save_evaluate_arguments(method: Callable[..., Any], values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments for `_maybe_log_save_evaluate`, as its release passes them."""
+def call_log_save_evaluate(trainer: Any, **values: Any) -> None:
+    """Call `_maybe_log_save_evaluate` with the positional and keyword arguments that its release passes."""
+    method = trainer._maybe_log_save_evaluate
     count = max_positional_arguments(method)
     value_count = 7 if count is None else count
     names = _LOG_SAVE_EVALUATE[min(max(value_count, 4), 8)].split() if value_count else []
     other_values = {name: value for name, value in values.items() if name not in names}
-    return [values[name] for name in names], accepted_args(method, other_values)
+    method(*[values[name] for name in names], **accepted_args(method, other_values))
 
 
 #: Methods of transformers' Trainer that we never call → what to do instead of overriding them.

@@ -296,20 +296,18 @@ class TrainingLoop(Part):
         is_due = control.should_log or control.should_evaluate or control.should_save
         if is_due or overrides.is_overridden(self.trainer, "_maybe_log_save_evaluate"):
             self.loss_accumulator.check_before_log()
-            arguments = {
-                "tr_loss": self.run.loss_since_log,
-                "grad_norm": self.grad_norm,
-                "model": self.trainer.model_wrapped,
-                "trial": self.attempt.trial,
-                "epoch": self.batches.epoch,
-                "ignore_keys_for_eval": self.attempt.ignore_keys,
-                "start_time": self.start_time,
-                "learning_rate": self.learning_rate,
-            }
-            method = self.trainer._maybe_log_save_evaluate
-            args, kwargs = overrides.log_save_evaluate_arguments(method, arguments)
             with self.flag_sync.abort_evaluation_on_signal():
-                method(*args, **kwargs)
+                overrides.call_log_save_evaluate(
+                    self.trainer,
+                    tr_loss=self.run.loss_since_log,
+                    grad_norm=self.grad_norm,
+                    model=self.trainer.model_wrapped,
+                    trial=self.attempt.trial,
+                    epoch=self.batches.epoch,
+                    ignore_keys_for_eval=self.attempt.ignore_keys,
+                    start_time=self.start_time,
+                    learning_rate=self.learning_rate,
+                )
         if self.parts.search is not None and self.attempt.trial is not None:
             self.parts.search.send_pending_report(self.trainer)
 
