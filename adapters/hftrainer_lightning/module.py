@@ -39,8 +39,10 @@ class TrainerModule(WithoutBatchTransfer):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
-        # `callbacks_ended_epoch`: their hooks for an epoch's end, which come first, have run, and our `end_epoch` runs.
-        self.callbacks_ended_epoch = self.is_validating = False
+        #: Whether the callbacks' hooks for an epoch's end, which come first, have run, and our `end_epoch` runs.
+        self.callbacks_ended_epoch = False
+        #: Whether callbacks have been notified of the start of validation, but not of its end.
+        self.is_validating = False
         #: The evaluation pass in progress, and the Lightning loop that runs it.
         self.active_evaluation: tuple[EvaluationPass | None, Any] = None, None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -167,7 +169,7 @@ class TrainerModule(WithoutBatchTransfer):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """Run the forward and backward passes of a micro-batch; returns the detached loss."""
-        return self.training_loop.forward_and_backward(self.model, batch)
+        return self.training_loop.compute_gradients(self.model, batch)
 
     def on_train_epoch_end(self) -> None:
         """End an epoch."""

@@ -50,7 +50,7 @@ class PlainPrecision(Precision):
     ) -> Any:
         """Run the step, unless the optimizer is fused into backward, which has already stepped.
 
-        The module clips before it, and calls it without a closure.
+        `TrainingLoop` clips the gradients before it. The epoch loop calls it without a closure.
         """
         if hasattr(optimizer, "fused_backward"):
             return None

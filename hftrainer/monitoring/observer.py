@@ -162,7 +162,7 @@ class Observer(TrainerCallback):
 
     # ---- Micro-batches -----------------------------------------------------------------------------------------
 
-    def end_micro_batch(self, samples: int, tokens: int) -> None:
+    def add_micro_batch(self, samples: int, tokens: int) -> None:
         """Count a micro-batch of this process."""
         self._samples += samples
         self._tokens += tokens

@@ -261,7 +261,7 @@ class EngineAccelerator(ProcessState):
         yield
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Do nothing: with float16 the engine unscales gradients before clipping."""
+        """Do nothing. It is for scripts only: with float16, the run unscales gradients before it clips them."""
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object, or tensors by name, on the main process.

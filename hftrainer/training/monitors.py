@@ -77,7 +77,7 @@ class Monitors(Part):
             self.batches.reader.time_collator()
             self.trainer.add_callback(self.observer)
 
-    def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
+    def add_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count a micro-batch after its backward pass. `loss` is the result of `LossAccumulator.add_loss`."""
         if self.sources is None and self.observer is None:
             return
@@ -85,7 +85,7 @@ class Monitors(Part):
         if self.sources is not None:
             self.sources.add(self.batches.epoch, self.batches.position.index, loss, samples, tokens)
         if self.observer is not None:
-            self.observer.end_micro_batch(samples, tokens)
+            self.observer.add_micro_batch(samples, tokens)
 
     def poll_requests(self) -> None:
         """Set the control flags that requests ask for."""

@@ -176,7 +176,7 @@ class FlagSync(Part):
         """Clear the flag that stops an epoch."""
         self._has_stop_flag = False
 
-    def end_step(self) -> None:
+    def sync_after_step(self) -> None:
         """Synchronize after an optimizer step; does nothing in one process.
 
         A rank with set flags waits for the result. The others read it one step later.

@@ -20,16 +20,16 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from hftrainer.errors import UnsupportedArgument
+from hftrainer.training.steps.loop import LightningSteps, TrainingLoop
 from hftrainer_lightning.private_api.callback_hooks import call_hooks, needs_lightning_hooks
 from hftrainer_lightning.private_api.evaluation import make_evaluation_loop
 
 if TYPE_CHECKING:
     from hftrainer.training.run import Attempt
-    from hftrainer.training.steps.loop import TrainingLoop
 
 
-class _WindowedEpochLoop(_TrainingEpochLoop):
-    """Runs micro-batches, and steps the optimizer after the last of an accumulation window (`LightningSteps`).
+class _WindowedEpochLoop(_TrainingEpochLoop, LightningSteps):
+    """Runs micro-batches, and steps the optimizer after the last of an accumulation window.
 
     Lightning counts batches, and always steps after the last one. With data without a length, the next epoch completes
     the last window. Lightning also passes forward and backward to the optimizer's step as a closure: the optimizer's
@@ -65,7 +65,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         if self.has_listeners:
             pl_trainer._logger_connector.update_train_step_metrics()
 
-    def forward_and_backward(self, batch: Any) -> torch.Tensor:
+    def call_training_step(self, batch: Any) -> torch.Tensor:
         """Run the module's training step, forward and backward; returns the loss."""
         if not self.has_listeners:
             return self.trainer.strategy.training_step(batch, self._index)
@@ -75,14 +75,14 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         with self.trainer.profiler.profile("run_training_batch"):
             return call._call_strategy_hook(self.trainer, "training_step", batch, self._index)
 
-    def before_optimizer_step(self) -> None:
-        """Unscale the gradients, and call the callbacks."""
+    def complete_gradients(self) -> None:
+        """Let the precision plugin unscale or average the gradients, and call the callbacks."""
         optimizer = self.trainer.strategy._lightning_optimizers[0].optimizer
         self.automatic_optimization.optim_progress.optimizer.step.increment_ready()
         self.trainer.precision_plugin.unscale_gradients(optimizer)
         call_hooks(self.trainer, "on_before_optimizer_step", optimizer)
 
-    def optimizer_step(self) -> bool:
+    def step_optimizer(self) -> bool:
         """Step the optimizer. Returns whether the loss scaler skipped the step."""
         with self.profile("optimizer_step"):
             self.trainer.strategy._lightning_optimizers[0].step()
@@ -94,7 +94,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         configs = self.trainer.lr_scheduler_configs
         return scheduler is not None and not (configs and configs[0].scheduler is scheduler)
 
-    def end_batch(self, loss: torch.Tensor) -> None:
+    def announce_batch_end(self, loss: torch.Tensor) -> None:
         """Count the step and the micro-batch, and call the callbacks."""
         if self.training_loop.batches.position.is_last:
             self.automatic_optimization.optim_progress.optimizer.step.increment_completed()

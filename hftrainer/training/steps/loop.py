@@ -39,19 +39,19 @@ logger = logging.getLogger(__name__)
 class LightningSteps(Protocol):
     """What `TrainingLoop.run_micro_batch` leaves to Lightning, whose callbacks and profilers follow it there."""
 
-    def forward_and_backward(self, batch: Any) -> torch.Tensor:
-        """Run `TrainingLoop.forward_and_backward` within the contexts of Lightning's strategy; returns the loss."""
+    def call_training_step(self, batch: Any) -> torch.Tensor:
+        """Run `TrainingLoop.compute_gradients` within the contexts of Lightning's strategy; returns the loss."""
 
-    def before_optimizer_step(self) -> None:
-        """Unscale the gradients of float16, and call Lightning's callbacks."""
+    def complete_gradients(self) -> None:
+        """Unscale the gradients of float16, or average those of TPU cores, and call Lightning's callbacks."""
 
-    def optimizer_step(self) -> bool:
+    def step_optimizer(self) -> bool:
         """Step the optimizer. Returns whether the loss scaler skipped the step, because of infinite gradients."""
 
     def is_schedule_replaced(self) -> bool:
         """Whether a Lightning callback sets the learning rate instead of the schedule."""
 
-    def end_batch(self, loss: torch.Tensor) -> None:
+    def announce_batch_end(self, loss: torch.Tensor) -> None:
         """Count the step and the micro-batch, and call Lightning's callbacks."""
 
     def profile(self, hook: str) -> contextlib.AbstractContextManager[Any]:
@@ -131,9 +131,9 @@ class TrainingLoop(Part):
             self.flag_sync.sync_now()
             self._log_save_evaluate()
             self.flag_sync.stop_if_signalled()
-        self._end_interrupted_epoch()
+        self._complete_interrupted_epoch()
 
-    def _end_interrupted_epoch(self) -> None:
+    def _complete_interrupted_epoch(self) -> None:
         """End the checkpoint's epoch, if it was saved after the epoch's last step but before `on_epoch_end`."""
         progress = self.run.resumed_progress
         attempt = self.attempt
@@ -145,7 +145,7 @@ class TrainingLoop(Part):
         self.grad_norm = progress.grad_norm
         self.learning_rate = progress.learning_rate
         self.batches.restore_rng_before_reading()
-        self._end_epoch()
+        self._call_epoch_end()
 
     def epoch_arguments(self) -> dict[str, Any]:
         """The arguments of `Trainer._run_epoch`."""
@@ -179,7 +179,7 @@ class TrainingLoop(Part):
         has_finished_before = self.batches.resumes_epoch and self.attempt.finished_micro_batches
         if self.batches.position.is_before_first and not has_finished_before:
             self._stop_without_data()
-        self._end_epoch()
+        self._call_epoch_end()
 
     def _stop_without_data(self) -> None:
         """Stop the training, or raise InvalidArgument for an empty stream where accelerate's loader fails too."""
@@ -192,7 +192,7 @@ class TrainingLoop(Part):
         logger.warning(text, self.batches.epoch, self.trainer.state.global_step)
         self.trainer.control.should_training_stop = True
 
-    def _end_epoch(self) -> None:
+    def _call_epoch_end(self) -> None:
         self.epoch_ended = True
         self.parts.call_callbacks("on_epoch_end")
         self.parts.print_xla_metrics()
@@ -208,20 +208,20 @@ class TrainingLoop(Part):
         self.trainer.accelerator.sync_gradients = position.is_last
         if position.is_first:
             self.parts.call_callbacks("on_step_begin")
-        loss = lightning.forward_and_backward(inputs)
+        loss = lightning.call_training_step(inputs)
         self._count_micro_batch(loss, inputs)
         if position.is_last:
-            lightning.before_optimizer_step()
+            lightning.complete_gradients()
             self.batches.step_phase = StepPhase.STEPPING
             with lightning.profile("configure_gradient_clipping"):
                 self._clip_gradients(model)
                 self.divergence.check_step(model, self.grad_norm)
                 self.parts.call_callbacks("on_pre_optimizer_step")
-            is_skipped = self.trainer.accelerator.optimizer_step_was_skipped = lightning.optimizer_step()
+            is_skipped = self.trainer.accelerator.optimizer_step_was_skipped = lightning.step_optimizer()
             self.batches.step_phase = StepPhase.UNCOUNTED
             self.parts.call_callbacks("on_optimizer_step")
             self._step_schedule(is_skipped, lightning.is_schedule_replaced())
-        lightning.end_batch(loss)
+        lightning.announce_batch_end(loss)
         with lightning.profile("on_train_batch_end"):
             if position.is_last:
                 self._end_step(model)
@@ -229,10 +229,11 @@ class TrainingLoop(Part):
                 self.parts.strategy.run_recorded_operations()
                 self.parts.call_callbacks("on_substep_end")
 
-    def forward_and_backward(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+    def compute_gradients(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """Run forward and backward by `Trainer.training_step`; returns the detached loss.
 
-        Only the window's last micro-batch all-reduces gradients, unless `syncs_each_batch`.
+        Only the window's last micro-batch all-reduces gradients, unless `syncs_each_batch`. With DDP, this is the
+        `forward` of its wrapper, which has synchronized buffers before `no_sync` begins.
         """
         position = self.batches.position
         syncs_now = position.is_last or self.syncs_each_batch
@@ -247,7 +248,7 @@ class TrainingLoop(Part):
 
     def _count_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         self.divergence.add_loss(loss)
-        self.monitors.end_micro_batch(self.loss_accumulator.add_loss(loss, inputs), inputs)
+        self.monitors.add_micro_batch(self.loss_accumulator.add_loss(loss, inputs), inputs)
         self.step_end_values.add_micro_batch(loss, inputs)
         self.run.flos += float(self.trainer.floating_point_ops(inputs))
         # Reads the arguments at each step, since a callback may have changed them.
@@ -281,7 +282,7 @@ class TrainingLoop(Part):
         self.batches.step_phase = StepPhase.NOT_BEGUN
         self.parts.call_callbacks("on_step_end", **self.step_end_values.pop())
         self.monitors.poll_requests()
-        self.flag_sync.end_step()
+        self.flag_sync.sync_after_step()
         self._log_save_evaluate()
         self.parts.checkpoint_writer.poll()
         self.flag_sync.stop_if_signalled()

@@ -45,10 +45,10 @@ def test_own_request_takes_effect_when_the_other_rank_knows_it(flag, is_shared):
     wish = request(**{flag: 1})
     sync, seen = make_sync(*([wish, request()] if is_shared else [request(), wish]))
     setattr(sync.trainer.control, flag, True)
-    sync.end_step()
+    sync.sync_after_step()
     assert flags_of(sync) == ([flag] if is_shared else [])
     setattr(sync.trainer.control, flag, False)
-    sync.end_step()
+    sync.sync_after_step()
     assert seen.given == [wish, request() if is_shared else wish]
     assert flags_of(sync) == ([] if is_shared else [flag])
     assert sync.flags_are_agreed is (flag in ("should_training_stop", "should_epoch_stop"))
@@ -56,16 +56,16 @@ def test_own_request_takes_effect_when_the_other_rank_knows_it(flag, is_shared):
 
 def test_request_of_the_other_rank_takes_effect_a_step_later():
     sync, seen = make_sync(request(should_save=1), request(should_save=1))
-    sync.end_step()
+    sync.sync_after_step()
     assert seen.returned == [] and flags_of(sync) == []
-    sync.end_step()
+    sync.sync_after_step()
     assert flags_of(sync) == ["should_save"]
 
 
 def test_after_long_operations_flags_take_effect_at_once():
     sync, _ = make_sync(request(), request(should_epoch_stop=1, should_stop=1))
     sync.trainer.control.should_save = True
-    sync.end_step()
+    sync.sync_after_step()
     sync.sync_now()
     assert flags_of(sync) == ["should_epoch_stop", "should_save"]
     assert sync.engine.should_stop and sync.flags_are_agreed
@@ -76,7 +76,7 @@ def test_after_long_operations_flags_take_effect_at_once():
 def test_one_process_does_not_synchronize():
     sync, seen = make_sync(world_size=1)
     sync.trainer.control.should_training_stop = True
-    sync.end_step()
+    sync.sync_after_step()
     sync.sync_now()
     assert seen.given == [] and flags_of(sync) == ["should_training_stop"] and sync.flags_are_agreed
 
