@@ -487,8 +487,8 @@ class Trainer(EarlierMethods):
             self._hftrainer.runner.check_one_process(resume_from_checkpoint)
             with unpacked_ckpt(resume_from_checkpoint) as checkpoint:
                 self._memory_tracker.start()
-                folder = self._hftrainer.runner.prepare_call(checkpoint, trial)
-                return self._hftrainer.runner.train(folder, trial, ignore_keys_for_eval)
+                self._hftrainer.runner.prepare_call(checkpoint, trial)
+                return self._hftrainer.runner.train(trial, ignore_keys_for_eval)
 
     @overridable_property
     def fit(self) -> NoReturn:
@@ -597,7 +597,7 @@ class Trainer(EarlierMethods):
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
-        return self._hftrainer.runner.end.finish(trial, num_train_samples, start_time)
+        return self._hftrainer.runner.run_end.finish(trial, num_train_samples, start_time)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class InitialStateSnapshot:
-    """A CPU copy of a run's initial state: trained weights, buffers, random states, and `optimizers`.
+    """A CPU copy of a run's initial state: trained weights, buffers, random states, and what the script passes.
 
     Frozen weights, which are most of a model with adapters, are not copied.
 
@@ -50,10 +50,9 @@ class InitialStateSnapshot:
         self._tensors = {name: _to_cpu(tensor) for name, tensor in self._tensors_to_restore().items()}
         self._scaler = trainer.accelerator.scaler
         self._scaler_state = None if self._scaler is None else self._scaler.state_dict()
-        self.optimizers = trainer.optimizer, trainer.lr_scheduler
         self._optimizer_states = [
             (optimizer, nested_apply(_to_cpu, optimizer.state_dict()))
-            for optimizer in self.optimizers
+            for optimizer in (trainer.optimizer, trainer.lr_scheduler)
             if optimizer is not None
         ]
         self.callback_states = copy.deepcopy(export_states(trainer._hftrainer.stateful_callbacks()))
@@ -98,23 +97,18 @@ def _to_cpu(leaf: Any) -> Any:
 class Restarts(Part):
     """Restarts the training of a run, and releases the objects of the previous attempt."""
 
-    def prepare_run(self, resume_folder: str | None, trial: Any) -> None:
+    def begin_run(self, trial: Any) -> None:
         """Copy the initial state if the run may restart, and read which samples it skips."""
         args = self.trainer.args
         self.run.has_rolled_back = False
-        self.run.skipped_samples = None
-        if args.on_divergence is not None:
-            self.run.skipped_samples = SkippedSamples(self.trainer, trial, resume_folder)
-        has_no_checkpoint = resume_folder is None and not self.parts.strategy.shards_model
+        skips = args.on_divergence is not None
+        self.run.skipped_samples = SkippedSamples(self.trainer, trial, self.run.resume_folder) if skips else None
+        has_no_checkpoint = self.run.resume_folder is None and not self.parts.strategy.shards_model
         needs_start = args.auto_find_batch_size or (args.on_divergence == "rollback" and has_no_checkpoint)
         self.run.initial_state = InitialStateSnapshot(self.trainer) if needs_start else None
 
-    def roll_back(self, diverged_step: DivergedStep, optimizers: tuple[Any, Any]) -> str | None:
-        """Return to the last checkpoint, or else to the initial state, after a step diverged.
-
-        Returns:
-            The checkpoint; None for the initial state.
-        """
+    def roll_back(self, diverged_step: DivergedStep, optimizers: tuple[Any, Any]) -> None:
+        """Return to the last checkpoint, or else to the initial state, after a step diverged."""
         assert self.run.skipped_samples is not None
         initial_state = self.run.initial_state
         self.run.has_rolled_back = True
@@ -148,15 +142,14 @@ class Restarts(Part):
             states = initial_state.callback_states
             self.trainer.control = restore_callbacks(handler, self.trainer.control, states)
         self.run.resume_folder = resume_folder
-        return resume_folder
 
-    def halve_batches(self) -> None:
+    def halve_batches(self, optimizers: tuple[Any, Any]) -> None:
         """Discard the optimizer, hooks and checkpoints of a failed attempt, and restore the initial state."""
         initial_state = self.run.initial_state
         assert initial_state is not None
         self.run.train_batch_size //= 2
         logger.warning("Out of memory: restarting with %s in a batch.", count_of(self.run.train_batch_size, "samples"))
-        self._end_attempt("out of memory", initial_state.optimizers)
+        self._end_attempt("out of memory", optimizers)
         self.parts.storage_sync.discard_checkpoints(self.run.checkpoints_written)
         initial_state.restore()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 from collections.abc import Iterator, Mapping
@@ -44,7 +45,7 @@ class TrainingRunner(Part):
         super().__init__(parts)
         self.planner = RunPlanner(parts)
         self.finders = LightningFinders(parts)
-        self.end = RunEnd(parts)
+        self.run_end = RunEnd(parts)
         self.restarts = Restarts(parts)
 
     # ---- Before the first attempt ------------------------------------------------------------------------------
@@ -67,8 +68,8 @@ class TrainingRunner(Part):
         if errors:
             raise UnsupportedArgument("\n".join(errors))
 
-    def prepare_call(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
-        """Make the model, apply the arguments of this call of `train`, and return the checkpoint to resume from."""
+    def prepare_call(self, resume_from_checkpoint: str | bool | None, trial: Any) -> None:
+        """Make the model, apply the arguments of this call of `train`, and find the checkpoint to resume from."""
         model_setup = self.parts.model_setup
         resume.warn_about_unused_argument(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
         self.parts.checkpoint_writer.close_ignoring_errors()
@@ -91,47 +92,42 @@ class TrainingRunner(Part):
             self.parts.restorer.load_weights_and_batch_size(resume_folder)
             if self.trainer.args.elastic:
                 self.parts.restorer.keep_global_batch(resume_folder)
-        return resume_folder
 
     # ---- Attempts ----------------------------------------------------------------------------------------------
 
-    def train(self, resume_folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
-        """Train until the end or a signal.
+    def train(self, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
+        """Train until the end or a signal, from `run.resume_folder` if that is set.
 
-        With `auto_find_batch_size`, restart with half the batch size if memory runs out.
+        With `auto_find_batch_size`, restart with half the batch size if memory runs out; with
+        `on_divergence="rollback"`, from an earlier step if one diverges.
 
         Args:
-            resume_folder: the checkpoint that the run resumes from, if any.
             trial: the hyperparameter trial, if any.
             ignore_keys: outputs of the model that evaluation leaves out.
         """
         with self._watch_overflow(), self._training_context():
-            self.restarts.prepare_run(resume_folder, trial)
+            self.restarts.begin_run(trial)
             optimizers = self.trainer.optimizer, self.trainer.lr_scheduler
             while True:
-                diverged_step = None
                 try:
                     return self.trainer._inner_training_loop(
                         batch_size=self.run.train_batch_size,
                         args=self.trainer.args,
-                        resume_from_checkpoint=resume_folder,
+                        resume_from_checkpoint=self.run.resume_folder,
                         trial=trial,
                         ignore_keys_for_eval=ignore_keys,
                     )
                 except Diverged as error:
-                    diverged_step = error.diverged_step
+                    restart = functools.partial(self.restarts.roll_back, error.diverged_step, optimizers)
                 except Exception as error:
                     if not (self.trainer.args.auto_find_batch_size and devices.is_out_of_memory(error)):
                         raise
                     if self.run.train_batch_size == 1:
-                        raise RuntimeError(
-                            "auto_find_batch_size: a batch of one sample does not fit into memory."
-                        ) from error
+                        text = "auto_find_batch_size: a batch of one sample does not fit into memory."
+                        raise RuntimeError(text) from error
+                    restart = functools.partial(self.restarts.halve_batches, optimizers)
                 # Outside the `except` block, since the error references the tensors of the failed attempt.
-                if diverged_step is None:
-                    self.restarts.halve_batches()
-                else:
-                    resume_folder = self.restarts.roll_back(diverged_step, optimizers)
+                restart()
 
     def _watch_overflow(self) -> contextlib.ExitStack:
         """A context that checks the values of all modules, with `debug="underflow_overflow"`."""
@@ -144,20 +140,19 @@ class TrainingRunner(Part):
     def _training_context(self) -> Iterator[None]:
         """Apply model arguments and handle signals in the block, then release the run's objects."""
         trainer = self.trainer
+        args = trainer.args
         parts = self.parts
         trainer.is_in_train = True
         saves = parts.saver.should_save_on_interrupt()
-        listener = SignalListener(saves, parts.saver.describe_saves, has_launcher=trainer.args.world_size > 1)
+        listener = SignalListener(saves, parts.saver.describe_saves, has_launcher=args.world_size > 1)
         self.run.signal_listener = listener
         failure = ("", "")
         try:
             with (
                 health.serve_health(
-                    trainer.args, trainer.accelerator.processes, lambda: trainer.state, parts.saver.last_checkpoint
+                    args, trainer.accelerator.processes, lambda: trainer.state, parts.saver.last_checkpoint
                 ) as self.run.heartbeat,
-                apply_model_arguments(
-                    parts.unwrapped_model, trainer.args, parts.engine.plan.read_once, trainer=trainer
-                ),
+                apply_model_arguments(parts.unwrapped_model, args, parts.engine.plan.read_once, trainer=trainer),
                 listener.handle_signals(),
                 parts.loaders.explain_removed_columns(trainer.train_dataset),
             ):
@@ -167,7 +162,7 @@ class TrainingRunner(Part):
                     listener.end_script()
         except BaseException as error:
             failure = self._describe_failure(error)
-            self.end.finish_after_error(error)
+            self.run_end.finish_after_error(error)
             raise
         finally:
             self._release_run(*failure)
@@ -185,7 +180,10 @@ class TrainingRunner(Part):
         if self.run.loop is not None:
             is_stopped = state.global_step < state.max_steps
             self.run.loop.close(error_name or ("stopped" if is_stopped else "complete"), message)
-        self.run.mems = self.run.loop = self.run.skipped_samples = self.run.initial_state = None
+        self.run.loop = None
+        self.run.mems = None
+        self.run.skipped_samples = None
+        self.run.initial_state = None
         self.run.evaluation_metrics = None
         self.trainer.is_in_train = False
 
@@ -203,7 +201,7 @@ class TrainingRunner(Part):
         trainer.callback_handler.stopped_by = ""
         if resume_folder is None:
             self.finders.apply_batch_size_finder()
-        loop, model = self._prepare_attempt(args, resume_folder, trial, ignore_keys)
+        loop, model = self._make_loop(args, resume_folder, trial, ignore_keys)
         self._announce_run(loop)
         self.run.set_start_values(trainer.state, args.device)
         if self.run.resumed_progress is not None:
@@ -213,11 +211,12 @@ class TrainingRunner(Part):
         else:
             with _add_step_note(loop), loop.step_end_values.record_outputs(trainer.model), devices.error_hints():
                 steps_between_logs = self.planner.steps_between_logs(loop.attempt.lengths)
+                # After an error, it saves a checkpoint, which includes what Lightning's callbacks add.
                 self.parts.engine.fit(loop, model, log_every_n_steps=steps_between_logs)
         self.run.heartbeat.begin_activity("ended")
         return trainer._finalize_training(trial, loop.attempt.lengths.num_train_samples, loop.start_time)
 
-    def _prepare_attempt(
+    def _make_loop(
         self, args: TrainingArguments, resume_folder: str | None, trial: Any, ignore_keys: list[str] | None
     ) -> tuple[TrainingLoop, Any]:
         """Plan an attempt, and prepare its data, state, model and optimizer.
