@@ -37,7 +37,7 @@ from hftrainer_lightning.strategies import StrategySettings, make_accelerator
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
     from hftrainer.trainer import Trainer
-    from hftrainer.training.finders import TrialSteps
+    from hftrainer.training.finders import FinderSteps
     from hftrainer.training.steps.loop import TrainingLoop
 
 #: Lightning's loops over an evaluation or test set.
@@ -194,8 +194,7 @@ class LightningEngine:
         self, evaluation: EvaluationPass, batches: _EvaluationBatches, model: torch.nn.Module, stage: Stage
     ) -> None:
         """Run one of Lightning's evaluation loops outside of `fit`, maybe within another evaluation."""
-        outer_pl_trainer = self.pl_trainer
-        outer_pl_module = self.pl_module
+        outer_run = self.pl_trainer, self.pl_module
         is_nested = self.is_evaluating
         with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
             # compute_metrics may start a nested evaluation, which needs a second trainer.
@@ -221,8 +220,7 @@ class LightningEngine:
                 pl_module.detach()
                 self.is_evaluating = is_nested
                 if is_nested:
-                    self.pl_trainer = outer_pl_trainer
-                    self.pl_module = outer_pl_module
+                    self.pl_trainer, self.pl_module = outer_run
 
     @contextlib.contextmanager
     def evaluation_group(self) -> Iterator[dict[str, float]]:
@@ -325,19 +323,15 @@ class LightningEngine:
             callback.freeze_before_training(TrainerModule(model))
         return bool(finetuners)
 
-    def search_batch_size(self, trial_steps: TrialSteps, model: torch.nn.Module) -> int | None:
+    def search_batch_size(self, steps: FinderSteps, model: torch.nn.Module) -> int | None:
         """The batch size that a `BatchSizeFinder` callback finds; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder)
-        if finder is None:
-            return None
-        return finders.search_batch_size(self._make_pl_trainer, finder, trial_steps, model)
+        return None if finder is None else finders.search_batch_size(self._make_pl_trainer, finder, steps, model)
 
-    def search_learning_rate(self, trial_steps: TrialSteps, model: torch.nn.Module) -> float | None:
+    def search_learning_rate(self, steps: FinderSteps, model: torch.nn.Module) -> float | None:
         """The learning rate that a `LearningRateFinder` callback suggests; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.LearningRateFinder)
-        if finder is None:
-            return None
-        return finders.search_learning_rate(self._make_pl_trainer, finder, trial_steps, model)
+        return None if finder is None else finders.search_learning_rate(self._make_pl_trainer, finder, steps, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,9 +11,6 @@ from hftrainer.base.messages import count_of
 from hftrainer.base.part import Part
 from hftrainer.optimizers.optimizer_setup import make_scheduler
 from hftrainer.training.steps.sums import LoggedMetrics
-
-if TYPE_CHECKING:
-    from hftrainer.assembly.trainer_parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +21,7 @@ class LightningFinders(Part):
     def apply_batch_size_finder(self) -> None:
         """Train with the size that the `BatchSizeFinder` among the callbacks finds, if any."""
         optimizer = self.trainer.optimizer
-        batch_size = self.parts.engine.search_batch_size(TrialSteps(self.parts), self.trainer.model)
+        batch_size = self.parts.engine.search_batch_size(FinderSteps(self.parts), self.trainer.model)
         # Discard the optimizer of the trial steps.
         self.trainer.optimizer = optimizer
         if batch_size is not None:
@@ -37,7 +34,7 @@ class LightningFinders(Part):
         Args:
             max_steps: optimizer steps of the run.
         """
-        learning_rate = self.parts.engine.search_learning_rate(TrialSteps(self.parts), self.trainer.model)
+        learning_rate = self.parts.engine.search_learning_rate(FinderSteps(self.parts), self.trainer.model)
         if learning_rate is None:
             return
         logger.info("LearningRateFinder: %g replaces learning_rate=%g.", learning_rate, self.trainer.args.learning_rate)
@@ -50,20 +47,8 @@ class LightningFinders(Part):
             self.trainer.lr_scheduler.base_lrs = [learning_rate for _ in self.trainer.lr_scheduler.base_lrs]
 
 
-class TrialSteps(Part):
-    """A Trainer's data, optimizer and loss, for the trial steps of Lightning's finders.
-
-    Attributes:
-        batch_size: initial number of samples in a micro-batch of one process.
-        learning_rate: the learning rate of the arguments.
-        max_grad_norm: the norm to which gradients are clipped; 0 for no clipping.
-    """
-
-    def __init__(self, parts: TrainerParts) -> None:
-        super().__init__(parts)
-        self.batch_size = self.run.train_batch_size
-        self.learning_rate = self.trainer.args.learning_rate
-        self.max_grad_norm = self.trainer.args.max_grad_norm
+class FinderSteps(Part):
+    """A Trainer's data, optimizer and loss, for the trial steps of Lightning's finders."""
 
     def make_loader(self, batch_size: int) -> Any:
         """The training data in batches of `batch_size` samples."""

@@ -18,31 +18,31 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from hftrainer_lightning.private_api.trainer import quiet_lightning
 
 if TYPE_CHECKING:
-    from hftrainer.training.finders import TrialSteps
+    from hftrainer.training.finders import FinderSteps
 
 
 class _FinderModule(pl.LightningModule):
     """The module for Lightning's finders, with the attributes that they change between trial steps."""
 
-    def __init__(self, model: torch.nn.Module, trial_steps: TrialSteps, size_name: str, rate_name: str) -> None:
+    def __init__(self, model: torch.nn.Module, steps: FinderSteps, size_name: str, rate_name: str) -> None:
         super().__init__()
         self.model = model
-        self.trial_steps = trial_steps
+        self.steps = steps
         self._size_name = size_name
-        setattr(self, size_name, trial_steps.batch_size)
-        setattr(self, rate_name, trial_steps.learning_rate)
+        setattr(self, size_name, steps.run.train_batch_size)
+        setattr(self, rate_name, steps.trainer.args.learning_rate)
 
     def train_dataloader(self) -> Any:
         """The Trainer's loader, with the batch size to try."""
-        return self.trial_steps.make_loader(getattr(self, self._size_name))
+        return self.steps.make_loader(getattr(self, self._size_name))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The Trainer's optimizer."""
-        return self.trial_steps.optimizer()
+        return self.steps.optimizer()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The Trainer's loss."""
-        return self.trial_steps.loss(self.model, batch)
+        return self.steps.loss(self.model, batch)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Run forward and backward, which Lightning passes as a closure, then clip and step."""
@@ -58,24 +58,24 @@ TrainerFactory = Callable[..., pl.Trainer]
 
 
 def search_batch_size(
-    make_pl_trainer: TrainerFactory, finder: BatchSizeFinder, trial_steps: TrialSteps, model: torch.nn.Module
+    make_pl_trainer: TrainerFactory, finder: BatchSizeFinder, steps: FinderSteps, model: torch.nn.Module
 ) -> int:
     """Size in samples of the largest batch that fits into memory, found by `finder`."""
     argument = finder._batch_arg_name
-    finder_module = _FinderModule(model, trial_steps, argument, "learning_rate")
+    finder_module = _FinderModule(model, steps, argument, "learning_rate")
     _run_search(make_pl_trainer, finder, finder_module)
     return int(getattr(finder_module, argument))
 
 
 def search_learning_rate(
-    make_pl_trainer: TrainerFactory, finder: LearningRateFinder, trial_steps: TrialSteps, model: torch.nn.Module
+    make_pl_trainer: TrainerFactory, finder: LearningRateFinder, steps: FinderSteps, model: torch.nn.Module
 ) -> float | None:
     """The learning rate that `finder` suggests; None if it finds none, or with `update_attr=False`.
 
     The curve is in `finder.optimal_lr` afterwards.
     """
     # Without a name, the finder would choose one.
-    finder_module = _FinderModule(model, trial_steps, "batch_size", finder._attr_name or "learning_rate")
+    finder_module = _FinderModule(model, steps, "batch_size", finder._attr_name or "learning_rate")
     _run_search(make_pl_trainer, finder, finder_module)
     optimal_lr = finder.optimal_lr
     return optimal_lr.suggestion() if optimal_lr is not None and finder._update_attr else None
@@ -89,7 +89,7 @@ def _run_search(
     finder._early_exit = True
     with isolate_rng(), quiet_lightning(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The 'train_dataloader' does not have many workers")
-        max_norm = finder_module.trial_steps.max_grad_norm or None
+        max_norm = finder_module.steps.trainer.args.max_grad_norm or None
         pl_trainer = make_pl_trainer(max_epochs=-1, callbacks=[finder], gradient_clip_val=max_norm)
         level = _lightning_logger.level
         # The Trainer logs the result.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hftrainer.training import finders
-from hftrainer.training.finders import LightningFinders, TrialSteps
+from hftrainer.training.finders import FinderSteps, LightningFinders
 from hftrainer.training.run import Run
 
 
@@ -16,7 +16,7 @@ def make_parts(found=None, *, creates_scheduler=True):
     trainer = SimpleNamespace(args=SimpleNamespace(learning_rate=0.5, max_grad_norm=3.0, device="cpu"), model="model")
     trainer.optimizer, trainer.lr_scheduler = optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
 
-    def find_size(trial_steps, model):
+    def find_size(steps, model):
         trainer.optimizer = "of the trial steps"
         return found
 
@@ -52,9 +52,9 @@ def test_schedule_begins_at_the_found_learning_rate(monkeypatch, found, is_own, 
 def test_trial_loader_restores_the_batch_size_of_the_run():
     parts = make_parts()
     parts.trainer.get_train_dataloader = lambda: [None] * (6 // parts.run.train_batch_size)
-    assert len(TrialSteps(parts).make_loader(2)) == 3
+    assert len(FinderSteps(parts).make_loader(2)) == 3
     with pytest.raises(ZeroDivisionError):
-        TrialSteps(parts).make_loader(0)
+        FinderSteps(parts).make_loader(0)
     assert parts.run.train_batch_size == 8
 
 
@@ -67,5 +67,5 @@ def test_trial_loss_is_that_of_a_whole_step_and_is_not_logged():
         return inputs, items, parts.run.accumulation_steps
 
     parts.loss_computer = SimpleNamespace(micro_batch_loss=micro_batch_loss)
-    assert TrialSteps(parts).loss("model", "batch") == ("batch", 7, 1)
+    assert FinderSteps(parts).loss("model", "batch") == ("batch", 7, 1)
     assert parts.run.logged_metrics.state_dict() == {}
