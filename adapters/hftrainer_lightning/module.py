@@ -193,14 +193,16 @@ class TrainerModule(WithoutBatchTransfer):
         return evaluation
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Evaluate one batch, with gradients enabled: overrides of `prediction_step` may need them."""
-        with torch.enable_grad():
-            self.evaluation.predict_batch(batch, self.active_evaluation[1].batch_progress.is_last_batch)
+        """Evaluate one batch."""
+        self.predict_step(batch, batch_idx)
 
     test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one batch, and return the predictions for Lightning's prediction writers."""
+        """Evaluate one batch, and return the predictions for Lightning's prediction writers.
+
+        Gradients are enabled: overrides of `prediction_step` may need them.
+        """
         with torch.enable_grad():
             return self.evaluation.predict_batch(batch, self.active_evaluation[1].batch_progress.is_last_batch)
 

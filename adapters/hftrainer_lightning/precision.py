@@ -72,12 +72,8 @@ class PlainPrecision(Precision):
 @functools.lru_cache(maxsize=16)
 def _closure_arguments(optimizer_class: Any) -> tuple[None, ...]:
     """Arguments for `step`: None where the optimizer's class requires a closure, as accelerate passes it."""
-    parameters = list(inspect.signature(optimizer_class.step).parameters.values())[1:]
-    required = [
-        parameter
-        for parameter in parameters
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
+    _, *parameters = inspect.signature(optimizer_class.step).parameters.values()
+    required = [item for item in parameters if item.default is item.empty and item.kind is item.POSITIONAL_OR_KEYWORD]
     return (None,) * len(required)
 
 

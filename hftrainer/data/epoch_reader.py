@@ -75,7 +75,10 @@ class ReadRecorder:
 
     def begin_epoch(self, *, draws: bool) -> None:
         """Forget the last epoch except persistent workers' states. `draws`: whether reading may draw numbers."""
-        self.batch_count, self.states_before_batch, self.stream_state, self.draws_seed = 0, None, None, False
+        self.batch_count = 0
+        self.states_before_batch = None
+        self.stream_state = None
+        self.draws_seed = False
         self._draws = draws
         self._latest_states = self._latest_states if self._keeps_workers else {}
         self._states_before_turn = self._states_before_round = dict(self._latest_states)

@@ -45,24 +45,22 @@ class _WindowedEpochLoop(_TrainingEpochLoop, LightningSteps):
         """Fetch a micro-batch, and count it. `TrainingLoop.run_micro_batch` calls the methods below in its order."""
         pl_trainer = self.trainer
         progress = self.batch_progress
-        batch, _, _ = next(data_fetcher)
-        self._batch = batch
+        self._batch, _, _ = next(data_fetcher)
         self._index = progress.current.ready
         progress.is_last_batch = data_fetcher.done
         progress.increment_ready()
         # Callbacks log within a step under its number, as in the Trainer's log lines. Lightning counts ended steps.
         self._batches_that_stepped = self.global_step + 1
         if self.has_listeners:
-            pl_trainer._logger_connector.on_batch_start(batch)
-            call._call_callback_hooks(pl_trainer, "on_train_batch_start", batch, self._index)
+            pl_trainer._logger_connector.on_batch_start(self._batch)
+            call._call_callback_hooks(pl_trainer, "on_train_batch_start", self._batch, self._index)
         progress.increment_started()
-        self.training_loop.run_micro_batch(pl_trainer.lightning_module.model, batch, self)
+        self.training_loop.run_micro_batch(pl_trainer.lightning_module.model, self._batch, self)
         if self.training_loop.should_stop:
             pl_trainer.should_stop = True
-        if self.has_listeners:
-            pl_trainer._logger_connector.on_batch_end()
         progress.increment_completed()
         if self.has_listeners:
+            pl_trainer._logger_connector.on_batch_end()
             pl_trainer._logger_connector.update_train_step_metrics()
 
     def call_training_step(self, batch: Any) -> torch.Tensor:
@@ -207,9 +205,8 @@ def restore_progress(pl_trainer: pl.Trainer, attempt: Attempt, global_step: int)
     batches = dict.fromkeys(("ready", "started", "processed", "completed"), batch)
     total = {name: epoch * attempt.lengths.steps_in_epoch + count for name, count in batches.items()}
     state["epoch_loop.batch_progress"] |= {"total": total, "current": batches, "is_last_batch": False}
-    steps = {"ready": global_step, "completed": global_step}
     optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
-    optimizer["step"] |= {"total": dict(steps)}
+    optimizer["step"]["total"] = {"ready": global_step, "completed": global_step}
     state["epoch_loop.state_dict"]["_batches_that_stepped"] = global_step
     pl_trainer.fit_loop.load_state_dict(state)
 

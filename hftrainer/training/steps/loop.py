@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from hftrainer.base.part import Part
-from hftrainer.base.signatures import accepted_args
+from hftrainer.base.signatures import call_with_accepted
 from hftrainer.checkpointing.optimizer_state import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, InvalidSetup
@@ -238,10 +238,8 @@ class TrainingLoop(Part):
         position = self.batches.position
         syncs_now = position.is_last or self.syncs_each_batch
         context = contextlib.nullcontext() if syncs_now else self.trainer.accelerator.no_sync(model=model)
-        training_step = self.trainer.training_step
-        arguments = accepted_args(training_step, {"num_items_in_batch": position.num_items})
         with context:
-            loss = training_step(model, inputs, **arguments)
+            loss = call_with_accepted(self.trainer.training_step, model, inputs, num_items_in_batch=position.num_items)
         if loss is None:
             raise InvalidSetup(f"{type(self.trainer).__name__}.training_step must return the loss.")
         return loss.detach()

@@ -12,7 +12,7 @@ from torch import nn
 from hftrainer.base.messages import log_once
 from hftrainer.base.nested import rebuild_container
 from hftrainer.base.part import Part
-from hftrainer.base.signatures import accepted_args
+from hftrainer.base.signatures import call_with_accepted
 from hftrainer.base.tracebacks import describe_type, note_batch
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_overridden
@@ -90,10 +90,9 @@ class LossComputer(Part):
             check_first_batch(self.parts, model, inputs, items)
             # A batch without labels cannot show whether the model divides its loss.
             self.run.has_checked_model = items is not None or not trainer.args.elastic
-        kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": items})
         place = f"training step {trainer.state.global_step + 1}"
         with note_batch(place, inputs, trainer.model), trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(model, inputs, **kwargs)
+            loss = call_with_accepted(trainer.compute_loss, model, inputs, num_items_in_batch=items)
         self._end_forward()
         loss, other_losses = split_losses(loss)
         loss = check_loss(loss, self._loss_remedy)
