@@ -1,4 +1,4 @@
-"""Lightning's strategies for one device and for replicas (DDP), their base classes, and the accelerator."""
+"""Lightning's strategies for one device and for DDP, their base classes, and the accelerator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, device_module
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.plugins import import_adapter
 from hftrainer_lightning.precision import precision_plugin
-from hftrainer_lightning.private_api.strategies import StepDDPStrategy
+from hftrainer_lightning.private_api.strategies import BackwardWithinForwardDDPStrategy
 
 
 class StrategySettings(NamedTuple):
@@ -90,8 +90,8 @@ class SingleDevice(KeepDeviceStrategy, SingleDeviceStrategy):
     """One process on one device."""
 
 
-class KeepDeviceDDPStrategy(PlannedDeviceStrategy, StepDDPStrategy):
-    """A replica of the model in each process."""
+class TrainerDDPStrategy(PlannedDeviceStrategy, BackwardWithinForwardDDPStrategy):
+    """DDP for a run: a replica of the model in each process, which stays on the device of the plan."""
 
     def determine_ddp_device_ids(self) -> list[int] | None:
         """The index of the GPU; None on other devices.
@@ -110,19 +110,19 @@ class KeepDeviceDDPStrategy(PlannedDeviceStrategy, StepDDPStrategy):
             return self.lightning_module.validation_step(*args, **kwargs)
 
 
-def make_replicas(plan: LightningPlan, settings: StrategySettings) -> Strategy:
-    """The strategy for one device, or for replicas."""
+def make_ddp_or_single_device(plan: LightningPlan, settings: StrategySettings) -> Strategy:
+    """The strategy for one device, or for DDP."""
     precision = precision_plugin(plan, settings.scaler)
     if not plan.processes.is_distributed:
         return SingleDevice(device=torch.device(plan.device), precision_plugin=precision)
-    replicas = KeepDeviceDDPStrategy(
+    strategy = TrainerDDPStrategy(
         precision_plugin=precision,
         process_group_backend=plan.process_group_backend,
         timeout=plan.processes.timeout,
         **{"find_unused_parameters": settings.find_unused_parameters, **plan.ddp},
     )
-    replicas.plan = plan
-    return replicas
+    strategy.plan = plan
+    return strategy
 
 
 class TorchAccelerator(Accelerator):

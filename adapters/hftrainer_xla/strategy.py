@@ -19,7 +19,7 @@ from hftrainer.errors import CheckpointNotFound
 from hftrainer.parallel.fsdp_settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
-from hftrainer.strategies.replicas import ReplicasStrategy
+from hftrainer.strategies.ddp import DdpStrategy
 from hftrainer.strategies.strategy import CallWrite, MakeOptimizer, Strategy
 from hftrainer_xla import devices, sharding
 
@@ -32,7 +32,7 @@ _WRAPPER_PARTS = re.compile(r"(_fsdp_shard|_fsdp_wrapped_module|_fpw_module)\.")
 _DOT = "_FSDP_SHARD_SEPARATOR_"
 
 
-class XlaStrategy(ReplicasStrategy):
+class XlaStrategy(DdpStrategy):
     """The model on one XLA device, or a replica of it on each."""
 
     distributed_type = DistributedType.XLA

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.plugins import ADAPTERS, import_adapter
-from hftrainer.strategies.replicas import ReplicasStrategy
+from hftrainer.strategies.ddp import DdpStrategy
 from hftrainer.strategies.strategy import Strategy
 
 
@@ -18,4 +18,4 @@ def make_strategy(plan: LightningPlan) -> Strategy:
         from hftrainer.strategies.fsdp import FsdpStrategy
 
         return FsdpStrategy(plan)
-    return ReplicasStrategy(plan)
+    return DdpStrategy(plan)

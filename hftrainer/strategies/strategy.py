@@ -210,8 +210,7 @@ class Strategy(ABC):
         Args:
             lightning_strategy: Lightning's strategy that trains; None outside of a run.
         """
-        block = getattr(lightning_strategy, "block_backward_sync", None)
-        return contextlib.nullcontext() if block is None else block()
+        return contextlib.nullcontext()
 
     # ---- The device --------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from hftrainer.strategies.ddp import DdpStrategy
 from hftrainer.strategies.fsdp import FsdpStrategy
-from hftrainer.strategies.replicas import ReplicasStrategy
 from tests.support.checkpoints import BACKGROUND
 from tests.support.model_states import ModelStatesSuite
 
@@ -23,4 +23,4 @@ class TestDcp(ModelStatesSuite):
     @pytest.fixture(autouse=True)
     def _strategy(self, way):
         self.settings = WAYS[way]
-        self.implementation = FsdpStrategy if "fsdp" in self.settings else ReplicasStrategy
+        self.implementation = FsdpStrategy if "fsdp" in self.settings else DdpStrategy

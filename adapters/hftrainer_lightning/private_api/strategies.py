@@ -48,7 +48,7 @@ class _BackwardWithinForward(_DDPForwardRedirection):
         wrapper_module.require_forward_param_sync = self._syncs_buffers
 
 
-class StepDDPStrategy(DDPStrategy):
+class BackwardWithinForwardDDPStrategy(DDPStrategy):
     """DDP for a training step that includes backward. Lightning does the same, for its manual optimization alone."""
 
     _is_static_graph_ready = False

@@ -1,7 +1,8 @@
-"""`ReplicasStrategy`: a replica of the model in each process."""
+"""`DdpStrategy`: one device, or DDP: a replica of the model in each process."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -14,12 +15,17 @@ from hftrainer.plugins import import_adapter
 from hftrainer.strategies.strategy import CallWrite, MakeOptimizer, Strategy
 
 
-class ReplicasStrategy(Strategy):
-    """Keeps a replica of the model in each process, with states in torch's format."""
+class DdpStrategy(Strategy):
+    """Trains on one device, or with DDP: each process has the whole model. The states have torch's format."""
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for one device, or for DDP."""
-        return import_adapter("lightning", "strategies").make_replicas(self.initial_plan, settings)
+        return import_adapter("lightning", "strategies").make_ddp_or_single_device(self.initial_plan, settings)
+
+    def no_sync(self, lightning_strategy: Any) -> contextlib.AbstractContextManager[None]:
+        """A context in which backward passes do not reduce gradients: that of DDP, which wraps the model in a run."""
+        block = getattr(lightning_strategy, "block_backward_sync", None)
+        return contextlib.nullcontext() if block is None else block()
 
     @property
     def saves_only_shards(self) -> bool:  # type: ignore[override]
