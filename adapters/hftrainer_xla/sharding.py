@@ -15,8 +15,8 @@ from torch import distributed, nn
 from hftrainer.base.nested import iterate_arrays
 from hftrainer.errors import InvalidConfig, suggest_nearest
 from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings
-from hftrainer.parallel.fsdp_sharding import broadcast_weights, find_units
 from hftrainer.parallel.plan import LightningPlan
+from hftrainer.strategies.fsdp_sharding import broadcast_weights, find_units
 from hftrainer_xla import devices as xla
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,6 @@ from hftrainer.checkpointing.weights import LoadResult, first_file, weights_file
 from hftrainer.compat import libraries
 from hftrainer.compat.libraries import bare_name
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsupportedArgument
-from hftrainer.parallel.fsdp_sharding import reshard
 from hftrainer.parallel.process_group import CollectiveCall
 
 # This is not always a mistake: one process may write and read all.
@@ -84,6 +83,16 @@ def prepare_for_saving(state: dict[str, Any], model: nn.Module) -> dict[str, Any
         if first_name in state and bare_name(name) in state:
             state[bare_name(name)] = state[first_name]
     return state
+
+
+def reshard(model: nn.Module) -> None:
+    """Reshard all parameters. FSDP2 keeps them gathered after a forward pass without a backward pass.
+
+    The optimizer holds the sharded parameters, not the gathered ones.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def broadcast_buffers(model: nn.Module) -> None:

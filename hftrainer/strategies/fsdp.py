@@ -13,12 +13,12 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from hftrainer.checkpointing import names, optimizer_state, sharded
 from hftrainer.compat import libraries
-from hftrainer.parallel import fsdp_sharding as sharding
 from hftrainer.parallel.fsdp_settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_group import cpu_group
 from hftrainer.parallel.process_state import DistributedType
 from hftrainer.plugins import import_adapter
+from hftrainer.strategies import fsdp_sharding as sharding
 from hftrainer.strategies.strategy import CallWrite, MakeOptimizer, Strategy
 
 

@@ -37,7 +37,7 @@ OF_OTHERS = {
     },
     "hftrainer_deepspeed.settings": {"_rank_info": "our arguments"},
     "hftrainer_deepspeed.strategy": {"_move_model_to_device": "transformers' Trainer, and ours"},
-    "hftrainer.parallel.fsdp_sharding": {"_no_split_modules": "transformers' models"},
+    "hftrainer.strategies.fsdp_sharding": {"_no_split_modules": "transformers' models"},
     "hftrainer.parallel.plan": {"_is_distributed_loading_by_transformers": "transformers' models"},
     "hftrainer_xla.devices": _XLA,
     "hftrainer_xla.sharding": {"_XLAC": "torch_xla", "_get_xla_sharding_spec": "torch_xla"},

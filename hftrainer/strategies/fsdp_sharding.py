@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 
+from hftrainer.checkpointing.sharded import reshard
 from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.fsdp_settings import FsdpSettings
 from hftrainer.parallel.plan import LightningPlan
@@ -70,16 +71,6 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     if hasattr(model, "generate") and settings.version == 2:
         fsdp.register_fsdp_forward_method(model, "generate")
     return sharded
-
-
-def reshard(model: nn.Module) -> None:
-    """Reshard all parameters. FSDP2 keeps them gathered after a forward pass without a backward pass.
-
-    The optimizer holds the sharded parameters, not the gathered ones.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _explain_error(error: ValueError, model: nn.Module, settings: FsdpSettings) -> InvalidConfig:
