@@ -24,7 +24,7 @@ from hftrainer.base.tracebacks import HideEngineFrames
 from hftrainer.callbacks.handler import CallbackHandler, restore_callbacks, warn_about_unrestored_callbacks
 from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing import names, resume
+from hftrainer.checkpointing import layout, resume
 from hftrainer.checkpointing.lightning_ckpt import unpacked_ckpt
 from hftrainer.checkpointing.optimizer_state import load_scheduler_or_scaler
 from hftrainer.compat.overrides import overridable_property, record_methods
@@ -59,9 +59,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Scripts import these names from this module.
-TRAINER_STATE_NAME, TRAINING_ARGS_NAME = names.TRAINER_STATE_NAME, names.TRAINING_ARGS_NAME
-OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME = names.OPTIMIZER_NAME, names.SCHEDULER_NAME, names.SCALER_NAME
-PREFIX_CHECKPOINT_DIR = names.PREFIX_CHECKPOINT_DIR
+TRAINER_STATE_NAME, TRAINING_ARGS_NAME = layout.TRAINER_STATE_NAME, layout.TRAINING_ARGS_NAME
+OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME = layout.OPTIMIZER_NAME, layout.SCHEDULER_NAME, layout.SCALER_NAME
+PREFIX_CHECKPOINT_DIR = layout.PREFIX_CHECKPOINT_DIR
 
 #: Class of the progress bar, named as in transformers. Notebooks use `NotebookProgressCallback` instead.
 DEFAULT_PROGRESS_CALLBACK = ProgressCallback
@@ -901,13 +901,13 @@ class Trainer(EarlierMethods):
         """Write the states of the optimizer and the scheduler."""
         self._hftrainer.saver.save_state_files(self._hftrainer.require_optimizer, output_dir)
         if not self._hftrainer.strategy.owns_scheduler:
-            path = os.path.join(output_dir, names.SCHEDULER_NAME)
+            path = os.path.join(output_dir, layout.SCHEDULER_NAME)
             self._hftrainer.checkpoint_writer.save(self.lr_scheduler.state_dict(), path)
 
     def _save_scaler(self, output_dir: str) -> None:
         """Write the loss scaler's state, if training uses fp16."""
         if self.accelerator.scaler is not None and self._hftrainer.policy.saves_scaler:
-            torch.save(self.accelerator.scaler.state_dict(), os.path.join(output_dir, names.SCALER_NAME))
+            torch.save(self.accelerator.scaler.state_dict(), os.path.join(output_dir, layout.SCALER_NAME))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Load the loss scaler's state, if the checkpoint has it."""
@@ -916,7 +916,7 @@ class Trainer(EarlierMethods):
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write this process's random states."""
-        path = os.path.join(output_dir, names.rng_name(self.args.process_index, self.args.world_size))
+        path = os.path.join(output_dir, layout.rng_name(self.args.process_index, self.args.world_size))
         torch.save(rng_state(), path)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -951,7 +951,7 @@ class Trainer(EarlierMethods):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random states of a checkpoint."""
         if checkpoint is not None:
-            name = names.rng_name(self.args.process_index, self.args.world_size)
+            name = layout.rng_name(self.args.process_index, self.args.world_size)
             load_rng_file(os.path.join(checkpoint, name))
 
     def _load_callback_state(self) -> None:

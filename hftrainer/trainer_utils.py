@@ -20,7 +20,7 @@ from hftrainer.arguments.choices import (
 from hftrainer.base.nested import nested_apply
 from hftrainer.base.signatures import number_of_arguments as number_of_arguments
 from hftrainer.callbacks.state import is_measurement
-from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
+from hftrainer.checkpointing.layout import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
 from hftrainer.checkpointing.run_checkpoints import get_last_checkpoint as get_last_checkpoint
 from hftrainer.compat.libraries import has_length as has_length
 from hftrainer.data.randomness import (

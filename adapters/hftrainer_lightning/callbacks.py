@@ -34,7 +34,7 @@ from torch.optim.swa_utils import update_bn
 from hftrainer.base.content_checks import name_file_in_errors
 from hftrainer.base.signatures import can_call
 from hftrainer.base.tracebacks import add_note
-from hftrainer.checkpointing.names import MODEL_PREFIX
+from hftrainer.checkpointing.layout import MODEL_PREFIX
 from hftrainer.compat.libraries import has_length
 from hftrainer_lightning.private_api import callback_hooks
 from hftrainer_lightning.private_api.epoch_loop import use_previous_epoch

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer import errors
 from hftrainer.arguments import legacy
-from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
+from hftrainer.checkpointing.layout import PREFIX_CHECKPOINT_DIR
 from hftrainer.search.backend import SearchBackend, check_keywords, check_limits, no_trial_message, read_directions
 from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.search.workers import PickledTrainer, pickle_trainer

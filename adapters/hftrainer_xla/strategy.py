@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hftrainer.base.safe_loading import load_torch_file
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.checkpointing.weights import load_weights
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.parallel.fsdp_settings import FsdpPlugin
@@ -166,7 +166,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
     ) -> None:
         """Load this process's shard of the optimizer state, and the scheduler's state."""
-        path = os.path.join(folder, names.SCHEDULER_NAME)
+        path = os.path.join(folder, layout.SCHEDULER_NAME)
         if not os.path.isfile(path):
             logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
             return

@@ -17,7 +17,7 @@ import safetensors
 import torch
 
 from hftrainer.base.safe_loading import load_torch_file
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.errors import DamagedCheckpoint, InvalidSetup, UnsafeCheckpoint
 
 #: Suffixes of files that `torch.save` writes.
@@ -81,7 +81,7 @@ def _unreadable_json_reason(path: Path) -> str | None:
         value: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         return f"cannot be read ({error})"
-    if path.name == names.TRAINER_STATE_NAME and not (isinstance(value, dict) and "global_step" in value):
+    if path.name == layout.TRAINER_STATE_NAME and not (isinstance(value, dict) and "global_step" in value):
         return "does not contain a state"
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if path.name.endswith(".index.json") and not isinstance(weight_map, dict):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.checkpointing.file_checks import has_format, unreadable_reason
 from hftrainer.checkpointing.weights import has_deepspeed_shards, has_weights, missing_shard
 from hftrainer.checkpointing.writing.files import Entry, crc32_of_file, list_files, read_manifest, write_manifest
@@ -21,17 +21,17 @@ _WEIGHTS_FILE = re.compile(r"(\.safetensors|model(_fsdp)?\.bin|pytorch_model-.*\
 #: All files that a resumed run reads. Added files with other names are not checked.
 _RESUME_FILES = re.compile(
     rf"{_WEIGHTS.pattern}|^((optimizer|rng_state|progress)[\w-]*|scheduler|scaler|lightning_callbacks)\.(pt|pth|bin)$"
-    rf"|^{re.escape(names.TRAINER_STATE_NAME)}$"
+    rf"|^{re.escape(layout.TRAINER_STATE_NAME)}$"
 )
 #: Suffixes of the files in torch's distributed checkpoints.
-_SHARD_SUFFIXES = (names.SHARD_SUFFIX, names.LIST_OF_SHARDS)
+_SHARD_SUFFIXES = (layout.SHARD_SUFFIX, layout.LIST_OF_SHARDS)
 _RESIZED = "has changed size since it was written"
 
 
 def _is_weights_file(name: str) -> bool:
     """Whether a file holds weights, a shard of them, or a list of their shards."""
     if name.endswith(_SHARD_SUFFIXES):
-        return not name.startswith(f"{names.SHARD_FOLDERS['optimizer']}/")
+        return not name.startswith(f"{layout.SHARD_FOLDERS['optimizer']}/")
     return _WEIGHTS.search(Path(name).name) is not None
 
 
@@ -90,7 +90,7 @@ class Inspection:
     @property
     def can_be_accepted(self) -> bool:
         """Whether `accept_checkpoint` can resolve the damage: altered files, or a damaged manifest."""
-        return names.MANIFEST_NAME in (self.fault or "") or (bool(self.altered) and self.fault is None)
+        return layout.MANIFEST_NAME in (self.fault or "") or (bool(self.altered) and self.fault is None)
 
 
 def inspect_checkpoint(folder: str | Path, *, contents: bool = True, only_weights: bool = False) -> Inspection:
@@ -114,7 +114,7 @@ def inspect_checkpoint(folder: str | Path, *, contents: bool = True, only_weight
 
 
 def _inspect_contents(folder: Path, contents: bool, only_weights: bool) -> Inspection:
-    state = folder / names.TRAINER_STATE_NAME
+    state = folder / layout.TRAINER_STATE_NAME
     if not (only_weights or state.is_file()):
         return Inspection(folder, fault=f"{state} is missing")
     manifest = read_manifest(folder)
@@ -179,9 +179,9 @@ def _damaged_shard(inspection: Inspection) -> str | None:
     resized = inspection.resized
     for name in (*removed, *resized):
         is_removed = name in removed
-        list_path = Path(name).with_name(names.LIST_OF_SHARDS)
+        list_path = Path(name).with_name(layout.LIST_OF_SHARDS)
         is_listed = (folder / list_path).is_file() and list_path.as_posix() not in (*inspection.added, *resized)
-        if name.endswith(names.SHARD_SUFFIX) and is_listed:
+        if name.endswith(layout.SHARD_SUFFIX) and is_listed:
             return f"{folder / name} {'is missing' if is_removed else _RESIZED}"
     return None
 
@@ -189,10 +189,10 @@ def _damaged_shard(inspection: Inspection) -> str | None:
 def not_a_checkpoint_reason(folder: str | Path) -> str | None:
     """Why the folder is not a checkpoint; None if it has a trainer state."""
     folder = Path(folder)
-    if (folder / names.TRAINER_STATE_NAME).is_file():
+    if (folder / layout.TRAINER_STATE_NAME).is_file():
         return None
     if folder.is_dir():
-        return f"it lacks {names.TRAINER_STATE_NAME}"
+        return f"it lacks {layout.TRAINER_STATE_NAME}"
     return "it is not a folder" if folder.exists() else "the folder does not exist"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hftrainer.base.safe_loading import load_torch_file
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotFound
 
@@ -49,8 +49,8 @@ def _convert_ckpt(path: str, folder: str) -> None:
     def write(name: str, value: Any) -> None:
         torch.save(value, os.path.join(folder, name))
 
-    prefix = names.MODEL_PREFIX
-    write(names.WEIGHTS_NAME, {name.removeprefix(prefix): tensor for name, tensor in saved["state_dict"].items()})
+    prefix = layout.MODEL_PREFIX
+    write(layout.WEIGHTS_NAME, {name.removeprefix(prefix): tensor for name, tensor in saved["state_dict"].items()})
     optimizer = saved["optimizer_states"][0]
     # A sharded run keys the states by name.
     has_names = any(isinstance(key, str) for key in optimizer["state"])
@@ -58,15 +58,15 @@ def _convert_ckpt(path: str, folder: str) -> None:
         optimizer["state"] = {name.removeprefix(prefix): state for name, state in optimizer["state"].items()}
         for group in optimizer["param_groups"]:
             group["params"] = [name.removeprefix(prefix) for name in group["params"]]
-    write(names.FULL_STATE_FILES["optimizer"] if has_names else names.OPTIMIZER_NAME, optimizer)
-    write(names.SCHEDULER_NAME, trainer_entry["scheduler"])
-    write(names.rng_name(0, 1), trainer_entry["rng"])
-    write(names.progress_name(0, 1), trainer_entry["progress"])
+    write(layout.FULL_STATE_FILES["optimizer"] if has_names else layout.OPTIMIZER_NAME, optimizer)
+    write(layout.SCHEDULER_NAME, trainer_entry["scheduler"])
+    write(layout.rng_name(0, 1), trainer_entry["rng"])
+    write(layout.progress_name(0, 1), trainer_entry["progress"])
     if trainer_entry["scaler"] is not None:
-        write(names.SCALER_NAME, trainer_entry["scaler"])
+        write(layout.SCALER_NAME, trainer_entry["scaler"])
     if callback_states := {name: value for name, value in saved.items() if name not in _LIGHTNING_KEYS | {TRAINER_KEY}}:
-        write(names.LIGHTNING_CALLBACKS_NAME, callback_states)
-    with open(os.path.join(folder, names.TRAINER_STATE_NAME), "w", encoding="utf-8") as file:
+        write(layout.LIGHTNING_CALLBACKS_NAME, callback_states)
+    with open(os.path.join(folder, layout.TRAINER_STATE_NAME), "w", encoding="utf-8") as file:
         json.dump(trainer_entry["trainer_state"], file)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from hftrainer.arguments.choices import as_text
 from hftrainer.base.content_checks import name_file_in_errors
 from hftrainer.base.safe_loading import load_torch_file, projectors
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.checkpointing.file_checks import FRESH_OPTIMIZER, check_optimizer_state, check_value_types
 from hftrainer.checkpointing.saved_arguments import read_arguments
 from hftrainer.compat.libraries import bare_name
@@ -43,10 +43,10 @@ def load_optimizer_and_scheduler(
         scheduler: its schedule.
         is_sharded: whether the model is sharded over processes; if so, all processes must call this function.
     """
-    optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
-    scheduler_file = os.path.join(folder, names.SCHEDULER_NAME)
+    optimizer_file = os.path.join(folder, layout.OPTIMIZER_NAME)
+    scheduler_file = os.path.join(folder, layout.SCHEDULER_NAME)
     shard_folder = _find_optimizer_shards(folder)
-    has_full_state = names.has_state_files(names.FULL_STATE_FILES, "optimizer", folder)
+    has_full_state = layout.has_state_files(layout.FULL_STATE_FILES, "optimizer", folder)
     if not ((os.path.isfile(optimizer_file) or shard_folder or has_full_state) and os.path.isfile(scheduler_file)):
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return
@@ -75,12 +75,12 @@ def _load_optimizer(
         sharded: whether the model is sharded, or the state is keyed by name.
         shard_folder: the folder of shards that holds the state, if any.
     """
-    optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
+    optimizer_file = os.path.join(folder, layout.OPTIMIZER_NAME)
     if sharded or shard_folder:
         # Imported late, since the module imports torch's FSDP.
         from hftrainer.checkpointing import sharded as sharded_states
 
-        if not sharded and shard_folder and os.path.basename(shard_folder) == names.DCP_FOLDER:
+        if not sharded and shard_folder and os.path.basename(shard_folder) == layout.DCP_FOLDER:
             state = sharded_states.read_dcp_optimizer(shard_folder, model, optimizer)
             _load_whole_optimizer(state, shard_folder, model, optimizer)
             return False
@@ -114,8 +114,8 @@ def _load_whole_optimizer(
 
 def explain_incompatible_state(folder: str, args: TrainingArguments, error: Exception) -> None:
     """Raise InvalidSetup if a state did not load since it was written with another `optim` or `lr_scheduler_type`."""
-    path = os.path.join(folder, names.TRAINING_ARGS_NAME)
-    name = "lr_scheduler_type" if names.SCHEDULER_NAME in str(error) else "optim"
+    path = os.path.join(folder, layout.TRAINING_ARGS_NAME)
+    name = "lr_scheduler_type" if layout.SCHEDULER_NAME in str(error) else "optim"
     current = as_text(getattr(args, name))
     saved = read_arguments(path).get(name) if os.path.isfile(path) else None
     if saved not in (None, current):
@@ -143,8 +143,8 @@ def _check_group_count(scheduler_file: str, count: int) -> None:
 
 def _find_optimizer_shards(folder: str) -> str | None:
     """The folder of shards that holds the optimizer's state, if any. A DCP folder may lack it."""
-    shard_folder = names.find_shard_folder("optimizer", folder)
-    if shard_folder is None or os.path.basename(shard_folder) != names.DCP_FOLDER:
+    shard_folder = layout.find_shard_folder("optimizer", folder)
+    if shard_folder is None or os.path.basename(shard_folder) != layout.DCP_FOLDER:
         return shard_folder
     # Imported late, since the module imports torch's FSDP.
     from hftrainer.checkpointing.sharded import holds_optimizer

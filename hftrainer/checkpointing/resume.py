@@ -14,7 +14,7 @@ from hftrainer.base.content_checks import name_file_in_errors
 from hftrainer.base.messages import command_name, log_once
 from hftrainer.base.safe_loading import load_torch_file
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.checkpointing.file_checks import check_value_types
 from hftrainer.checkpointing.inspection import Inspection, inspect_checkpoint
 from hftrainer.checkpointing.run_checkpoints import find_intact, get_last_checkpoint
@@ -35,8 +35,8 @@ def resume_path_from_model_path(model_path: str | bool, resume_from_checkpoint: 
     if resume_from_checkpoint is not None:
         given = f"train(model_path={model_path!r}, resume_from_checkpoint={resume_from_checkpoint!r})"
         raise InvalidArgument(f"{given}: the first is the old name of the second. Pass only one of them.")
-    has_state = isinstance(model_path, bool) or os.path.isfile(os.path.join(model_path, names.TRAINER_STATE_NAME))
-    note = "" if has_state else f"; {model_path!r} has no {names.TRAINER_STATE_NAME}, so nothing is resumed"
+    has_state = isinstance(model_path, bool) or os.path.isfile(os.path.join(model_path, layout.TRAINER_STATE_NAME))
+    note = "" if has_state else f"; {model_path!r} has no {layout.TRAINER_STATE_NAME}, so nothing is resumed"
     warnings.warn(f"train(model_path=...) is now train(resume_from_checkpoint=...){note}.", FutureWarning, stacklevel=3)
     return model_path if has_state else None
 
@@ -90,10 +90,10 @@ def _check_given_folder(folder: str, output_dir: str) -> None:
     if not os.path.isdir(folder):
         text = f"Can't find a valid checkpoint at {folder}: the folder does not exist (resume_from_checkpoint)."
         raise CheckpointNotFound(text + _hint_for_missing(folder, output_dir))
-    if not os.path.isfile(os.path.join(folder, names.TRAINER_STATE_NAME)):
+    if not os.path.isfile(os.path.join(folder, layout.TRAINER_STATE_NAME)):
         hint = f" Did you mean {inner_checkpoint!r}?" if (inner_checkpoint := get_last_checkpoint(folder)) else ""
         text = f"Can't find a valid checkpoint at {folder}, the value of resume_from_checkpoint"
-        raise CheckpointNotFound(f"{text}: it lacks {names.TRAINER_STATE_NAME}.{hint}")
+        raise CheckpointNotFound(f"{text}: it lacks {layout.TRAINER_STATE_NAME}.{hint}")
     inspection = inspect_checkpoint(folder)
     if (reason := inspection.unusable_reason) is not None:
         reason = reason.replace(os.path.join(folder, ""), "")
@@ -110,9 +110,9 @@ def _hint_for_missing(path: str, output_dir: str) -> str:
     if path.lower() in ("1", "last"):
         return " On a command line, true or auto means the newest checkpoint; in Python, True."
     parent = os.path.dirname(path)
-    if os.path.isfile(os.path.join(parent, names.TRAINER_STATE_NAME)):
+    if os.path.isfile(os.path.join(parent, layout.TRAINER_STATE_NAME)):
         return f" Did you mean {parent!r}?"
-    nearest = names.describe_nearest(path, output_dir)
+    nearest = layout.describe_nearest(path, output_dir)
     return f" The {nearest}." if nearest else ""
 
 
@@ -120,7 +120,7 @@ def warn_about_earlier_run(args: TrainingArguments) -> None:
     """Warn, once, that a run which starts from scratch saves into a folder with another run's checkpoints."""
     folder = str(args.output_dir)
     saves = as_text(args.save_strategy) != "no"
-    newest = next(names.checkpoints_newest_first(folder), None) if saves and os.path.isdir(folder) else None
+    newest = next(layout.checkpoints_newest_first(folder), None) if saves and os.path.isdir(folder) else None
     if newest is not None:
         known = f"{folder} already has checkpoints, up to {os.path.basename(newest)}; this run starts from scratch"
         log_once(logger, f"{known}. Pass resume_from_checkpoint=True, or use another output_dir.")
@@ -154,7 +154,7 @@ def unloadable_reason(best_folder: str) -> str | None:
 
 def load_state(folder: str, args: TrainingArguments, max_steps: int) -> TrainerState:
     """Load the state of a checkpoint, and log a warning about changed arguments if steps are left."""
-    state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
+    state = TrainerState.load_from_json(os.path.join(folder, layout.TRAINER_STATE_NAME))
     if (best_folder := state.best_model_checkpoint) is not None and not os.path.isdir(best_folder):
         sibling = os.path.join(os.path.dirname(os.path.abspath(folder)), os.path.basename(best_folder))
         state.best_model_checkpoint = sibling if os.path.isdir(sibling) else None
@@ -179,7 +179,7 @@ def warn_about_changed_arguments(args: TrainingArguments, state: TrainerState) -
 
 def load_lightning_callbacks(folder: str) -> dict[str, Any]:
     """The states of Lightning's callbacks; empty in a checkpoint of transformers."""
-    path = os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME)
+    path = os.path.join(folder, layout.LIGHTNING_CALLBACKS_NAME)
     states: dict[str, Any] = load_torch_file(path) if os.path.isfile(path) else {}
     with name_file_in_errors(path):
         check_value_types(states, {"callbacks": {}} if "callbacks" in states else {})

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from hftrainer.checkpointing.inspection import inspect_checkpoint
-from hftrainer.checkpointing.names import checkpoints_newest_first, sort_checkpoints
+from hftrainer.checkpointing.layout import checkpoints_newest_first, sort_checkpoints
 from hftrainer.checkpointing.writing.folder import CheckpointFolder
 
 logger = logging.getLogger(__name__)

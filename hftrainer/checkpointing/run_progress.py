@@ -17,7 +17,7 @@ import torch
 
 from hftrainer.base.content_checks import check_fields, name_file_in_errors
 from hftrainer.base.safe_loading import load_torch_file
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.checkpointing.file_checks import check_value_types
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import InvalidArgument
@@ -189,14 +189,14 @@ def load_progress(folder: str, process_index: int, world_size: int) -> RunProgre
         UnsafeCheckpoint: if the state of the training data contains objects that need unpickling.
         DamagedCheckpoint: if the file is truncated.
     """
-    candidates = [path for size in (1, 2) if os.path.isfile(path := os.path.join(folder, names.progress_name(0, size)))]
-    if not candidates:
+    paths = [path for size in (1, 2) if os.path.isfile(path := os.path.join(folder, layout.progress_name(0, size)))]
+    if not paths:
         return None
-    first = _read(candidates[0])
+    first = _read(paths[0])
     size = max(1, len(glob.glob(os.path.join(glob.escape(folder), "progress_*.pt"))))
     if size == world_size:
-        return first if process_index == 0 else _read(os.path.join(folder, names.progress_name(process_index, size)))
-    other_paths = [os.path.join(folder, names.progress_name(rank, size)) for rank in range(1, size)]
+        return first if process_index == 0 else _read(os.path.join(folder, layout.progress_name(process_index, size)))
+    other_paths = [os.path.join(folder, layout.progress_name(rank, size)) for rank in range(1, size)]
     # A .ckpt file holds only the progress of rank 0.
     all_progress = [first, *(_read(path) for path in other_paths if os.path.isfile(path))]
     first.loss = torch.stack([progress.loss for progress in all_progress]).mean()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hftrainer.arguments.accelerator_config import CONSTRUCTION_KEY
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.errors import DamagedCheckpoint
 
 #: Attributes that are not arguments: objects of accelerate, a copy of DeepSpeed's configuration, and
@@ -82,7 +82,7 @@ def read_arguments_of_run(folder: str, *, skip_unreadable: bool = False) -> dict
     Raises:
         DamagedCheckpoint: if the file cannot be read.
     """
-    paths = (Path(place) / names.TRAINING_ARGS_NAME for place in (folder, *names.checkpoints_newest_first(folder)))
+    paths = (Path(place) / layout.TRAINING_ARGS_NAME for place in (folder, *layout.checkpoints_newest_first(folder)))
     path = next(filter(zipfile.is_zipfile if skip_unreadable else Path.is_file, paths), None)
     arguments = {} if path is None else read_arguments(path)
     return {name: value for name, value in arguments.items() if name not in _PLACES}

@@ -26,8 +26,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDi
 
 from hftrainer.base.content_checks import check_file_name, name_file_in_errors
 from hftrainer.base.safe_loading import load_torch_file, projectors, read_pickle, read_weights, weights_only
-from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import FULL_STATE_FILES, SHARD_FOLDERS, has_state_files
+from hftrainer.checkpointing import layout
+from hftrainer.checkpointing.layout import FULL_STATE_FILES, SHARD_FOLDERS, has_state_files
 from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files
 from hftrainer.compat import libraries
 from hftrainer.compat.libraries import bare_name
@@ -123,7 +123,7 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool 
     Raises:
         CheckpointNotFound: if there are no weights, or only adapters, which a sharded model cannot load.
     """
-    if names.find_shard_folder("model", folder) is not None:
+    if layout.find_shard_folder("model", folder) is not None:
         load_model_shards(model, folder, only_trainable=only_trainable)
         return None
     full_file = first_file(folder, FULL_STATE_FILES["model"])
@@ -179,9 +179,9 @@ def load_optimizer(
     for group in optimizer.param_groups:
         if "train_mode" in group:
             group["train_mode"] = True
-    if (shard_folder := names.find_shard_folder("optimizer", folder)) is not None:
+    if (shard_folder := layout.find_shard_folder("optimizer", folder)) is not None:
         state = optimizer_state(model, optimizer, full=False)
-        if os.path.basename(shard_folder) == names.DCP_FOLDER:
+        if os.path.basename(shard_folder) == layout.DCP_FOLDER:
             check_unread_states(state["state"], shard_folder)
             _unflatten_optimizer_state(_load_shards("optimizer", _flatten_optimizer_state(state), shard_folder), state)
         else:
@@ -354,7 +354,7 @@ def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, is_only_
         group: the process group that coordinates the write; None for the default one.
         is_only_writer: whether only this process writes.
     """
-    _save(states, os.path.join(folder, names.DCP_FOLDER), group, is_only_writer=is_only_writer)
+    _save(states, os.path.join(folder, layout.DCP_FOLDER), group, is_only_writer=is_only_writer)
 
 
 def _save(states: dict[str, Any], path: str, group: Any, *, is_only_writer: bool = False) -> None:
@@ -366,7 +366,7 @@ def _save(states: dict[str, Any], path: str, group: Any, *, is_only_writer: bool
 
 def load_model_shards(model: nn.Module, folder: str, *, only_trainable: bool = False) -> None:
     """Load weights in place, whatever number of processes wrote them."""
-    shard_folder = names.find_shard_folder("model", folder)
+    shard_folder = layout.find_shard_folder("model", folder)
     assert shard_folder is not None
     state = _load_shards("model", model_state(model, full=False, only_trainable=only_trainable), shard_folder)
     state_dict.set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trainable))
@@ -422,7 +422,7 @@ class _ShardsReader(FileSystemReader):
 
     def __init__(self, shard_folder: str) -> None:
         super().__init__(shard_folder)
-        path = os.path.join(shard_folder, names.LIST_OF_SHARDS)
+        path = os.path.join(shard_folder, layout.LIST_OF_SHARDS)
         if not os.path.isfile(path):
             raise DamagedCheckpoint(f"{path} is missing{DamagedCheckpoint.REMEDY}")
         self._metadata: Metadata = read_pickle(path, _ALLOWED)

@@ -19,8 +19,8 @@ from huggingface_hub import save_torch_state_dict
 
 from hftrainer.base.content_checks import check_file_name, name_file_in_errors
 from hftrainer.base.safe_loading import read_weights
-from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import FULL_STATE_FILES, SHARD_FOLDERS, has_state_files
+from hftrainer.checkpointing import layout
+from hftrainer.checkpointing.layout import FULL_STATE_FILES, SHARD_FOLDERS, has_state_files
 from hftrainer.compat import libraries
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup
 from hftrainer.releases.followed import installed_release
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 #: Maximum size of a file of a plain module's weights; libraries' `save_pretrained` has its own limit.
 MAX_SHARD_SIZE = "5GB"
-_ADAPTERS = (names.ADAPTER_SAFE_WEIGHTS_NAME, names.ADAPTER_WEIGHTS_NAME)
+_ADAPTERS = (layout.ADAPTER_SAFE_WEIGHTS_NAME, layout.ADAPTER_WEIGHTS_NAME)
 #: DeepSpeed's files that name the folder with the newest states.
 _LATEST, _UNIVERSAL = "latest", "latest_universal"
 #: File name of a process's shard of parameters or optimizer states: the rank, and the suffix shared by all ranks.
@@ -56,7 +56,7 @@ def save_weights(model: Any, folder: str, state_dict: dict[str, Any] | None = No
     if safe:
         save_torch_state_dict(weights, folder, max_shard_size=MAX_SHARD_SIZE)
     else:
-        torch.save(weights, os.path.join(folder, names.WEIGHTS_NAME))
+        torch.save(weights, os.path.join(folder, layout.WEIGHTS_NAME))
 
 
 def make_meta_copy(model: Any) -> Any:
@@ -129,8 +129,8 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
     for name, tensor in tensors.items():
         tied_names.setdefault(id(tensor), []).append(name)
     weight_map: dict[str, str] = {}
-    safe_files = weights_files(folder, [names.SAFE_WEIGHTS_NAME], [names.SAFE_WEIGHTS_INDEX_NAME])
-    for path in safe_files or [os.path.join(folder, names.ADAPTER_SAFE_WEIGHTS_NAME)]:
+    safe_files = weights_files(folder, [layout.SAFE_WEIGHTS_NAME], [layout.SAFE_WEIGHTS_INDEX_NAME])
+    for path in safe_files or [os.path.join(folder, layout.ADAPTER_SAFE_WEIGHTS_NAME)]:
         weights = {name: tensor.clone() for name, tensor in read_weights(path).items()}
         for name in [name for name in weights if name in tensors]:
             weights.update(dict.fromkeys(tied_names[id(tensors[name])], weights[name]))
@@ -139,24 +139,24 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
         torch.save(weights, os.path.join(folder, file_name))
         weight_map.update(dict.fromkeys(weights, file_name))
         os.remove(path)
-    if (index := first_file(folder, names.SAFE_WEIGHTS_INDEX_NAME)) is not None:
+    if (index := first_file(folder, layout.SAFE_WEIGHTS_INDEX_NAME)) is not None:
         metadata = _read_index(index)["metadata"]
-        with open(os.path.join(folder, names.WEIGHTS_INDEX_NAME), "w", encoding="utf-8") as file:
+        with open(os.path.join(folder, layout.WEIGHTS_INDEX_NAME), "w", encoding="utf-8") as file:
             json.dump({"metadata": metadata, "weight_map": weight_map}, file, indent=2, sort_keys=True)
         os.remove(index)
 
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    has_fsdp = bool(names.find_shard_folder("model", folder)) or has_state_files(FULL_STATE_FILES, "model", folder)
+    has_fsdp = bool(layout.find_shard_folder("model", folder)) or has_state_files(FULL_STATE_FILES, "model", folder)
     return has_fsdp or has_deepspeed_shards(folder) or bool(weights_files(folder) or _adapter_folders(folder))
 
 
 def missing_shard(folder: str) -> str | None:
     """The first missing shard of the weights, by their index or of a process; None if none is missing."""
-    lists = [os.path.join(folder, name, names.LIST_OF_SHARDS) for name in SHARD_FOLDERS.values()]
-    if any(name.endswith(names.SHARD_SUFFIX) for name in _list_folder(os.path.join(folder, names.DCP_FOLDER))):
-        lists.append(os.path.join(folder, names.DCP_FOLDER, names.LIST_OF_SHARDS))
+    lists = [os.path.join(folder, name, layout.LIST_OF_SHARDS) for name in SHARD_FOLDERS.values()]
+    if any(name.endswith(layout.SHARD_SUFFIX) for name in _list_folder(os.path.join(folder, layout.DCP_FOLDER))):
+        lists.append(os.path.join(folder, layout.DCP_FOLDER, layout.LIST_OF_SHARDS))
     required = [*weights_files(folder), *(path for path in lists if os.path.isdir(os.path.dirname(path)))]
     return next((path for path in required if not os.path.isfile(path)), None) or missing_deepspeed_shard(folder)
 
@@ -182,7 +182,7 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
     Raises:
         CheckpointNotFound: if there are no weights.
     """
-    if names.find_shard_folder("model", folder) is not None:
+    if layout.find_shard_folder("model", folder) is not None:
         # Imported late, since the module imports torch's FSDP.
         from hftrainer.checkpointing.sharded import load_model_shards
 
@@ -203,8 +203,8 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
         )
     else:
         raise CheckpointNotFound(
-            f"There are no weights in {folder}: expected {names.SAFE_WEIGHTS_NAME}, {names.WEIGHTS_NAME}, an index of "
-            "shards, or adapters."
+            f"There are no weights in {folder}: expected {layout.SAFE_WEIGHTS_NAME}, {layout.WEIGHTS_NAME}, an index "
+            "of shards, or adapters."
         )
     return None
 
@@ -217,8 +217,8 @@ def first_file(folder: str, *candidates: str) -> str | None:
 
 def weights_files(
     folder: str,
-    files: Sequence[str] = (names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME),
-    indices: Sequence[str] = (names.SAFE_WEIGHTS_INDEX_NAME, names.WEIGHTS_INDEX_NAME),
+    files: Sequence[str] = (layout.SAFE_WEIGHTS_NAME, layout.WEIGHTS_NAME),
+    indices: Sequence[str] = (layout.SAFE_WEIGHTS_INDEX_NAME, layout.WEIGHTS_INDEX_NAME),
 ) -> list[str]:
     """The file with the weights, or the shards that an index lists; empty without either."""
     if (file := first_file(folder, *files)) is not None:
@@ -231,7 +231,7 @@ def weights_files(
 
 def plain_files(folder: str) -> list[str]:
     """The files with all weights, or all adapters; empty if the weights are in shards."""
-    return weights_files(folder, (names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME, *_ADAPTERS, FULL_STATE_FILES["model"]))
+    return weights_files(folder, (layout.SAFE_WEIGHTS_NAME, layout.WEIGHTS_NAME, *_ADAPTERS, FULL_STATE_FILES["model"]))
 
 
 def list_shards(index: str) -> list[str]:

@@ -38,7 +38,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.arguments.storage_url import explain_unreadable_url
     from hftrainer.checkpointing.inspection import not_a_checkpoint_reason
-    from hftrainer.checkpointing.names import checkpoints_newest_first, describe_nearest
+    from hftrainer.checkpointing.layout import checkpoints_newest_first, describe_nearest
     from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsafeCheckpoint
 
     folder = options.folder
@@ -95,13 +95,13 @@ def describe(folder: str) -> dict[str, Any]:
         DamagedCheckpoint: for a file that cannot be read.
     """
     from hftrainer.callbacks.state import TrainerState
-    from hftrainer.checkpointing import names
+    from hftrainer.checkpointing import layout
     from hftrainer.checkpointing.inspection import inspect_checkpoint
     from hftrainer.checkpointing.run_progress import load_progress
     from hftrainer.checkpointing.writing.files import list_files
     from hftrainer.errors import DamagedCheckpoint
 
-    state_file = os.path.join(folder, names.TRAINER_STATE_NAME)
+    state_file = os.path.join(folder, layout.TRAINER_STATE_NAME)
     try:
         state = TrainerState.load_from_json(state_file)
     except ValueError as error:
@@ -132,10 +132,10 @@ def describe(folder: str) -> dict[str, Any]:
 
 def _lacks(folder: str, has_position: bool) -> str | None:
     """The state that a resumed run has to start without, if any."""
-    from hftrainer.checkpointing import names
+    from hftrainer.checkpointing import layout
 
-    full_state = names.FULL_STATE_FILES["optimizer"]
-    optimizers = (names.OPTIMIZER_NAME, names.SHARD_FOLDERS["optimizer"], names.DCP_FOLDER, full_state, "latest")
+    full_state = layout.FULL_STATE_FILES["optimizer"]
+    optimizers = (layout.OPTIMIZER_NAME, layout.SHARD_FOLDERS["optimizer"], layout.DCP_FOLDER, full_state, "latest")
     lacks = [] if has_position else ["the position in the data"]
     if not any(os.path.exists(os.path.join(folder, name)) for name in optimizers):
         lacks.append("the optimizer's state (a checkpoint-xxx holds it, an output folder does not)")
@@ -144,12 +144,12 @@ def _lacks(folder: str, has_position: bool) -> str | None:
 
 def _strategy(folder: str) -> tuple[str, str]:
     """How the weights are stored, and which processes can resume from them."""
-    from hftrainer.checkpointing import names
+    from hftrainer.checkpointing import layout
     from hftrainer.checkpointing.weights import has_weights, read_deepspeed_tag
 
-    if os.path.isfile(os.path.join(folder, names.DCP_FOLDER, names.LIST_OF_SHARDS)):
+    if os.path.isfile(os.path.join(folder, layout.DCP_FOLDER, layout.LIST_OF_SHARDS)):
         return "in torch's distributed format (dcp)", "any number of processes, with DDP, FSDP or neither"
-    if names.has_state_files(names.SHARD_FOLDERS, "model", folder):
+    if layout.has_state_files(layout.SHARD_FOLDERS, "model", folder):
         return "a shard from each process, by FSDP", "any number of processes"
     if os.path.isfile(os.path.join(folder, "latest")):
         tag = read_deepspeed_tag(folder)

@@ -235,7 +235,7 @@ def _shorten(parting: ComparedValues) -> ComparedValues:
 def _saved(a: str, b: str) -> list[tuple[int, str, str]]:
     """Each optimizer step of which both runs have a state, with their folders."""
     from hftrainer.callbacks.state import TrainerState
-    from hftrainer.checkpointing.names import TRAINER_STATE_NAME
+    from hftrainer.checkpointing.layout import TRAINER_STATE_NAME
 
     def by_step(run: str) -> dict[int, str]:
         files = filter(os.path.isfile, (os.path.join(folder, TRAINER_STATE_NAME) for folder in _folders(run)))
@@ -247,7 +247,7 @@ def _saved(a: str, b: str) -> list[tuple[int, str, str]]:
 
 def _folders(run: str) -> list[str]:
     """The folder itself and its checkpoints, newest first."""
-    from hftrainer.checkpointing.names import checkpoints_newest_first
+    from hftrainer.checkpointing.layout import checkpoints_newest_first
 
     return [run, *checkpoints_newest_first(run)]
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.base.messages import format_duration, format_number
-from hftrainer.checkpointing.names import step_of
+from hftrainer.checkpointing.layout import step_of
 from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ from typing import Any
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.hub.failures import hub_reason, is_transient
 
 _REFERENCE = re.compile(r"hub:(?P<id>[^/@]+(?:/[^/@]+)?)(?:/(?P<folder>[^@]+?))?/?(?:@(?P<revision>.+))?")
 _STATE_FILE = re.compile(
-    rf"(?P<folder>{names.LAST_CHECKPOINT}|{names.PREFIX_CHECKPOINT_DIR}-(?P<step>\d+))/{names.TRAINER_STATE_NAME}"
+    rf"(?P<folder>{layout.LAST_CHECKPOINT}|{layout.PREFIX_CHECKPOINT_DIR}-(?P<step>\d+))/{layout.TRAINER_STATE_NAME}"
 )
 
 
@@ -48,7 +48,7 @@ def download_checkpoint(reference: str, args: Any) -> str:
         folder = folder or _newest_checkpoint(files)
         if folder is None:
             raise CheckpointNotFound(
-                f"the repository has no checkpoint, neither {names.LAST_CHECKPOINT} nor checkpoint-xxx; "
+                f"the repository has no checkpoint, neither {layout.LAST_CHECKPOINT} nor checkpoint-xxx; "
                 "hub_strategy='checkpoint' and 'all_checkpoints' upload them. If it has only weights, load them with "
                 "from_pretrained and start a new run"
             )

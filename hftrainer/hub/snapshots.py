@@ -18,7 +18,7 @@ from typing import Any
 
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.checkpointing.writing import files
 from hftrainer.checkpointing.writing.folder import clear_stale, staging_folder
 from hftrainer.hub.repository import IGNORE_PATTERNS
@@ -31,8 +31,8 @@ _WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".
 _IGNORED_BY_CLIENT = (".git/*", "*/.git/*", ".cache/huggingface/*", "*/.cache/huggingface/*")
 _MODEL_FILES = (
     *("config.json", "generation_config.json"),
-    *(names.WEIGHTS_NAME, names.SAFE_WEIGHTS_NAME),
-    *("adapter_config.json", names.ADAPTER_WEIGHTS_NAME, names.ADAPTER_SAFE_WEIGHTS_NAME),
+    *(layout.WEIGHTS_NAME, layout.SAFE_WEIGHTS_NAME),
+    *("adapter_config.json", layout.ADAPTER_WEIGHTS_NAME, layout.ADAPTER_SAFE_WEIGHTS_NAME),
 )
 #: Counts the Trainers of this process that upload.
 _trainer_numbers = itertools.count()
@@ -40,11 +40,11 @@ _trainer_numbers = itertools.count()
 
 def model_files(checkpoint: str) -> list[str]:
     """The names of a checkpoint's model files, and of its training arguments."""
-    folder = Path(checkpoint)
-    indexes = [name for name in (names.WEIGHTS_INDEX_NAME, names.SAFE_WEIGHTS_INDEX_NAME) if (folder / name).is_file()]
-    shards = {shard for name in indexes for shard in json.loads((folder / name).read_text())["weight_map"].values()}
-    candidates = (*_MODEL_FILES, *indexes, *sorted(shards), names.TRAINING_ARGS_NAME)
-    return [name for name in candidates if (folder / name).is_file()]
+    path = Path(checkpoint)
+    indexes = [name for name in (layout.WEIGHTS_INDEX_NAME, layout.SAFE_WEIGHTS_INDEX_NAME) if (path / name).is_file()]
+    shards = {shard for name in indexes for shard in json.loads((path / name).read_text())["weight_map"].values()}
+    candidates = (*_MODEL_FILES, *indexes, *sorted(shards), layout.TRAINING_ARGS_NAME)
+    return [name for name in candidates if (path / name).is_file()]
 
 
 @dataclass(eq=False)

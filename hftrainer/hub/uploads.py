@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.errors import HubError
 from hftrainer.hub.failures import hub_reason
 from hftrainer.hub.repository import IGNORE_PATTERNS, Repository
@@ -91,7 +91,7 @@ class Uploads:
             names_step: whether commit messages name the step rather than the epoch.
         """
         try:
-            state = TrainerState.load_from_json(os.path.join(checkpoint, names.TRAINER_STATE_NAME))
+            state = TrainerState.load_from_json(os.path.join(checkpoint, layout.TRAINER_STATE_NAME))
         except (OSError, ValueError, TypeError) as error:
             logger.warning("%s is not uploaded: it can no longer be read (%s).", checkpoint, error)
             return []
@@ -99,7 +99,7 @@ class Uploads:
         message = f"Training in progress, {progress}"
         commits = [PendingCommit(next(self._numbers), checkpoint, "", message)]
         if strategy in ("checkpoint", "all_checkpoints"):
-            path_in_repo = names.LAST_CHECKPOINT if strategy == "checkpoint" else os.path.basename(checkpoint)
+            path_in_repo = layout.LAST_CHECKPOINT if strategy == "checkpoint" else os.path.basename(checkpoint)
             commits.append(PendingCommit(next(self._numbers), checkpoint, path_in_repo, f"{message}, checkpoint"))
         return commits
 

@@ -28,8 +28,8 @@ from typing import Any
 
 from hftrainer.arguments.storage_url import explain_unreadable_url
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import checkpoints_newest_first
+from hftrainer.checkpointing import layout
+from hftrainer.checkpointing.layout import checkpoints_newest_first
 from hftrainer.errors import InvalidArgument, suggest
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ def read_state(folder: str) -> TrainerState:
     """
     check_folder(folder)
     # Only the log is needed, so a checkpoint without weights is enough.
-    paths = [Path(place) / names.TRAINER_STATE_NAME for place in (folder, *checkpoints_newest_first(folder))]
+    paths = [Path(place) / layout.TRAINER_STATE_NAME for place in (folder, *checkpoints_newest_first(folder))]
     files = [path for path in paths if path.is_file()]
     if not files:
         runs = {path.parent for name in ("checkpoint-*/", JOURNAL_NAME) for path in Path(folder).glob(f"*/{name}")}

@@ -15,7 +15,7 @@ from typing import Any
 
 from hftrainer.base.messages import format_number
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing.names import save_time, sort_checkpoints
+from hftrainer.checkpointing.layout import save_time, sort_checkpoints
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring import journal
 from hftrainer.parallel.environment import has_ended

@@ -9,8 +9,8 @@ from torch import nn
 
 from hftrainer.base.nested import nested_numpify
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import checkpoints_newest_first, sort_checkpoints
+from hftrainer.checkpointing import layout
+from hftrainer.checkpointing.layout import checkpoints_newest_first, sort_checkpoints
 from hftrainer.checkpointing.run_checkpoints import rotate_checkpoints
 from hftrainer.errors import InvalidSetup, UnsupportedArgument
 from hftrainer.model.apply_arguments import add_noise_to_embeddings
@@ -98,7 +98,7 @@ class EarlierMethods:
     def _sorted_checkpoints(
         self,
         output_dir: str | None = None,
-        checkpoint_prefix: str = names.PREFIX_CHECKPOINT_DIR,
+        checkpoint_prefix: str = layout.PREFIX_CHECKPOINT_DIR,
         use_mtime: bool = False,
     ) -> list[str]:
         """The checkpoint folders, oldest first (until v5.0); the arguments are those of `_rotate_checkpoints`."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.errors import InvalidArgument
 from hftrainer.reporting import panels
 from hftrainer.reporting.curves import DASHES, X_AXES, Curve, curves_of_run, read_charts
@@ -197,7 +197,7 @@ def plot(
         MissingPackage: if matplotlib is missing, or plotly for the page.
     """
     name = "training" if len(folders) == 1 else "comparison"
-    folder, step = folders[0], names.step_of(os.path.realpath(folders[0]))
+    folder, step = folders[0], layout.step_of(os.path.realpath(folders[0]))
     if step is not None:
         folder, name = os.path.normpath(os.path.join(folder, "..")), f"{name}-{step}"
     picture = Path(out) if out is not None else Path(folder) / f"{name}.png"

@@ -16,7 +16,7 @@ from hftrainer.arguments.choices import as_text
 from hftrainer.base.messages import command_name, count_of, format_bytes, format_duration, format_number
 from hftrainer.callbacks.log_lines import unfilter
 from hftrainer.callbacks.state import TrainerState, evaluation_key
-from hftrainer.checkpointing.names import checkpoints_newest_first
+from hftrainer.checkpointing.layout import checkpoints_newest_first
 from hftrainer.monitoring.journal import goodput, select_last_run
 from hftrainer.parallel import devices
 from hftrainer.reporting.memory import peak_process_memory

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.checkpointing.inspection import inspect_checkpoint
 from hftrainer.checkpointing.run_checkpoints import delete_all_but_best
 from hftrainer.checkpointing.writing.files import read_manifest
@@ -199,7 +199,7 @@ class Mirror:
 
         Checkpoints that this mirror does not upload are kept.
         """
-        local = [self._remote_name(path) for path in names.sort_checkpoints(str(self.local / folder))]
+        local = [self._remote_name(path) for path in layout.sort_checkpoints(str(self.local / folder))]
         for name in [name for name in local[: -self._keep_local] if name not in kept_names]:
             if name in self._missing_reasons:
                 logger.error("%s is deleted, though it was not uploaded: keep_local=%s.", name, self._keep_local)
@@ -228,7 +228,7 @@ class Mirror:
         """
         local = self._newest_local(run_folder)
         for name in reversed(self.remote.checkpoints(self._remote_name(run_folder))):
-            if local is not None and (names.step_of(name) or 0) <= (names.step_of(local) or 0):
+            if local is not None and (layout.step_of(name) or 0) <= (layout.step_of(local) or 0):
                 break
             try:
                 self._download(name)
@@ -271,7 +271,7 @@ class Mirror:
 
     def _newest_local(self, run_folder: str) -> str | None:
         """The newest intact local checkpoint that was not deleted or replaced at the URL."""
-        for path in names.checkpoints_newest_first(run_folder) if os.path.isdir(run_folder) else ():
+        for path in layout.checkpoints_newest_first(run_folder) if os.path.isdir(run_folder) else ():
             name = self._remote_name(path)
             if (reason := inspect_checkpoint(path).skip_reason_within) is not None:
                 logger.warning("%s is damaged and is skipped: %s.", path, reason)
@@ -305,8 +305,8 @@ class Mirror:
         return status.st_mtime_ns, status.st_size
 
     def _local_files(self) -> Iterator[str]:
-        for root, folders, files in os.walk(self.local):
-            folders[:] = [name for name in folders if not name.startswith((f"{names.PREFIX_CHECKPOINT_DIR}-", "_tmp_"))]
+        for root, dirs, files in os.walk(self.local):
+            dirs[:] = [name for name in dirs if not name.startswith((f"{layout.PREFIX_CHECKPOINT_DIR}-", "_tmp_"))]
             for name in sorted(files):
                 path = os.path.join(root, name)
                 if name != _UPLOADS_FILE and not name.startswith("_tmp_") and os.path.isfile(path):

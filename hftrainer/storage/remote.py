@@ -19,7 +19,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.registry import known_implementations
 from huggingface_hub import constants
 
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.checkpointing.writing.files import Entry, crc32_of_file, crc32_of_list, parse_manifest
 from hftrainer.checkpointing.writing.folder import CheckpointFolder
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, MissingPackage, StorageError
@@ -86,12 +86,12 @@ class RemoteFolder:
     def checkpoints(self, folder: str = "") -> list[str]:
         """The names of the checkpoints in a folder, complete or not, sorted by step."""
         found = self._list(self._filesystem.ls, folder, detail=False)
-        checkpoints = [(step, name) for name in found if (step := names.step_of(name)) is not None]
+        checkpoints = [(step, name) for name in found if (step := layout.step_of(name)) is not None]
         return [name for _, name in sorted(checkpoints)]
 
     def manifest(self, checkpoint: str) -> dict[str, Entry] | None:
         """The entries of a checkpoint's manifest; None if the checkpoint is incomplete."""
-        path = f"{checkpoint}/{names.MANIFEST_NAME}"
+        path = f"{checkpoint}/{layout.MANIFEST_NAME}"
         try:
             content = self._call_on_existing_file(
                 lambda: self._filesystem.cat_file(path), f"{self.url}/{path} cannot be read"
@@ -103,7 +103,7 @@ class RemoteFolder:
 
     def has_manifest(self, checkpoint: str) -> bool:
         """Whether a checkpoint has a manifest, readable or not."""
-        path = f"{checkpoint}/{names.MANIFEST_NAME}"
+        path = f"{checkpoint}/{layout.MANIFEST_NAME}"
         return self._call(lambda: self._filesystem.exists(path), f"{self.url}/{path} cannot be read")
 
     def upload(self, local: Path, checkpoint: str) -> None:
@@ -112,15 +112,15 @@ class RemoteFolder:
         Raises:
             StorageError: if the upload fails after retries.
         """
-        manifest = f"{checkpoint}/{names.MANIFEST_NAME}"
-        entries = parse_manifest((local / names.MANIFEST_NAME).read_bytes(), str(local))
+        manifest = f"{checkpoint}/{layout.MANIFEST_NAME}"
+        entries = parse_manifest((local / layout.MANIFEST_NAME).read_bytes(), str(local))
         self.delete_files([manifest])
         self.delete_files(
             set(self._list(self._filesystem.find, checkpoint)) - {f"{checkpoint}/{name}" for name in entries}
         )
         for name in entries:
             self.upload_file(local / name, f"{checkpoint}/{name}")
-        self.upload_file(local / names.MANIFEST_NAME, manifest)
+        self.upload_file(local / layout.MANIFEST_NAME, manifest)
 
     def download(self, checkpoint: str, local: str) -> None:
         """Download a checkpoint into a local folder atomically.
@@ -151,7 +151,7 @@ class RemoteFolder:
 
     def delete_checkpoint(self, checkpoint: str) -> None:
         """Delete a checkpoint, its manifest first."""
-        self.delete_files([f"{checkpoint}/{names.MANIFEST_NAME}"])
+        self.delete_files([f"{checkpoint}/{layout.MANIFEST_NAME}"])
         self.delete_files(self._list(self._filesystem.find, checkpoint))
         failure = f"{self.url}/{checkpoint} cannot be deleted"
         # In object stores, folders are only parts of names.
@@ -163,7 +163,7 @@ class RemoteFolder:
     def files(self) -> list[str]:
         """The names of all files outside of checkpoints."""
         file_names = self._list(self._filesystem.find, "")
-        return [name for name in file_names if all(names.step_of(part) is None for part in name.split("/")[:-1])]
+        return [name for name in file_names if all(layout.step_of(part) is None for part in name.split("/")[:-1])]
 
     def upload_file(self, local: Path, name: str) -> None:
         """Upload one file. Raises FileNotFoundError if it does not exist locally."""

@@ -12,7 +12,7 @@ from hftrainer.arguments.storage_url import check_url, staging_folder_of
 from hftrainer.base.messages import tell
 from hftrainer.base.part import Part
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, DamagedCheckpoint
 from hftrainer.trackers.base_callbacks import CheckpointPlace
 
@@ -108,7 +108,7 @@ class StorageSync(Part):
         """Fetch the checkpoint at a URL, and return its local folder."""
         check_url("resume_from_checkpoint", url)
         parent, _, name = url.rstrip("/").rpartition("/")
-        if not name.startswith(f"{names.PREFIX_CHECKPOINT_DIR}-"):
+        if not name.startswith(f"{layout.PREFIX_CHECKPOINT_DIR}-"):
             raise CheckpointNotFound(
                 f"resume_from_checkpoint={url!r}: pass the URL of a checkpoint-xxx folder, or True for the newest at "
                 "storage_url."
@@ -119,7 +119,7 @@ class StorageSync(Part):
 
         def fetch() -> None:
             if not mirror.holds(str(mirror.local / name)):
-                raise CheckpointNotFound(f"Can't find a valid checkpoint at {url}: it has no {names.MANIFEST_NAME}.")
+                raise CheckpointNotFound(f"Can't find a valid checkpoint at {url}: it has no {layout.MANIFEST_NAME}.")
             mirror.fetch(name)
 
         self._run_on_main(fetch)
@@ -154,7 +154,7 @@ class StorageSync(Part):
     @staticmethod
     def _fetch_best_checkpoint(mirror: Mirror, name: str) -> None:
         """Fetch the best checkpoint that another one names, if it is at the URL and intact."""
-        state = TrainerState.load_from_json(os.path.join(mirror.local, name, names.TRAINER_STATE_NAME))
+        state = TrainerState.load_from_json(os.path.join(mirror.local, name, layout.TRAINER_STATE_NAME))
         best_name = os.path.join(os.path.dirname(name), os.path.basename(state.best_model_checkpoint or ""))
         path = mirror.local / best_name
         if not state.best_model_checkpoint or path.is_dir() or not mirror.holds(str(path)):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hftrainer.checkpointing import names, optimizer_state
+from hftrainer.checkpointing import layout, optimizer_state
 from hftrainer.checkpointing.weights import load_weights
 from hftrainer.plugins import import_adapter
 from hftrainer.strategies.strategy import CallWrite, MakeOptimizer, Strategy
@@ -39,7 +39,7 @@ class DdpStrategy(Strategy):
     def state_files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """Yields the file name and the state of the optimizer."""
         if optimizer is not None and not self.initial_plan.saves_dcp:
-            yield names.OPTIMIZER_NAME, optimizer().state_dict()
+            yield layout.OPTIMIZER_NAME, optimizer().state_dict()
 
     def write_full_states(self, folder: str, write: CallWrite) -> None:
         """Write the states in DCP format, if the plan asks for it."""

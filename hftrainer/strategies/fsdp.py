@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from hftrainer.checkpointing import names, optimizer_state, sharded
+from hftrainer.checkpointing import layout, optimizer_state, sharded
 from hftrainer.compat import libraries
 from hftrainer.parallel.fsdp_settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan
@@ -137,7 +137,7 @@ class FsdpStrategy(Strategy):
         """Yields the file name and the contents of each full state that was gathered."""
         for kind, state in self._gathered_states.items():
             if not (self.writes_shards or (kind == "model" and self.plugin is None)):
-                yield names.FULL_STATE_FILES[kind], state
+                yield layout.FULL_STATE_FILES[kind], state
 
     def _write_shards(self, folder: str, write: CallWrite) -> None:
         plan = self.initial_plan

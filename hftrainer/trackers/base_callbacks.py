@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
-from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
+from hftrainer.checkpointing.layout import PREFIX_CHECKPOINT_DIR
 from hftrainer.errors import MissingPackage
 from hftrainer.plugins import import_adapter
 from hftrainer.training_args import TrainingArguments

@@ -14,7 +14,7 @@ from hftrainer.base.part import Part
 from hftrainer.base.signatures import call_with_accepted, has_parameter
 from hftrainer.callbacks.flow_callbacks import EarlyStoppingCallback
 from hftrainer.callbacks.state import evaluation_key
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.errors import InvalidArgument, MetricNotFound
 from hftrainer.optimizers.schedules import needs_metric
@@ -176,7 +176,7 @@ class ControlActions(Part):
             return False
         state.best_metric = value
         if not self.parts.policy.records_best_step:
-            folder = f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            folder = f"{layout.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             state.best_model_checkpoint = os.path.join(self.trainer._get_output_dir(trial), folder)
         if args.save_strategy != SaveStrategy.NO:
             state.best_global_step = state.global_step

@@ -15,7 +15,7 @@ from hftrainer.__main__ import main
 from hftrainer.base.messages import command_name
 from hftrainer.checkpointing.file_checks import unreadable_reason
 from hftrainer.checkpointing.inspection import Inspection, inspect_checkpoint
-from hftrainer.checkpointing.names import MANIFEST_NAME
+from hftrainer.checkpointing.layout import MANIFEST_NAME
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import BEST, HARM, OnSave, flip, grow, make_trainer, train_to_end, truncate, weights_of

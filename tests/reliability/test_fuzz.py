@@ -18,7 +18,7 @@ import torch
 from hypothesis import strategies as st
 
 from hftrainer import HfArgumentParser, TrainingArguments
-from hftrainer.checkpointing.names import MANIFEST_NAME, SHARD_FOLDERS
+from hftrainer.checkpointing.layout import MANIFEST_NAME, SHARD_FOLDERS
 from hftrainer.checkpointing.sharded import load_model_shards, load_optimizer
 from hftrainer.checkpointing.writing.files import crc32_of_list
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint

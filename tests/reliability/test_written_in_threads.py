@@ -17,7 +17,7 @@ import torch
 
 from hftrainer import Trainer
 from hftrainer.checkpointing.inspection import inspect_checkpoint
-from hftrainer.checkpointing.names import MANIFEST_NAME
+from hftrainer.checkpointing.layout import MANIFEST_NAME
 from hftrainer.checkpointing.run_checkpoints import get_last_checkpoint
 from hftrainer.checkpointing.writing import files
 from hftrainer.checkpointing.writing.files import write_manifest

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
-from hftrainer.checkpointing.names import MANIFEST_NAME
+from hftrainer.checkpointing.layout import MANIFEST_NAME
 from tests.support import tiny
 from tests.support.parity import assert_same_weights
 

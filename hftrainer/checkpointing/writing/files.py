@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.errors import DamagedCheckpoint, FolderNotCreated, NotAFolder
 
 #: Bytes read or written at once. They stay in the processor's cache until their checksum is computed.
@@ -297,7 +297,7 @@ def link_or_copy(source: Path, target: Path, *, link: bool = True) -> None:
 
 def list_files(folder: Path) -> list[str]:
     """The names of all files below a folder, except the manifest."""
-    manifests = {names.MANIFEST_NAME, f"_{names.MANIFEST_NAME}"}
+    manifests = {layout.MANIFEST_NAME, f"_{layout.MANIFEST_NAME}"}
     paths = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
     return [name for name in paths if name not in manifests]
 
@@ -311,7 +311,7 @@ def write_manifest(folder: Path, known_entries: Mapping[str, Entry] | None = Non
     """
     entries = _flush_and_describe([folder / name for name in list_files(folder)], known_entries or {})
     files = {path.relative_to(folder).as_posix(): dataclasses.asdict(entry) for path, entry in entries.items()}
-    manifest = folder / names.MANIFEST_NAME
+    manifest = folder / layout.MANIFEST_NAME
     # Write a temporary file, so that a killed process leaves the old manifest intact.
     temporary = manifest.with_name(f"_{manifest.name}")
     content = {"files": files, "crc32": crc32_of_list(files)}
@@ -367,7 +367,7 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
     Raises:
         DamagedCheckpoint: if the manifest cannot be read; the error names it.
     """
-    manifest = folder / names.MANIFEST_NAME
+    manifest = folder / layout.MANIFEST_NAME
     return parse_manifest(manifest.read_bytes(), str(manifest)) if manifest.is_file() else None
 
 

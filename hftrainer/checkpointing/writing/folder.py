@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.checkpointing.inspection import inspect_checkpoint
 from hftrainer.checkpointing.writing.files import Entry, flush_to_disk, write_manifest
 from hftrainer.parallel.environment import has_writer_ended, process_identifier
@@ -30,7 +30,7 @@ _REPLACED, _REMOVED = "replaced_", "removed_"
 #: The only hyphen is the one before the step, since some scripts split names there.
 _TEMPORARY_FOLDER = re.compile(
     rf"^_tmp_(?P<owner>.+\.\d+\.\d*)_(?P<prefix>{_REPLACED}|{_REMOVED}|)"
-    rf"(?P<name>({names.PREFIX_CHECKPOINT_DIR}|uploads)-\d+)$"
+    rf"(?P<name>({layout.PREFIX_CHECKPOINT_DIR}|uploads)-\d+)$"
 )
 
 
@@ -86,12 +86,12 @@ class CheckpointFolder:
         # The folder cannot be renamed: first delete the file that makes it a checkpoint.
         except OSError:
             path = self.path
-            (path / names.TRAINER_STATE_NAME).unlink(missing_ok=True)
+            (path / layout.TRAINER_STATE_NAME).unlink(missing_ok=True)
         shutil.rmtree(path)
 
     def complete(self, source: Path) -> None:
         """Publish the folder of a process that was killed before the last rename."""
-        is_intact = (source / names.MANIFEST_NAME).is_file() and inspect_checkpoint(source).skip_reason is None
+        is_intact = (source / layout.MANIFEST_NAME).is_file() and inspect_checkpoint(source).skip_reason is None
         if is_intact and inspect_checkpoint(self.path).skip_reason is not None:
             if self.path.exists():
                 shutil.rmtree(self.path)
@@ -113,7 +113,7 @@ def _move_folder(source: Path, target: Path) -> None:
 
 def _copy_in_order(source: Path, target: Path) -> None:
     """Copy a checkpoint so that the target becomes a checkpoint only with its last file."""
-    last_names = (names.MANIFEST_NAME, names.TRAINER_STATE_NAME)
+    last_names = (layout.MANIFEST_NAME, layout.TRAINER_STATE_NAME)
     files = [
         path for path in source.rglob("*") if path.is_file() and path.relative_to(source).as_posix() not in last_names
     ]

@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.checkpointing.writing import files, writer_process
 from hftrainer.checkpointing.writing.folder import CheckpointFolder
 from hftrainer.errors import CheckpointNotWritten
@@ -143,7 +143,7 @@ class ScriptFiles:
                 than the run count as files of earlier runs.
         """
         self._oldest = time.time_ns() - _CLOCK_LAG_NS if run_folder is None else 0
-        folders = [] if run_folder is None else Path(run_folder).glob(f"{names.PREFIX_CHECKPOINT_DIR}-*")
+        folders = [] if run_folder is None else Path(run_folder).glob(f"{layout.PREFIX_CHECKPOINT_DIR}-*")
         self._known_stamps = {folder / name: stamp for folder in folders for name, stamp in _stamps(folder).items()}
 
     def copy_to(self, checkpoint: CheckpointFolder) -> None:
@@ -165,7 +165,7 @@ class ScriptFiles:
 
 def _stamps(folder: Path) -> dict[Path, _Stamp]:
     """Relative path → stamp of each file in a folder; empty for a missing folder."""
-    manifests = {folder / names.MANIFEST_NAME, folder / f"_{names.MANIFEST_NAME}"}
+    manifests = {folder / layout.MANIFEST_NAME, folder / f"_{layout.MANIFEST_NAME}"}
     paths = [path for path in folder.rglob("*") if (path.is_file() or path.is_symlink()) and path not in manifests]
     return {path.relative_to(folder): (path.lstat().st_ctime_ns, path.lstat().st_size) for path in paths}
 

@@ -12,7 +12,7 @@ from hftrainer.base.messages import tell
 from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing import names, resume
+from hftrainer.checkpointing import layout, resume
 from hftrainer.checkpointing.run_progress import RunProgress, load_progress, read_global_batch_size
 from hftrainer.checkpointing.writing.files import check_writable
 from hftrainer.checkpointing.writing.folder import clear_stale
@@ -83,7 +83,7 @@ class CheckpointRestorer(Part):
                 raise
         finds_batch_size = self.trainer.args.auto_find_batch_size or self.parts.engine.finds_batch_size
         if finds_batch_size or not self.parts.policy.resumes_with_batch_size_of_arguments:
-            state = TrainerState.load_from_json(os.path.join(resume_folder, names.TRAINER_STATE_NAME))
+            state = TrainerState.load_from_json(os.path.join(resume_folder, layout.TRAINER_STATE_NAME))
             self.run.train_batch_size = state.train_batch_size or self.run.train_batch_size
 
     def load_weights(self, model: nn.Module, folder: str, *, is_best: bool = False) -> None:
@@ -99,7 +99,7 @@ class CheckpointRestorer(Part):
         if resume_folder is None:
             return None
         progress = load_progress(resume_folder, self.trainer.args.process_index, self.trainer.args.world_size)
-        state = TrainerState.load_from_json(os.path.join(resume_folder, names.TRAINER_STATE_NAME))
+        state = TrainerState.load_from_json(os.path.join(resume_folder, layout.TRAINER_STATE_NAME))
         # A run without steps left reads no data.
         if progress is not None and state.global_step < lengths.max_steps:
             progress.adapt_to(position_settings(self.parts, lengths), skips_data=not self.trainer.args.ignore_data_skip)

@@ -18,7 +18,7 @@ from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.base.part import Part
 from hftrainer.base.signatures import accepted_args
 from hftrainer.callbacks.state import drop_from_json, export_states
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.checkpointing.run_checkpoints import rotate_checkpoints
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
 from hftrainer.checkpointing.writing.files import make_output_dir
@@ -54,9 +54,9 @@ class CheckpointSaver(Part):
             # Overrides on other ranks may write files.
             self.trainer.accelerator.processes.barrier()
             return {}
-        own_files: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
+        own_files: dict[str, Any] = {layout.rng_name(rank, size): rng_state()}
         if self.run.loop is not None:
-            own_files[names.progress_name(rank, size)] = vars(make_progress(self.run.loop))
+            own_files[layout.progress_name(rank, size)] = vars(make_progress(self.run.loop))
         files_by_rank = self.trainer.accelerator.processes.gather_objects([own_files])
         return {
             name: state
@@ -86,7 +86,7 @@ class CheckpointSaver(Part):
             for name, state in files_of_other_ranks.items():
                 torch.save(state, os.path.join(folder, name))
             if callback_state:
-                parts.checkpoint_writer.save(callback_state, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
+                parts.checkpoint_writer.save(callback_state, os.path.join(folder, layout.LIGHTNING_CALLBACKS_NAME))
         # The sharded formats cannot load adapters alone.
         elif parts.strategy.shards_model and libraries.is_peft(parts.unwrapped_model):
             self.save_state_files(None, folder)
@@ -107,7 +107,7 @@ class CheckpointSaver(Part):
 
     def write_state(self, folder: str) -> None:
         """Write `trainer_state.json`, with only the fields of the followed release."""
-        path = os.path.join(folder, names.TRAINER_STATE_NAME)
+        path = os.path.join(folder, layout.TRAINER_STATE_NAME)
         self.trainer.state.save_to_json(path)
         # Releases without this field cannot read a file that has it.
         if not self.parts.policy.records_best_step:
@@ -197,7 +197,7 @@ class CheckpointSaver(Part):
         """Write the progress that `trainer_state.json` does not hold."""
         # A checkpoint within a step resumes from the step count alone.
         if self.run.loop is not None and not self.run.loop.batches.step_phase.has_begun:
-            name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
+            name = layout.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
             torch.save(vars(make_progress(self.run.loop)), os.path.join(folder, name))
 
     def save_after_error(self, loop: TrainingLoop, error: Exception) -> None:
@@ -284,7 +284,7 @@ class CheckpointSaver(Part):
                 logger.info("Saving the data_collator's tokenizer, since the Trainer has no processing_class.")
         if processing_class is not None:
             processing_class.save_pretrained(folder)
-        torch.save(without_tokens(self.trainer.args), os.path.join(folder, names.TRAINING_ARGS_NAME))
+        torch.save(without_tokens(self.trainer.args), os.path.join(folder, layout.TRAINING_ARGS_NAME))
 
     def write_checkpoint(self, trial: Any) -> None:
         """Write the checkpoint of this step atomically.
@@ -299,11 +299,11 @@ class CheckpointSaver(Part):
         self.run.last_saved_step = state.global_step
         run_folder = self.trainer._get_output_dir(trial)
         earlier_best = state.best_model_checkpoint
-        best_path = os.path.join(run_folder, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        best_path = os.path.join(run_folder, f"{layout.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
         is_best_on_disk = self.trainer.accelerator.processes.broadcast_from_main(lambda: os.path.isdir(best_path))
         if state.best_global_step == state.global_step or is_best_on_disk:
             state.best_model_checkpoint = best_path
-        path = os.path.join(run_folder, f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        path = os.path.join(run_folder, f"{layout.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         rotate = self._make_rotation(run_folder, path)
 
         def on_written() -> None:

@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from hftrainer.checkpointing.names import MANIFEST_NAME
+from hftrainer.checkpointing.layout import MANIFEST_NAME
 from hftrainer.errors import InvalidConfig
 from tests.adapters.deepspeed.training_cases import AUTO, forget
 from tests.support.tiny import language_data, make_llama

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hftrainer import Trainer, TrainingArguments
-from hftrainer.checkpointing.names import MANIFEST_NAME
+from hftrainer.checkpointing.layout import MANIFEST_NAME
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 from tests.support import random_files
 from tests.support.tiny import make_plain, plain_data

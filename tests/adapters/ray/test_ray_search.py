@@ -17,7 +17,7 @@ from ray.tune.search.optuna import OptunaSearch
 from hftrainer import TrainerCallback, TrainingArguments
 from hftrainer.callbacks.notebook import NotebookProgressCallback
 from hftrainer.callbacks.progress_bar import ProgressCallback
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, UnknownArgument, UnsupportedArgument
 from hftrainer.search.workers import pickle_trainer
 from hftrainer_ray import search as ray_search
@@ -113,8 +113,8 @@ def test_population_based_training_resumes_the_better_trial(tmp_path):
     logs = {}
     for trial in (worse, better):
         folder = tmp_path / "out" / f"run-{trial.trial_id}" / "checkpoint-6"
-        logs[trial] = json.loads((folder / names.TRAINER_STATE_NAME).read_text())["log_history"]
-        optimizer = torch.load(folder / names.OPTIMIZER_NAME)
+        logs[trial] = json.loads((folder / layout.TRAINER_STATE_NAME).read_text())["log_history"]
+        optimizer = torch.load(folder / layout.OPTIMIZER_NAME)
         assert {state["step"].item() for state in optimizer["state"].values()} == {6}
         assert optimizer["param_groups"][0]["weight_decay"] == trial.config.get("weight_decay", 0.0)
     assert lines(logs[worse], 1, 4) == lines(logs[better], 1, 4)

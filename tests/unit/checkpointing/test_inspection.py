@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import layout
 from hftrainer.checkpointing.inspection import Inspection, accept_checkpoint, inspect_checkpoint
 from hftrainer.checkpointing.writing.files import write_manifest
 from hftrainer.errors import CheckpointNotFound
@@ -64,11 +64,11 @@ def test_changed_or_removed_shard_is_named(tmp_path):
 def test_truncated_shard_is_named(tmp_path):
     """The reason is the same for a checkpoint that is found and one that is named."""
     folder = write(tmp_path / "run", ZERO_3)
-    (folder / names.DCP_FOLDER).mkdir()
-    for name in ("__0_0.distcp", names.LIST_OF_SHARDS):
-        (folder / names.DCP_FOLDER / name).write_bytes(b"0")
+    (folder / layout.DCP_FOLDER).mkdir()
+    for name in ("__0_0.distcp", layout.LIST_OF_SHARDS):
+        (folder / layout.DCP_FOLDER / name).write_bytes(b"0")
     write_manifest(folder)
-    (folder / names.DCP_FOLDER / "__0_0.distcp").write_bytes(b"")
+    (folder / layout.DCP_FOLDER / "__0_0.distcp").write_bytes(b"")
     reason = f"{folder}/dcp/__0_0.distcp has changed size since it was written"
     assert inspect_checkpoint(folder).skip_reason == inspect_checkpoint(folder).fault == reason
 
@@ -101,7 +101,7 @@ def test_weights_may_be_converted_and_shards_without_a_list_deleted(tmp_path):
 
 @pytest.mark.parametrize(
     ("altered", "fault", "is_accepted"),
-    [((), None, False), (("a",), None, True), (("a",), "b is missing", False), ((), names.MANIFEST_NAME, True)],
+    [((), None, False), (("a",), None, True), (("a",), "b is missing", False), ((), layout.MANIFEST_NAME, True)],
 )
 def test_altered_files_and_a_damaged_manifest_can_be_accepted(tmp_path, altered, fault, is_accepted):
     assert Inspection(tmp_path, altered=altered, fault=fault).can_be_accepted is is_accepted

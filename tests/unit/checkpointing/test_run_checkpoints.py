@@ -5,7 +5,7 @@ import os
 import pytest
 
 from hftrainer import Trainer
-from hftrainer.checkpointing.names import save_time, sort_checkpoints
+from hftrainer.checkpointing.layout import save_time, sort_checkpoints
 from hftrainer.checkpointing.run_checkpoints import rotate_checkpoints
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import make_trainer, train_to_end, truncate

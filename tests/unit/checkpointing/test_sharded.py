@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from hftrainer.checkpointing import sharded
-from hftrainer.checkpointing.names import DCP_FOLDER, SHARD_FOLDERS
+from hftrainer.checkpointing.layout import DCP_FOLDER, SHARD_FOLDERS
 from hftrainer.checkpointing.sharded import check_unread_states, load_model_shards, save_dcp
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, UnsupportedArgument
 from tests.support.checkpoints import MaliciousPickle
