@@ -983,7 +983,7 @@ class Trainer(EarlierMethods):
             HubError: without write access; the error gives the reason.
         """
         if self.is_world_process_zero():
-            self._hftrainer.hub_pushes.open_repository(token, private)
+            self._hftrainer.hub.open_repository(token, private)
 
     def create_model_card(
         self,
@@ -1044,17 +1044,17 @@ class Trainer(EarlierMethods):
         Raises:
             HubError: if the upload fails; the model is in `output_dir`.
         """
-        return self._hftrainer.hub_pushes.push_model(
+        return self._hftrainer.hub.push_model(
             commit_message, blocking=blocking, token=token, revision=revision, private=private, card=kwargs
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Start uploading the parts of a checkpoint that `hub_strategy` selects."""
-        self._hftrainer.hub_pushes.push_checkpoint(checkpoint_folder)
+        self._hftrainer.hub.push_checkpoint(checkpoint_folder)
 
     def _finish_current_push(self) -> None:
         """Wait for uploads, retry failed uploads, and log which succeeded and which are missing."""
-        self._hftrainer.hub_pushes.finish_uploads()
+        self._hftrainer.hub.finish_uploads()
 
     # ---- Hyperparameter search ---------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from hftrainer.checkpointing.writing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.loader_factory import LoaderFactory
 from hftrainer.evaluation.evaluation_runner import EvaluationRunner
-from hftrainer.hub.pushes import HubPushes
+from hftrainer.hub.trainer_hub import TrainerHub
 from hftrainer.model.model_setup import ModelSetup
 from hftrainer.optimizers.optimizer_setup import OptimizerSetup
 from hftrainer.plugins import import_adapter
@@ -34,12 +34,12 @@ from hftrainer.training.run import Run
 from hftrainer.training.steps import counters, loss
 
 if TYPE_CHECKING:
-    from hftrainer.hub.uploads import Uploads
+    from hftrainer.hub.upload_queue import UploadQueue
     from hftrainer.plugins import LightningEngine
     from hftrainer.trainer import Trainer
 
 #: Attributes that a copy in another process must create again.
-_LOCAL_ATTRIBUTES = ("resolved", "engine", "checkpoint_writer", "strategy", "uploads", "hp_study")
+_LOCAL_ATTRIBUTES = ("resolved", "engine", "checkpoint_writer", "strategy", "upload_queue", "hp_study")
 
 #: Attributes of the Trainer that a copy in another process must create again.
 _LOCAL_TRAINER_ATTRIBUTES = ("accelerator", "gather_function", "_memory_tracker", "deepspeed", "push_in_progress")
@@ -62,7 +62,7 @@ class TrainerParts:
         checkpoint_writer: writes checkpoint folders, synchronously or in the background.
         averages_tokens: whether the items of an optimizer step are counted over all processes.
         past_index: index of the model's output that the next batch gets as `mems`; -1 for none.
-        uploads: the uploads to the Hub; None before the repository is open, and on other ranks.
+        upload_queue: the uploads to the Hub; None before the repository is open, and on other ranks.
         search: the backend of the current hyperparameter search, if any.
         hp_study: the study of the last search with Optuna, or None.
         arguments_before_search: the arguments before the current search.
@@ -78,7 +78,7 @@ class TrainerParts:
         restorer: restores weights and progress from them.
         control_actions: logs, saves and evaluates when due.
         evaluation: runs a pass over an evaluation or test set.
-        hub_pushes: uploads to the Hub.
+        hub: what the Trainer pushes to the Hub.
         storage_sync: keeps the output folder at a URL.
         runner: runs `train()`.
     """
@@ -93,7 +93,7 @@ class TrainerParts:
     checkpoint_writer: CheckpointWriter = field(init=False)
     averages_tokens: bool = field(init=False)
     past_index: int = field(init=False)
-    uploads: Uploads | None = None
+    upload_queue: UploadQueue | None = None
     search: Any = None
     hp_study: Any = None
     arguments_before_search: dict[str, Any] | None = None
@@ -111,7 +111,7 @@ class TrainerParts:
         self.restorer = restorer.CheckpointRestorer(self)
         self.control_actions = control_actions.ControlActions(self)
         self.evaluation = EvaluationRunner(self)
-        self.hub_pushes = HubPushes(self)
+        self.hub = TrainerHub(self)
         self.storage_sync = StorageSync(self)
         self.runner = runner.TrainingRunner(self)
 

@@ -246,7 +246,7 @@ class TrainerSetup(Part):
         # The script may have set push_to_hub after it created the Trainer.
         if trainer.args.push_to_hub:
             trainer.accelerator.processes.broadcast_from_main(
-                lambda: trainer.init_hf_repo() if self.parts.uploads is None else None
+                lambda: trainer.init_hf_repo() if self.parts.upload_queue is None else None
             )
 
     def _check_supported_arguments(self) -> None:

@@ -75,8 +75,8 @@ class RunEnd(Part):
                 for line in text.splitlines():
                     tell(line)
         # After an Exception, a search continues with the next trial.
-        if parts.uploads is not None and (parts.search is None or not isinstance(error, Exception)):
-            parts.uploads.finish(is_urgent=lambda: True)
+        if parts.upload_queue is not None and (parts.search is None or not isinstance(error, Exception)):
+            parts.upload_queue.drain(is_urgent=lambda: True)
         parts.storage_sync.finish_after_error()
 
     def _describe_run(self, metrics: Mapping[str, float], loop: TrainingLoop) -> summary.FinishedRun:

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 #: What touches Lightning, and the packages of ours whose objects Lightning's are closest to.
 SOURCES = sorted(
     path
-    for folder in (*(f"adapters/hftrainer_{name}" for name in ("lightning", "deepspeed", "xla")), "hftrainer/parallel")
-    for path in (ROOT / folder).rglob("*.py")
+    for folder in ("hftrainer_lightning", "hftrainer_deepspeed", "hftrainer_xla", "parallel", "strategies")
+    for path in (ROOT / ("adapters" if "_" in folder else "hftrainer") / folder).rglob("*.py")
     if path.parent.name != "private_api"
 )
 _XLA = {"_XLAC": "torch_xla", "_xla_get_tensor_id": "torch_xla", "_metadata": "torch's state dicts"}
@@ -37,7 +37,12 @@ OF_OTHERS = {
     },
     "hftrainer_deepspeed.settings": {"_rank_info": "our arguments"},
     "hftrainer_deepspeed.strategy": {"_move_model_to_device": "transformers' Trainer, and ours"},
+    "hftrainer.strategies.fsdp": {"_fsdp_wrapped_module": "torch's FSDP1"},
     "hftrainer.strategies.fsdp_sharding": {"_no_split_modules": "transformers' models"},
+    "hftrainer.strategies.strategy": {
+        **dict.fromkeys(("_fsdp_wrapped_module", "_modules"), "torch"),
+        **dict.fromkeys(("_load_scaler", "_wrap_model"), "the Trainer"),
+    },
     "hftrainer.parallel.plan": {"_is_distributed_loading_by_transformers": "transformers' models"},
     "hftrainer_xla.devices": _XLA,
     "hftrainer_xla.sharding": {"_XLAC": "torch_xla", "_get_xla_sharding_spec": "torch_xla"},

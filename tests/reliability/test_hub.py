@@ -240,7 +240,7 @@ def test_pickled_trainer_has_uploads_of_its_own(hub, tmp_path):
     """The copy opens the repository itself."""
     trainer = make_uploading(tmp_path / "run", max_steps=2)
     unpacked = pickle_trainer(trainer._hftrainer).unpack().trainer
-    assert None is not trainer._hftrainer.uploads is not unpacked._hftrainer.uploads
+    assert None is not trainer._hftrainer.upload_queue is not unpacked._hftrainer.upload_queue
     unpacked.train()
     assert messages(hub) == step_messages(2)
 
@@ -261,7 +261,7 @@ def find_no_space(*_, **__):
 def test_upload_that_cannot_be_prepared_is_skipped(hub, tmp_path, caplog, save_pretrained, words):
     """Training continues, also if a checkpoint has been deleted."""
     trainer, deleted = make_uploading(tmp_path / "run"), str(tmp_path / "run" / "checkpoint-2")
-    uploads = trainer._hftrainer.uploads
+    uploads = trainer._hftrainer.upload_queue
     uploads._snapshots.processing_class = SimpleNamespace(save_pretrained=save_pretrained)
     trainer.add_callback(AtStep(3, lambda: shutil.rmtree(deleted)))
     trainer.train()
@@ -275,17 +275,17 @@ def test_upload_that_cannot_be_prepared_is_skipped(hub, tmp_path, caplog, save_p
 
 TRAINS = """
 import os, signal
-from hftrainer.hub import uploads
+from hftrainer.hub import upload_queue
 from tests.support.hub_runs import make_uploading
 {}
 make_uploading("run", max_steps=100000).train()
 """
-GIVES_UP = TRAINS.format("uploads._GRACE = 0.5")
+GIVES_UP = TRAINS.format("upload_queue._GRACE = 0.5")
 #: Sends itself Ctrl-C again when it logs that it waits for the uploads.
 AGAIN = TRAINS.format(
     "from hftrainer.training import stopping\n"
     "stopping._DUPLICATE_WINDOW[False] = 0.0\n"
-    "uploads._GRACE, uploads.logger.info = 1e9, lambda *_: os.kill(os.getpid(), signal.SIGINT)"
+    "upload_queue._GRACE, upload_queue.logger.info = 1e9, lambda *_: os.kill(os.getpid(), signal.SIGINT)"
 )
 PUSHES = """
 from tests.support.hub_runs import make_uploading

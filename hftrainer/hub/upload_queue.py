@@ -1,4 +1,4 @@
-"""Uploads to a repository in the background. A failed upload is retried at the end, and never stops training."""
+"""A queue of background uploads. A failed one is retried at the end, and never stops training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PushInProgress:
         self.jobs = [job for job in self.jobs if not (job.cancel() or job.done())]
 
 
-class Uploads:
+class UploadQueue:
     """Uploads the checkpoints and folders of a Trainer, one at a time, in daemon threads.
 
     `HfApi.run_as_future` would keep Python from exiting. For each path in the repository, we keep
@@ -104,7 +104,7 @@ class Uploads:
         return commits
 
     def postpone(self, commits: Sequence[PendingCommit]) -> None:
-        """Leave commits for later. `finish` uploads the newest for each path."""
+        """Leave commits for later. `drain` uploads the newest for each path."""
         reason = "another upload was running; hub_always_push=True queues uploads instead"
         for commit in filter(self._make_snapshot, commits):
             self._record_missing_commit(commit, reason)
@@ -251,7 +251,7 @@ class Uploads:
 
     # ---- The end of a run --------------------------------------------------------------------------------------
 
-    def finish(self, is_urgent: Callable[[], bool] = lambda: False) -> None:
+    def drain(self, is_urgent: Callable[[], bool] = lambda: False) -> None:
         """Wait for all uploads, retry the failed ones, and log the outcome of each.
 
         Args:
