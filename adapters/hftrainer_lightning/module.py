@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hftrainer.errors import InvalidSetup
-from hftrainer.training.checkpoints.progress import make_ckpt_entry
+from hftrainer.training.checkpoints.progress_collection import make_ckpt_entry
 from hftrainer_lightning import callbacks
 from hftrainer_lightning.private_api.epoch_loop import WithoutBatchTransfer
 from hftrainer_lightning.private_api.evaluation import can_be_logged
@@ -214,7 +214,7 @@ class TrainerModule(WithoutBatchTransfer):
         """Compute the metrics, and log the numeric ones for Lightning's callbacks."""
         self.is_validating = False
         with torch.enable_grad():
-            metrics = self.evaluation.finish()
+            metrics = self.evaluation.compute_output()
         numbers = {name: float(value) for name, value in metrics.items() if can_be_logged(name, value)}
         if numbers:
             # Each rank already has the metrics of all ranks, so there is nothing to synchronize.
@@ -225,7 +225,7 @@ class TrainerModule(WithoutBatchTransfer):
     def on_predict_epoch_end(self) -> None:
         """Compute the metrics."""
         with torch.enable_grad():
-            self.evaluation.finish()
+            self.evaluation.compute_output()
 
     def on_validation_model_train(self) -> None:
         """Do nothing: the model stays in eval mode until the next training step, as the Trainer's users expect."""

@@ -203,7 +203,7 @@ class EvaluationPass:
         losses = rows.get("losses") if "loss" in self.args.include_for_metrics else None
         return EvalPrediction(rows.get("predictions"), rows.get("label_ids"), rows.get("inputs"), losses)
 
-    def finish(self) -> dict[str, Any]:
+    def compute_output(self) -> dict[str, Any]:
         """Compute the metrics over all batches, and set `output`."""
         arrays = {name: collector.arrays() for name, collector in self._collectors.items()}
         gather = functools.partial(self.trainer.accelerator.processes.gather, one_per_tp_group=True)

@@ -97,7 +97,7 @@ class Mirror:
         while self._jobs:
             self._jobs.pop(0).result()
 
-    def finish(self) -> bool:
+    def drain(self) -> bool:
         """Wait for all uploads. If a checkpoint is not uploaded, log an error and return False.
 
         Raises:

@@ -202,19 +202,19 @@ class StorageSync(Part):
         if (mirror := self.mirror) is None:
             return
 
-        def finish() -> None:
-            if mirror.finish():
+        def drain() -> None:
+            if mirror.drain():
                 tell(f"Uploaded to {mirror.remote.url}.")
             if best is not None:
                 mirror.delete_other_checkpoints(best, run_folder)
 
-        self.trainer.accelerator.processes.run_on_main(finish)
+        self.trainer.accelerator.processes.run_on_main(drain)
 
     def finish_after_error(self) -> None:
         """Wait for the uploads of a run that ends with an error or an interruption."""
         if self.mirror is not None and self.trainer.is_world_process_zero():
             try:
-                self.mirror.finish()
+                self.mirror.drain()
             except CheckpointNotWritten:
                 # The mirror has logged it, and the caller raises the run's error.
                 return

@@ -264,7 +264,7 @@ class Strategy(ABC):
     def save_remaining_shards(self, folder: str) -> None:
         """Write the shards that `save_model()` has not written."""
 
-    def finish(self) -> None:
+    def end_checkpoint(self) -> None:
         """Release the gathered states. If the folder could not be created, notify the ranks that wait for it."""
         if self.writes_shards and not self._has_waited:
             self.initial_plan.processes.broadcast_from_main(lambda: False)

@@ -1,4 +1,4 @@
-"""`Monitors`: the observer and the requests of a run, built from its arguments."""
+"""`Monitors`: the observer and the requests of users to a run, built from its arguments."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Monitors(Part):
         is_finished: whether the checkpoint already contains the run's last step.
 
     Attributes:
-        sources: sums for each source of a mixture; None for other data.
+        source_log: sums for each source of a mixture; None for other data.
         observer: a callback of the Trainer until the run ends; None without `observe`.
-        requests: the requests to the run; None except on the main process.
+        user_requests: the requests to the run; None except on the main process.
     """
 
     def __init__(self, parts: TrainerParts, attempt: Attempt, batches: MicroBatches, *, is_finished: bool) -> None:
         super().__init__(parts)
         self.batches = batches
-        self.sources = make_source_log(parts, batches.reader.loader)
+        self.source_log = make_source_log(parts, batches.reader.loader)
         run_folder = parts.run_folder_without_override(attempt.trial)
         self.observer = self._make_observer(run_folder, attempt.resume_folder, is_finished=is_finished)
-        self.requests = _make_requests(parts, run_folder)
+        self.user_requests = _make_requests(parts, run_folder)
 
     def _make_observer(self, run_folder: str, resume_folder: str | None, *, is_finished: bool) -> Observer | None:
         """The observer of a run; None without `observe`."""
@@ -79,18 +79,18 @@ class Monitors(Part):
 
     def add_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count a micro-batch after its backward pass. `loss` is the result of `LossAccumulator.add_loss`."""
-        if self.sources is None and self.observer is None:
+        if self.source_log is None and self.observer is None:
             return
         samples, tokens = count_batch(self.trainer, inputs)
-        if self.sources is not None:
-            self.sources.add(self.batches.epoch, self.batches.position.index, loss, samples, tokens)
+        if self.source_log is not None:
+            self.source_log.add(self.batches.epoch, self.batches.position.index, loss, samples, tokens)
         if self.observer is not None:
             self.observer.add_micro_batch(samples, tokens)
 
     def poll_requests(self) -> None:
         """Set the control flags that requests ask for."""
-        if self.requests is not None:
-            self.requests.poll(self.trainer.control, self.trainer.state.global_step)
+        if self.user_requests is not None:
+            self.user_requests.poll(self.trainer.control, self.trainer.state.global_step)
 
     @contextlib.contextmanager
     def measure_activity(self, name: str) -> Iterator[None]:
@@ -98,18 +98,18 @@ class Monitors(Part):
         block = contextlib.nullcontext() if self.observer is None else self.observer.activity(name)
         with block, self.run.heartbeat.in_activity(name), self.run.measure_time(name):
             yield
-        if self.requests is not None:
-            self.requests.record_end(name)
+        if self.user_requests is not None:
+            self.user_requests.record_end(name)
 
     def log_values(self, steps: int) -> dict[str, float]:
         """The values for a log line over the last `steps` steps. A collective operation."""
-        source_values = {} if self.sources is None else self.sources.pop(steps)
+        source_values = {} if self.source_log is None else self.source_log.pop(steps)
         return source_values if self.observer is None else source_values | self.observer.pop_values()
 
     def close(self, reason: str, message: str = "") -> None:
         """End the traces and the journal of the run."""
-        if self.requests is not None:
-            self.requests.close()
+        if self.user_requests is not None:
+            self.user_requests.close()
         if self.observer is not None:
             self.observer.close(reason, message)
             self.trainer.remove_callback(self.observer)

@@ -87,7 +87,7 @@ class RunEnd(Part):
         callbacks = self.parts.engine.callbacks
         stoppers = [type(callback).__name__ for callback in callbacks if vars(callback).get("stopping_reason_message")]
         observer = loop.monitors.observer
-        requests = loop.monitors.requests
+        requests = loop.monitors.user_requests
         losses = loop.loss_accumulator
         return summary.FinishedRun(
             state,

@@ -169,7 +169,7 @@ def test_rows_logged_before_a_save_are_kept_on_resume(tmp_path, monkeypatch):
 def test_run_ids_of_a_later_release_start_a_new_run(tmp_path, monkeypatch, caplog, saved, why):
     tracker = Table(tmp_path / "run", monkeypatch)
     monkeypatch.setattr(
-        "hftrainer.training.checkpoints.progress.ids_of_open_runs",
+        "hftrainer.training.checkpoints.progress_collection.ids_of_open_runs",
         lambda callbacks, place: {**saved, "place": place.name} if saved else {"later": 1},
     )
     train(tracker)

@@ -20,7 +20,7 @@ from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.errors import InvalidSetup
-from hftrainer.training.checkpoints.progress import position_settings
+from hftrainer.training.checkpoints.progress_collection import position_settings
 from hftrainer.training.run_lengths import RunLengths
 
 logger = logging.getLogger(__name__)

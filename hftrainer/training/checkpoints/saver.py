@@ -32,7 +32,7 @@ from hftrainer.parallel.process_group import is_communication_error, lost_ranks_
 from hftrainer.parallel.rank_errors import read_first_error
 from hftrainer.reporting import summary
 from hftrainer.strategies.strategy import MakeOptimizer
-from hftrainer.training.checkpoints.progress import make_progress
+from hftrainer.training.checkpoints.progress_collection import collect_progress
 from hftrainer.training_args import without_tokens
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class CheckpointSaver(Part):
             return {}
         own_files: dict[str, Any] = {layout.rng_name(rank, size): rng_state()}
         if self.run.loop is not None:
-            own_files[layout.progress_name(rank, size)] = vars(make_progress(self.run.loop))
+            own_files[layout.progress_name(rank, size)] = vars(collect_progress(self.run.loop))
         files_by_rank = self.trainer.accelerator.processes.gather_objects([own_files])
         return {
             name: state
@@ -198,7 +198,7 @@ class CheckpointSaver(Part):
         # A checkpoint within a step resumes from the step count alone.
         if self.run.loop is not None and not self.run.loop.batches.step_phase.has_begun:
             name = layout.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
-            torch.save(vars(make_progress(self.run.loop)), os.path.join(folder, name))
+            torch.save(vars(collect_progress(self.run.loop)), os.path.join(folder, name))
 
     def save_after_error(self, loop: TrainingLoop, error: Exception) -> None:
         """Save a checkpoint before an error ends the run, unless an optimizer step is incomplete.
@@ -354,7 +354,7 @@ class CheckpointSaver(Part):
                 with writer.report_shard_errors(path):
                     strategy.write_shards(staging_path, writer.write_shard)
         finally:
-            strategy.finish()
+            strategy.end_checkpoint()
         writer.has_failed = any(processes.gather_objects([writer.has_failed]))
 
     def _make_rotation(self, run_folder: str, path: str) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""What a checkpoint records of a run's progress, in addition to `TrainerState`."""
+"""Collects from a running loop what `RunProgress` (`checkpointing/run_progress.py`) defines, for a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def position_settings(parts: TrainerParts, lengths: RunLengths) -> dict[str, Any
     }
 
 
-def make_progress(loop: TrainingLoop) -> RunProgress:
-    """The current progress for a checkpoint, in addition to the trainer's state."""
+def collect_progress(loop: TrainingLoop) -> RunProgress:
+    """The current progress for a checkpoint, in addition to `TrainerState`."""
     parts = loop.parts
     position = loop.batches.position
     return RunProgress(
@@ -49,12 +49,12 @@ def make_progress(loop: TrainingLoop) -> RunProgress:
         loss=parts.run.loss_since_log.cpu().clone(),
         last_logged=parts.run.last_logged_step,
         metrics=parts.run.logged_metrics.state_dict(),
-        sources={} if loop.monitors.sources is None else loop.monitors.sources.state_dict(),
+        sources={} if loop.monitors.source_log is None else loop.monitors.source_log.state_dict(),
         grad_norm=loop.grad_norm.cpu() if isinstance(loop.grad_norm, torch.Tensor) else loop.grad_norm,
         learning_rate=loop.learning_rate,
         evaluation_workers=list(parts.trainer._eval_dataloaders),
         data=None if position.is_before_first else loop.batches.reader.state_dict(),
-        since_evaluation=0.0 if loop.monitors.requests is None else loop.monitors.requests.since_evaluation,
+        since_evaluation=0.0 if loop.monitors.user_requests is None else loop.monitors.user_requests.since_evaluation,
         recent_losses=list(loop.divergence.recent_losses),
         tracker_runs=ids_of_open_runs(
             parts.trainer.callback_handler.callbacks, parts.storage_sync.checkpoint_place(loop.attempt.trial)
@@ -78,6 +78,6 @@ def make_ckpt_entry(loop: TrainingLoop) -> torch.Tensor:
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "rng": rng_state(),
-            "progress": vars(make_progress(loop)),
+            "progress": vars(collect_progress(loop)),
         }
     )
