@@ -35,7 +35,7 @@ _TEMPORARY_FOLDER = re.compile(
 
 
 class CheckpointFolder:
-    """A checkpoint's folder, which need not exist.
+    """Moves a checkpoint's folder, which need not exist: begun, published, discarded or removed as a whole.
 
     Args:
         path: the `checkpoint-N` folder.
@@ -113,11 +113,9 @@ def _move_folder(source: Path, target: Path) -> None:
 
 def _copy_in_order(source: Path, target: Path) -> None:
     """Copy a checkpoint so that the target becomes a checkpoint only with its last file."""
-    last_names = (layout.MANIFEST_NAME, layout.TRAINER_STATE_NAME)
-    files = [
-        path for path in source.rglob("*") if path.is_file() and path.relative_to(source).as_posix() not in last_names
-    ]
-    for path in [*files, *(source / name for name in last_names if (source / name).is_file())]:
+    last = (layout.MANIFEST_NAME, layout.TRAINER_STATE_NAME)
+    files = [path for path in source.rglob("*") if path.is_file() and path.relative_to(source).as_posix() not in last]
+    for path in [*files, *(source / name for name in last if (source / name).is_file())]:
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
@@ -146,11 +144,8 @@ def clear_stale(run_folder: str) -> None:
     """Complete the checkpoints of ended processes in `run_folder`, and remove their other folders."""
     if not os.path.isdir(run_folder):
         return
-    folders = [
-        (match["prefix"], path, match)
-        for path in Path(run_folder).iterdir()
-        if (match := _TEMPORARY_FOLDER.match(path.name))
-    ]
+    paths = Path(run_folder).iterdir()
+    folders = [(match["prefix"], path, match) for path in paths if (match := _TEMPORARY_FOLDER.match(path.name))]
     # A staging folder comes before the folder that it would have replaced.
     for prefix, path, match in sorted(folders):
         try:

@@ -1,4 +1,4 @@
-"""Writes checkpoints synchronously, or in the background from copies in CPU memory."""
+"""`CheckpointWriter`: writes checkpoints synchronously, or in the background from copies in CPU memory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class DeferredWrite:
 
 @dataclass(eq=False)
 class CheckpointInProgress:
-    """A checkpoint while it is being written.
+    """The writer's state of one checkpoint, until it is published and its callbacks are called.
 
     Attributes:
         folder: where it is written.
@@ -172,7 +172,10 @@ def _stamps(folder: Path) -> dict[Path, _Stamp]:
 
 @dataclass(eq=False)
 class CheckpointWriter:
-    """Writes checkpoints atomically. If storage fails, the checkpoint is skipped and training continues.
+    """Decides when and by what the files of a checkpoint are written: now, or in a thread or another process.
+
+    It does not know what they hold: `CheckpointSaver` says that, within `checkpoint`. The checkpoint is complete or
+    absent (`CheckpointFolder`). If storage fails, it is skipped and training continues.
 
     Args:
         is_async: training waits only for the copy to CPU memory. The buffers are kept for the next checkpoint,
@@ -182,7 +185,8 @@ class CheckpointWriter:
 
     Attributes:
         script_files: finds the files that the script itself has written into checkpoint folders.
-        has_failed: whether the last checkpoint could not be written.
+        has_failed: whether the last checkpoint could not be written; of this rank until the `CheckpointSaver`, which
+            communicates, sets it for all.
     """
 
     is_async: bool = False
@@ -226,7 +230,6 @@ class CheckpointWriter:
         """
         self._begin_checkpoint()
         current = CheckpointInProgress(CheckpointFolder(path), on_complete, on_failure)
-        self.has_failed = False
         with self._report_errors(path, on_failure), current.discard_partial_on_error():
             current.folder.begin()
         if self.has_failed:
@@ -312,9 +315,8 @@ class CheckpointWriter:
     def save(self, value: Any, path: str) -> None:
         """Write `value` with `torch.save`, now or with the current checkpoint."""
         # An override may rewrite a file that is written now, so its checksum is computed later.
-        entries = (
-            self._current.known_entries if self._current and (self.defers_writes or self._uses_other_thread) else {}
-        )
+        is_deferred = self.is_async or self._uses_other_thread
+        entries = self._current.known_entries if self._current and is_deferred else {}
 
         def write(values: Any) -> None:
             if (entry := files.save(values, path)) is not None:
@@ -338,9 +340,8 @@ class CheckpointWriter:
         """
         values = self.to_cpu(values)
         if self._current is not None and self.is_async:
-            self._current.writes.append(
-                DeferredWrite(write, self._copies.copy(values), make_picklable or (lambda: write))
-            )
+            copies = self._copies.copy(values)
+            self._current.writes.append(DeferredWrite(write, copies, make_picklable or (lambda: write)))
         elif self._current is not None and self._uses_other_thread:
             self._current.futures.append(self._thread.submit(write, values))
         else:
@@ -363,6 +364,7 @@ class CheckpointWriter:
 
     def _begin_checkpoint(self) -> None:
         self.wait()
+        self.has_failed = False
         self._shard_future = None
         self._copies.begin()
 
@@ -384,7 +386,6 @@ class CheckpointWriter:
         It reports storage errors as `checkpoint` does.
         """
         self._begin_checkpoint()
-        self.has_failed = False
         return self._report_errors(path, lambda: None)
 
     def poll(self) -> None:

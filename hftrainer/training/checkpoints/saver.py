@@ -1,4 +1,4 @@
-"""Writes the contents of checkpoints, and calls `on_save`."""
+"""`CheckpointSaver`: what a run puts into a checkpoint, and what follows from one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver(Part):
-    """Writes checkpoints, and calls `on_save`."""
+    """Decides what a run's checkpoint holds, and what follows from it: `on_save`, rotation, uploads, the best model.
+
+    All ranks call it, and it lets them know whether a checkpoint has failed. It does not decide when a checkpoint is
+    due (`ControlActions`), nor how it comes to the disk (`CheckpointWriter`).
+    """
 
     def _gather_files_of_other_ranks(self) -> dict[str, Any]:
         """File name → contents, for the other ranks' files in a checkpoint: random states and progress."""
