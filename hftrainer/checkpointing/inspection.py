@@ -40,7 +40,8 @@ class Inspection:
     """How a checkpoint differs from its manifest, and why a run cannot resume from it.
 
     Converting weights adds, removes and resizes files. Different bytes in a file of the same size are typical of a
-    failing disk.
+    failing disk. Three answers, each of which includes the next: why we do not choose a checkpoint (`skip_reason`), why
+    a script cannot use it by name (`unusable_reason`), why nothing can, even if all changes are intended (`fault`).
 
     Attributes:
         folder: the checkpoint.

@@ -141,8 +141,8 @@ def _warn_about_changes(inspection: Inspection) -> None:
         )
 
 
-def unloadable_reason(best_folder: str) -> str | None:
-    """Why the weights of the best checkpoint cannot be loaded; None if they can.
+def best_weights_damage(best_folder: str) -> str | None:
+    """`Inspection.unusable_reason` of the best checkpoint's weights, with a warning if they have changed otherwise.
 
     A callback may have converted the weights after saving, so readable changes are accepted here too.
     """

@@ -117,7 +117,7 @@ class CheckpointRestorer(Part):
                 self.trainer.args.metric_for_best_model,
             )
             return
-        reason = self.trainer.accelerator.processes.broadcast_from_main(lambda: resume.unloadable_reason(best_folder))
+        reason = self.trainer.accelerator.processes.broadcast_from_main(lambda: resume.best_weights_damage(best_folder))
         if reason is None:
             self.trainer._load_best_model()
         else:
