@@ -1,4 +1,4 @@
-"""`TrainingArguments`, which validates its values.
+"""`TrainingArguments`, which validates its values; fields and defaults are in `arguments/fields/current.py`.
 
 The constructor also sets up the global state of DeepSpeed and accelerate, and joins the process group of launched
 processes, so that scripts can use `torch.distributed` before they create a Trainer.
