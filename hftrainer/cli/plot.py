@@ -203,14 +203,16 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     shown = {title for row in rows for title, value in row.items() if value is not None}
     whole = "(time + downtime)" if "downtime" in shown else "time"
     meanings = {"time": "without pauses", "downtime": "pauses after failures", "goodput": f"kept steps / {whole}"}
-    notes = [f"(best): by {metrics[0]}"] * any(row["is best"] for row in rows)
+    notes = [f"(best): by {metrics[0]}"] if any(row["is best"] for row in rows) else []
     if any(run.seconds is not None for run in runs):
         notes.append("; ".join(f"{title}: {meaning}" for title, meaning in meanings.items() if title in shown))
-    notes += [f"{', '.join(SHARE_TITLES.values())}: shares of the time"] * ("saving" in shown)
-    others = f"{', '.join(without_journal)}: train_runtime and the speed over it, with evaluations and saving"
-    notes += [others] * bool(without_journal)
-    missing = f"{', '.join(unknown)}: without observe=True no speed, time or goodput"
-    return rows, "\n".join([*notes, *[missing] * (0 < len(unknown) < len(runs))])
+    if "saving" in shown:
+        notes.append(f"{', '.join(SHARE_TITLES.values())}: shares of the time")
+    if without_journal:
+        notes.append(f"{', '.join(without_journal)}: train_runtime and the speed over it, with evaluations and saving")
+    if 0 < len(unknown) < len(runs):
+        notes.append(f"{', '.join(unknown)}: without observe=True no speed, time or goodput")
+    return rows, "\n".join(notes)
 
 
 def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
@@ -287,7 +289,7 @@ def describe_curves(curves: list[Curve]) -> str:
         for curve in curves
         if (count := len(curve.gaps)) and (first := curve.non_finite)
     ]
-    return "\n".join([align(rows, shutil.get_terminal_size().columns), *[""] * bool(notes), *notes])
+    return "\n".join([align(rows, shutil.get_terminal_size().columns), *([""] if notes else []), *notes])
 
 
 def align(rows: list[tuple[str, ...]], width: float = math.inf) -> str:

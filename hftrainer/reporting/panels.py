@@ -145,7 +145,8 @@ def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
     title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run {name}"]
     if any(curve.restarts and curve.x in TIME_UNITS for curve in curves):
         title.append("the time leaves out the pauses before a run resumed")
-    title += [curves[0].state] * bool(not curves[0].run and curves[0].state)
+    if curves[0].state and not curves[0].run:
+        title.append(curves[0].state)
     title += filter(None, [_constant_memory(curves)])
     observed = {curve.run for curve in curves if PANEL_OF.get(curve.name) in SPEEDS}
     if observed and (others := ", ".join(run for run in runs if run not in observed)):

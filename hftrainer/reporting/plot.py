@@ -42,8 +42,10 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
     width = (6 if columns < 3 else 4.5) * columns
     labels = [textwrap.fill(panels.describe_run(run, curves), 60 * columns) for run in runs]
     title, *notes = panels.title_and_notes(title, curves)
-    notes[:0] = ["faint: logged values; strong: their centred mean"] * any(curve.mean for curve in curves)
-    notes += [f"without {len(hidden)} of {len(metrics)} metrics, which are in the page of --html"] * bool(hidden)
+    if any(curve.mean for curve in curves):
+        notes.insert(0, "faint: logged values; strong: their centred mean")
+    if hidden:
+        notes.append(f"without {len(hidden)} of {len(metrics)} metrics, which are in the page of --html")
     notes = [line for note in notes for line in textwrap.wrap(note, 80)]
     figure = panels.import_plotting("matplotlib.figure").Figure()
     # tight_layout is slow. In inches from the top: the title, all that is above the shown, and each row.
