@@ -314,21 +314,19 @@ class UploadQueue:
 
     def _report(self) -> None:
         """Log which commits are uploaded and which are not, unless already logged."""
-        uploaded_lines = "".join(
-            f"\n  {path or 'the model'}: {text!r}" for path, text in self._uploaded_messages.items()
-        )
+        uploaded = "".join(f"\n  {path or 'the model'}: {text!r}" for path, text in self._uploaded_messages.items())
         with self._lock:
             queued_commits = {commit.path_in_repo: commit for commit in list(self._queued_commits.values())}
             missing_commits = self._missing_commits | queued_commits
         if not missing_commits:
-            if uploaded_lines:
-                logger.info("Uploaded to %s:%s", self.repository, uploaded_lines)
+            if uploaded:
+                logger.info("Uploaded to %s:%s", self.repository, uploaded)
             self._uploaded_messages.clear()
             return
         commits = sorted(missing_commits.values(), key=lambda commit: commit.number)
         report = "".join(f"\n  {self._describe(commit)}" for commit in commits)
         if report != self._last_report:
-            logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository, report, uploaded_lines or " nothing")
+            logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository, report, uploaded or " nothing")
         self._last_report = report
 
     def _describe(self, commit: PendingCommit) -> str:

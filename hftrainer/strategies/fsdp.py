@@ -81,8 +81,6 @@ class FsdpStrategy(Strategy):
 
     def summon_full_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Gather the parameters for the block, unless the model's methods gather them."""
-        if self._prepared_model is None:
-            return super().summon_full_parameters()
         return sharding.summon_full_parameters(self._prepared_model)
 
     @property
@@ -98,8 +96,6 @@ class FsdpStrategy(Strategy):
 
     def no_sync(self, lightning_strategy: Any) -> contextlib.AbstractContextManager[None]:
         """A context in which backward passes do not reduce gradients."""
-        if self._prepared_model is None:
-            return super().no_sync(lightning_strategy)
         return sharding.no_sync(self._prepared_model)
 
     def release_model(self) -> None:
