@@ -68,7 +68,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             MissingMonitoredMetric: without `metric_for_best_model`, or without evaluation.
         """
         if args.metric_for_best_model is None:
-            raise MissingMonitoredMetric("EarlyStoppingCallback requires metric_for_best_model, such as 'loss': set it.")
+            raise MissingMonitoredMetric("EarlyStoppingCallback requires metric_for_best_model, such as 'loss'.")
         if args.eval_strategy == IntervalStrategy.NO:
             raise MissingMonitoredMetric(
                 "EarlyStoppingCallback requires IntervalStrategy of steps or epoch: set eval_strategy."
