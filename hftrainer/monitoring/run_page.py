@@ -301,8 +301,8 @@ class RunRecord:
             self.state = TrainerState()
         lines = [{**event["logs"], "step": event["step"]} for event in self._logs]
         merged = journal.merge_logs(self.state.log_history, lines)
-        joined: dict[Any, dict[str, float]] = dict(self._joined_shares())
-        shown = (line | joined.get(line.get("step"), {}) if "data_wait" in line else line for line in merged)
+        joined = self._joined_shares()
+        shown = (line | joined.get(line.get("step", 0), {}) if "data_wait" in line else line for line in merged)
         self.state.log_history = list(shown)
         self._partial = {event["step"] for event in self._logs if event.get("is_partial")}
         #: Seconds without pauses, and of pauses after failures; None without a journal.
@@ -364,16 +364,23 @@ class RunRecord:
                 seconds.clear()
                 is_logged = event["event"] == "log"
 
-    def _joined_shares(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """For axes without time: the step of the first log line after a restart, and shares since the line before."""
-        begins = [event["time"] for event in self._kept if event["event"] == "begin"]
+    def _joined_shares(self) -> dict[int, dict[str, float]]:
+        """For axes without time: step → shares of a log line with what no line has, before a restart or at the end.
+
+        Before a restart it is joined to the first line after, at the end to the last line.
+        """
+        lines = [event for event in self._logs if "data_wait" in event["logs"]]
+        starts = [e["time"] for e in self._kept if e["event"] == "begin" or "data_wait" in e.get("logs", ())]
+        joined: dict[int, tuple[float, dict[str, float]]] = {}
         for place, _, shares, total in self._last_shares():
-            after = (event for event in self._logs if event["time"] > place and "data_wait" in event["logs"])
-            if line := next(after, None):
-                seconds = line["time"] - max(begin for begin in begins if begin <= line["time"])
-                # A journal may lack a share.
-                both = {name: line["logs"].get(name, 0) * seconds + share * total for name, share in shares.items()}
-                yield line["step"], {name: value / (seconds + total) for name, value in both.items()}
+            line = next((event for event in lines if event["time"] > place), lines[-1])
+            start = max((start for start in starts if start < line["time"]), default=line["time"])
+            seconds, known = joined.get(line["step"], (line["time"] - start, line["logs"]))
+            # A journal may lack a share.
+            both = {name: known.get(name, 0) * seconds + share * total for name, share in shares.items()}
+            whole = seconds + total
+            joined[line["step"]] = whole, {name: value / whole for name, value in both.items()}
+        return {step: shares for step, (_, shares) in joined.items()}
 
     def find_incidents(self, x: str) -> tuple[list[tuple[float, float]], tuple[float, str] | None]:
         """The places of restarts and of the first loss that was not finite, on the axis `x`.

@@ -150,8 +150,7 @@ class Curve:
 
         Speeds and shares are of the time since the log line before, so that the first value begins there, and over time
         the first after a restart at the restart, before which stacked shares are 0. Other curves over time have a gap
-        where steps were undone, and a learning rate at every restart, since arguments may have changed. A share is the
-        mean of a part, over the time.
+        where steps were undone, and a learning rate where it leaps. A share is the mean of a part, over the time.
         """
         steps, shown = ([column[index] for index in self.drawn_indices] for column in (self.steps, values))
         if self.name in PANELS[SHARES]:
@@ -162,7 +161,8 @@ class Curve:
         for lost, restart in self.restarts if is_rate or self.x in TIME_UNITS else ():
             # Epochs of restarts are computed, and may be less than the logged ones.
             place = bisect.bisect_right(steps, restart * (1 + 1e-9))
-            gap = [math.nan] if place and (is_rate or lost < restart) else []
+            is_undone = lost < restart and self.x in TIME_UNITS
+            gap = [math.nan] if place and (is_undone or (is_rate and leaps(shown, place))) else []
             first = [0.0] if self.panel == SHARES else gap + is_interval * shown[place : place + 1]
             steps[place:place] = [restart] * len(first)
             shown[place:place] = first
@@ -259,6 +259,14 @@ class Curve:
     def finite(self) -> list[float]:
         """The finite values."""
         return list(filter(math.isfinite, self.values))
+
+
+def leaps(values: Sequence[float], place: int) -> bool:
+    """Whether the change to the value at `place` is far from 0 and the changes before and after it."""
+    before, change, after = (np.diff(values[max(0, n - 1) : n + 1]).tolist() for n in (place - 1, place, place + 1))
+    others = [0.0, *before, *after]
+    margin = max(map(abs, others)) / 4 if len(others) > 1 else math.inf
+    return bool(change) and not min(others) - margin <= change[0] <= max(others) + margin
 
 
 def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]:

@@ -83,12 +83,16 @@ def test_curves_have_colours_dashes_and_a_best_value(tmp_path):
     assert wider == {"a: loss", "a: eval_loss"} and {line.width for line in read_curves([str(tmp_path / "a")])} == {1.5}
 
 
-def test_learning_rate_breaks_at_a_restart():
-    """Other arguments may have changed it. A computed epoch of a restart may be below the logged one."""
+def test_learning_rate_breaks_where_a_restart_changed_its_schedule():
+    """A computed epoch of a restart may be below the logged one."""
     start = 4 - 1e-12
     rate = Curve("learning rate", "learning_rate", [2.0, 4.0, 6.0], [2.0, 0.0, 1.0], restarts=[(start, start)])
     assert rate.points(rate.values)[0] == [2, 4, start, 6] and math.isnan(rate.points(rate.values)[1][2])
     assert replace(rate, name="loss").points(rate.values) == (rate.steps, rate.values)
+    for values in ([2.0, 1.0, 0.1], [0.0, 1.0, 1.0]):
+        assert rate.points(values) == (rate.steps, values)
+    constant = replace(rate, steps=[2.0, 3.0, 6.0], restarts=[(4, 4)])
+    assert constant.points([1.0, 1.0, 0.5])[0] == [2, 3, 4, 6]
 
 
 def test_marks_separate_coinciding_curves_of_runs():

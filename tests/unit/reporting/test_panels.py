@@ -169,19 +169,19 @@ def test_time_axis_breaks_at_restarts_without_their_pauses(tmp_path):
     assert [line[:2] for line in vertical_lines(shares)] == [(10, 20)]  # in the panel of shares too
 
 
-def test_what_closes_a_stopped_run_is_in_the_shares_of_the_first_log_line_after_the_resume(tmp_path):
-    """Of 4 seconds before the restart, and 12 after it, 1 was an evaluation and 3 saved."""
+def test_what_follows_a_last_log_line_is_in_the_shares_of_the_next_or_of_the_last(tmp_path):
+    """Of 4 seconds before the restart, 12 after it and 4 at the end, 1 was an evaluation and 3 saved each."""
     seconds = {"steps": 0.0, "data": 0.0, "evaluation": 1.0, "saving": 3.0}
     logs = {"loss": 1.0, "data_wait": 0.5, "eval_share": 0.0, "save_share": 0.0}
     journal = [(1000, "begin", 0), (1010, "log", 2), (1010, "interval", 2), (1014, "interval", 2), (1014, "end", 2)]
-    journal += [(1100, "begin", 2), (1112, "log", 4), (1112, "interval", 4)]
+    journal += [(1100, "begin", 2), (1112, "log", 4), (1112, "interval", 4), (1116, "interval", 4), (1116, "end", 4)]
     for time_of_event, event, step in journal:
         facts = {"max_steps": 4, "host": "", "pid": 1, "resumed_from": "checkpoint-2" if step else None}
         facts |= {"steps": 0, "seconds": seconds, "reason": "Ctrl-C"} | ({"logs": logs} if event == "log" else {})
         append_line(str(tmp_path / "journal.jsonl"), {"time": time_of_event, "event": event, "step": step, **facts})
     shares = {curve.name: curve.values for curve in read_curves([str(tmp_path)])}
-    assert shares["eval_share"] == [0, 1 / 16] and shares["save_share"] == [0, 3 / 16]
-    assert shares["data_wait"] == [0.5, 0.375] and shares["step_share"] == [0.5, 0.375]
+    assert shares["eval_share"] == [0, 0.1] and shares["save_share"] == [0, 0.3]
+    assert shares["data_wait"] == [0.5, 0.3] and shares["step_share"] == pytest.approx([0.5, 0.3])
 
 
 def test_slow_first_interval_does_not_squeeze_the_others(tmp_path):
