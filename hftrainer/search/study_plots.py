@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 #: File name → Optuna's plot function, the minimum number of completed trials, and a title.
 PLOTS = {
-    "history": ("plot_optimization_history", 1, "{} of each trial, and the best so far"),
+    "history": ("plot_optimization_history", 1, "History of {}: each trial, and the best so far"),
     "importance": ("plot_param_importances", 2, "Importance of hyperparameters for {} (the shares sum to 1)"),
     "parallel_coordinates": ("plot_parallel_coordinate", 2, "Hyperparameters and {}: a line per trial"),
 }
@@ -38,7 +38,7 @@ STATES = {"complete": "completed", "fail": "failed"}
 REASONS = {"PRUNED": "pruned", "FAIL": "failed", "COMPLETE": "far worse", "RUNNING": "running", "WAITING": "waiting"}
 #: What a trial is, if it is not as the others → its mark, matplotlib's and plotly's.
 REASON_MARKS = {
-    **{"best": ("*", "star"), "pruned": ("v", "triangle-down"), "failed": ("x", "x")},
+    **{"best trial": ("*", "star"), "pruned": ("v", "triangle-down"), "failed": ("x", "x")},
     **{"far worse": ("^", "triangle-up"), "running": ("s", "square"), "waiting": ("D", "diamond")},
 }
 
@@ -80,6 +80,8 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
             path = Path(out) / f"{prefix}{name}{f'_{number}' * (len(objectives) > 1)}.png"
             shown, marked, limits = _without_far_trials(study, number)
             heading = title.format(names[number])
+            left_out = [f"{len(found)} {why}" for why, (found, _) in _by_reason(marked) if why != "best trial"]
+            heading += f", without {', '.join(left_out)}" * (name == "parallel_coordinates" and bool(left_out))
             if name == "importance":
                 shown, heading = study, heading + f" (a rough guess: only {count} trials)" * (count < MANY_TRIALS)
             _draw_png(function, shown, objective, path, heading, marked, limits)
@@ -92,12 +94,12 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
                     _colour_page(figure, is_maximized=study.directions[number].name == "MAXIMIZE")
                     _label_page(figure, [objective["target_name"], *_parameters(shown)], _whole_places(shown))
                 figure.update_traces(opacity=1, selector={"type": "scatter"})
-                figure.update_traces(line_shape="hv", name="Best value", selector={"name": "Best Value"})
+                figure.update_traces(line_shape="hv", name="best so far", selector={"name": "Best Value"})
                 if name == "importance":
                     figure.update_xaxes(title_text="Hyperparameter importance")
                 for reason, (x, y) in _by_reason(marked) if name == "history" else ():
                     marks = {"x": x, "y": y, "mode": "markers", "marker_symbol": REASON_MARKS[reason][1]}
-                    marks |= {"marker_color": COLOURS[1], "marker_size": 16} if reason == "best" else {}
+                    marks |= {"marker_color": COLOURS[1], "marker_size": 16} if reason == "best trial" else {}
                     figure.add_scatter(**{"marker_color": "gray"} | marks, name=reason).update_yaxes(range=limits)
                 # Margins would add scrollbars to a plot of the window's height.
                 text = figure.to_html(include_plotlyjs=html)
@@ -106,7 +108,7 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
 
 
 def best_trials(storage: str, study_name: str | None = None) -> tuple[list[dict[str, Any]], str]:
-    """Number, objectives and hyperparameters of the five best trials; of several objectives, of the Pareto front.
+    """Number, objectives and hyperparameters of the five best trials, or all six; else of the Pareto front.
 
     Returns:
         The trials, and in words how many others there are.
@@ -115,7 +117,8 @@ def best_trials(storage: str, study_name: str | None = None) -> tuple[list[dict[
     trials, every = study.best_trials, study.get_trials(deepcopy=False)
     if len(study.directions) == 1:
         complete = [trial for trial in every if trial.state.name == "COMPLETE"]
-        trials = sorted(complete, key=partial(_value, 0), reverse=study.direction.name == "MAXIMIZE")[:5]
+        trials = sorted(complete, key=partial(_value, 0), reverse=study.direction.name == "MAXIMIZE")
+        trials = trials[: 5 if len(trials) > 6 else 6]
     states = Counter(trial.state.name.lower() for trial in every)
     counts = ", ".join(f"{count} {STATES.get(state, state)}" for state, count in states.most_common())
     note = f"{len(trials)} best of {len(every)} trials: {counts}" if len(every) > len(trials) else ""
@@ -163,8 +166,8 @@ def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tup
         if trial.number in last or value not in near:
             marked[trial.number] = min(max(shown), max(min(shown), value)), REASONS[trial.state.name]
             trial.state, trial.values = optuna.trial.TrialState.PRUNED, None
-        elif value == ranked[0] and "best" not in {why for _, why in marked.values()}:
-            marked[trial.number] = value, "best"
+        elif value == ranked[0] and "best trial" not in {why for _, why in marked.values()}:
+            marked[trial.number] = value, "best trial"
         copy.add_trial(trial)
     return copy, marked, axis_range(shown)
 
@@ -200,9 +203,9 @@ def _draw_png(
         axes.grid(color="#e0e0e0")
         for marks in (*axes.collections[:1], *axes.patches, *axes.lines):
             marks.set(color=COLOURS[marks in axes.lines], alpha=1)
-        plt.setp(axes.lines, drawstyle="steps-post", label="Best value")
+        plt.setp(axes.lines, drawstyle="steps-post", label="best so far")
         for reason, (x, y) in _by_reason(marked) if function == "plot_optimization_history" else ():
-            style = {"s": 200, "color": COLOURS[1], "zorder": 3} if reason == "best" else {"color": "0.5"}
+            style = {"s": 200, "color": COLOURS[1], "zorder": 3} if reason == "best trial" else {"color": "0.5"}
             axes.scatter(x, y, marker=REASON_MARKS[reason][0], label=reason, **style)
             axes.set_ylim(limits)
         if function == "plot_param_importances":

@@ -38,11 +38,10 @@ NAMES = ("history", "importance", "parallel_coordinates")
 def test_command_writes_pictures_and_pages_of_a_study(url, tmp_path, capsys):
     main(["plot", "--study", url, "--output", str(tmp_path / "new"), "--html"])
     expected = [str(tmp_path / "new" / f"{name}.{kind}") for name in NAMES for kind in ("png", "html")]
-    *printed, empty, header, best, _, _, _, last, _, note = capsys.readouterr().out.splitlines()
+    *printed, empty, header, best, _, _, _, _, last = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in printed] == expected and not empty
     assert header.split() == ["trial", "objective", "learning_rate", "one_of_many_kinds_of_model"]
     assert best.split()[3] == "b" != last.split()[3]
-    assert note == "5 best of 6 trials: 6 completed"
     assert all(os.path.getsize(path) > 10_000 for path in expected)
     assert r"many_\u003cbr\u003ekinds" in (tmp_path / "new" / "parallel_coordinates.html").read_text()  # not truncated
     page = (tmp_path / "new" / "importance.html").read_text()
@@ -105,11 +104,12 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     )
     assert marks == [("triangle-down", "pruned", "7"), ("triangle-up", "far worse", "5")]
     assert '"text":"objective (minimize)"' in page
-    assert '"range":[-0.2,4.2]' in page and '"name":"best","x":[0]' in page and "1000000" not in page
+    assert '"range":[-0.2,4.2]' in page and '"name":"best trial","x":[0]' in page and "1000000" not in page
     legend, none = (figure.axes[0].get_legend() for figure in figures[:2])
     words = [text.get_text() for text in legend.get_texts()]
+    assert "a line per trial, without 1 pruned, 1 far worse" in (tmp_path / "parallel_coordinates.html").read_text()
     # The bars of importances have one colour, which needs no legend.
-    assert words == ["objective (minimize)", "Best value", "best", "pruned", "far worse"] and none is None
+    assert words == ["objective (minimize)", "best so far", "best trial", "pruned", "far worse"] and none is None
 
 
 def test_table_has_hyphens_for_hyperparameters_of_other_trials(tmp_path, capsys):
