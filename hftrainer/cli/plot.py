@@ -34,8 +34,8 @@ def add_subcommand(commands: Any) -> None:
         "       %(prog)s [--html] [--cdn] [--json] --study STORAGE\n"
         "           [--study-name NAME] [--output PATH]",
         description="Write a plot into the first run's folder and show it: in a notebook below the cell, in a terminal "
-        "by the desktop viewer, or without one as first, last, lowest and highest values of curves. If the output "
-        "is a pipe or a file, nothing is shown. For several runs, print a table too.",
+        "by the desktop viewer. Without a viewer, or into a pipe or a file, print first, last, lowest and highest "
+        "values of curves. For several runs, print a table too.",
     )
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="a run's output folder; several are compared")
     parser.add_argument("--x", choices=("step", "epoch", "time"), help="the horizontal axis; time needs observe=True")
@@ -253,7 +253,7 @@ def _as_columns(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(paths: list[str], curves: list[Curve]) -> None:
-    """Show the files, or without a desktop the curves of one run as text."""
+    """Show the files, or without a desktop or a terminal the curves of one run as text."""
     from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
 
     pages = [path for path in paths if path.endswith(".html")]
@@ -265,7 +265,7 @@ def _show(paths: list[str], curves: list[Curve]) -> None:
 
         for path in pages or paths:
             webbrowser.open(Path(path).resolve().as_uri())
-    elif sys.stdout.isatty() and curves:
+    elif curves:
         print(describe_curves(curves))
 
 
