@@ -38,15 +38,18 @@ WORDS = PANEL_OF | dict(zip(PANELS[SHARES], ("waiting for data", "evaluation", "
 TIME_UNITS = {"days": 86_400, "hours": 3_600, "minutes": 60, "seconds": 1}
 #: Horizontal axis → its label.
 X_AXES = {"step": "Optimizer step", "epoch": "Epoch"} | {unit: f"Time ({unit})" for unit in TIME_UNITS}
-#: Those of Okabe and Ito, which differ for colour-blind readers too. Seven: with four dashes, 28 styles.
+#: Those of Okabe and Ito, which differ for colour-blind readers too, and four others.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
-#: Shape of a run's markers: matplotlib's name → plotly's name. Six: with the colours, 42 combinations.
+COLOURS += ("#882255", "#999933", "#5e3c99", "#a6611a")
+#: Shape of a run's markers: matplotlib's name → plotly's name. Six: with the colours, 66 combinations.
 MARKS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross"}
 #: Line style: matplotlib's → plotly's.
 DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 #: Number of points from which a noisy curve is drawn faintly, under its mean, and from which a page has that choice;
 #: and number of parts of a long curve of which only the lowest and the highest point are drawn.
 MANY, FEW, MAX_PARTS = 100, 10, 1000
+#: Number of runs from which evaluation losses have a panel of their own, and its title.
+MANY_RUNS, EVALUATION_LOSS = 5, "evaluation loss"
 #: The highest value that is drawn. matplotlib cannot compute with the range of larger ones.
 MAX_SHOWN = 1e250
 #: Metrics whose greater value is better without doubt.
@@ -181,7 +184,7 @@ class Curve:
 
         Far is four times the range of the middle values of eleven.
         """
-        if self.panel not in ("loss", "gradient norm") or len(self.finite) < MANY:
+        if self.panel not in ("loss", EVALUATION_LOSS, "gradient norm") or len(self.finite) < MANY:
             return self.drawable
         finite = np.clip(self.finite, -MAX_SHOWN, MAX_SHOWN)
         windows = np.lib.stride_tricks.sliding_window_view(np.pad(finite, 5, mode="reflect"), 11)
@@ -336,6 +339,10 @@ def explain_empty(record: RunRecord, x: str) -> str | None:
         return None
     if x == "time" and not state.log_history:
         return f"{record.folder} has no times (it ran without observe=True): leave out --x time or that run."
+    page, steps = record.page, record.page["logging_steps"] or math.inf
+    if page["step"] < steps < math.inf:
+        state = f"{page['state']} at step {page['step']:,}"
+        return f"{record.folder}: {state}, before its first log line at step {steps:,}: there is nothing to draw."
     return f"{record.folder}: the log has nothing to draw: set logging_steps."
 
 
@@ -391,12 +398,15 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     # Several evaluation sets have their names in losses, as `eval_val_loss`, and in metrics.
     datasets = "|".join(re.escape(curve.name[5:-5]) for curve in curves if re.fullmatch("eval_.+_loss", curve.name))
     metrics = [curve.name for curve in curves if curve.panel == "metrics"]
-    titles = {name: re.sub(f"^eval_({datasets})_", "", name) for name in metrics}
+    titles = {name: re.sub(f"^eval_({datasets})_", "eval_", name) for name in metrics}
     if any(curve.run for curve in curves):
         curves = [curve for curve in curves if curve.panel != SHARES or curve.name == "step_share"]
         titles["step_share"] = "share of time spent training"
     shown = sort_names([curve.name for curve in curves if curve.panel != SHARES or any(curve.values)])
     runs = list(dict.fromkeys(curve.run for curve in curves))
+    if len(runs) >= MANY_RUNS:
+        evaluated = (curve.name for curve in curves if curve.panel == "loss" and curve.name.startswith("eval_"))
+        titles |= dict.fromkeys(evaluated, EVALUATION_LOSS)
     curves = [curve for curve in curves if curve.name in shown]
     curves.sort(key=lambda curve: (list(PANELS).index(curve.panel), shown.index(curve.name)))
     curves = [replace(curve, panel=titles.get(curve.name, curve.panel)) for curve in curves]

@@ -14,7 +14,7 @@ import numpy as np
 from hftrainer.base.messages import format_number
 from hftrainer.checkpointing.saved_arguments import describe
 from hftrainer.errors import MissingPackage, cause_if_installed
-from hftrainer.reporting.curves import TIME_UNITS, WORDS, Curve
+from hftrainer.reporting.curves import EVALUATION_LOSS, TIME_UNITS, WORDS, Curve
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS
 
 #: Number of losses from which a few high ones may leave a panel, and their least ratio to its end.
@@ -34,7 +34,7 @@ def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     if name in PANELS[SHARES] or not curves:
         return "linear", (0, 1.05 if name in PANELS[SHARES] and panel != SHARES else 1)
     parts = [list(filter(math.isfinite, curve.usual)) for curve in curves]
-    if panel in ("loss", "gradient norm"):
+    if panel in ("loss", EVALUATION_LOSS, "gradient norm"):
         return _axis_of_losses(curves, parts)
     if PANEL_OF.get(name) in SPEEDS:
         return _axis_of_speeds(parts)
@@ -112,7 +112,8 @@ def horizontal_range(curves: list[Curve]) -> tuple[float, float]:
 def axis_label(curves: list[Curve], scale: str) -> str:
     """The label of a vertical axis: words, or the name of the only curve; and its scale."""
     name, panel = curves[0].name, curves[0].panel
-    label = name if {curve.name for curve in curves} == {name} - set(PANEL_OF) else panel[0].upper() + panel[1:]
+    words = panel if panel.startswith("eval_") else panel[0].upper() + panel[1:]
+    label = name if {curve.name for curve in curves} == {name} - set(PANEL_OF) else words
     return label + " (log scale)" * (scale == "log")
 
 

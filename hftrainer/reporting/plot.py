@@ -50,7 +50,10 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
     figure = panels.import_plotting("matplotlib.figure").Figure()
     # tight_layout is slow. In inches from the top: the title, all that is above the shown, and each row.
     head = 0.4 + 0.17 * len(notes)
-    height, places = head + 0.19 * sum(label.count("\n") + 1 for label in labels) + 0.05, []
+    lines = [line for label in labels for line in label.split("\n")]
+    # An inch has 15 characters, and a sample is as wide as 8.
+    legend_columns = max(1, min(3, int(15 * width) // max((8 + len(line) for line in lines), default=8)))
+    height, places = head + 0.19 * -(-len(lines) // legend_columns) + 0.05, []
     for row in rows:
         wide = (width - LEFT_MARGIN - RIGHT_MARGIN + COLUMN_GAP) / len(row) - COLUMN_GAP
         axes = [figure.add_subplot() for _ in row]
@@ -61,12 +64,11 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
     for axis, left, bottom, wide in places:
         axis.set_position((left / width, 1 - bottom / height, wide / width, PANEL_HEIGHT / height))
         axis.set_xlim(panels.horizontal_range(curves))
-        axis.yaxis.set_label_coords(-0.7 / wide, 0.5)
     figure.suptitle(title, y=1 - 0.15 / height)
     figure.text(0.5, 1 - 0.38 / height, "\n".join(notes), ha="center", va="top", fontsize=9, color="0.4")
     handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - head / height), "borderaxespad": 0}
-    figure.legend(handles=handles, fontsize=9, frameon=False, **place)
+    figure.legend(handles=handles, fontsize=9, frameon=False, ncols=legend_columns, **place)
     figure.savefig(path, dpi=120)
 
 

@@ -151,6 +151,13 @@ def test_each_metric_has_a_panel(tmp_path):
     ]
 
 
+def test_evaluation_losses_of_five_runs_have_a_panel_and_eleven_runs_a_colour_each(tmp_path):
+    log = [{"step": 1, "loss": 1.0, "eval_loss": 1.0}]
+    runs = [write_log(tmp_path / str(run), log) for run in range(11)]
+    panels = [[curve.panel for curve in read_curves(runs[:count])][-1] for count in (4, 5)]
+    assert panels == ["loss", "evaluation loss"] and len({curve.colour for curve in read_curves(runs)}) == 11
+
+
 def test_curves_and_runs_differ_in_black_and_white(tmp_path):
     """Where colours repeat, losses differ in their dash and runs in their mark."""
     losses = {f"{name}_loss": 1.0 for name in "abcdefghijkl"}
