@@ -39,8 +39,7 @@ TIME_UNITS = {"days": 86_400, "hours": 3_600, "minutes": 60, "seconds": 1}
 #: Horizontal axis → its label.
 X_AXES = {"step": "Optimizer step", "epoch": "Epoch"} | {unit: f"Time ({unit})" for unit in TIME_UNITS}
 #: Those of Okabe and Ito, which differ for colour-blind readers too, and four others.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
-COLOURS += ("#882255", "#999933", "#5e3c99", "#a6611a")
+COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #56b4e9 #e69f00 #000000 #882255 #999933 #5e3c99 #a6611a".split()
 #: Shape of a run's markers: matplotlib's name → plotly's name. Six: with the colours, 66 combinations.
 MARKS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross"}
 #: Line style: matplotlib's → plotly's.
@@ -268,7 +267,7 @@ def leaps(values: Sequence[float], place: int) -> bool:
     """Whether the change to the value at `place` is far from 0 and the changes before and after it."""
     before, change, after = (np.diff(values[max(0, n - 1) : n + 1]).tolist() for n in (place - 1, place, place + 1))
     others = [0.0, *before, *after]
-    margin = max(map(abs, others)) / 4 if len(others) > 1 else math.inf
+    margin = max(map(abs, others)) / 4 if before or after else math.inf
     return bool(change) and not min(others) - margin <= change[0] <= max(others) + margin
 
 
@@ -339,10 +338,10 @@ def explain_empty(record: RunRecord, x: str) -> str | None:
         return None
     if x == "time" and not state.log_history:
         return f"{record.folder} has no times (it ran without observe=True): leave out --x time or that run."
-    page, steps = record.page, record.page["logging_steps"] or math.inf
-    if page["step"] < steps < math.inf:
-        state = f"{page['state']} at step {page['step']:,}"
-        return f"{record.folder}: {state}, before its first log line at step {steps:,}: there is nothing to draw."
+    page = record.page
+    if page["step"] < (page["logging_steps"] or 0):
+        place = f"{page['state']} at step {page['step']:,}, before its first log line at step {page['logging_steps']:,}"
+        return f"{record.folder}: {place}: there is nothing to draw."
     return f"{record.folder}: the log has nothing to draw: set logging_steps."
 
 

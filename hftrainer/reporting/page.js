@@ -4,11 +4,15 @@
 const plot = document.getElementById("{plot_id}");
 const [box, smoothing, axis, smoothed] = ["log_scale", "smoothing", "axis", "smoothed"].map(id => document.getElementById(id));
 const charts = {[shown]: {data: plot.data, layout: structuredClone(plot.layout)}, ...others};
-let x = shown, columns;
+let x = shown;
 
-// As many columns as are readable in the window.
-const fitting = () => layouts[x].find(([width]) => innerWidth >= width)[1];
-onresize = () => fitting() !== columns && Plotly.relayout(plot, columns = fitting());
+// As many columns as are readable in the window, as high as it. `legend.y` is the share of the height of the panels.
+const fitting = () => {
+    const layout = layouts[x].find(([width]) => innerWidth >= width)[1], top = layout["margin.t"];
+    const height = Math.max(layout.height, innerHeight - plot.getBoundingClientRect().top - scrollY - 12);
+    return {...layout, height, "legend.y": 1 + (layout["legend.y"] - 1) * (layout.height - top) / (height - top)};
+};
+onresize = () => Plotly.relayout(plot, fitting());
 
 // The scale of the losses, whose panel is the first.
 const setScale = () => scales[x].log && Plotly.relayout(plot, scales[x][box.checked ? "log" : "linear"]);
@@ -24,7 +28,7 @@ const setAxis = async () => {
     x = axis.value;
     const visible = choose(charts[x].data, hidden), layout = structuredClone(charts[x].layout);
     await Plotly.react(plot, charts[x].data.map((each, index) => ({...each, visible: visible[index]})), layout);
-    await Plotly.relayout(plot, columns = fitting());
+    await Plotly.relayout(plot, fitting());
     document.getElementById("notes").textContent = notes[x];
     setScale();
 };
@@ -39,7 +43,8 @@ const setSmoothing = () => {
 // Only the choices that the page has.
 box.parentNode.hidden = !scales[shown].log;
 axis.parentNode.hidden = axis.length < 2;
-smoothing.parentNode.hidden = !parts.light;
+smoothing.parentNode.hidden = !parts.strong;
+if (!parts.light) smoothing.remove(1);
 smoothing.value = level;
 explainSmoothing();
 [box.onchange, smoothing.onchange, axis.onchange] = [setScale, setSmoothing, setAxis];

@@ -19,8 +19,8 @@ from hftrainer.reporting.metrics import PANELS, SHARES
 SMOOTHING = {"light": 30, "strong": 8}
 #: Added to the number of a panel: its axis for marks at shares of its height, which neither scale nor zoom moves.
 FRAME = 1000
-#: Columns of a page → the least width of its window, in pixels.
-COLUMN_WIDTHS = {3: 1500, 2: 900, 1: 0}
+#: The least width of a window, in pixels → the columns of its page. Only the narrowest has a small font.
+COLUMNS = {1500: 3, 900: 2, 700: 1, 0: 1}
 
 
 def draw_html(charts: dict[str, list[Curve]], path: str, title: str, *, table: str, plotlyjs: bool | str) -> None:
@@ -45,7 +45,7 @@ def draw_html(charts: dict[str, list[Curve]], path: str, title: str, *, table: s
         "others": {x: json.loads(figure.to_json()) for x, figure in figures.items() if x != shown},
         "layouts": {x: _layouts(curves) for x, curves in charts.items()},
         "scales": {x: _scales_of_losses(curves) for x, curves in charts.items()},
-        "parts": SMOOTHING if any(curve.can_be_smoothed for curve in every) else {},
+        "parts": {level: parts for level, parts in SMOOTHING.items() if any(level in _levels(c) for c in every)},
         "level": smoothing,
         "notes": {x: " · ".join(notes) for x, (_, *notes) in titles.items()},
     }
@@ -126,41 +126,46 @@ def _layouts(curves: list[Curve]) -> list[tuple[int, dict[str, Any]]]:
     marks = (_marks(panel, panels.vertical_axis(panel)[1][1]) for panel in groups)
     lines = [[mark["name"] for mark in panel_marks if mark["showlegend"]] for panel_marks in marks]
     legends = ([*_legend_entries(panel), *texts] for panel, texts in zip(groups, lines, strict=True))
-    counts = range(3 if len(groups) > 6 else 2, 0, -1)
+    widths = [width for width, columns in COLUMNS.items() if columns < 3 or len(groups) > 6]
     texts = [*_legend_of_runs(curves)], next(filter(None, legends), [])
-    return [(COLUMN_WIDTHS[count], _place_panels(len(groups), count, *texts)) for count in counts]
+    return [(width, _place_panels(len(groups), width, *texts)) for width in widths]
 
 
-def _place_panels(count: int, columns: int, runs: list[str], entries: list[str]) -> dict[str, Any]:
-    """Where a page of so many columns has its panels and the legends, of runs and of the first panel.
+def _place_panels(count: int, width: int, runs: list[str], entries: list[str]) -> dict[str, Any]:
+    """Where a page of at least this width has its panels and the legends, of runs and of the first panel.
 
     Returns:
         plotly's names → values.
     """
-    # The least width of the legends, which have 50 pixels per sample and 6 per letter, the font, and the space above.
-    least, font, top = (300, 10, 30) if columns == 1 else (COLUMN_WIDTHS[columns], 12, 10 if runs else 30)
-    lengths = [
-        max((len(line) for text in texts for line in text.split("<br>")), default=0) for texts in (runs, entries)
-    ]
-    row_lengths = [max(1, least // (50 + 6 * length)) for length in lengths]
+    # The least width of the legends, the font, and the space above.
+    least, font, top = (width - 110, 12, 10 if runs else 30) if width else (300, 10, 30)
     # One row of the panel has its place below that of the runs.
     more_lines = sum(text.count("<br>") for text in entries)
-    shift = 20 * max(0, math.ceil(len(entries) / row_lengths[1]) + more_lines - 1)
-    top += 20 * math.ceil(len(runs) / row_lengths[0]) + shift
-    columns, gap = min(columns, count), 0.24 / max(2, columns)
+    shift = 20 * max(0, _count_rows(entries, least) + more_lines - 1)
+    top += 20 * _count_rows(runs, least) + shift
+    columns, gap = min(COLUMNS[width], count), 0.24 / max(2, COLUMNS[width])
     rows, missing = -(-count // columns), -count % columns
     layout: dict[str, Any] = {"height": 310 * rows + top, "margin.t": top, "legend.font.size": font}
     layout["legend.y"] = 1 + shift / 310 / rows
     for number in range(count):
         # If a row has fewer panels it is the first, and they are wider.
         row, column = divmod(number + missing, columns) if number >= columns - missing else (0, number)
-        width = (1 + gap) / (columns if row else columns - missing)
+        wide = (1 + gap) / (columns if row else columns - missing)
         # A legend is above its panel, and the label of the horizontal axis below.
-        left, high = column * width, 1 - (row + 0.1) / rows
-        layout[f"xaxis{number + 2}.domain"] = [left, left + width - gap]
+        left, high = column * wide, 1 - (row + 0.1) / rows
+        layout[f"xaxis{number + 2}.domain"] = [left, left + wide - gap]
         layout[f"yaxis{number + 2}.domain"] = [high - 0.73 / rows, high]
         layout |= {f"legend{number + 2}.x": left, f"legend{number + 2}.y": high}
     return layout
+
+
+def _count_rows(texts: list[str], width: int) -> int:
+    """The rows of a legend, which has 50 pixels per sample and 6 per letter."""
+    rows, left = 0, 0
+    for text in texts:
+        size = 50 + 6 * max(map(len, text.split("<br>")))
+        rows, left = (rows, left - size) if size <= left else (rows + 1, width - size)
+    return rows
 
 
 def _legend_entries(curves: list[Curve]) -> dict[str, Curve]:
@@ -196,6 +201,11 @@ def _share_traces(curve: Curve, legend: str) -> Iterator[dict[str, Any]]:
     yield _base_trace(curve) | area | {"line": {"width": 0, "shape": "vh"}}
 
 
+def _levels(curve: Curve) -> list[str]:
+    """The choices of smoothing that change a curve: light that of many points."""
+    return [level for level in SMOOTHING if curve.mean or (level == "strong" and curve.can_be_smoothed)]
+
+
 def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]:
     """A curve, its means and its star."""
     trace = _base_trace(curve)
@@ -203,13 +213,13 @@ def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]
     sizes = [size * (point in marked) for point in range(len(trace["x"]))]
     marks = {"size": sizes, "symbol": MARKS[curve.mark], "opacity": 1, "line_width": 0}
     trace |= {"mode": "lines+markers", "marker": marks}
-    if not curve.can_be_smoothed:
+    if not (levels := _levels(curve)):
         yield trace
     else:
         faint = {"mode": "lines", "opacity": panels.opacity_under_mean(curves), "line": trace["line"] | {"width": 1}}
-        yield from (trace | faint | {"meta": "light strong"}, trace | {"meta": "off"})
-        for level, parts in SMOOTHING.items():
-            mean = {"y": curve.points(curve.smooth(parts))[1], "name": f"{curve.label}, mean"}
+        yield from (trace | faint | {"meta": " ".join(levels)}, trace | {"meta": "off" if curve.mean else "off light"})
+        for level in levels:
+            mean = {"y": curve.points(curve.smooth(SMOOTHING[level]))[1], "name": f"{curve.label}, mean"}
             yield trace | mean | {"meta": level}
     if curve.best is not None:
         point = {"x": [curve.steps[curve.best]], "y": [curve.drawable[curve.best]], "name": f"best {curve.label}"}

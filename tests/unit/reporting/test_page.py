@@ -22,11 +22,25 @@ def test_runs_without_speeds_are_named_and_the_mean_of_a_page_can_be_chosen(tmp_
     assert '"opacity":0.3' in page and "no speed, time" not in page
 
 
+def test_light_smoothing_is_of_curves_with_100_points(tmp_path):
+    runs = [write_log(tmp_path / str(n), [{"step": step, "loss": 1.0} for step in range(n)]) for n in (30, 100)]
+    for folders, parts, light in ((runs[:1], {"strong": 8}, 0), (runs, {"light": 30, "strong": 8}, 1)):
+        plot(folders, html=True, out=str(tmp_path / "a.svg"))
+        assert read_settings(tmp_path / "a.html")["parts"] == parts
+        page = (tmp_path / "a.html").read_text()
+        assert [page.count(f'"meta":"{choice}"') for choice in ("off light", "light")] == [1, light]
+
+
 def test_page_in_a_narrow_window_has_one_column(tmp_path):
     plot([write_log(tmp_path / "run", [{"step": 1, "loss": 1.0, "eval_f1": 0.5}])], html=True)
-    (_, wide), (_, narrow) = read_settings(tmp_path / "run" / "training.html")["layouts"]["step"]
+    (_, wide), *_, (_, narrow) = read_settings(tmp_path / "run" / "training.html")["layouts"]["step"]
     assert [layout["xaxis3.domain"] for layout in (wide, narrow)] == [[pytest.approx(0.56), 1.0], [0.0, 1.0]]
     assert narrow["yaxis3.domain"][1] < narrow["yaxis2.domain"][0] and narrow["height"] > wide["height"]
+    runs = [write_log(tmp_path / (run * 30), [{"step": 1, "loss": ord(run)}]) for run in "abc"]
+    plot(runs, html=True, out=str(tmp_path / "a.svg"))
+    layouts = read_settings(tmp_path / "a.html")["layouts"]["step"]
+    # Rows of the legend of runs.
+    assert [layout["margin.t"] for _, layout in layouts] == [30, 50, 90]
 
 
 def read_settings(page):
@@ -50,7 +64,7 @@ def test_page_has_a_choice_of_the_axes_that_all_runs_have(tmp_path):
     plot([write_log(tmp_path / "c", [{"step": step, "loss": 1.0} for step in range(10)])], html=True, table="<loss>")
     page = (tmp_path / "c" / "training.html").read_text()
     assert "<option>step</select>" in page and "<pre>&lt;loss&gt;</pre>" in page
-    assert '"strong": 8}, "level": "off"' in page and page.count('"type":"scatter","visible":false') == 3
+    assert '"strong": 8}, "level": "off"' in page and page.count('"type":"scatter","visible":false') == 2
 
 
 def test_names_cannot_end_the_script_of_a_page(tmp_path):
