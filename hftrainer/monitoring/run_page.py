@@ -378,8 +378,7 @@ class RunRecord:
             seconds, known = joined.get(line["step"], (line["time"] - start, line["logs"]))
             # A journal may lack a share.
             both = {name: known.get(name, 0) * seconds + share * total for name, share in shares.items()}
-            whole = seconds + total
-            joined[line["step"]] = whole, {name: value / whole for name, value in both.items()}
+            joined[line["step"]] = seconds + total, {name: value / (seconds + total) for name, value in both.items()}
         return {step: shares for step, (_, shares) in joined.items()}
 
     def find_incidents(self, x: str) -> tuple[list[tuple[float, float]], tuple[float, str] | None]:

@@ -163,8 +163,7 @@ class Curve:
         for lost, restart in self.restarts if is_rate or self.x in TIME_UNITS else ():
             # Epochs of restarts are computed, and may be less than the logged ones.
             place = bisect.bisect_right(steps, restart * (1 + 1e-9))
-            is_undone = lost < restart and self.x in TIME_UNITS
-            gap = [math.nan] if place and (is_undone or (is_rate and leaps(shown, place))) else []
+            gap = [math.nan] if place and (lost < restart or (is_rate and leaps(shown, place))) else []
             first = [0.0] if self.panel == SHARES else gap + is_interval * shown[place : place + 1]
             steps[place:place] = [restart] * len(first)
             shown[place:place] = first
@@ -192,15 +191,16 @@ class Curve:
         return [next(usual) if math.isfinite(value) else math.nan for value in self.values]
 
     @property
-    def can_be_smoothed(self) -> bool:
-        """Whether its values are noisy, which those of shares, rates and evaluations are not, and more than a few."""
+    def smoothings(self) -> list[str]:
+        """The choices of a page that smooth it: of noisy values, which are not shares, rates and evaluations."""
         is_exact = self.name in ("learning_rate", *PANELS[SHARES]) or self.name.startswith("eval_")
-        return not is_exact and len(self.values) >= FEW
+        points = {"light": MANY, "strong": FEW}
+        return [level for level in points if not is_exact and len(self.values) >= points[level]]
 
     @cached_property
     def mean(self) -> list[float] | None:
         """The centred mean over a thirtieth of the values, of a curve that has many and can be smoothed, else None."""
-        return self.smooth(30) if self.can_be_smoothed and len(self.values) >= MANY else None
+        return self.smooth(30) if "light" in self.smoothings else None
 
     def smooth(self, parts: int) -> list[float]:
         """The centred mean of the usual values over about one of so many parts of them; of speeds, over the time.
@@ -336,12 +336,12 @@ def explain_empty(record: RunRecord, x: str) -> str | None:
     state, _ = record.read_log(x)
     if any(name != "epoch" and is_number(value) for _, name, value in logged(state.log_history, with_speeds=True)):
         return None
-    if x == "time" and not state.log_history:
-        return f"{record.folder} has no times (it ran without observe=True): leave out --x time or that run."
     page = record.page
     if page["step"] < (page["logging_steps"] or 0):
         place = f"{page['state']} at step {page['step']:,}, before its first log line at step {page['logging_steps']:,}"
         return f"{record.folder}: {place}: there is nothing to draw."
+    if x == "time" and not state.log_history:
+        return f"{record.folder} has no times (it ran without observe=True): leave out --x time or that run."
     return f"{record.folder}: the log has nothing to draw: set logging_steps."
 
 
@@ -404,8 +404,7 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     shown = sort_names([curve.name for curve in curves if curve.panel != SHARES or any(curve.values)])
     runs = list(dict.fromkeys(curve.run for curve in curves))
     if len(runs) >= MANY_RUNS:
-        evaluated = (curve.name for curve in curves if curve.panel == "loss" and curve.name.startswith("eval_"))
-        titles |= dict.fromkeys(evaluated, EVALUATION_LOSS)
+        titles |= {name: EVALUATION_LOSS for name in shown if re.fullmatch("eval_(.*_)?loss", name)}
     curves = [curve for curve in curves if curve.name in shown]
     curves.sort(key=lambda curve: (list(PANELS).index(curve.panel), shown.index(curve.name)))
     curves = [replace(curve, panel=titles.get(curve.name, curve.panel)) for curve in curves]

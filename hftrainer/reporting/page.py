@@ -45,7 +45,7 @@ def draw_html(charts: dict[str, list[Curve]], path: str, title: str, *, table: s
         "others": {x: json.loads(figure.to_json()) for x, figure in figures.items() if x != shown},
         "layouts": {x: _layouts(curves) for x, curves in charts.items()},
         "scales": {x: _scales_of_losses(curves) for x, curves in charts.items()},
-        "parts": {level: parts for level, parts in SMOOTHING.items() if any(level in _levels(c) for c in every)},
+        "parts": {level: parts for level, parts in SMOOTHING.items() if any(level in c.smoothings for c in every)},
         "level": smoothing,
         "notes": {x: " · ".join(notes) for x, (_, *notes) in titles.items()},
     }
@@ -201,11 +201,6 @@ def _share_traces(curve: Curve, legend: str) -> Iterator[dict[str, Any]]:
     yield _base_trace(curve) | area | {"line": {"width": 0, "shape": "vh"}}
 
 
-def _levels(curve: Curve) -> list[str]:
-    """The choices of smoothing that change a curve: light that of many points."""
-    return [level for level in SMOOTHING if curve.mean or (level == "strong" and curve.can_be_smoothed)]
-
-
 def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]:
     """A curve, its means and its star."""
     trace = _base_trace(curve)
@@ -213,7 +208,7 @@ def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]
     sizes = [size * (point in marked) for point in range(len(trace["x"]))]
     marks = {"size": sizes, "symbol": MARKS[curve.mark], "opacity": 1, "line_width": 0}
     trace |= {"mode": "lines+markers", "marker": marks}
-    if not (levels := _levels(curve)):
+    if not (levels := curve.smoothings):
         yield trace
     else:
         faint = {"mode": "lines", "opacity": panels.opacity_under_mean(curves), "line": trace["line"] | {"width": 1}}
