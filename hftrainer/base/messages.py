@@ -191,6 +191,11 @@ def format_number(value: float | None) -> str:
     return f"{value:,.0f}" if is_long else f"{value:.4g}"
 
 
+def format_span(first: float, last: float) -> str:
+    """Two steps as text, such as '61-70'; or '61' if they are the same."""
+    return f"{first:,.0f}" if first == last else f"{first:,.0f}-{last:,.0f}"
+
+
 def format_bytes(size: float) -> str:
     """A number of bytes as text, such as '382 MB' or '1.23 GB'."""
     units = {"GB": 1e9, "MB": 1e6, "kB": 1e3}

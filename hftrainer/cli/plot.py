@@ -161,7 +161,7 @@ def _read_runs(folders: list[str], x: str) -> tuple[list[RunRecord], list[str]]:
 def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[dict[str, Any]], str]:
     """The values of each run by which they are compared, and what they mean."""
     from hftrainer.monitoring.journal import run_names
-    from hftrainer.monitoring.run_page import nan_place
+    from hftrainer.monitoring.run_page import find_nan
 
     names = run_names([run.folder for run in runs])
     # The curves of a single run do not name it.
@@ -190,7 +190,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
             "is best": curve.is_best,
             "differs in": curve.settings,
             "steps": page["step"],
-            "state": "diverged" if nan_place(page) else page["state"],
+            "state": "diverged" if find_nan(page) else page["state"],
             "last loss": last,
             **{f"best {metric}": value for metric, value in best.items()},
             **{f"mean {rate.replace('_', ' ')}": value for rate, value in speeds.items()},

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.base.messages import format_duration, format_number
+from hftrainer.base.messages import format_duration, format_number, format_span
 from hftrainer.checkpointing.layout import step_of
 from hftrainer.cli.parser import Parser
 
@@ -160,9 +160,9 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     from rich.panel import Panel
     from rich.text import Text
 
-    from hftrainer.monitoring.run_page import nan_place
+    from hftrainer.monitoring.run_page import find_nan
 
-    colour = "red" if nan_place(page) else COLOURS.get(page["state"], "red")
+    colour = "red" if find_nan(page) else COLOURS.get(page["state"], "red")
     # The advice is at the end of a warning, but a low page needs its lines for the curves.
     inner = width - 4
     texts = 5 if height is None or height > 40 else 2
@@ -184,7 +184,7 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
 
 def _state(page: dict[str, Any]) -> str:
     """The state of a run as text."""
-    from hftrainer.monitoring.run_page import nan_place
+    from hftrainer.monitoring.run_page import find_nan
 
     silence = (
         f"no sign of life for {format_duration(round(time.time() - page['updated']))}" if page.get("updated") else ""
@@ -204,7 +204,7 @@ def _state(page: dict[str, Any]) -> str:
     # The step that diverged was not made.
     if page.get("reason") == "TrainingDiverged":
         return f"diverged at step {page['step'] + 1:,}"
-    problem = f"loss NaN since step {place}, " if (place := nan_place(page)) else ""
+    problem = f"loss NaN since step {format_span(*nan)}, " if (nan := find_nan(page)) else ""
     return problem + words.get(page["state"], page["state"]).format_map(page)
 
 
@@ -213,6 +213,7 @@ def _parts(page: dict[str, Any], width: int, colour: str, lines: int) -> Iterato
     from rich.text import Text
 
     from hftrainer.callbacks.log_lines import format_values
+    from hftrainer.monitoring.run_page import find_nan
     from hftrainer.reporting.metrics import SHARES, SPEEDS
 
     now, values = time.time(), page["values"]
@@ -235,7 +236,12 @@ def _parts(page: dict[str, Any], width: int, colour: str, lines: int) -> Iterato
     if any(page["seconds"]["all"].values()):
         yield _seconds_by_activity(page["seconds"])
     checkpoints = page["checkpoints"][: -MAX_EVENTS - 1 : -1]
-    if saves := [f"{os.path.basename(save['folder'])} {_format_age(now, save['time'])}" for save in checkpoints]:
+    # The weights before the first loss that is NaN may be its cause.
+    first_bad = nan[0] - 1 if (nan := find_nan(page)) else math.inf
+    if saves := [
+        f"{os.path.basename(save['folder'])} {_format_age(now, save['time'])}{', NaN' * (save['step'] >= first_bad)}"
+        for save in checkpoints
+    ]:
         yield Text(_join([f"saved: {saves[0]}", *saves[1:]], width))
     for warning in page["warnings"][-MAX_EVENTS:]:
         text = f"{_format_age(now, warning['time'])}, after step {warning['step']:,}: {warning['text']}"
@@ -268,7 +274,7 @@ def _make_progress(page: dict[str, Any], colour: str) -> Table:
 
 
 def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
-    from hftrainer.monitoring.run_page import nan_place
+    from hftrainer.monitoring.run_page import find_nan
 
     if page["device"]:
         yield f"{page['world_size']} x {page['device']}"
@@ -283,7 +289,7 @@ def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
         yield f"resumed from {os.path.basename(page['resumed_from'])}"
     # Without a checkpoint, a run that has ended early has kept no steps.
     is_kept = page["checkpoints"] or page["state"] in ("running", "silent", "complete")
-    if page["goodput"] is not None and is_kept and not nan_place(page):
+    if page["goodput"] is not None and is_kept and not find_nan(page):
         yield f"goodput {page['goodput']:.0%} (kept steps and data)"
 
 

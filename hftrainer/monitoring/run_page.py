@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import os
 import time
@@ -19,7 +18,7 @@ from hftrainer.checkpointing.layout import save_time, sort_checkpoints
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring import journal
 from hftrainer.parallel.environment import has_ended
-from hftrainer.reporting.metrics import choose_best, is_number, logged_values, sort_names
+from hftrainer.reporting.metrics import Span, choose_best, is_number, logged_values, nan_span, sort_names
 
 Event = dict[str, Any]
 
@@ -44,7 +43,7 @@ class JournalSummary:
         pace: optimizer steps and seconds since the last start.
         checkpoints: folder → event.
         warnings: the warnings.
-        non_finite_step: the last step that a warning names for its loss.
+        non_finite_step: the first step since the last finite loss that a warning names for its loss.
         longest_pause: maximum of the seconds between two events of a start.
     """
 
@@ -70,7 +69,7 @@ class JournalSummary:
         if self.begin is not None and self.last_event is not None and kind != "begin":
             self.longest_pause = max(self.longest_pause, event["time"] - self.last_event["time"])
         self.last_event = event
-        self.non_finite_step = event.get("non_finite_step", self.non_finite_step)
+        self.non_finite_step = self.non_finite_step or event.get("non_finite_step")
         handlers: dict[str, Callable[[Event], None]] = {
             "begin": self._add_begin,
             "log": self._add_log,
@@ -91,6 +90,8 @@ class JournalSummary:
     def _add_begin(self, event: Event) -> None:
         self.begin, self.end, self.phase, self.pace = event, None, None, (0, 0.0)
         self.max_steps = event["max_steps"] or 0
+        if (self.non_finite_step or 0) > event["step"]:
+            self.non_finite_step = None
         self.spans = journal.remove_undone_steps([*self.spans, event])
         self.checkpoints = {path: saved for path, saved in self.checkpoints.items() if saved["step"] <= event["step"]}
         for steps, values in self.curves.values():
@@ -104,6 +105,8 @@ class JournalSummary:
                 steps, values = self.curves.setdefault(name, ([], []))
                 steps.append(step)
                 values.append(value)
+                if name == "loss" and not math.isnan(value):
+                    self.non_finite_step = None
         for name, value in line.items():
             is_shown = name not in self.curves and (name == "eval_share" or not name.startswith("eval_"))
             if is_shown and name != "step" and isinstance(value, (int, float)):
@@ -256,19 +259,16 @@ class WatchedRun:
         }
 
 
-def nan_place(page: dict[str, Any]) -> str:
-    """The step since which the loss is NaN, or those among which it is; empty if the last loss is a number.
+def find_nan(page: dict[str, Any]) -> Span:
+    """The first and the last step since which the loss may be NaN; None if the last loss is a number.
 
-    It is empty too if only the last line has a loss that was not finite, but a gradient that is.
+    It is None too if only the last line has a loss that was not finite, but a gradient that is.
     """
-    curve = page.get("curves", {}).get("loss", {"steps": (), "values": ()})
-    count = sum(1 for _ in itertools.takewhile(math.isnan, reversed(curve["values"])))
-    if not count or (count == 1 and math.isfinite(page["values"].get("grad_norm", math.nan))):
-        return ""
-    before, last = [0, *curve["steps"]][-count - 1 :][:2]
-    if before < (step := page["non_finite_step"] or 0) <= last:
-        return f"{step:,}"
-    return f"{last:,.0f}" if before + 1 == last else f"{before + 1:,.0f}-{last:,.0f}"
+    steps, values = page.get("curves", {}).get("loss", {"steps": (), "values": ()}).values()
+    is_partial = not any(map(math.isnan, values[-2:-1])) and math.isfinite(
+        page.get("values", {}).get("grad_norm", math.nan)
+    )
+    return None if is_partial else nan_span(steps, values, page.get("non_finite_step"))
 
 
 def _rows(events: Iterable[Event], *names: str) -> list[dict[str, Any]]:

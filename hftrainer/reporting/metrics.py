@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -29,6 +30,8 @@ PANELS |= SPEEDS
 _LESS_IS_BETTER = re.compile("(.*_)?(loss|wer|cer|ter|ppl|perplexity|mae|mse|rmse|error)")
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 
+#: The first and the last step at which something may have happened; None if it has not.
+Span = tuple[int, int] | None
 Curves = dict[str, dict[str, tuple[list[float], list[float]]]]
 
 
@@ -150,6 +153,14 @@ def logged_curves(state: TrainerState) -> Curves:
         rest = [1 - sum(parts) for parts in zip(*(values for _, values in shares), strict=True)]
         panels[SHARES]["step_share"] = shares[0][0], rest
     return panels
+
+
+def nan_span(steps: Sequence[float], values: Sequence[float], since: int | None) -> Span:
+    """When a logged loss became NaN: at the step `since` if that is known and logged. None if its last value is not."""
+    count = sum(1 for _ in itertools.takewhile(math.isnan, reversed(values)))
+    before, last = [0, *map(int, steps)][-count - 1 :][:2] if count else (0, 0)
+    span = (since, since) if since and since <= last else (before + 1, last)
+    return span if count else None
 
 
 def logged_values(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, float, float]]:

@@ -13,19 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from hftrainer.arguments.choices import as_text
-from hftrainer.base.messages import command_name, count_of, format_bytes, format_duration, format_number
+from hftrainer.base.messages import command_name, count_of, format_bytes, format_duration, format_number, format_span
 from hftrainer.callbacks.log_lines import unfilter
 from hftrainer.callbacks.state import TrainerState, evaluation_key
-from hftrainer.checkpointing.layout import checkpoints_newest_first
+from hftrainer.checkpointing.layout import checkpoints_newest_first, step_of
 from hftrainer.monitoring.journal import goodput, select_last_run
 from hftrainer.parallel import devices
 from hftrainer.reporting.memory import peak_process_memory
+from hftrainer.reporting.metrics import Span, logged_curves, nan_span
 
 
 def make_resume_message(folder: str, state: TrainerState, epochs: float) -> str:
-    """A message about where a run resumes, or that it has no steps left."""
+    """A message about where a run resumes, or that it has no steps left; and whether its loss had become NaN."""
     place = f"step {state.global_step:,} of {state.max_steps:,}"
     text = f"Resuming from {folder}: {place}, epoch {state.epoch or 0:.4g}."
+    if (nan := find_nan(state)) and (problem := _explain_nan(folder, checkpoints_beside(folder), nan)):
+        text += f" It was {problem}"
     if state.global_step < state.max_steps:
         return text
     if (state.epoch or 0) < epochs - 0.01:
@@ -50,6 +53,7 @@ class FinishedRun:
         was_asked_to_stop: whether a request, `ask stop`, stopped it.
         non_finite_since: the step since which no loss was finite; 0 if only some were not, None if all were finite.
         checkpoints: the checkpoint folders that it wrote, in order.
+        earlier: the checkpoints of the run that it resumed, if any.
         has_failed_save: whether the last checkpoint could not be written.
         has_journal: whether it wrote a journal.
         events: the events of the journal; None without `observe`.
@@ -65,6 +69,7 @@ class FinishedRun:
     was_asked_to_stop: bool = False
     non_finite_since: int | None = None
     checkpoints: Sequence[str] = ()
+    earlier: Sequence[str] = ()
     has_failed_save: bool = False
     has_journal: bool = False
     events: list[dict[str, Any]] | None = None
@@ -97,10 +102,11 @@ def _describe_training(run: FinishedRun) -> Iterator[tuple[str, int]]:
         place += _place_of_best(state, args)
         yield f"Best {evaluation_key(args.metric_for_best_model)}: {best:.6g}{place}.", logging.INFO
     if run.non_finite_since is not None:
-        place = f"since step {run.non_finite_since:,} of {state.max_steps:,}"
-        lasting = f"is not finite {place}: the last checkpoint's weights may be unusable"
+        nan = find_nan(state, run.non_finite_since)
+        place = f"since step {format_span(*nan)} of {state.max_steps:,}" if nan else ""
+        lasting = f"is not finite {place}: the last weights may be unusable"
         hidden = ". In log_history, train_loss leaves them out, so is too low" if args.logging_nan_inf_filter else ""
-        text = f"The loss {lasting if run.non_finite_since else 'was not finite in some steps'}{hidden}."
+        text = f"The loss {lasting if nan else 'was not finite in some steps'}{hidden}."
         yield text, logging.WARNING
 
 
@@ -113,7 +119,8 @@ def describe_times(runtime: float, seconds: Mapping[str, float]) -> str:
 def _describe_checkpoints(run: FinishedRun) -> Iterator[tuple[str, int]]:
     """The last checkpoint and how to resume from it, or that none was saved; and how to draw the curves."""
     state, folder = run.state, str(run.args.output_dir)
-    hint = make_resume_hint(run.checkpoints, is_complete=state.global_step >= state.max_steps or bool(run.stopper))
+    is_complete, nan = state.global_step >= state.max_steps or bool(run.stopper), find_nan(state, run.non_finite_since)
+    hint = make_resume_hint(run.checkpoints, is_complete=is_complete, nan=nan, earlier=run.earlier)
     if hint:
         yield hint, logging.INFO
     elif run.has_failed_save:
@@ -135,7 +142,7 @@ def _place_of_best(state: TrainerState, args: Any) -> str:
 
 def make_stop_message(state: TrainerState, runtime: float, seconds: Mapping[str, float]) -> str:
     """The step, time and last loss of a run that a signal has stopped."""
-    loss = next((unfilter(line, state)["loss"] for line in reversed(state.log_history) if "loss" in line), None)
+    loss = _last_loss_line(state).get("loss")
     last = describe_times(runtime, seconds) + ("" if loss is None else f"; last loss {format_number(loss)}")
     return f"Stopped at step {state.global_step:,} of {state.max_steps:,}, after {last}."
 
@@ -148,15 +155,60 @@ def make_goodput_message(events: list[dict[str, Any]]) -> str:
     return f"Goodput: {share:.0%} of the time without pauses in kept steps ({starts} starts)."
 
 
-def make_resume_hint(folders: Sequence[str], *, is_complete: bool, label: str = "Last checkpoint") -> str:
+def find_nan(state: TrainerState, since: int | None = None) -> Span:
+    """The first and the last step at which the loss may have become NaN for good; None if it is finite.
+
+    Args:
+        state: the state of the run, with its log.
+        since: that step in this call of `train()`, if known.
+    """
+    line = _last_loss_line(state)
+    # An infinite gradient alone may be one that `fp16` skips, and with a finite one the weights are finite.
+    is_logged = not (math.isfinite(line.get("loss", 0.0)) or math.isfinite(line.get("grad_norm", math.nan)))
+    span = nan_span(*logged_curves(state)["loss"].get("loss", ([], [])), since) if is_logged else None
+    return span or ((since, since) if since else None)
+
+
+def _last_loss_line(state: TrainerState) -> Mapping[str, Any]:
+    return next((unfilter(line, state) for line in reversed(state.log_history) if "loss" in line), {})
+
+
+def _explain_nan(last: str, folders: Sequence[str], nan: Span) -> str:
+    """When a checkpoint was saved, if its weights may be NaN, and which one was saved before; else empty."""
+    # The weights that the step before the first NaN has left may be its cause.
+    if nan is None or (step := step_of(last)) is None or step < nan[0] - 1:
+        return ""
+    earlier = next((path for path in folders[::-1] if (step_of(path) or 0) < nan[0] - 1 and os.path.isdir(path)), None)
+    place = f"{'after' if step >= nan[1] else 'when'} the loss became nan (since step {format_span(*nan)})"
+    advice = f"The last one before it is {earlier}: resume_from_checkpoint={earlier!r}"
+    return f"saved {place}. {advice if earlier else 'There is none before it'}."
+
+
+def checkpoints_beside(folder: str | None) -> list[str]:
+    """The checkpoints in the folder of a checkpoint, that with the most steps last."""
+    return [*checkpoints_newest_first(os.path.dirname(folder.rstrip("/")) or ".")][::-1] if folder else []
+
+
+def make_resume_hint(
+    folders: Sequence[str],
+    *,
+    is_complete: bool,
+    label: str = "Last checkpoint",
+    nan: Span = None,
+    earlier: Sequence[str] = (),
+) -> str:
     """A message with a run's newest remaining checkpoint, and how to resume from it; empty if none remains.
 
     Args:
         folders: the checkpoints.
         is_complete: whether the run has ended on purpose, so that there is nothing to resume.
         label: what the newest checkpoint is.
+        nan: when the loss became NaN, from `find_nan`.
+        earlier: the checkpoints of the run that this one resumed.
     """
     last = next(filter(os.path.isdir, reversed(folders)), None)
+    if last is not None and (problem := _explain_nan(last, [*earlier, *folders], nan)):
+        return f"{label}: {last}, {problem}"
     if last is None or is_complete:
         return f"{label}: {last}." if last else ""
     newest = next(checkpoints_newest_first(os.path.dirname(last)), last)

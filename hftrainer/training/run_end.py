@@ -100,6 +100,7 @@ class RunEnd(Part):
             was_asked_to_stop=requests is not None and requests.has_stopped,
             non_finite_since=losses.non_finite_since if losses.has_warned else None,
             checkpoints=self.run.checkpoints_written,
+            earlier=summary.checkpoints_beside(self.run.resume_folder),
             has_failed_save=self.parts.checkpoint_writer.has_failed,
             has_journal=observer is not None and observer.journal.folder is not None,
             events=None if observer is None else observer.read_events(),

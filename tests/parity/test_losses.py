@@ -106,7 +106,7 @@ class BadAtTwoSteps(Plain):
 @pytest.mark.parametrize("filtered", [True, False])
 @pytest.mark.parametrize(
     ("factor", "summary"),
-    [(1.0, "in some steps"), (math.nan, "since step 3 of 6: the last checkpoint's weights may be unusable")],
+    [(1.0, "in some steps"), (math.nan, "since step 3 of 6: the last weights may be unusable")],
 )
 def test_bad_loss_is_reported_with_its_step_and_advice(tmp_path, caplog, capsys, filtered, factor, summary):
     model = BadAtTwoSteps()

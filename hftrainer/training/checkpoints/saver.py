@@ -161,8 +161,12 @@ class CheckpointSaver(Part):
             return f"Stopped at {place}; nothing was saved (save_strategy='no')." if is_empty else ""
         since = f" since {run.resume_folder}" if run.resume_folder else ""
         label = "Saved at the error" if run.has_saved_after_error else "Last checkpoint"
-        hint = summary.make_resume_hint(run.checkpoints_written, is_complete=False, label=label)
-        if run.has_saved_after_error and run.loop is not None and run.loop.batches.step_phase.has_begun:
+        nan = summary.find_nan(self.trainer.state, run.loop.loss_accumulator.non_finite_since if run.loop else None)
+        earlier = summary.checkpoints_beside(run.resume_folder)
+        hint = summary.make_resume_hint(
+            run.checkpoints_written, is_complete=False, label=label, nan=nan, earlier=earlier
+        )
+        if not nan and run.has_saved_after_error and run.loop is not None and run.loop.batches.step_phase.has_begun:
             hint = f"{hint.removesuffix('.')}, with other random numbers, since the error was within a step."
         text = ""
         if run.signal_listener.is_forced:

@@ -11,6 +11,7 @@ import pytest
 from lightning.pytorch.callbacks import EarlyStopping
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer.__main__ import main
 from hftrainer.base.messages import command_name, count_of, format_duration
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.monitoring import run_requests
@@ -164,6 +165,31 @@ def test_higher_checkpoint_of_an_earlier_run_is_not_promised(tmp_path, monkeypat
     assert f"{last}. Resume with {advice}" in summary.make_resume_hint([last], is_complete=False)
     monkeypatch.setattr(sys, "argv", ["train.py", "--resume_from_checkpoint=auto"])
     assert "--resume_from_checkpoint true" in summary.make_resume_hint([f"{tmp_path}/checkpoint-36"], is_complete=False)
+
+
+class NanFromStep6(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 5:
+            next(model.parameters()).data.fill_(float("nan"))
+
+
+def test_checkpoint_after_nan_is_not_recommended(tmp_path, run_messages, capsys):
+    settings = {**SAVED, "max_steps": 8, "logging_steps": 2, "observe": True}
+    train(tmp_path, callbacks=[NanFromStep6()], **settings)
+    earlier = f"The last one before it is {tmp_path}/checkpoint-4: resume_from_checkpoint='{tmp_path}/checkpoint-4'."
+    saved = "saved after the loss became nan (since step 6)"
+    assert run_messages()[-1] == f"Last checkpoint: {tmp_path}/checkpoint-8, {saved}. {earlier}"
+    before = len(run_messages())
+    train(tmp_path, True, **{**settings, "max_steps": 12})
+    resumed, *_, last = run_messages()[before:]
+    # Checkpoints do not name the step: losses were finite until the log line of step 4.
+    earlier = earlier.replace("checkpoint-4", "checkpoint-2")
+    assert resumed.endswith(f"It was saved after the loss became nan (since step 5-6). {earlier}")
+    assert last.endswith(f"checkpoint-12, saved after the loss became nan (since step 5-6). {earlier}")
+    main(["watch", "--once", str(tmp_path)])
+    page = capsys.readouterr().out
+    assert "loss NaN since step 6, complete" in page and re.search(r"checkpoint-12 [\d.]+ m?s ago, NaN", page)
+    assert summary.find_nan(TrainerState(log_history=[{"loss": 2.0, "grad_norm": float("inf"), "step": 1}])) is None
 
 
 @pytest.mark.parametrize(
