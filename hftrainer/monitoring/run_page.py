@@ -148,7 +148,7 @@ class JournalSummary:
         steps, values = self.curves[name]
         finite = [(value, step) for step, value in zip(steps, values, strict=True) if not math.isnan(value)]
         choose = choose_best(name, self.begin or {})
-        best, best_step = choose(finite, key=lambda pair: pair[0], default=(None, None))
+        best, best_step = choose(finite, key=lambda pair: pair[0]) if choose and finite else (None, None)
         return {"last": values[-1], "best": best, "best_step": best_step}
 
 

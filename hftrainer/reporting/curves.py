@@ -51,8 +51,6 @@ MANY, FEW, MAX_PARTS = 100, 10, 1000
 MANY_RUNS, EVALUATION_LOSS = 5, "evaluation loss"
 #: The highest value that is drawn. matplotlib cannot compute with the range of larger ones.
 MAX_SHOWN = 1e250
-#: Metrics whose greater value is better without doubt.
-GREATER_IS_BETTER = re.compile("eval_(.*_)?(accuracy|f1|precision|recall|auc|roc_auc|bleu|rouge[12L]?|(mean_)?iou)$")
 
 
 @dataclass(frozen=True)
@@ -314,8 +312,9 @@ def _find_best_runs(curves: list[Curve], arguments: dict[str, Any]) -> set[str]:
     """The runs with the best value that has a star, of the first metric; none if it reads the same in all runs."""
     stars = [(curve.name, curve.run, curve.values[curve.best]) for curve in curves if curve.best is not None]
     values = {run: value for name, run, value in stars if name == stars[0][0]}
-    best = choose_best(stars[0][0], arguments)(values.values()) if values else 0
-    runs = {run for run, value in values.items() if format_number(value) == format_number(best)}
+    choose = choose_best(stars[0][0], arguments) if stars else None
+    best = format_number(choose(values.values()) if choose else None)
+    runs = {run for run, value in values.items() if format_number(value) == best}
     return runs if len(runs) < len(values) else set()
 
 
@@ -443,8 +442,8 @@ def _best_index(state: TrainerState, arguments: dict[str, Any], name: str, value
         return None
     choose = choose_best(name, arguments)
     if metric := arguments.get("metric_for_best_model"):
-        return values.index(choose(finite)) if name == f"eval_{metric.removeprefix('eval_')}" else None
+        return values.index(choose(finite)) if choose and name == f"eval_{metric.removeprefix('eval_')}" else None
     # Of a run without arguments only the best value is known.
     if state.best_metric is not None:
         return values.index(state.best_metric) if state.best_metric in finite else None
-    return values.index(choose(finite)) if choose is min or GREATER_IS_BETTER.match(name) else None
+    return values.index(choose(finite)) if choose else None

@@ -28,6 +28,8 @@ SPEEDS = {
 PANELS |= SPEEDS
 #: Names of metrics whose lowest value is the best.
 _LESS_IS_BETTER = re.compile("(.*_)?(loss|wer|cer|ter|ppl|perplexity|mae|mse|rmse|error)")
+#: Names of metrics whose highest value is the best.
+_GREATER_IS_BETTER = re.compile("eval_(.*_)?(accuracy|f1|precision|recall|auc|roc_auc|bleu|rouge[12L]?|(mean_)?iou)")
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 
 #: The first and the last step at which something may have happened; None if it has not.
@@ -133,11 +135,13 @@ def get_metric(metrics: Mapping[str, float], name: str) -> float:
     return metrics[key]
 
 
-def choose_best(name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """`min` or `max`, which finds the best value of a metric, by the run's arguments or else by its name."""
+def choose_best(name: str, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """`min` or `max`, which finds the best value of a metric, by the run's arguments or else by its name; else None."""
     if name == evaluation_key(arguments.get("metric_for_best_model") or ""):
         return max if arguments.get("greater_is_better") else min
-    return min if _LESS_IS_BETTER.fullmatch(name) else max
+    if _LESS_IS_BETTER.fullmatch(name):
+        return min
+    return max if _GREATER_IS_BETTER.fullmatch(name) else None
 
 
 def logged_curves(state: TrainerState) -> Curves:

@@ -68,7 +68,7 @@ def test_page_shows_progress_metrics_and_checkpoints(tmp_path, capsys, monkeypat
     journal = begin(tmp_path, metric_for_best_model="gap", greater_is_better=False)
     train(journal, 10, 20, 30, loss=2.5)
     evaluate(journal, 20, wer=0.1, gap=1)
-    evaluate(journal, 30, loss=2.25, accuracy=0.5, wer=0.2, gap=2)
+    evaluate(journal, 30, loss=2.25, accuracy=0.5, wer=0.2, gap=2, fid=3)
     for step in (20, 30):
         journal.write("checkpoint", step, folder=f"checkpoint-{step}")
     (tmp_path / "checkpoint-30").mkdir()  # the other was rotated away
@@ -78,8 +78,8 @@ def test_page_shows_progress_metrics_and_checkpoints(tmp_path, capsys, monkeypat
     assert tmp_path.name in first and f"running on {socket.gethostname()}" in first
     assert "step 30 of 100 ━" in page and "30%, 70 s left" in page  # a step takes a second
     assert "2 x cuda · started" in page and "training for" not in page
-    names = re.findall(r"│ (\w+) +[\d.]+ +[\d.]+ +\d+ ", page)
-    assert names == ["loss", "eval_loss", "eval_wer", "eval_gap", "eval_accuracy"]
+    names = re.findall(r"│ (\w+) +[\d.]+ +[\d.]* +\d* ", page)
+    assert names == ["loss", "eval_loss", "eval_wer", "eval_gap", "eval_accuracy", "eval_fid"]
     assert "eval_loss      2.25  2.25       30" in page and "eval_accuracy   0.5   0.5       30" in page
     assert "eval_wer        0.2   0.1       20" in page and "eval_gap          2     1       20" in page
     assert "lr 3.00e-04 · 12,346 tokens/s" in page and "total  30 s  60.0%  20.0%       10.0%   10.0%" in page
