@@ -385,15 +385,16 @@ def _check_sizes(rank_info: RankInfo, config: Mapping[str, Any]) -> Iterator[str
 
 def process_identifier() -> str:
     """An identifier of this process, with which `has_ended` checks whether the process has ended."""
-    return f"{socket.gethostname()} {os.getpid()} {_start_time(os.getpid())}"
+    return f"{socket.gethostname()} {os.getpid()} {_read_state(os.getpid())[1]}"
 
 
-def _start_time(process: int) -> str:
-    """Start time of a process in ticks since boot, or ''. It distinguishes processes with the same id."""
+def _read_state(process: int) -> tuple[str, str]:
+    """A process's state, such as 'Z', and its start in ticks since boot, by which the same id may differ; or ''."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return "", ""
+    return fields[0], fields[19]
 
 
 def has_ended(owner: str) -> bool:
@@ -412,7 +413,9 @@ def has_ended(owner: str) -> bool:
     except PermissionError:
         # The process runs as another user.
         return False
-    return bool(start_time) and _start_time(int(process)) != start_time
+    state, current_start_time = _read_state(int(process))
+    # In a container nobody may ask for the status of a killed process, which then stays a zombie.
+    return state == "Z" or (bool(start_time) and current_start_time != start_time)
 
 
 def has_writer_ended(folder: Path, owner: str) -> bool:

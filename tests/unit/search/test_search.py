@@ -2,6 +2,10 @@
 
 import logging
 import math
+import os
+import socket
+import subprocess
+import sys
 from datetime import timedelta
 
 import numpy as np
@@ -199,6 +203,14 @@ def test_has_ended_recognizes_a_process_that_is_gone():
     assert has_ended(f"{host} {process} {int(began) - 1}")  # the id has been used again
     assert has_ended(GONE)
     assert not has_ended(GONE.replace(host, "elsewhere"))
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid") or not os.path.exists("/proc/self/stat"), reason="needs /proc")
+def test_zombie_has_ended():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays
+    assert has_ended(f"{socket.gethostname()} {child.pid}")
+    child.wait()
 
 
 def test_remaining_trials_count_lost_ones_again(study):
