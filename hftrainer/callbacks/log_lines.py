@@ -14,8 +14,10 @@ from hftrainer.callbacks.state import TrainerState, is_measurement
 def _fit(value: float, digits: int, width: int) -> str:
     """A number in at most `width` characters, with `digits` significant digits where these fit, also if they are 0."""
     zeros = "#" if abs(value) >= 1e-4 and not isinstance(value, int) else ""
-    forms = [",.0f", *(f"{zeros}.{count}g" for count in range(digits, 0, -1))][abs(value) < 1000 :]
-    return next((text for form in forms if len(text := f"{value:{form}}".rstrip(".")) <= width), f"{value:.0e}")
+    forms = [",.0f", ".0f", *(f"{zeros}.{count}g" for count in range(digits, 0, -1))][2 * (abs(value) < 1000) :]
+    # Each character of the exponent takes the place of a digit.
+    texts = (f"{value:{form}}".rstrip(".").replace("e+0", "e").replace("e+", "e") for form in forms)
+    return next((text for text in texts if len(text) <= width), f"{value:.0e}")
 
 
 def _duration(seconds: float) -> str:
@@ -69,10 +71,10 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
     values = unfilter(logs, state)
     parts = {"": format_place(state)} if state.max_steps > 0 else {}
     parts |= format_values(values)
-    if note := _note_nan(values, state):
-        parts["loss"] += f"  {note}"
     if "data_wait" in parts:
         parts["of_time"] = "of time"
+    # At the end, so that the columns stay.
+    parts |= {" note": note} if (note := _note_nan(values, state)) else {}
     # Trials have no summary.
     repeated = _IN_SUMMARY if "train_runtime" in logs and not state.is_hyper_param_search else ()
     for name in (*repeated, *_LEFT_OUT):

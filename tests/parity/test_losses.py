@@ -121,7 +121,7 @@ def test_bad_loss_is_reported_with_its_step_and_advice(tmp_path, caplog, capsys,
     lines = [event for event in read_events(trainer.args.output_dir) if "loss" in event.get("logs", ())]
     assert [line.get("is_partial", False) for line in lines] == [False, True, True]
     # A log line of losses that are all NaN shows that.
-    assert ("NaN at step 3  " in capsys.readouterr().out) == (filtered and factor == 1)
+    assert ("NaN at step 3\n" in capsys.readouterr().out) == (filtered and factor == 1)
 
 
 def test_nan_in_the_data_is_named(tmp_path, caplog):

@@ -219,15 +219,20 @@ def test_bar_of_a_resumed_run_starts_at_its_step(monkeypatch, tmp_path, steps):
     callback.close()
 
 
+@pytest.mark.parametrize(("value", "text"), [(1234567, "1234567"), (12345678.0, "1.235e7"), (1.2e12, "1.20e12")])
+def test_large_numbers_keep_their_digits(value, text):
+    assert format_log_line({"tokens_seen": value}, TrainerState()) == f"tokens_seen {text}"
+
+
 def test_plain_line_in_a_terminal_shows_losses_that_are_nan(monkeypatch, tmp_path):
     for terminal, lines in (
-        (Terminal(), "15/30  loss 0.5000   NaN at step 13\n15/30  loss nan      grad nan\n"),
-        (io.StringIO(), "{'loss': '0.5'}\n{'loss': '0', 'grad_norm': 'nan'}\n"),
+        (Terminal(), "15/30  loss 0.5000   grad nan     NaN at step 13\n15/30  loss nan      grad nan\n"),
+        (io.StringIO(), "{'loss': '0.5', 'grad_norm': 'nan'}\n{'loss': '0', 'grad_norm': 'nan'}\n"),
     ):
         monkeypatch.setattr(sys, "stdout", terminal)
         state = TrainerState(global_step=15, max_steps=30)
         state.non_finite_step = 13
-        for logs in ({"loss": 0.5}, FILTERED):
+        for logs in ({"loss": 0.5, "grad_norm": float("nan")}, FILTERED):
             hftrainer.PrinterCallback().on_log(TrainingArguments(str(tmp_path)), state, None, logs=logs)
         assert terminal.getvalue() == lines
 
