@@ -34,8 +34,8 @@ CURVE_COLOURS = ("cyan", "yellow", "green", "magenta")
 MIN_COLUMNS = 78
 #: Number of checkpoints and warnings on the page; `--json` has all.
 MAX_EVENTS = 3
-#: Rows of a chart on a page that is printed once, and their maximum on a live page.
-ROWS, MAX_ROWS = 6, 30
+#: Rows of a chart: on a page that is printed once; on a live page at most, and those for which metrics give way.
+ROWS, MAX_ROWS, LOW_ROWS = 6, 30, 3
 #: The bits of the dots in a braille character, by row and column.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
@@ -166,12 +166,19 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     # The advice is at the end of a warning, but a low page needs its lines for the curves.
     inner = width - 4
     texts = 5 if height is None or height > 40 else 2
-    parts: list[RenderableType] = (
-        [Text(page["problem"])] if "problem" in page else [*_parts(page, inner, colour, texts)]
-    )
-    lines = len(console.render_lines(Group(*parts), console.options.update(width=inner)))
-    # A point is no curve.
-    curves = {name: curve for name, curve in page.get("curves", {}).items() if len(_finite(curve)) > 1}
+
+    def make_parts(left_out: int) -> tuple[list[RenderableType], int]:
+        """The parts without the last `left_out` metrics, and their lines."""
+        problem = [Text(page["problem"])] if "problem" in page else []
+        parts = [*(problem or _parts(page, inner, colour, texts, left_out))]
+        return parts, len(console.render_lines(Group(*parts), console.options.update(width=inner)))
+
+    parts, lines = make_parts(left_out := 0)
+    # A low page keeps a chart rather than all metrics and warnings.
+    while height is not None and lines + LOW_ROWS + 4 > height and left_out < len(page.get("metrics", ())) - 1:
+        parts, lines = make_parts(left_out := left_out + 1)
+    # A point is no curve, unless NaN follows or precedes it.
+    curves = {name: each for name, each in page.get("curves", {}).items() if _finite(each) and len(each["values"]) > 1}
     is_flat = all(len({*_finite(curve)}) < 2 for curve in curves.values())
     rows = min(1 if is_flat else MAX_ROWS, ROWS if height is None else height - lines - 4)
     if rows > (not is_flat) and curves:
@@ -208,8 +215,8 @@ def _state(page: dict[str, Any]) -> str:
     return problem + words.get(page["state"], page["state"]).format_map(page)
 
 
-def _parts(page: dict[str, Any], width: int, colour: str, lines: int) -> Iterator[RenderableType]:
-    """The lines above the curves, from top to bottom; a message has at most `lines` of them."""
+def _parts(page: dict[str, Any], width: int, colour: str, lines: int, left_out: int) -> Iterator[RenderableType]:
+    """The lines above the curves, without the last `left_out` metrics; a message has at most `lines` lines."""
     from rich.text import Text
 
     from hftrainer.callbacks.log_lines import format_values
@@ -227,7 +234,8 @@ def _parts(page: dict[str, Any], width: int, colour: str, lines: int) -> Iterato
         yield Text(_clean(f"{page['reason']}: {page['message']}", lines * width), "red")
     rows = [(name, *(format_number(metric[title]) for title in titles)) for name, metric in page["metrics"].items()]
     if rows:
-        yield _make_table(["", *titles.values()], rows)
+        more = [(f"+{left_out} more",)] if left_out else []
+        yield _make_table(["", *titles.values()], [*rows[: len(rows) - left_out], *more])
     elif page["state"] == "running":
         interval = f" (logging_steps={page['logging_steps']:g})" if page["logging_steps"] else ""
         yield Text(f"waiting for the first log line{interval}")
@@ -243,7 +251,7 @@ def _parts(page: dict[str, Any], width: int, colour: str, lines: int) -> Iterato
         for save in checkpoints
     ]:
         yield Text(_join([f"saved: {saves[0]}", *saves[1:]], width))
-    for warning in page["warnings"][-MAX_EVENTS:]:
+    for warning in page["warnings"][-1 if left_out else -MAX_EVENTS :]:
         text = f"{_format_age(now, warning['time'])}, after step {warning['step']:,}: {warning['text']}"
         yield Text(_clean(text, lines * width), "yellow")
 
@@ -358,6 +366,12 @@ def _make_chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int
     steps = [step for curve in curves.values() for step in curve["steps"]]
     box = (min(steps), max(steps), low, high)
     columns = max(1, width - margin)
+    missing = {
+        round((step - box[0]) / (box[1] - box[0] or 1) * (columns - 1)): colour
+        for colour, curve in zip(CURVE_COLOURS, curves.values(), strict=False)
+        for step, value in zip(curve["steps"], curve["values"], strict=True)
+        if not math.isfinite(value)
+    }
     curve_offsets = [_braille(curve, box, columns, rows, is_log=scale == "log") for curve in curves.values()]
     text = Text(" " * margin, no_wrap=True)
     for colour, name in zip(CURVE_COLOURS, curves, strict=False):
@@ -368,7 +382,10 @@ def _make_chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int
         for column in range(columns):
             codes = [offsets[row, column] for offsets in curve_offsets]
             colour = next((colour for colour, code in zip(CURVE_COLOURS, codes, strict=False) if code), "")
-            text.append(chr(0x2800 + functools.reduce(operator.or_, codes)) if colour else " ", colour)
+            # As in plots, a cross at the bottom is a value that is not finite.
+            is_missing = not colour and row == rows - 1 and column in missing
+            dots = chr(0x2800 + functools.reduce(operator.or_, codes)) if colour else "x" if is_missing else " "
+            text.append(dots, missing[column] if is_missing else colour)
     first, last = f"{box[0]:,.0f}", f"step {box[1]:,.0f}"
     text.append(f"\n{'':{margin}}{first}{last:>{max(1, columns - len(first))}}", "dim")
     return text

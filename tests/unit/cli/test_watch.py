@@ -14,6 +14,7 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.__main__ import main
@@ -268,6 +269,28 @@ def test_losses_that_are_not_finite_are_shown(tmp_path, capsys, monkeypatch):
     assert "  loss NaN since step 41-50, complete " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
     journal.write("warning", 60, text="", non_finite_step=43)
     assert "  loss NaN since step 43, complete " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
+
+
+def test_low_page_keeps_a_chart(tmp_path):
+    journal = begin(tmp_path)
+    train(journal, *range(10, 60, 10))
+    evaluate(journal, 50, **{f"metric_{number}": 0.5 for number in range(20)})
+    for number in range(3):
+        journal.write("warning", 50, text=f"warning {number} " * 20)
+    console = Console(width=80, height=24, file=io.StringIO())
+    console.print(watch._make_page(console, ["run"], [WatchedRun(str(tmp_path)).read()], 24))
+    page = console.file.getvalue()
+    assert page.count("\n") <= 24 and re.search(r"\+\d+ more", page) and "step 50 │" in page.replace("  ", "")
+    assert "warning 2" in page and "warning 1" not in page
+
+
+def test_chart_marks_values_that_are_not_finite(tmp_path, capsys, monkeypatch):
+    """Also of a metric with a single finite value."""
+    journal = begin(tmp_path)
+    train(journal, 10)
+    train(journal, 20, 30, loss=float("nan"))
+    page = show(capsys, monkeypatch, tmp_path)
+    assert re.search(r"│ +loss +│", page) and re.search(r"│ 2 \S +x +x +│", page)
 
 
 def test_page_is_ascii_without_utf_8(tmp_path, monkeypatch):
