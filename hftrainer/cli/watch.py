@@ -251,6 +251,11 @@ def _parts(page: dict[str, Any], width: int, colour: str, lines: int, left_out: 
         for save in checkpoints
     ]:
         yield Text(_join([f"saved: {saves[0]}", *saves[1:]], width))
+    usable = [save["folder"] for save in page["checkpoints"] if save["step"] < first_bad]
+    # A callback stops a run on purpose.
+    if page["state"] in ("stopped", "killed", "failed") and page["reason"] != "stopped" and usable:
+        path = os.path.join(page["folder"], os.path.basename(usable[-1]))
+        yield Text(f"to resume: trainer.train(resume_from_checkpoint={path!r})", "dim")
     for warning in page["warnings"][-1 if left_out else -MAX_EVENTS :]:
         text = f"{_format_age(now, warning['time'])}, after step {warning['step']:,}: {warning['text']}"
         yield Text(_clean(text, lines * width), "yellow")

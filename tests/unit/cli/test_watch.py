@@ -284,6 +284,17 @@ def test_low_page_keeps_a_chart(tmp_path):
     assert "warning 2" in page and "warning 1" not in page
 
 
+def test_page_of_a_stopped_run_says_how_to_resume(tmp_path, capsys, monkeypatch):
+    journal = begin(tmp_path)
+    train(journal, 10)
+    (tmp_path / "checkpoint-10").mkdir()
+    journal.write("checkpoint", 10, folder="checkpoint-10")
+    assert "to resume" not in show(capsys, monkeypatch, tmp_path, width=300)
+    journal.write("end", 10, reason="Ctrl-C")
+    page = show(capsys, monkeypatch, tmp_path, width=300)
+    assert f"to resume: trainer.train(resume_from_checkpoint='{tmp_path}/checkpoint-10')" in page
+
+
 def test_chart_marks_values_that_are_not_finite(tmp_path, capsys, monkeypatch):
     """Also of a metric with a single finite value."""
     journal = begin(tmp_path)
