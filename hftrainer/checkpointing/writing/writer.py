@@ -45,7 +45,8 @@ _PATH_ERRORS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST})
 def is_storage_error(error: BaseException, folder: str) -> bool:
     """Whether an error of writing to `folder` was caused by full, broken or missing storage."""
     if isinstance(error, OSError):
-        is_inside = os.path.abspath(str(error.filename)).startswith(os.path.abspath(folder))
+        path = None if error.filename is None else Path(os.path.abspath(str(error.filename)))
+        is_inside = path is not None and path.is_relative_to(os.path.abspath(folder))
         return error.errno in _STORAGE_ERRORS or (error.errno in _PATH_ERRORS and is_inside)
     if isinstance(error, SafetensorError):
         return True

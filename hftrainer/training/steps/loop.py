@@ -59,7 +59,7 @@ class LightningSteps(Protocol):
 
 
 class TrainingLoop(Part):
-    """The loop of one attempt at training: a method for each event.
+    """The loop of one attempt at training: `run_micro_batch` has the order of a step, other methods what is around it.
 
     Args:
         parts: the parts of the Trainer.
@@ -271,7 +271,7 @@ class TrainingLoop(Part):
             self.trainer.lr_scheduler.step()
 
     def _end_step(self, model: torch.nn.Module) -> None:
-        """Count the step, call `on_step_end`, then log, evaluate, save or stop as requested."""
+        """Clear the gradients, count the step, call `on_step_end`, then log, evaluate, save or stop as requested."""
         state = self.trainer.state
         clear_gradients(model)
         self.parts.strategy.run_recorded_operations()

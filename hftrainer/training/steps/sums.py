@@ -101,7 +101,7 @@ class LossAccumulator:
         self.non_finite_since = self._non_finite_step = 0
 
     def add_loss(self, loss: torch.Tensor, inputs: Any) -> torch.Tensor:
-        """Add the loss of a micro-batch, `inputs`.
+        """Add the loss of the micro-batch `inputs`.
 
         With `logging_nan_inf_filter`, add the mean so far in place of a loss that is not finite.
 

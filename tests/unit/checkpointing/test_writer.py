@@ -179,7 +179,8 @@ def test_closed_writer_logs_its_error_and_writes_again(make_recorded, caplog):
     [
         (OSError(errno.ENOSPC, "full"), True),
         (FileNotFoundError(errno.ENOENT, "missing", "/out/checkpoint-1/a"), True),
-        (FileNotFoundError(errno.ENOENT, "missing", "/vocab"), False),
+        (FileNotFoundError(errno.ENOENT, "missing", "/out2/vocab"), False),
+        (FileNotFoundError(errno.ENOENT, "missing"), False),
         (ConnectionError("hub"), False),
         (Exception("No space left on device (os error 28)"), True),
         (Exception("something else"), False),
