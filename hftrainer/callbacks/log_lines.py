@@ -14,7 +14,9 @@ from hftrainer.callbacks.state import TrainerState, is_measurement
 def _fit(value: float, digits: int, width: int) -> str:
     """A number in at most `width` characters, with `digits` significant digits where these fit, also if they are 0."""
     zeros = "#" if abs(value) >= 1e-4 and not isinstance(value, int) else ""
-    forms = [",.0f", ".0f", *(f"{zeros}.{count}g" for count in range(digits, 0, -1))][2 * (abs(value) < 1000) :]
+    forms = [",.0f", ".0f", *(f"{zeros}.{count}g" for count in range(digits, 0, -1))]
+    # As it is rounded: 999.6 in three digits is 1,000.
+    forms = forms[2 * (abs(float(f"{value:.{digits}g}")) < 1000) :]
     # Each character of the exponent takes the place of a digit.
     texts = (f"{value:{form}}".rstrip(".").replace("e+0", "e").replace("e+", "e") for form in forms)
     return next((text for text in texts if len(text) <= width), f"{value:.0e}")

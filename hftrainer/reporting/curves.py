@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from hftrainer.base.messages import format_number
+from hftrainer.base.messages import format_number, format_span
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import differing_arguments, read_arguments_of_run
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import run_names
-from hftrainer.monitoring.run_page import RunRecord
+from hftrainer.monitoring.run_page import RunRecord, find_nan
 from hftrainer.reporting.metrics import (
     PANEL_OF,
     PANELS,
@@ -347,6 +347,8 @@ def explain_empty(record: RunRecord, x: str) -> str | None:
 def _describe_state(record: RunRecord, arguments: dict[str, Any]) -> str:
     """What became of a run, if it is not complete; else whether an evaluation is missing."""
     page, state = record.page, record.state
+    if nan := find_nan(page):
+        return f"diverged at step {format_span(*nan)}"
     if page["state"] not in ("complete", "unobserved"):
         return f"{page['state']} at step {page['step']:,}"
     # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.

@@ -152,7 +152,7 @@ def make_goodput_message(events: list[dict[str, Any]]) -> str:
     share, starts = goodput(events), sum(event["event"] == "begin" for event in select_last_run(events))
     if share is None or starts < 2:
         return ""
-    return f"Goodput: {share:.0%} of the time without pauses in kept steps ({starts} starts)."
+    return f"Goodput: {share:.0%} of the time, with pauses after failures, in kept steps ({starts} starts)."
 
 
 def find_nan(state: TrainerState, since: int | None = None) -> Span:

@@ -219,7 +219,9 @@ def test_bar_of_a_resumed_run_starts_at_its_step(monkeypatch, tmp_path, steps):
     callback.close()
 
 
-@pytest.mark.parametrize(("value", "text"), [(1234567, "1234567"), (12345678.0, "1.235e7"), (1.2e12, "1.20e12")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(1234567, "1234567"), (12345678.0, "1.235e7"), (1.2e12, "1.20e12"), (999.96, "1,000")]
+)
 def test_large_numbers_keep_their_digits(value, text):
     assert format_log_line({"tokens_seen": value}, TrainerState()) == f"tokens_seen {text}"
 

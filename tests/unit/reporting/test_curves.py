@@ -51,6 +51,13 @@ def test_loss_that_leaves_out_some_is_a_gap_and_not_the_best(tmp_path, x, capsys
     assert row["state"] != "diverged" and row["last_loss"] is None
 
 
+def test_run_whose_last_losses_are_nan_has_diverged(tmp_path):
+    journal = Journal(write_observed_run(tmp_path))
+    for step in (30, 40):
+        journal.write("log", step, logs={"loss": math.nan, "grad_norm": math.nan})
+    assert read_curves([str(tmp_path)])[0].state == "diverged at step 21-30"
+
+
 def test_run_has_curves_of_loss_metrics_rate_and_norm(runs):
     found = logged_curves(RunRecord(runs[0]).state)
     panels = {panel: sorted(lines) for panel, lines in found.items() if lines}

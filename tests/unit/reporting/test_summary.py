@@ -154,7 +154,9 @@ def test_resume_of_a_complete_run_keeps_its_journal(tmp_path, run_messages, capl
 def test_goodput_is_told_after_a_resume(tmp_path, run_messages):
     train(tmp_path, observe=True, **SAVED)
     train(tmp_path, True, observe=True, **{**SAVED, "max_steps": 6})
-    assert re.search(r"Goodput: \d+% of the time without pauses in kept steps \(2 starts\)\.", " ".join(run_messages()))
+    assert re.search(
+        r"Goodput: \d+% of the time, with pauses after failures, in kept steps \(2 starts\)\.", " ".join(run_messages())
+    )
 
 
 def test_higher_checkpoint_of_an_earlier_run_is_not_promised(tmp_path, monkeypatch):
