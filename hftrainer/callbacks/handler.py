@@ -71,8 +71,9 @@ class CallbackHandler(TrainerCallback):
             warn_about_misspelt_events(callback_class, EVENTS, _EVENT_BY_HOOK)
         instance = make_callback(callback)
         for event, handler in ((event, getattr(instance, event, None)) for event in EVENTS):
+            is_inherited = getattr(handler, "__func__", None) is getattr(TrainerCallback, event, handler)
             # The keywords that it needs are known when it is called.
-            if callable(handler) and not can_begin_call(handler, None, None, None):
+            if callable(handler) and not is_inherited and not can_begin_call(handler, None, None, None):
                 raise _wrong_parameters(instance, event, handler)
         if is_instance_by_name(instance, *PROGRESS_BAR_CALLBACKS):
             self.remove_progress_bars()

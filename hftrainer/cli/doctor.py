@@ -56,7 +56,10 @@ _SUBSTITUTES = {"mlflow": "mlflow-skinny", "tensorboard": "tensorboardX"}
 _MIN_FREE_SPACE = {
     "folder": (5 << 30, "checkpoints may not fit; set output_dir on another disk, or save_total_limit"),
     "temporary": (1 << 30, "set TMPDIR to a folder on another disk"),
-    "/dev/shm": (1 << 30, "workers pass batches by it: in Docker use --shm-size=8g, or set dataloader_num_workers=0"),
+    "/dev/shm": (
+        1 << 30,
+        "loader workers pass batches through it; in Docker use --shm-size=8g, or set dataloader_num_workers=0",
+    ),
 }
 #: Entry of the report → its label in the text.
 _LABELS = {

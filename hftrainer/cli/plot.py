@@ -114,13 +114,14 @@ def _draw_runs(options: argparse.Namespace) -> _Drawn:
     charts = read_charts(runs, x, with_others=bool(options.html))
     # The tables are by step.
     curves = charts.get("step") or read_curves(runs)
-    rows, note = _summarize_runs(runs, curves)
-    dated = [row | {"started": run.page["started"]} for run, row in zip(runs, rows, strict=True)]
-    table = f"{_compare(dated, by_run=True)}\n\n{note}"
+    shows_rows = len(runs) > 1 or options.json
+    rows, note = _summarize_runs(runs, curves) if shows_rows or options.html else ([], "")
+    table = ""
+    if options.html:
+        dated = [row | {"started": run.page["started"]} for run, row in zip(runs, rows, strict=True)]
+        table = f"{_compare(dated, by_run=True)}\n\n{note}"
     paths = plot([run.folder for run in runs], html=options.html, out=options.output, x=x, charts=charts, table=table)
-    if len(runs) == 1 and not options.json:
-        return _Drawn(paths, [], "", left_out, curves)
-    return _Drawn(paths, rows, note, left_out)
+    return _Drawn(paths, rows, note, left_out) if shows_rows else _Drawn(paths, [], "", left_out, curves)
 
 
 def _print_json(drawn: _Drawn, name: str) -> None:

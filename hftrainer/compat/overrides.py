@@ -168,7 +168,9 @@ def check_lightning_methods(subclass: Any, hooks: Collection[str]) -> None:
     script_names = [] if subclass in _RECORDS else sorted(set(dir(subclass)) - _find_record(subclass).keys())
     is_callback = hasattr(subclass, "on_init_end")
     hooks = [name for name in hooks if name.endswith(("_start", "_begin", "_end")) and not is_callback]
-    replacements = {name: _suggest_override(name, subclass) for name in script_names if name in vars(subclass)}
+    ours = [name for name in _find_record(subclass) if not name.startswith("_")]
+    public_names = [name for name in script_names if name in vars(subclass) and not name.startswith("_")]
+    replacements = {name: _suggest_override(name, ours) for name in public_names}
     replacements |= dict.fromkeys(hooks, "a callback, in Trainer(callbacks=[...])") | _LIGHTNING_METHODS
     methods = [name for name in script_names if replacements.get(name) and callable(getattr(subclass, name))]
     called_names = names_in_code(subclass) if methods else set()
@@ -177,12 +179,11 @@ def check_lightning_methods(subclass: Any, hooks: Collection[str]) -> None:
         logger.warning("%s has methods that a Trainer never calls. Replacements:%s", subclass.__name__, lines)
 
 
-def _suggest_override(name: str, subclass: Any) -> str | None:
-    """The end of the warning about a method of a script whose name is nearly that of a public method of ours."""
-    ours = [method for method in _find_record(subclass) if not method.startswith("_")]
+def _suggest_override(name: str, ours: Collection[str]) -> str | None:
+    """The end of the warning about a method of a script whose name is nearly one of ours."""
     match = next(iter(difflib.get_close_matches(name, ours, 1, 0.9)), None)
     # A name with a suffix is the script's own.
-    return None if match is None or name.startswith(("_", f"{match}_")) else f"did you mean {match}?"
+    return None if match is None or name.startswith(f"{match}_") else f"did you mean {match}?"
 
 
 def refuse_rewritten(trainer: Any) -> None:

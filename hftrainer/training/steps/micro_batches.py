@@ -129,9 +129,14 @@ class MicroBatches(Part):
         for start, micro_batches, num_items in self._read_windows():
             for index, micro_batch in enumerate(micro_batches, start):
                 steps = self._accumulation_steps()
-                is_first = index % steps == 0
-                is_last = (index + 1) % steps == 0 or index + 1 == len(self)
-                self.position = MicroBatchPosition(index, start, len(micro_batches), num_items, is_first, is_last)
+                self.position = MicroBatchPosition(
+                    index=index,
+                    window_start=start,
+                    window_size=len(micro_batches),
+                    num_items=num_items,
+                    is_first=index % steps == 0,
+                    is_last=(index + 1) % steps == 0 or index + 1 == len(self),
+                )
                 yield micro_batch
                 if self._is_interrupted():
                     return
