@@ -311,9 +311,10 @@ class LightningEngine:
             epoch: completed passes over the data.
             argument_value: the argument's current value; None uses its value when the run started.
         """
-        scheduler = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.GradientAccumulationScheduler)
-        if scheduler is not None:
-            return int(scheduler.get_accumulate_grad_batches(epoch))
+        # Each step calls this.
+        for callback in self.callbacks:
+            if isinstance(callback, pl.callbacks.GradientAccumulationScheduler):
+                return int(callback.get_accumulate_grad_batches(epoch))
         return self.plan.accumulate_grad_batches if argument_value is None else argument_value
 
     def freeze_before_training(self, model: torch.nn.Module) -> bool:

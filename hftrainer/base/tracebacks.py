@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -176,24 +176,20 @@ _EXPLANATIONS = {
 }
 
 
-@contextlib.contextmanager
-def note_batch(place: str, inputs: Any, model: Any) -> Iterator[None]:
-    """Add to an error in the block the batch and, for an index that is too large, the column and the limit.
+def note_batch(error: Exception, place: str, inputs: Any, model: Any) -> None:
+    """Add to an error the batch and, for an index that is too large, the column and the limit.
 
     Args:
-        place: what the block does.
+        error: the error.
+        place: where it happened.
         inputs: the batch.
         model: the model; its configuration, if it has one, has limits.
     """
-    try:
-        yield
-    except Exception as error:
-        batch = describe_shapes(inputs)
-        # The message of a batch that is no dict has its type already.
-        add_note(error, f"This happened in {place}" + ("." if batch in str(error) else f", with the batch {batch}."))
-        if explanation := _explain_by_batch(error, inputs, getattr(model, "config", None)):
-            add_note(error, explanation)
-        raise
+    batch = describe_shapes(inputs)
+    # The message of a batch that is no dict has its type already.
+    add_note(error, f"This happened in {place}" + ("." if batch in str(error) else f", with the batch {batch}."))
+    if explanation := _explain_by_batch(error, inputs, getattr(model, "config", None)):
+        add_note(error, explanation)
 
 
 def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:

@@ -120,8 +120,11 @@ class EvaluationPass:
             self.preparation_time = round(time.time() - self._creation_time, 4)
         self.seen_batches += 1
         with self._set_position(self._positions.popleft()) as position:
-            with note_batch(f"batch {self.seen_batches} of an evaluation", inputs, self.trainer.model):
+            try:
                 outputs = self.predict(inputs, self.loss_only, ignore_keys=self.ignore_keys)
+            except Exception as error:
+                note_batch(error, f"batch {self.seen_batches} of an evaluation", inputs, self.trainer.model)
+                raise
             rows = self._make_rows(*outputs, inputs, position)
             self._collect_rows(rows, inputs, is_last, is_full=not (position.is_last or position.is_filler))
         self.parts.call_callbacks("on_prediction_step")

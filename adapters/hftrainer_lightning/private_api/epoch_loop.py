@@ -88,6 +88,8 @@ class _WindowedEpochLoop(_TrainingEpochLoop, LightningSteps):
 
     def is_schedule_replaced(self) -> bool:
         """Whether a callback has replaced the run's schedule, so that it sets the learning rate."""
+        if not self.has_listeners:
+            return False
         scheduler = self.trainer.lightning_module.scheduler_for_lightning
         configs = self.trainer.lr_scheduler_configs
         return scheduler is not None and not (configs and configs[0].scheduler is scheduler)
@@ -105,6 +107,8 @@ class _WindowedEpochLoop(_TrainingEpochLoop, LightningSteps):
 
     def profile(self, hook: str) -> AbstractContextManager[Any]:
         """A context that a profiler records as a hook of the module."""
+        if not self.has_listeners:
+            return contextlib.nullcontext()
         return self.trainer.profiler.profile(f"[LightningModule]TrainerModule.{hook}")
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:

@@ -90,9 +90,12 @@ class LossComputer(Part):
             check_first_batch(self.parts, model, inputs, items)
             # A batch without labels cannot show whether the model divides its loss.
             self.run.has_checked_model = items is not None or not trainer.args.elastic
-        place = f"training step {trainer.state.global_step + 1}"
-        with note_batch(place, inputs, trainer.model), trainer.compute_loss_context_manager():
-            loss = call_with_accepted(trainer.compute_loss, model, inputs, num_items_in_batch=items)
+        try:
+            with trainer.compute_loss_context_manager():
+                loss = call_with_accepted(trainer.compute_loss, model, inputs, num_items_in_batch=items)
+        except Exception as error:
+            note_batch(error, f"training step {trainer.state.global_step + 1}", inputs, trainer.model)
+            raise
         self._end_forward()
         loss, other_losses = split_losses(loss)
         loss = check_loss(loss, self._loss_remedy)
