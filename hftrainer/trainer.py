@@ -185,11 +185,11 @@ class Trainer(EarlierMethods):
                 logger.info("No args passed to Trainer: output_dir is %s.", args.output_dir)
             add_missing_fields(args, TrainingArguments)
             self.args = args
-            parts.setup.resolve_arguments()
+            parts.trainer_setup.resolve_arguments()
             parts.policy = parts.resolved.policy
             self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
             self._memory_tracker.start()
-            parts.setup.set_log_level()
+            parts.trainer_setup.set_log_level()
             set_tf32(self.args)
             self.train_dataset = mixture.as_mixture(train_dataset)
             self.eval_dataset = eval_dataset
@@ -200,7 +200,7 @@ class Trainer(EarlierMethods):
             self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
             self.optimizer, self.lr_scheduler = check_optimizer_pair(optimizers)
             self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-            self.data_collator = data_collator if data_collator is not None else parts.setup.default_collator()
+            self.data_collator = data_collator if data_collator is not None else parts.trainer_setup.default_collator()
             if (model is None) == (model_init is None):
                 problem = "neither" if model is None else "both"
                 raise InvalidSetup(f"Trainer needs either a model or a model_init, but got {problem}.")
@@ -214,13 +214,13 @@ class Trainer(EarlierMethods):
             # Building the engine imports libraries that draw random numbers.
             parts.model_setup.seed_generators()
             parts.model_setup.set_model(model if model is not None else self.call_model_init())
-            parts.setup.init_attributes()
+            parts.trainer_setup.init_attributes()
             if not isinstance(callbacks, (list, tuple, type(None))):
                 example = getattr(callbacks, "__name__", f"{type(callbacks).__name__}()")
                 raise NotACallback(f"callbacks takes a list: callbacks=[{example}].")
             trackers = registry.callback_classes(reports)
-            parts.setup.init_callbacks([*trackers, *(callbacks or [])], further_loggers)
-            parts.setup.finish_init()
+            parts.trainer_setup.init_callbacks([*trackers, *(callbacks or [])], further_loggers)
+            parts.trainer_setup.finish_init()
             self._memory_tracker.stop_and_update_metrics()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -234,11 +234,11 @@ class Trainer(EarlierMethods):
 
     def _validate_args(self) -> None:
         """Check the arguments, which the script may have changed, before building anything."""
-        self._hftrainer.setup.validate_args()
+        self._hftrainer.trainer_setup.validate_args()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Build the engine from the arguments, and `self.accelerator` from the engine."""
-        self._hftrainer.setup.make_engine()
+        self._hftrainer.trainer_setup.make_engine()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model to a device, unless it already spans several devices."""
@@ -293,15 +293,15 @@ class Trainer(EarlierMethods):
 
         A Lightning progress bar replaces the Trainer's, in whichever order they are added.
         """
-        self._hftrainer.setup.add_callback(callback)
+        self._hftrainer.trainer_setup.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, by class or instance, and return it; None if not found."""
-        return self._hftrainer.setup.pop_callback(callback)
+        return self._hftrainer.trainer_setup.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback, by class or instance."""
-        self._hftrainer.setup.pop_callback(callback)
+        self._hftrainer.trainer_setup.pop_callback(callback)
 
     # ---- Data --------------------------------------------------------------------------------------------------
 
@@ -319,11 +319,11 @@ class Trainer(EarlierMethods):
         Args:
             eval_dataset: a dataset, or a name in the Trainer's dict; default the Trainer's `eval_dataset`.
         """
-        return self._hftrainer.loaders.evaluation_loader(eval_dataset)
+        return self._hftrainer.loader_factory.evaluation_loader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """The loader for `predict`, in dataset order unless a subclass overrides `_get_eval_sampler`."""
-        return self._hftrainer.loaders.test_loader(test_dataset)
+        return self._hftrainer.loader_factory.test_loader(test_dataset)
 
     def _get_dataloader(
         self,
@@ -335,15 +335,16 @@ class Trainer(EarlierMethods):
         dataloader_key: str | None = None,
     ) -> DataLoader:
         """A loader of a dataset's batches for this rank, on its device."""
-        return self._hftrainer.loaders.make_loader(dataset, description, batch_size, sampler_fn, is_training)
+        return self._hftrainer.loader_factory.make_loader(dataset, description, batch_size, sampler_fn, is_training)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         """The training sampler; None for a dataset without a length."""
-        return self._hftrainer.loaders.training_sampler(self.train_dataset if train_dataset is None else train_dataset)
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        return self._hftrainer.loader_factory.training_sampler(dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
         """The evaluation sampler: grouped by length or sequential; None for a dataset without a length."""
-        return self._hftrainer.loaders.evaluation_sampler(eval_dataset)
+        return self._hftrainer.loader_factory.evaluation_sampler(eval_dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
@@ -354,7 +355,7 @@ class Trainer(EarlierMethods):
         """The dataset without the columns that the model does not accept."""
         if not self.args.remove_unused_columns:
             return dataset
-        return self._hftrainer.loaders.remove_unused_columns(dataset, description)
+        return self._hftrainer.loader_factory.remove_unused_columns(dataset, description)
 
     def _get_collator_with_removed_columns(
         self, data_collator: Callable[[list[Any]], Any], description: str | None = None
@@ -362,11 +363,11 @@ class Trainer(EarlierMethods):
         """The collator, wrapped to drop the keys that the model does not accept."""
         if not self.args.remove_unused_columns:
             return data_collator
-        return self._hftrainer.loaders.wrap_collator(data_collator, description)
+        return self._hftrainer.loader_factory.wrap_collator(data_collator, description)
 
     def num_examples(self, dataloader: DataLoader) -> int:
         """Number of samples in a loader, estimated from its batches if its dataset has no length."""
-        return self._hftrainer.loaders.num_examples(dataloader)
+        return self._hftrainer.loader_factory.num_examples(dataloader)
 
     @staticmethod
     def num_tokens(train_dl: DataLoader, max_steps: int | None = None) -> int:
@@ -484,11 +485,11 @@ class Trainer(EarlierMethods):
             resume_from_checkpoint = resume.resume_path_from_model_path(model_path, resume_from_checkpoint)
         with HideEngineFrames():
             refuse_unknown("train()", Trainer.train, unknown)
-            self._hftrainer.runner.check_one_process(resume_from_checkpoint)
+            self._hftrainer.training_runner.check_one_process(resume_from_checkpoint)
             with unpacked_ckpt(resume_from_checkpoint) as checkpoint:
                 self._memory_tracker.start()
-                self._hftrainer.runner.prepare_call(checkpoint, trial)
-                return self._hftrainer.runner.train(trial, ignore_keys_for_eval)
+                self._hftrainer.training_runner.prepare_call(checkpoint, trial)
+                return self._hftrainer.training_runner.train(trial, ignore_keys_for_eval)
 
     @overridable_property
     def fit(self) -> NoReturn:
@@ -505,7 +506,8 @@ class Trainer(EarlierMethods):
     ) -> TrainOutput:
         """Train once with this batch size: `train()` calls it again if that size does not fit, or after a rollback."""
         args = self.args if args is None else args
-        return self._hftrainer.runner.run_attempt(args, batch_size, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        runner = self._hftrainer.training_runner
+        return runner.run_attempt(args, batch_size, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int | None = None
@@ -520,7 +522,7 @@ class Trainer(EarlierMethods):
         Returns:
             Seven values. Before v5.3, the fifth and sixth are `epoch_based` and `len_dataloader`.
         """
-        return self._hftrainer.runner.planner.initial_values(args, dataloader, total_train_batch_size)
+        return self._hftrainer.training_runner.planner.initial_values(args, dataloader, total_train_batch_size)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples per optimizer step, over all ranks with distinct batches."""
@@ -571,7 +573,8 @@ class Trainer(EarlierMethods):
         trial: Any,
     ) -> tuple[int, int]:
         """Create or load the state. Returns completed epochs, and completed micro-batches of the next epoch."""
-        return self._hftrainer.runner.planner.init_state(max_steps, num_train_epochs, resume_from_checkpoint, trial)
+        planner = self._hftrainer.training_runner.planner
+        return planner.init_state(max_steps, num_train_epochs, resume_from_checkpoint, trial)
 
     def _run_epoch(
         self,
@@ -597,7 +600,7 @@ class Trainer(EarlierMethods):
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
-        return self._hftrainer.runner.run_end.finish(trial, num_train_samples, start_time)
+        return self._hftrainer.training_runner.run_end.finish(trial, num_train_samples, start_time)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
@@ -753,14 +756,14 @@ class Trainer(EarlierMethods):
         Returns:
             The loss, the metrics of `compute_metrics`, the run time in seconds, and samples and batches per second.
         """
-        evaluation = self._hftrainer.evaluation
+        evaluation = self._hftrainer.evaluation_runner
         uses_names = eval_dataset is None
         datasets = self.eval_dataset if uses_names else eval_dataset
         if isinstance(datasets, Mapping):
             with HideEngineFrames():
                 return evaluation.evaluate_sets(datasets, ignore_keys, metric_key_prefix, uses_names=uses_names)
         self._memory_tracker.start()
-        with HideEngineFrames(), self._hftrainer.loaders.explain_removed_columns(datasets):
+        with HideEngineFrames(), self._hftrainer.loader_factory.explain_removed_columns(datasets):
             metrics = evaluation.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         self._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
@@ -779,8 +782,8 @@ class Trainer(EarlierMethods):
             Predictions and labels of shape `(samples, ...)`, padded on the right with -100, and the metrics.
         """
         self._memory_tracker.start()
-        with HideEngineFrames(), self._hftrainer.loaders.explain_removed_columns(test_dataset):
-            output = self._hftrainer.evaluation.predict(test_dataset, ignore_keys, metric_key_prefix)
+        with HideEngineFrames(), self._hftrainer.loader_factory.explain_removed_columns(test_dataset):
+            output = self._hftrainer.evaluation_runner.predict(test_dataset, ignore_keys, metric_key_prefix)
         self._memory_tracker.stop_and_update_metrics(output.metrics)
         return output
 
@@ -813,7 +816,7 @@ class Trainer(EarlierMethods):
             ignore_keys: the model's outputs to leave out.
             metric_key_prefix: prefix of each metric's name, joined by an underscore.
         """
-        return self._hftrainer.evaluation.evaluation_loop(
+        return self._hftrainer.evaluation_runner.evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
 
@@ -828,7 +831,7 @@ class Trainer(EarlierMethods):
             prediction_loss_only: whether to return only the loss.
             ignore_keys: the model's outputs to leave out; default those in its config.
         """
-        return self._hftrainer.evaluation.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return self._hftrainer.evaluation_runner.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     # ---- Saving and loading ------------------------------------------------------------------------------------
 
@@ -841,7 +844,8 @@ class Trainer(EarlierMethods):
             output_dir: the folder; default `args.output_dir`.
         """
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        with HideEngineFrames(), self._hftrainer.saver.weights_to_save(folder, internal=_internal_call) as arguments:
+        saver = self._hftrainer.checkpoint_saver
+        with HideEngineFrames(), saver.weights_to_save(folder, internal=_internal_call) as arguments:
             if arguments is not None:
                 self._save(folder, **arguments)
         self._hftrainer.storage_sync.upload_files()
@@ -854,7 +858,7 @@ class Trainer(EarlierMethods):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model's files into a folder; `state_dict` replaces the model's weights."""
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        self._hftrainer.saver.save_model_files(folder, state_dict)
+        self._hftrainer.checkpoint_saver.save_model_files(folder, state_dict)
 
     def save_lightning_checkpoint(self, path: str) -> None:
         """Write a Lightning checkpoint (one file), during or after `train()`.
@@ -873,13 +877,14 @@ class Trainer(EarlierMethods):
     def save_state(self) -> None:
         """Write `trainer_state.json` to the output folder."""
         if self.is_world_process_zero():
-            self._hftrainer.saver.write_state(str(self.args.output_dir))
+            self._hftrainer.checkpoint_saver.write_state(str(self.args.output_dir))
 
     def _get_output_dir(self, trial: Any) -> str:
         """The checkpoint folder: `output_dir`, or a subfolder for each trial of a search."""
-        if self._hftrainer.search is None or trial is None:
+        backend = self._hftrainer.search_backend
+        if backend is None or trial is None:
             return str(self.args.output_dir)
-        name = self.hp_name(trial) if self.hp_name is not None else f"run-{self._hftrainer.search.run_id(trial)}"
+        name = self.hp_name(trial) if self.hp_name is not None else f"run-{backend.run_id(trial)}"
         return os.path.join(str(self.args.output_dir), name)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any, metrics: dict[str, float] | None = None) -> None:
@@ -895,11 +900,11 @@ class Trainer(EarlierMethods):
         """
         if metrics is not None and metrics is not self._hftrainer.run.evaluation_metrics:
             self._determine_best_metric(metrics, trial)
-        self._hftrainer.saver.write_checkpoint(trial)
+        self._hftrainer.checkpoint_saver.write_checkpoint(trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the states of the optimizer and the scheduler."""
-        self._hftrainer.saver.save_state_files(self._hftrainer.require_optimizer, output_dir)
+        self._hftrainer.checkpoint_saver.save_state_files(self._hftrainer.require_optimizer, output_dir)
         if not self._hftrainer.strategy.owns_scheduler:
             path = os.path.join(output_dir, layout.SCHEDULER_NAME)
             self._hftrainer.checkpoint_writer.save(self.lr_scheduler.state_dict(), path)
@@ -922,13 +927,14 @@ class Trainer(EarlierMethods):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint."""
         logger.info("Loading the model from %s.", resume_from_checkpoint)
-        self._hftrainer.restorer.load_weights(model if model is not None else self.model, resume_from_checkpoint)
+        model = model if model is not None else self.model
+        self._hftrainer.checkpoint_restorer.load_weights(model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint."""
         best = self.state.best_model_checkpoint
         logger.info("Loading the best model, %s (metric %s).", best, self.state.best_metric)
-        self._hftrainer.restorer.load_weights(self.model, str(best), is_best=True)
+        self._hftrainer.checkpoint_restorer.load_weights(self.model, str(best), is_best=True)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Log missing and unexpected weights after loading a checkpoint.
@@ -983,7 +989,7 @@ class Trainer(EarlierMethods):
             HubError: without write access; the error gives the reason.
         """
         if self.is_world_process_zero():
-            self._hftrainer.hub.open_repository(token, private)
+            self._hftrainer.trainer_hub.open_repository(token, private)
 
     def create_model_card(
         self,
@@ -1044,17 +1050,17 @@ class Trainer(EarlierMethods):
         Raises:
             HubError: if the upload fails; the model is in `output_dir`.
         """
-        return self._hftrainer.hub.push_model(
+        return self._hftrainer.trainer_hub.push_model(
             commit_message, blocking=blocking, token=token, revision=revision, private=private, card=kwargs
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Start uploading the parts of a checkpoint that `hub_strategy` selects."""
-        self._hftrainer.hub.push_checkpoint(checkpoint_folder)
+        self._hftrainer.trainer_hub.push_checkpoint(checkpoint_folder)
 
     def _finish_current_push(self) -> None:
         """Wait for uploads, retry failed uploads, and log which succeeded and which are missing."""
-        self._hftrainer.hub.finish_uploads()
+        self._hftrainer.trainer_hub.finish_uploads()
 
     # ---- Hyperparameter search ---------------------------------------------------------------------------------
 
@@ -1120,13 +1126,13 @@ class Trainer(EarlierMethods):
             search_runner.set_trial_arguments(self._hftrainer, trial)
         elif not self._hftrainer.needs_rebuild:
             return
-        self._hftrainer.setup.rebuild_from_arguments()
+        self._hftrainer.trainer_setup.rebuild_from_arguments()
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """Report a trial's evaluation to the search, which may end the trial."""
-        if self._hftrainer.search is not None and trial is not None:
-            self.objective = self._hftrainer.search.compute_trial_objective(self, metrics)
-            self._hftrainer.search.report(self, trial, step, self.objective, metrics)
+        if self._hftrainer.search_backend is not None and trial is not None:
+            self.objective = self._hftrainer.search_backend.compute_trial_objective(self, metrics)
+            self._hftrainer.search_backend.report(self, trial, step, self.objective, metrics)
 
     # ---- Logs and metrics --------------------------------------------------------------------------------------
 

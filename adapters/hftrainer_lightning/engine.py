@@ -119,7 +119,7 @@ class LightningEngine:
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
                 pl_trainer.fit(pl_module, train_dataloaders=loop.batches, val_dataloaders=[])
         except Exception as error:
-            loop.parts.saver.save_after_error(loop, error)
+            loop.parts.checkpoint_saver.save_after_error(loop, error)
             raise
         finally:
             self.is_fitting = False

@@ -75,7 +75,7 @@ class RaySearch(SearchBackend):
         check_names(trainer.args, space, allow_model_arguments=model_takes_trial(trainer.model_init))
         self._check_arguments(trainer.args, n_trials, kwargs)
         # This frees device memory for the trials.
-        self.parts.runner.release_trial()
+        self.parts.training_runner.release_trial()
         trainer.callback_handler.eval_dataloader = None
         options, stopper = self._options(trainer.args, kwargs), _stop_on_user_error()
         options["callbacks"] = [*(options.get("callbacks") or ()), stopper]
@@ -169,7 +169,7 @@ class RaySearch(SearchBackend):
                 self.train_and_evaluate(trainer, trial, checkpoint=path)
             self.send_pending_report(trainer)
         finally:
-            self.parts.runner.release_trial()
+            self.parts.training_runner.release_trial()
 
     def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Store the report. Ray gets it after the checkpoint of this step, if one is due."""
@@ -204,7 +204,7 @@ class RaySearch(SearchBackend):
         """The checkpoint of a step, if a trial can resume from it."""
         if self.parts.run.last_saved_step != step or trainer.args.save_only_model:
             return None
-        self.parts.saver.wait_for_save()
+        self.parts.checkpoint_saver.wait_for_save()
         folder = Path(trainer._get_output_dir(self.parts.run.trial), f"{PREFIX_CHECKPOINT_DIR}-{step}").absolute()
         return folder if folder.is_dir() and not self.parts.checkpoint_writer.has_failed else None
 
@@ -212,8 +212,8 @@ class RaySearch(SearchBackend):
 def train_trial(config: dict[str, Any], packed_trainer: PickledTrainer) -> None:
     """Train a trial. Ray calls this in the trial's process."""
     parts = packed_trainer.unpack()
-    assert isinstance(parts.search, RaySearch)
-    parts.search.train(parts.trainer, config)
+    assert isinstance(parts.search_backend, RaySearch)
+    parts.search_backend.train(parts.trainer, config)
 
 
 def _objective_scope(args: Any) -> str:

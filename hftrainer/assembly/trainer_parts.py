@@ -63,24 +63,24 @@ class TrainerParts:
         averages_tokens: whether the items of an optimizer step are counted over all processes.
         past_index: index of the model's output that the next batch gets as `mems`; -1 for none.
         upload_queue: the uploads to the Hub; None before the repository is open, and on other ranks.
-        search: the backend of the current hyperparameter search, if any.
+        search_backend: the backend of the current hyperparameter search, if any.
         hp_study: the study of the last search with Optuna, or None.
         arguments_before_search: the arguments before the current search.
         needs_rebuild: whether the next run must rebuild the engine.
         lightning_callbacks: Lightning's callbacks, in the script's order.
-        setup: builds everything that depends on the arguments.
+        trainer_setup: builds everything that depends on the arguments.
         model_setup: sets up the model.
         optimizer_setup: creates the optimizer and its schedule.
-        loaders: makes data loaders.
+        loader_factory: makes data loaders.
         loss_computer: prepares micro-batches and computes their losses.
         counters: count tokens and floating-point operations over all ranks.
-        saver: writes checkpoints.
-        restorer: restores weights and progress from them.
+        checkpoint_saver: writes checkpoints.
+        checkpoint_restorer: restores weights and progress from them.
         control_actions: logs, saves and evaluates when due.
-        evaluation: runs a pass over an evaluation or test set.
-        hub: what the Trainer pushes to the Hub.
+        evaluation_runner: runs a pass over an evaluation or test set.
+        trainer_hub: what the Trainer pushes to the Hub.
         storage_sync: keeps the output folder at a URL.
-        runner: runs `train()`.
+        training_runner: runs `train()`.
     """
 
     trainer: Trainer
@@ -94,26 +94,26 @@ class TrainerParts:
     averages_tokens: bool = field(init=False)
     past_index: int = field(init=False)
     upload_queue: UploadQueue | None = None
-    search: Any = None
+    search_backend: Any = None
     hp_study: Any = None
     arguments_before_search: dict[str, Any] | None = None
     needs_rebuild: bool = False
     lightning_callbacks: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.setup = trainer_setup.TrainerSetup(self)
+        self.trainer_setup = trainer_setup.TrainerSetup(self)
         self.model_setup = ModelSetup(self)
         self.optimizer_setup = OptimizerSetup(self)
-        self.loaders = LoaderFactory(self)
+        self.loader_factory = LoaderFactory(self)
         self.loss_computer = loss.LossComputer(self)
         self.counters = counters.Counters(self)
-        self.saver = saver.CheckpointSaver(self)
-        self.restorer = restorer.CheckpointRestorer(self)
+        self.checkpoint_saver = saver.CheckpointSaver(self)
+        self.checkpoint_restorer = restorer.CheckpointRestorer(self)
         self.control_actions = control_actions.ControlActions(self)
-        self.evaluation = EvaluationRunner(self)
-        self.hub = TrainerHub(self)
+        self.evaluation_runner = EvaluationRunner(self)
+        self.trainer_hub = TrainerHub(self)
         self.storage_sync = StorageSync(self)
-        self.runner = runner.TrainingRunner(self)
+        self.training_runner = runner.TrainingRunner(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), **dict.fromkeys(_LOCAL_ATTRIBUTES)}
@@ -125,7 +125,7 @@ class TrainerParts:
     def rebuild(self) -> None:
         """Create engine, accelerator, storage and uploads for a copied Trainer."""
         self.trainer._memory_tracker = TrainerMemoryTracker(self.trainer.args.skip_memory_metrics)
-        self.setup.resolve_arguments()
+        self.trainer_setup.resolve_arguments()
         self.trainer.create_accelerator_and_postprocess()
         self.storage_sync.open_mirror()
         if self.trainer.args.push_to_hub:

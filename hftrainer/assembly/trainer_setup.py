@@ -185,7 +185,7 @@ class TrainerSetup(Part):
         trainer.accelerator = EngineAccelerator(
             parts.engine,
             strategy.device,
-            parts.loaders.prepare_loader,
+            parts.loader_factory.prepare_loader,
             is_trainer_model=lambda model: model is trainer.model or model is trainer.model_wrapped,
             config=vars(parts.resolved.accelerator_config),
             gradient_divisor=parts.policy.gradient_divisor(trainer.args),

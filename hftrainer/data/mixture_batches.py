@@ -69,7 +69,7 @@ def _find_order_seed(parts: TrainerParts, plan: mixture.MixturePlan) -> int | No
 
 def _make_plan(parts: TrainerParts, sizes: Mapping[str, int | None]) -> mixture.MixturePlan:
     trainer, args = parts.trainer, parts.trainer.args
-    if parts.loaders.read_config().split_batches:
+    if parts.loader_factory.read_config().split_batches:
         raise UnsupportedArgument(
             "accelerator_config['split_batches']=True: each batch of a mixture is for one process. Remove it, and set "
             "per_device_train_batch_size to the batch size of one process."

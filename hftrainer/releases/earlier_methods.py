@@ -60,7 +60,7 @@ class EarlierMethods:
                 "propagate_args_to_deepspeed(auto_find_batch_size=True): DeepSpeed's engine cannot be restarted with "
                 "another batch size: set per_device_train_batch_size, and 'auto' in the configuration."
             )
-        self._hftrainer.setup.rebuild_from_arguments()
+        self._hftrainer.trainer_setup.rebuild_from_arguments()
 
     # ---- Evaluation --------------------------------------------------------------------------------------------
 

@@ -138,7 +138,7 @@ class OptunaSearch(backend.SearchBackend):
         worker_count = self._jobs if remaining_trials is None else min(self._jobs, remaining_trials)
         if worker_count > 1:
             # Free the model, so that it is not pickled.
-            self.parts.runner.release_trial()
+            self.parts.training_runner.release_trial()
             with self._workers.run_workers(worker_count, partial(train_in_worker, pickle_trainer(self.parts))):
                 self.optimize(trainer)
         # This also retries the trials of killed workers.
@@ -208,7 +208,7 @@ class OptunaSearch(backend.SearchBackend):
                 raise
             error = backend.TrialFailed(reason)
         finally:
-            self.parts.runner.release_trial()
+            self.parts.training_runner.release_trial()
         if error is not None:
             raise error
         values = objective if isinstance(objective, Sequence) else [objective]
@@ -233,7 +233,7 @@ class OptunaSearch(backend.SearchBackend):
             with contextlib.suppress(optuna.TrialPruned):
                 self.train_and_evaluate(trainer, trial)
         finally:
-            self.parts.runner.release_trial()
+            self.parts.training_runner.release_trial()
 
     def _find_best_run(self) -> BestRun | list[BestRun]:
         from optuna.trial import TrialState
@@ -257,10 +257,10 @@ class OptunaSearch(backend.SearchBackend):
 def train_in_worker(packed_trainer: PickledTrainer) -> None:
     """Train trials of a pickled Trainer's study. Called in a worker of `n_jobs`."""
     parts = packed_trainer.unpack()
-    assert isinstance(parts.search, OptunaSearch)
+    assert isinstance(parts.search_backend, OptunaSearch)
     # With the same seed, the sampler would repeat the suggestions of the script's process.
-    parts.search.study.sampler.reseed_rng()
-    parts.search.optimize(parts.trainer)
+    parts.search_backend.study.sampler.reseed_rng()
+    parts.search_backend.optimize(parts.trainer)
 
 
 def _check_kwargs(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any], is_distributed: bool) -> None:

@@ -74,12 +74,12 @@ def search(
     trainer.hp_space = hp_space if hp_space is not None else search_backend.default_hp_space
     trainer.compute_objective = compute_objective if compute_objective is not None else default_compute_objective
     trainer.hp_name = hp_name
-    trainer.hp_search_backend, parts.search = name, search_backend
+    trainer.hp_search_backend, parts.search_backend = name, search_backend
     parts.arguments_before_search = dict(vars(trainer.args))
     try:
         return search_backend.run(trainer, n_trials, direction, **kwargs)
     finally:
-        trainer.hp_search_backend = parts.search = None
+        trainer.hp_search_backend = parts.search_backend = None
         _restore_arguments(parts)
         parts.arguments_before_search = None
         parts.needs_rebuild = True
@@ -89,10 +89,10 @@ def set_trial_arguments(parts: TrainerParts, trial: Any) -> None:
     """Set the trial's arguments, and reset all others to their values before the search."""
     trainer = parts.trainer
     # `train(trial=...)` outside a search.
-    if parts.search is None:
+    if parts.search_backend is None:
         params = hyperparameters(trial)
     else:
-        params = parts.search.hyperparameters(trainer, trial)
+        params = parts.search_backend.hyperparameters(trainer, trial)
         _restore_arguments(parts)
     set_arguments(trainer.args, params, allow_model_arguments=model_takes_trial(trainer.model_init))
     logger.info("Trial: %s", dict(params))

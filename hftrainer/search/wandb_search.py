@@ -149,7 +149,7 @@ class WandbSearch(SearchBackend):
             reason = f"{type(error).__name__}: {error}"
             self.failures.append(reason)
         finally:
-            self.parts.runner.release_trial()
+            self.parts.training_runner.release_trial()
         if reason is not None:
             raise TrialFailed(reason)
         if self.metric not in dict(run.summary):

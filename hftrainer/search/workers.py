@@ -192,8 +192,8 @@ class PickledTrainer:
             arguments["output_dir"] = os.path.join(self.folder, arguments["output_dir"])
         # install() was not called in this process.
         follow(parts.policy.release)
-        parts.setup.set_log_level()
-        parts.setup.copy_argument_values()
+        parts.trainer_setup.set_log_level()
+        parts.trainer_setup.copy_argument_values()
         parts.rebuild()
         for callback in list(trainer.callback_handler.callbacks):
             if is_instance_by_name(callback, "NotebookProgressCallback"):
@@ -242,7 +242,7 @@ def _set_state(trainer: Trainer, state: dict[str, Any]) -> None:
 def _find_unpicklable_name(parts: TrainerParts, state: dict[str, Any]) -> str:
     """The name of the first callback or attribute that cannot be pickled."""
     class_name, callbacks = type(parts.trainer).__name__, parts.trainer.callback_handler.callbacks
-    search_attributes: dict[str, Any] = {} if parts.search is None else vars(parts.search)
+    search_attributes: dict[str, Any] = {} if parts.search_backend is None else vars(parts.search_backend)
     candidates: list[tuple[str, Any]] = [
         *(
             (f"The callback {type(callback).__name__}", callback)

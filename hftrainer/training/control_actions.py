@@ -63,7 +63,7 @@ class ControlActions(Part):
             needs_metrics = is_overridden(self.trainer, "_save_checkpoint") and has_parameter(save, "metrics")
             with self.run.measure_activity("saving"):
                 save(model, trial, **({"metrics": metrics} if needs_metrics else {}))
-                self.parts.saver.call_on_save()
+                self.parts.checkpoint_saver.call_on_save()
             self._sync_flags()
 
     def _sync_flags(self) -> None:

@@ -112,12 +112,12 @@ class Restarts(Part):
         assert self.run.skipped_samples is not None
         initial_state = self.run.initial_state
         self.run.has_rolled_back = True
-        self.parts.saver.wait_for_save()
+        self.parts.checkpoint_saver.wait_for_save()
         processes = self.trainer.accelerator.processes
         mirror = self.parts.storage_sync.mirror
         if mirror is not None:
             processes.run_on_main(mirror.wait)
-        resume_folder: str | None = processes.broadcast_from_main(self.parts.saver.last_checkpoint)
+        resume_folder: str | None = processes.broadcast_from_main(self.parts.checkpoint_saver.last_checkpoint)
         message = self.run.skipped_samples.add_diverged_step(diverged_step, resume_folder)
         if mirror is not None:
             processes.run_on_main(mirror.upload_files)
@@ -135,7 +135,7 @@ class Restarts(Part):
             # End the scaler's step, which the optimizer did not make.
             scaler.update(scaler.get_scale())
         if resume_folder is not None:
-            self.parts.restorer.load_weights_and_batch_size(resume_folder)
+            self.parts.checkpoint_restorer.load_weights_and_batch_size(resume_folder)
         elif initial_state is not None:
             initial_state.restore()
             handler = self.trainer.callback_handler

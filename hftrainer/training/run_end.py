@@ -30,17 +30,17 @@ class RunEnd(Part):
         parts = self.parts
         assert self.run.loop is not None
         if not parts.policy.loads_best_after_logging:
-            parts.saver.wait_for_save()
-            parts.restorer.load_best_at_end()
+            parts.checkpoint_saver.wait_for_save()
+            parts.checkpoint_restorer.load_best_at_end()
         self.run.loss_up_to_log = loss = self.run.loop.loss_accumulator.sum_of_call()
         metrics = self._final_metrics(loss, num_train_samples, start_time)
         trainer.log(metrics)
-        parts.saver.wait_for_save()
+        parts.checkpoint_saver.wait_for_save()
         parts.checkpoint_writer.close()
         if parts.policy.loads_best_after_logging:
-            parts.restorer.load_best_at_end()
+            parts.checkpoint_restorer.load_best_at_end()
         run_folder = trainer._get_output_dir(trial)
-        only_checkpoint = parts.saver.only_checkpoint()
+        only_checkpoint = parts.checkpoint_saver.only_checkpoint()
         if trainer.args.should_save and only_checkpoint is not None and parts.storage_sync.mirror is None:
             delete_all_but_best(only_checkpoint, run_folder)
         parts.call_callbacks("on_train_end")
@@ -64,18 +64,18 @@ class RunEnd(Part):
         parts = self.parts
         close_bars(self.trainer.callback_handler.callbacks)
         parts.checkpoint_writer.close_ignoring_errors()
-        if text := parts.saver.describe_saves():
+        if text := parts.checkpoint_saver.describe_saves():
             if isinstance(error, KeyboardInterrupt):
                 for line in text.splitlines():
                     add_note(error, f"[hftrainer] {line}")
                 hide_interrupt_traceback()
-            elif isinstance(error, Exception) and self.run.checkpoints_written and parts.search is None:
+            elif isinstance(error, Exception) and self.run.checkpoints_written and parts.search_backend is None:
                 add_note(error, text)
             elif self.run.signal_listener.signal_number is not None:
                 for line in text.splitlines():
                     tell(line)
         # After an Exception, a search continues with the next trial.
-        if parts.upload_queue is not None and (parts.search is None or not isinstance(error, Exception)):
+        if parts.upload_queue is not None and (parts.search_backend is None or not isinstance(error, Exception)):
             parts.upload_queue.drain(is_urgent=lambda: True)
         parts.storage_sync.finish_after_error()
 

@@ -73,7 +73,7 @@ class TrainingRunner(Part):
         model_setup = self.parts.model_setup
         resume.warn_about_unused_argument(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
         self.parts.checkpoint_writer.close_ignoring_errors()
-        resume_folder = self.parts.restorer.find_resume_folder(resume_from_checkpoint)
+        resume_folder = self.parts.checkpoint_restorer.find_resume_folder(resume_from_checkpoint)
         if self.parts.policy.makes_model_before_trial:
             model_setup.remake_model(trial)
             model_setup.align_special_tokens()
@@ -83,15 +83,15 @@ class TrainingRunner(Part):
             if self.trainer.model_init is None:
                 model_setup.align_special_tokens()
             model_setup.remake_model(trial)
-        self.parts.setup.apply_changed_arguments()
+        self.parts.trainer_setup.apply_changed_arguments()
         self.parts.control_actions.check_best_metric()
         if errors := self.parts.engine.check_callbacks(self.trainer):
             raise UnsupportedArgument("\n".join(errors))
         self.run.resume_folder = resume_folder
         if resume_folder is not None:
-            self.parts.restorer.load_weights_and_batch_size(resume_folder)
+            self.parts.checkpoint_restorer.load_weights_and_batch_size(resume_folder)
             if self.trainer.args.elastic:
-                self.parts.restorer.keep_global_batch(resume_folder)
+                self.parts.checkpoint_restorer.keep_global_batch(resume_folder)
 
     # ---- Attempts ----------------------------------------------------------------------------------------------
 
@@ -143,18 +143,18 @@ class TrainingRunner(Part):
         args = trainer.args
         parts = self.parts
         trainer.is_in_train = True
-        saves = parts.saver.should_save_on_interrupt()
-        listener = SignalListener(saves, parts.saver.describe_saves, has_launcher=args.world_size > 1)
+        saves = parts.checkpoint_saver.should_save_on_interrupt()
+        listener = SignalListener(saves, parts.checkpoint_saver.describe_saves, has_launcher=args.world_size > 1)
         self.run.signal_listener = listener
         failure = ("", "")
         try:
             with (
                 health.serve_health(
-                    args, trainer.accelerator.processes, lambda: trainer.state, parts.saver.last_checkpoint
+                    args, trainer.accelerator.processes, lambda: trainer.state, parts.checkpoint_saver.last_checkpoint
                 ) as self.run.heartbeat,
                 apply_model_arguments(parts.unwrapped_model, args, parts.engine.plan.read_once, trainer=trainer),
                 listener.handle_signals(),
-                parts.loaders.explain_removed_columns(trainer.train_dataset),
+                parts.loader_factory.explain_removed_columns(trainer.train_dataset),
             ):
                 yield
                 # The signal arrived after the last step: everything is already saved.
@@ -193,7 +193,7 @@ class TrainingRunner(Part):
         """Implements `Trainer._inner_training_loop`: plan, prepare, run Lightning's loop, and finish."""
         trainer = self.trainer
         # An override may pass other arguments.
-        self.parts.setup.update_engine(args)
+        self.parts.trainer_setup.update_engine(args)
         trainer.accelerator.free_memory()
         if args.auto_find_batch_size and batch_size is not None:
             trainer._update_auto_batch_size(batch_size)
@@ -225,21 +225,21 @@ class TrainingRunner(Part):
             The loop of the run, and the model to train.
         """
         # An override of get_train_dataloader prepares its loader in this block.
-        with self.parts.loaders.treat_as_training_data():
+        with self.parts.loader_factory.treat_as_training_data():
             dataloader = self.trainer.get_train_dataloader()
         if args.on_divergence is not None and self.run.skipped_samples is None:
             raise UnsupportedArgument(
                 f"on_divergence={args.on_divergence!r} needs Trainer.train: let your train() call super().train()."
             )
-        self.parts.loaders.warn_about_custom_loader(dataloader)
+        self.parts.loader_factory.warn_about_custom_loader(dataloader)
         planned = self.planner.plan_lengths(args, dataloader)
         skipped_samples = self.run.skipped_samples
         self.run.lengths = lengths = planned if skipped_samples is None else skipped_samples.extend_lengths(planned)
-        self.run.resumed_progress = self.parts.restorer.load_adapted_progress(resume_folder, lengths)
+        self.run.resumed_progress = self.parts.checkpoint_restorer.load_adapted_progress(resume_folder, lengths)
         epoch, position = self.trainer._init_training_state(
             lengths.max_steps, lengths.num_update_steps_per_epoch, planned.num_train_epochs, resume_folder, trial
         )
-        self.parts.loaders.check_evaluation_data()
+        self.parts.loader_factory.check_evaluation_data()
         model, dataloader = self.trainer._prepare_for_training(lengths.max_steps, dataloader, resume_folder)
         if resume_folder is None:
             self.finders.apply_learning_rate_finder(lengths.max_steps)

@@ -42,13 +42,13 @@ def find_all(folder):
     data = plain_data()
     trainer = Trainer(model_init=of_trial, args=args, train_dataset=data, eval_dataset=data[:16])
     weights = []
-    release = trainer._hftrainer.runner.release_trial
+    release = trainer._hftrainer.training_runner.release_trial
 
     def keep_weights():
         weights.append([value.tolist() for value in trainer.model.state_dict().values()])
         release()
 
-    trainer._hftrainer.runner.release_trial = keep_weights
+    trainer._hftrainer.training_runner.release_trial = keep_weights
     sampler = optuna.samplers.TPESampler(seed=3)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=2)
     best = trainer.hyperparameter_search(rates, n_trials=7, sampler=sampler, pruner=pruner)

@@ -64,7 +64,7 @@ class CheckpointRestorer(Part):
         if steps != self.trainer.args.gradient_accumulation_steps and self.trainer.is_world_process_zero():
             tell(f"gradient_accumulation_steps={steps} keeps the {global_batch_size} samples of a step (elastic=True).")
         self.trainer.args.gradient_accumulation_steps = steps
-        self.parts.setup.apply_changed_arguments()
+        self.parts.trainer_setup.apply_changed_arguments()
 
     def load_weights_and_batch_size(self, resume_folder: str) -> None:
         """Load the weights of an unsharded model, and the batch size, from a checkpoint."""

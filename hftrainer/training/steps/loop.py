@@ -75,7 +75,7 @@ class TrainingLoop(Part):
     def __init__(self, parts: TrainerParts, attempt: Attempt, loader: Any) -> None:
         super().__init__(parts)
         self.attempt = attempt
-        self.flag_sync = FlagSync(parts, functools.partial(parts.saver.save_if_needed, attempt.trial))
+        self.flag_sync = FlagSync(parts, functools.partial(parts.checkpoint_saver.save_if_needed, attempt.trial))
         self.batches = MicroBatches(parts, attempt, self.flag_sync, loader)
         self.start_time = time.time()
         self.syncs_each_batch = parts.resolved.accelerator_config.sync_each_batch
@@ -307,8 +307,8 @@ class TrainingLoop(Part):
                     start_time=self.start_time,
                     learning_rate=self.learning_rate,
                 )
-        if self.parts.search is not None and self.attempt.trial is not None:
-            self.parts.search.send_pending_report(self.trainer)
+        if self.parts.search_backend is not None and self.attempt.trial is not None:
+            self.parts.search_backend.send_pending_report(self.trainer)
 
     # ---- The end -----------------------------------------------------------------------------------------------
 

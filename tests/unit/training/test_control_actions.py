@@ -34,7 +34,7 @@ def run_requested(*flags, is_best=True, save_strategy="steps", last_logged=4):
         monitors=SimpleNamespace(measure_activity=lambda name: contextlib.nullcontext(calls.append(name))),
     )
     saver = SimpleNamespace(call_on_save=record("on_save"))
-    actions = ControlActions(SimpleNamespace(trainer=trainer, run=run, saver=saver))
+    actions = ControlActions(SimpleNamespace(trainer=trainer, run=run, checkpoint_saver=saver))
     actions._log_training_loss = record("log")
     actions.log_if_requested(None, None, None, None)
     actions.save_if_requested(None, None, actions.evaluate_if_requested(None, None))

@@ -14,14 +14,14 @@ from tests.support.token_batches import llama, make_token_trainer, samples
 def test_lightning_logs_at_the_steps_of_the_arguments(tmp_path, strategy, steps):
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, **strategy)
     trainer.state.compute_steps(trainer.args, 9)
-    planner = trainer._hftrainer.runner.planner
+    planner = trainer._hftrainer.training_runner.planner
     assert planner.steps_between_logs(planner.plan_lengths(trainer.args, trainer.get_train_dataloader())) == steps
 
 
 def test_samples_of_a_step_are_the_mean_over_token_batches(tmp_path):
     trainer = make_token_trainer(tmp_path, llama(), samples(40), tokens_per_batch=64, gradient_accumulation_steps=3)
     loader = trainer.get_train_dataloader()
-    lengths = trainer._hftrainer.runner.planner.plan_lengths(trainer.args, loader)
+    lengths = trainer._hftrainer.training_runner.planner.plan_lengths(trainer.args, loader)
     assert lengths.total_train_batch_size == round(3 * 40 / len(loader)) > 3
 
 
@@ -30,7 +30,7 @@ def test_state_is_that_of_the_checkpoint(tmp_path, ignores, position):
     trainer = make_trainer(tmp_path, max_steps=6)
     trainer.train()
     trainer.args.ignore_data_skip = ignores
-    planner = trainer._hftrainer.runner.planner
+    planner = trainer._hftrainer.training_runner.planner
     trainer._hftrainer.run.lengths = planner.plan_lengths(trainer.args, trainer.get_train_dataloader())
     assert planner.init_state(9, 2, None, None) == (0, 0)
     assert trainer.state.global_step == 0

@@ -19,7 +19,7 @@ def folder(tmp_path):
 @pytest.fixture
 def restorer(tmp_path, monkeypatch):
     """Of a run with batches of 8; `restorer.loaded` has the folders that it has loaded."""
-    made = make_trainer(tmp_path, per_device_train_batch_size=8)._hftrainer.restorer
+    made = make_trainer(tmp_path, per_device_train_batch_size=8)._hftrainer.checkpoint_restorer
     made.loaded = []
     monkeypatch.setattr(made.trainer, "_load_from_checkpoint", made.loaded.append)
     return made

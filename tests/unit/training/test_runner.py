@@ -29,7 +29,7 @@ def test_best_checkpoint_is_the_only_one_unless_the_last_save_failed(tmp_path, l
     trainer = make_trainer(tmp_path, save_total_limit=limit)
     trainer.state.best_model_checkpoint = "best"
     trainer._hftrainer.checkpoint_writer.has_failed = has_failed
-    assert trainer._hftrainer.saver.only_checkpoint() == kept
+    assert trainer._hftrainer.checkpoint_saver.only_checkpoint() == kept
 
 
 @pytest.mark.parametrize(("release", "order"), [("4.48", ["values", "model"]), ("5.20", ["model", "values"])])
@@ -40,14 +40,14 @@ def test_call_is_prepared_in_the_order_of_the_release(tmp_path, monkeypatch, rel
     monkeypatch.setattr(parts, "policy", followed.from_text(release))
     noted = {
         (parts.checkpoint_writer, "close_ignoring_errors"): "saves",
-        (parts.restorer, "find_resume_folder"): "folder",
+        (parts.checkpoint_restorer, "find_resume_folder"): "folder",
         (parts.model_setup, "remake_model"): "model",
         (trainer, "_hp_search_setup"): "values",
-        (parts.setup, "apply_changed_arguments"): "arguments",
-        (parts.restorer, "load_weights_and_batch_size"): "weights",
+        (parts.trainer_setup, "apply_changed_arguments"): "arguments",
+        (parts.checkpoint_restorer, "load_weights_and_batch_size"): "weights",
     }
     for (owner, name), word in noted.items():
         monkeypatch.setattr(owner, name, lambda *_, word=word: calls.append(word) or word)
-    parts.runner.prepare_call(True, None)
+    parts.training_runner.prepare_call(True, None)
     assert parts.run.resume_folder == "folder"
     assert calls == ["saves", "folder", *order, "arguments", "weights"]

@@ -51,7 +51,7 @@ def test_request_made_while_a_checkpoint_is_written_is_kept(tmp_path, monkeypatc
     trainer, announcements = make_trainer(tmp_path), []
     parts = trainer._hftrainer
     monkeypatch.setattr(parts.checkpoint_writer, "call_when_complete", announcements.append)
-    parts.saver.call_on_save()
+    parts.checkpoint_saver.call_on_save()
     trainer.control.should_save = True
     announcements.pop()()
     assert trainer.control.should_save
@@ -64,5 +64,5 @@ def test_step_is_saved_unless_its_checkpoint_exists(tmp_path, monkeypatch, saved
     trainer.state.global_step, parts.run.last_saved_step = 3, saved_step
     parts.checkpoint_writer.has_failed = has_failed
     monkeypatch.setattr(trainer, "_save_checkpoint", lambda *_: saved.append(trainer.state.global_step))
-    parts.saver.save_if_needed(None)
+    parts.checkpoint_saver.save_if_needed(None)
     assert saved == ([3] if saves else [])
