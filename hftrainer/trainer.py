@@ -200,7 +200,7 @@ class Trainer(EarlierMethods):
             self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
             self.optimizer, self.lr_scheduler = check_optimizer_pair(optimizers)
             self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-            self.data_collator = data_collator if data_collator is not None else parts.trainer_setup.default_collator()
+            self.data_collator = data_collator if data_collator is not None else parts.trainer_setup.choose_collator()
             if (model is None) == (model_init is None):
                 problem = "neither" if model is None else "both"
                 raise InvalidSetup(f"Trainer needs either a model or a model_init, but got {problem}.")
@@ -319,11 +319,11 @@ class Trainer(EarlierMethods):
         Args:
             eval_dataset: a dataset, or a name in the Trainer's dict; default the Trainer's `eval_dataset`.
         """
-        return self._hftrainer.loader_factory.evaluation_loader(eval_dataset)
+        return self._hftrainer.loader_factory.make_evaluation_loader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """The loader for `predict`, in dataset order unless a subclass overrides `_get_eval_sampler`."""
-        return self._hftrainer.loader_factory.test_loader(test_dataset)
+        return self._hftrainer.loader_factory.make_test_loader(test_dataset)
 
     def _get_dataloader(
         self,
@@ -340,11 +340,11 @@ class Trainer(EarlierMethods):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         """The training sampler; None for a dataset without a length."""
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        return self._hftrainer.loader_factory.training_sampler(dataset)
+        return self._hftrainer.loader_factory.make_training_sampler(dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
         """The evaluation sampler: grouped by length or sequential; None for a dataset without a length."""
-        return self._hftrainer.loader_factory.evaluation_sampler(eval_dataset)
+        return self._hftrainer.loader_factory.make_evaluation_sampler(eval_dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
@@ -505,8 +505,7 @@ class Trainer(EarlierMethods):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train once with this batch size: `train()` calls it again if that size does not fit, or after a rollback."""
-        args = self.args if args is None else args
-        runner = self._hftrainer.training_runner
+        args, runner = self.args if args is None else args, self._hftrainer.training_runner
         return runner.run_attempt(args, batch_size, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def set_initial_training_values(

@@ -158,7 +158,7 @@ def make_config(args: BaseArguments) -> DeepSpeedConfig | None:
     raw.setdefault("gradient_clipping", AUTO)
     # Silence DeepSpeed's own log lines: the Trainer writes them.
     raw.setdefault("steps_per_print", float("inf"))
-    values = _values(args)
+    values = _collect_values(args)
     for name, section in (("bf16", {}), ("fp16", {"auto_cast": True})):
         if getattr(values, name):
             raw.setdefault(name, {"enabled": True, **section})
@@ -172,7 +172,7 @@ def make_config(args: BaseArguments) -> DeepSpeedConfig | None:
     return config
 
 
-def _values(args: BaseArguments) -> SimpleNamespace:
+def _collect_values(args: BaseArguments) -> SimpleNamespace:
     """The arguments that transformers reads. The script or the launcher sets half precision."""
     names = ("world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "save_on_each_node")
     requested = requested_precision(args)

@@ -53,7 +53,7 @@ class DeepSpeedStrategy(Strategy):
         """DeepSpeed's plugin."""
         return {"deepspeed_plugin": self._plugin}
 
-    def lightning_strategy(self, settings: Any) -> Any:
+    def make_lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy. DeepSpeed's engine controls scaling and all-reduce."""
         from hftrainer_deepspeed.lightning import DeepSpeedEngineStrategy
 

@@ -28,7 +28,7 @@ from hftrainer_lightning.callbacks import (
 from hftrainer_lightning.launching import LaunchedEnvironment, start_other_processes as start_other_processes
 from hftrainer_lightning.loggers import CallbackMetricsLogger, is_lightning_logger as is_lightning_logger
 from hftrainer_lightning.module import TrainerModule
-from hftrainer_lightning.precision import precision_plugin
+from hftrainer_lightning.precision import make_precision_plugin
 from hftrainer_lightning.private_api import callback_hooks, evaluation as evaluation_loops, finders
 from hftrainer_lightning.private_api.epoch_loop import install_training_loops, restore_progress
 from hftrainer_lightning.private_api.trainer import TrainerWithoutSignals, quiet_lightning
@@ -103,7 +103,7 @@ class LightningEngine:
                 accumulate_grad_batches=self.plan.accumulate_grad_batches,
                 logger=self._loggers_or_fallback(),
                 log_every_n_steps=log_every_n_steps,
-                strategy=self.strategy.lightning_strategy(settings),
+                strategy=self.strategy.make_lightning_strategy(settings),
             )
         loggers = pl_trainer.loggers
         self.pl_module = pl_module = TrainerModule(model)
@@ -156,7 +156,7 @@ class LightningEngine:
         if self.is_fitting or not self.strategy.autocasts_own_loops:
             yield
             return
-        precision: Any = precision_plugin(self.plan, self.scaler)
+        precision: Any = make_precision_plugin(self.plan, self.scaler)
         precision.convert_module(SimpleNamespace(model=model))
         try:
             yield
@@ -362,7 +362,7 @@ class LightningEngine:
         options["profiler"] = callback_hooks.copy_profiler(options.get("profiler", callback_hooks.NoProfiler()))
         return TrainerWithoutSignals(
             **options,
-            strategy=strategy or self.strategy.lightning_strategy(StrategySettings(self.scaler)),
+            strategy=strategy or self.strategy.make_lightning_strategy(StrategySettings(self.scaler)),
             max_epochs=max_epochs,
             check_val_every_n_epoch=NEVER,
             num_sanity_val_steps=0,

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hftrainer.checkpointing import sharded
 from hftrainer.parallel.plan import LightningPlan
-from hftrainer_lightning.precision import precision_plugin
+from hftrainer_lightning.precision import make_precision_plugin
 from hftrainer_lightning.private_api.strategies import PrecisionFromPlan, SharedMeshStrategy
 from hftrainer_lightning.strategies import ShardedModelStrategy, StrategySettings
 
@@ -58,4 +58,4 @@ class Fsdp2Strategy(_FsdpStrategy, SharedMeshStrategy):
 def make_lightning_strategy(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     """The Lightning strategy for a plan with FSDP or tensor parallelism."""
     is_fsdp1 = plan.sharding is not None and plan.sharding.version == 1
-    return (Fsdp1Strategy if is_fsdp1 else Fsdp2Strategy)(plan, precision_plugin(plan, settings.scaler))
+    return (Fsdp1Strategy if is_fsdp1 else Fsdp2Strategy)(plan, make_precision_plugin(plan, settings.scaler))

@@ -162,7 +162,7 @@ def _to_float32(output: Any) -> Any:
     return output.float() if is_half else output
 
 
-def precision_plugin(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -> Precision:
+def make_precision_plugin(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -> Precision:
     """The precision plugin for the plan. The Trainer owns the scaler, so it survives the run."""
     if plan.precision == "32-true":
         return PlainPrecision()

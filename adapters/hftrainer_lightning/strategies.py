@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy,
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, device_module
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.plugins import import_adapter
-from hftrainer_lightning.precision import precision_plugin
+from hftrainer_lightning.precision import make_precision_plugin
 from hftrainer_lightning.private_api.strategies import BackwardWithinForwardDDPStrategy
 
 
@@ -112,7 +112,7 @@ class TrainerDDPStrategy(PlannedDeviceStrategy, BackwardWithinForwardDDPStrategy
 
 def make_ddp_or_single_device(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     """The strategy for one device, or for DDP."""
-    precision = precision_plugin(plan, settings.scaler)
+    precision = make_precision_plugin(plan, settings.scaler)
     if not plan.processes.is_distributed:
         return SingleDevice(device=torch.device(plan.device), precision_plugin=precision)
     strategy = TrainerDDPStrategy(

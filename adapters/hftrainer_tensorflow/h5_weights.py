@@ -62,13 +62,13 @@ def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
             entry = file[layer]
             # Sharded files hold each weight directly, without the model's name.
             if isinstance(entry, h5py.Dataset):
-                yield f"model/{_text(layer)}", torch.from_numpy(entry[()])
+                yield f"model/{_decode(layer)}", torch.from_numpy(entry[()])
                 continue
             for name in entry.attrs["weight_names"]:
-                yield _text(name), torch.from_numpy(entry[name][()])
+                yield _decode(name), torch.from_numpy(entry[name][()])
 
 
-def _text(name: str | bytes) -> str:
+def _decode(name: str | bytes) -> str:
     return name.decode() if isinstance(name, bytes) else name
 
 

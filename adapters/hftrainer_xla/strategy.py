@@ -38,7 +38,7 @@ class XlaStrategy(DdpStrategy):
     distributed_type = DistributedType.XLA
     autocasts_own_loops = False
 
-    def lightning_strategy(self, settings: Any) -> Any:
+    def make_lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for one XLA device, or for several."""
         from hftrainer_xla.lightning import make_lightning_strategy
 

@@ -84,7 +84,7 @@ class TrainerSetup(Part):
         if isinstance(args, TrainingArguments):
             args._resolved = resolved
 
-    def default_collator(self) -> Callable[[list[Any]], Any]:
+    def choose_collator(self) -> Callable[[list[Any]], Any]:
         """The default collator, which pads if the processing class can."""
         if libraries.can_pad(self.trainer.processing_class):
             return DataCollatorWithPadding(self.trainer.processing_class)

@@ -130,7 +130,7 @@ class _ForwardingHandler(logging.Handler):
         for handler in transformers_logger.handlers + handlers:
             is_duplicate = handler in root_handlers or (is_shown and _writes_to_terminal(handler))
             if record.levelno >= handler.level and not is_duplicate:
-                _handle(handler, record)
+                _pass_to_handler(handler, record)
         last_resort = logging.lastResort
         is_lost = not (is_shown or transformers_logger.handlers)
         if is_lost and last_resort is not None and record.levelno >= last_resort.level:
@@ -141,7 +141,7 @@ def _writes_to_terminal(handler: logging.Handler) -> bool:
     return getattr(handler, "stream", None) in (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
 
 
-def _handle(handler: logging.Handler, record: logging.LogRecord) -> None:
+def _pass_to_handler(handler: logging.Handler, record: logging.LogRecord) -> None:
     """Pass a message to a handler of transformers, with our prefix instead of transformers'."""
     formatter = handler.formatter
     needs_prefix = (

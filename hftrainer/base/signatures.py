@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-def _chain(function: Any) -> Iterator[Any]:
+def _unwrap(function: Any) -> Iterator[Any]:
     """A function, and the functions that it wraps with `functools.wraps`."""
     while function is not None:
         yield function
@@ -20,7 +20,7 @@ def _chain(function: Any) -> Iterator[Any]:
 def _accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
     """Parameter names that `function` and all functions it wraps accept; None for any name."""
     accepted: frozenset[str] | None = None
-    for wrapped in _chain(function):
+    for wrapped in _unwrap(function):
         parameters = inspect.signature(wrapped, follow_wrapped=False).parameters.values()
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
             names = frozenset(parameter.name for parameter in parameters)
@@ -36,7 +36,7 @@ def accepts(method: Callable[..., Any], keyword: str) -> bool:
 
 def has_parameter(method: Callable[..., Any], keyword: str) -> bool:
     """Whether `method` has a parameter of this name, rather than only `**kwargs`."""
-    functions = _chain(getattr(method, "__func__", method))
+    functions = _unwrap(getattr(method, "__func__", method))
     return any(keyword in inspect.signature(function, follow_wrapped=False).parameters for function in functions)
 
 
@@ -60,7 +60,7 @@ def max_positional_arguments(method: Callable[..., Any]) -> int | None:
 @functools.lru_cache(maxsize=64)
 def _count_positional_arguments(function: Callable[..., Any], is_bound: bool) -> int | None:
     counts: list[int] = []
-    for wrapped in _chain(function):
+    for wrapped in _unwrap(function):
         parameters = inspect.signature(wrapped, follow_wrapped=False).parameters.values()
         if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
             has_self = is_bound if wrapped is function else next(iter(parameters)).name == "self"

@@ -50,13 +50,13 @@ class HideEngineFrames(contextlib.AbstractContextManager[None]):
             _shorten_worker_text(link)
             frames = _frames(link.__traceback__)
             # The last frames handle the signal, or stop the run after it.
-            while isinstance(link, KeyboardInterrupt) and frames and _package(frames[-1]) in _ENGINE - {"torch"}:
+            while isinstance(link, KeyboardInterrupt) and frames and _package_of(frames[-1]) in _ENGINE - {"torch"}:
                 frames.pop()
             kept = [] if type(link).__module__ == "hftrainer.errors" else frames[-1:]
-            shown = [frame for frame in frames if frame in kept or _package(frame) not in _ENGINE]
+            shown = [frame for frame in frames if frame in kept or _package_of(frame) not in _ENGINE]
             link.__traceback__ = _join_frames(shown)
             # Errors of arguments pass through these too, where no engine runs.
-            is_shorter |= bool({*map(_package, frames[:-1])} & _ENGINE - _WITHOUT_NOTE)
+            is_shorter |= bool({*map(_package_of, frames[:-1])} & _ENGINE - _WITHOUT_NOTE)
             link = link.__cause__ or link.__context__
         if is_shorter and isinstance(error, Exception):
             # Below the other notes, which explain the error.
@@ -81,7 +81,7 @@ def _frames(trace: TracebackType | None) -> list[TracebackType]:
     return frames
 
 
-def _package(trace: TracebackType) -> str:
+def _package_of(trace: TracebackType) -> str:
     return str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
 
 

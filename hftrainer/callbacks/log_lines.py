@@ -113,17 +113,17 @@ def unfilter(logs: Mapping[str, Any], state: TrainerState) -> Mapping[str, Any]:
 
 def format_values(logs: Mapping[str, Any]) -> dict[str, str]:
     """Part of a log line → its text, with short names or units, and without the step."""
-    values = {key: value for name, value in logs.items() if (key := _key(name, value)) is not None}
+    values = {key: value for name, value in logs.items() if (key := _printed_key(name, value)) is not None}
     texts = {key: form(values[key]) for key, form in _FORMATS.items() if key in values}
     others = {
         name: f"{name} {_fit(value, 4, 7):<7}" if isinstance(value, (int, float)) else f"{name} {value}"
         for name, value in logs.items()
-        if _key(name, value) is None and name not in _HIDDEN
+        if _printed_key(name, value) is None and name not in _HIDDEN
     }
     return others | texts
 
 
-def _key(name: str, value: Any) -> str | None:
+def _printed_key(name: str, value: Any) -> str | None:
     """The key in `_FORMATS` of a log entry, or None if it has none."""
     if not isinstance(value, (int, float)):
         return None

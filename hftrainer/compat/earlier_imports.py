@@ -20,7 +20,8 @@ def check_earlier_imports() -> Iterator[str]:
     originals = [vars(module)[name] for module, name in loaded_modules if module is not None and name in vars(module)]
     if not originals:
         return
-    subclasses = sorted({kind for original in originals for kind in _subclasses(original)}, key=_full_name)
+    subclasses = {kind for original in originals for kind in _subclasses(original)}
+    class_names = sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in subclasses)
     modules = {kind.__module__ for kind in subclasses}
     users = sorted(
         modules | {name for name, module in list(sys.modules.items()) if _refers_to(name, module, originals)}
@@ -28,7 +29,7 @@ def check_earlier_imports() -> Iterator[str]:
     if users:
         yield (
             f"{_join_names(users)} imported transformers.Trainer before hftrainer.install(), and will still use it"
-            + (f" ({_join_names([_full_name(kind) for kind in subclasses])})" if subclasses else "")
+            + (f" ({_join_names(class_names)})" if class_names else "")
             + ": call install() before that import, or run the script with `python -m hftrainer run`."
         )
     replaced_methods = {name: module for original in originals for name, module in _find_replaced_methods(original)}
@@ -42,10 +43,6 @@ def check_earlier_imports() -> Iterator[str]:
 
 def _root_package(module: str) -> str:
     return module.partition(".")[0]
-
-
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _join_names(names: list[str]) -> str:

@@ -41,7 +41,7 @@ class LoaderFactory(Part):
 
     # ---- The loaders of the Trainer ----------------------------------------------------------------------------
 
-    def evaluation_loader(self, eval_dataset: Any) -> DataLoader[Any]:
+    def make_evaluation_loader(self, eval_dataset: Any) -> DataLoader[Any]:
         """Implements `Trainer.get_eval_dataloader`; keeps loaders with persistent workers."""
         trainer = self.trainer
         if eval_dataset is None and trainer.eval_dataset is None:
@@ -65,7 +65,7 @@ class LoaderFactory(Part):
                 loader.skip_worker_seed_draw()
         return loader
 
-    def test_loader(self, test_dataset: Any) -> DataLoader[Any]:
+    def make_test_loader(self, test_dataset: Any) -> DataLoader[Any]:
         """Implements `Trainer.get_test_dataloader`."""
         trainer = self.trainer
         sampler = trainer._get_eval_sampler if is_overridden(trainer, "_get_eval_sampler") else _sequential_sampler
@@ -81,7 +81,7 @@ class LoaderFactory(Part):
         # As in transformers, only an evaluation needs it.
         if isinstance(batch_size, float) and not is_training:
             raise WrongObject(f"per_device_eval_batch_size={batch_size!r} is a float: use a whole number.")
-        collator = self.flat_collator() if is_training and args.flatten_batches else trainer.data_collator
+        collator = self.make_flat_collator() if is_training and args.flatten_batches else trainer.data_collator
         dataset, collator = self._without_unused_columns(source, collator, description)
         num_workers = args.dataloader_num_workers
         settings: dict[str, Any] = {
@@ -157,7 +157,7 @@ class LoaderFactory(Part):
         else:
             settings |= {"sampler": sampler, "drop_last": trainer.args.dataloader_drop_last}
 
-    def training_sampler(self, dataset: Any) -> Sampler[Any] | None:
+    def make_training_sampler(self, dataset: Any) -> Sampler[Any] | None:
         """Implements `Trainer._get_train_sampler`; returns None for a dataset without a length."""
         args = self.trainer.args
         if dataset is None or not has_length(dataset):
@@ -177,7 +177,7 @@ class LoaderFactory(Part):
             return self._make_rebalance_sampler(dataset)
         return SequentialSampler(dataset) if args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
 
-    def evaluation_sampler(self, dataset: Any) -> Sampler[Any] | None:
+    def make_evaluation_sampler(self, dataset: Any) -> Sampler[Any] | None:
         """Implements `Trainer._get_eval_sampler`; returns None for a dataset without a length."""
         args = self.trainer.args
         if has_length(dataset) and args.train_sampling_strategy == "group_by_length":
@@ -342,7 +342,7 @@ class LoaderFactory(Part):
             complete=args.torch_compile,
         )
 
-    def flat_collator(self) -> FlatCollator:
+    def make_flat_collator(self) -> FlatCollator:
         """The collator for `flatten_batches`, which replaces the script's."""
         trainer, argument = self.trainer, "flatten_batches=True"
         if not trainer._loss_shifts_labels:

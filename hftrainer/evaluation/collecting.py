@@ -207,7 +207,7 @@ class GrowingArray:
     def __init__(self, first_rows: np.ndarray, rows: int = 0, folder: str | None = None) -> None:
         self._folder = folder
         self._row_count = self._width = 0
-        self._data = self._allocate((max(rows, len(first_rows)), *first_rows.shape[1:]), first_rows.dtype)
+        self._buffer = self._allocate((max(rows, len(first_rows)), *first_rows.shape[1:]), first_rows.dtype)
         self.add(first_rows)
 
     def add(self, batch: np.ndarray) -> None:
@@ -217,22 +217,22 @@ class GrowingArray:
             ValueError: when a dimension after the second differs from the first batch's.
         """
         stop = self._row_count + len(batch)
-        data = self._data
+        data = self._buffer
         if batch.shape[1:] != data.shape[1:] or batch.dtype != data.dtype or stop > len(data):
             self._make_space(batch, stop)
-        _write_padded(self._data[self._row_count : stop], batch)
+        _write_padded(self._buffer[self._row_count : stop], batch)
         self._row_count = stop
         if batch.ndim > 1:
             self._width = max(self._width, batch.shape[1])
 
     def finish(self) -> np.ndarray:
         """The array of shape `(rows, longest, ...)`."""
-        rows = self._data[: self._row_count]
+        rows = self._buffer[: self._row_count]
         return rows if rows.ndim == 1 else rows[:, : self._width]
 
     def _make_space(self, batch: np.ndarray, stop: int) -> None:
         """Grow the array by more than the batch needs, so that appending takes linear time."""
-        data = self._data
+        data = self._buffer
         if batch.ndim != data.ndim or batch.shape[2:] != data.shape[2:]:
             expected = ["batch", "length", *map(str, data.shape[2:])][: data.ndim]
             raise ValueError(
@@ -247,8 +247,8 @@ class GrowingArray:
         if row_shape and batch.shape[1] > row_shape[0]:
             row_shape = (max(batch.shape[1], row_shape[0] + row_shape[0] // 8), *row_shape[1:])
         if dtype != data.dtype or row_shape != data.shape[1:] or (self._folder is not None and rows > len(data)):
-            self._data = self._allocate((rows, *row_shape), dtype)
-            _write_padded(self._data[: self._row_count], data[: self._row_count])
+            self._buffer = self._allocate((rows, *row_shape), dtype)
+            _write_padded(self._buffer[: self._row_count], data[: self._row_count])
         elif rows > len(data):
             # The allocator moves pages without copying them. No view outlives the method that made it.
             data.resize((rows, *row_shape), refcheck=False)

@@ -18,7 +18,7 @@ _NETWORK_ERRORS = frozenset({"ConnectionError", "TimeoutError", "TransportError"
 _TRANSIENT_STATUSES = frozenset({408, 409, 412, 425, 429})
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -26,7 +26,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _http_status(error: BaseException) -> int | None:
     """The HTTP status of the Hub's response; None without a response."""
-    statuses = (getattr(getattr(cause, "response", None), "status_code", None) for cause in _chain(error))
+    statuses = (getattr(getattr(cause, "response", None), "status_code", None) for cause in _error_chain(error))
     return next((status for status in statuses if isinstance(status, int)), None)
 
 
@@ -44,12 +44,12 @@ def _is_network_error(error: BaseException) -> bool:
     # The client's transfers raise nothing more specific.
     if type(cause) is RuntimeError:
         return True
-    return any(kind.__name__ in _NETWORK_ERRORS for link in _chain(cause) for kind in type(link).__mro__)
+    return any(kind.__name__ in _NETWORK_ERRORS for link in _error_chain(cause) for kind in type(link).__mro__)
 
 
 def _unwrap(error: BaseException) -> BaseException:
     """The error inside the RuntimeErrors that the client wraps around it."""
-    return next((cause for cause in _chain(error) if type(cause) is not RuntimeError), error)
+    return next((cause for cause in _error_chain(error) if type(cause) is not RuntimeError), error)
 
 
 def remove_tokens(text: str, token: str | None = None) -> str:
@@ -82,7 +82,7 @@ def hub_reason(error: BaseException, token: str | None = None) -> str:
 def _reason_of_response(error: BaseException, status: int, text: str, has_token: bool) -> str:
     if status >= 500 or status in _TRANSIENT_STATUSES:
         return f"the Hub failed: try again later ({text})"
-    responses = [getattr(cause, "response", None) for cause in _chain(error)]
+    responses = [getattr(cause, "response", None) for cause in _error_chain(error)]
     if "RevisionNotFound" in [(getattr(response, "headers", None) or {}).get("X-Error-Code") for response in responses]:
         return "the revision does not exist: create the branch with huggingface_hub.create_branch, or omit hub_revision"
     if status == 401 and not has_token:

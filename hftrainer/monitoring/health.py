@@ -149,7 +149,7 @@ class _Recorder(threading.Thread):
             # If C code holds the GIL, this thread does not run, and faulthandler's thread writes the stacks.
             faulthandler.dump_traceback_later(_STACK_AFTER, file=self._stacks)
             try:
-                self._write()
+                self._write_record()
             # The disk is full: no record is better than an old one.
             except OSError:
                 _remove(self._path)
@@ -157,7 +157,7 @@ class _Recorder(threading.Thread):
                 self._reporter.read_records()
             self._stop_event.wait(_INTERVAL)
 
-    def _write(self) -> None:
+    def _write_record(self) -> None:
         heartbeat = self._heartbeat
         # Read the limit first, since the training thread may reset the seconds.
         limit = heartbeat.limit()

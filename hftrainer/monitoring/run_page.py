@@ -162,21 +162,21 @@ class WatchedRun:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._source: Any = None
-        self._start()
+        self._forget_events()
 
-    def _start(self) -> None:
+    def _forget_events(self) -> None:
         """Forget what was read."""
         self._runs, self._offset = journal.RunNumbers(), 0
         self._summaries: defaultdict[int, JournalSummary] = defaultdict(JournalSummary)
         self.summary = self._summaries[0]
 
-    def _update(self) -> None:
+    def _read_new_events(self) -> None:
         """Read new events, or all events after the file was replaced or truncated."""
         try:
             with open(os.path.join(self.folder, journal.JOURNAL_NAME), "rb") as file:
                 status = os.fstat(file.fileno())
                 if self._source != status.st_ino or status.st_size < self._offset:
-                    self._start()
+                    self._forget_events()
                     self._source = status.st_ino
                 file.seek(self._offset)
                 for line in file:
@@ -220,7 +220,7 @@ class WatchedRun:
         Raises:
             InvalidArgument: if the folder has neither a journal nor a state.
         """
-        self._update()
+        self._read_new_events()
         return self.describe()
 
     def describe(self) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def _load_class(name: str, module: str, attribute: str) -> Any:
         ) from cause_if_installed(error)
 
 
-def _builder(module: str, attribute: str, *, has_betas: bool = True, **converters: Any) -> OptimizerBuilder:
+def _make_builder(module: str, attribute: str, *, has_betas: bool = True, **converters: Any) -> OptimizerBuilder:
     """A function that returns an optimizer class and its keyword arguments.
 
     Args:
@@ -281,13 +281,13 @@ _TORCHAO: dict[str, Any] = {"block_size": (int, 256), "bf16_stochastic_round": (
 #: Optimizer name → function that returns its class and keyword arguments.
 OPTIMIZERS: dict[str, OptimizerBuilder] = {
     "adamw_hf": _adamw_hf,
-    "adamw_torch": _builder("torch.optim", "AdamW"),
+    "adamw_torch": _make_builder("torch.optim", "AdamW"),
     "adamw_torch_fused": _adamw_torch_fused,
-    "adamw_torch_xla": _builder("torch_xla.amp.syncfree", "AdamW"),
-    "adamw_torch_npu_fused": _builder("torch_npu.optim", "NpuFusedAdamW"),
-    "adamw_apex_fused": _builder("apex.optimizers", "FusedAdam"),
+    "adamw_torch_xla": _make_builder("torch_xla.amp.syncfree", "AdamW"),
+    "adamw_torch_npu_fused": _make_builder("torch_npu.optim", "NpuFusedAdamW"),
+    "adamw_apex_fused": _make_builder("apex.optimizers", "FusedAdam"),
     "adafactor": _adafactor,
-    "adamw_anyprecision": _builder(
+    "adamw_anyprecision": _make_builder(
         "torchdistx.optimizers",
         "AnyPrecisionAdamW",
         use_kahan_summation=(bool, False),
@@ -295,13 +295,13 @@ OPTIMIZERS: dict[str, OptimizerBuilder] = {
         variance_dtype=(dtype, torch.float32),
         compensation_buffer_dtype=(dtype, torch.bfloat16),
     ),
-    "adamw_torch_4bit": _builder("torchao.optim", "AdamW4bit", **_TORCHAO),
-    "adamw_torch_8bit": _builder("torchao.optim", "AdamW8bit", **_TORCHAO),
-    "sgd": _builder(
+    "adamw_torch_4bit": _make_builder("torchao.optim", "AdamW4bit", **_TORCHAO),
+    "adamw_torch_8bit": _make_builder("torchao.optim", "AdamW8bit", **_TORCHAO),
+    "sgd": _make_builder(
         "torch.optim", "SGD", has_betas=False, momentum=float, dampening=float, weight_decay=float, nesterov=bool
     ),
-    "adagrad": _builder("torch.optim", "Adagrad", has_betas=False, lr_decay=float, weight_decay=float, eps=float),
-    "rmsprop": _builder("torch.optim", "RMSprop", has_betas=False, **_RMSPROP),
+    "adagrad": _make_builder("torch.optim", "Adagrad", has_betas=False, lr_decay=float, weight_decay=float, eps=float),
+    "rmsprop": _make_builder("torch.optim", "RMSprop", has_betas=False, **_RMSPROP),
     **dict.fromkeys(
         """
         ademamix adamw_bnb_8bit adamw_8bit ademamix_8bit lion_8bit lion_32bit paged_adamw_32bit paged_adamw_8bit
@@ -319,7 +319,7 @@ OPTIMIZERS: dict[str, OptimizerBuilder] = {
     ),
     "lomo": _lomo,
     "adalomo": _lomo,
-    "grokadamw": _builder(
+    "grokadamw": _make_builder(
         "grokadamw",
         "GrokAdamW",
         has_betas=False,

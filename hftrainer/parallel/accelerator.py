@@ -124,10 +124,10 @@ class EngineAccelerator(ProcessState):
 
     def prepare(self, *objects: Any) -> Any:
         """Prepare loaders and models, and return optimizers and schedulers unchanged."""
-        results = tuple(self._prepare(item) for item in objects)
+        results = tuple(self._prepare_object(item) for item in objects)
         return results[0] if len(results) == 1 else results
 
-    def _prepare(self, item: Any) -> Any:
+    def _prepare_object(self, item: Any) -> Any:
         if isinstance(item, torch.utils.data.DataLoader):
             return self.prepare_data_loader(item)
         if isinstance(item, torch.nn.Module):

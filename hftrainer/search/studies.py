@@ -113,7 +113,7 @@ class TrialCount:
         return self.n_trials is not None and sum(trial.number < number for trial in self._trials()) >= self.n_trials
 
     def _trials(self) -> list[FrozenTrial]:
-        return [trial for trial in self.study.get_trials(deepcopy=False) if _counts(trial)]
+        return [trial for trial in self.study.get_trials(deepcopy=False) if _counts_as_trial(trial)]
 
     def _fail_interrupted_trials(self) -> bool:
         """Fail the running trials whose process has ended.
@@ -168,7 +168,7 @@ def enqueue_retry(study: Study, number: int) -> None:
         study.enqueue_trial(params, user_attrs={RETRY_OF: trial.user_attrs.get(RETRY_OF, number)})
 
 
-def _counts(trial: FrozenTrial) -> bool:
+def _counts_as_trial(trial: FrozenTrial) -> bool:
     # Optuna's heartbeat fails trials of ended processes, without a reason.
     if trial.state.name == "FAIL":
         return FAILED in trial.user_attrs

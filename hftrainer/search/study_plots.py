@@ -69,7 +69,7 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
     pairs = zip(names, study.directions, strict=True)
     objectives: list[dict[str, Any]] = [{"target_name": f"{name} ({way.name.lower()})"} for name, way in pairs]
     for number, objective in enumerate(objectives if len(objectives) > 1 else ()):
-        objective["target"] = partial(_value, number)
+        objective["target"] = partial(_objective_value, number)
     prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
     paths = []
     for name, (function, min_trials, title) in PLOTS.items():
@@ -117,7 +117,7 @@ def best_trials(storage: str, study_name: str | None = None) -> tuple[list[dict[
     trials, every = study.best_trials, study.get_trials(deepcopy=False)
     if len(study.directions) == 1:
         complete = [trial for trial in every if trial.state.name == "COMPLETE"]
-        trials = sorted(complete, key=partial(_value, 0), reverse=study.direction.name == "MAXIMIZE")
+        trials = sorted(complete, key=partial(_objective_value, 0), reverse=study.direction.name == "MAXIMIZE")
         trials = trials[: 5 if len(trials) > 6 else 6]
     states = Counter(trial.state.name.lower() for trial in every)
     counts = ", ".join(f"{count} {STATES.get(state, state)}" for state, count in states.most_common())
@@ -133,7 +133,7 @@ def _names(study: Study) -> list[str]:
     return study.metric_names or (["objective"] if count == 1 else [f"objective {n}" for n in range(count)])
 
 
-def _value(number: int, trial: FrozenTrial) -> float:
+def _objective_value(number: int, trial: FrozenTrial) -> float:
     return trial.values[number]
 
 

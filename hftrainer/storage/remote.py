@@ -78,8 +78,8 @@ class RemoteFolder:
             StorageError: if either fails.
         """
         probe = f"_tmp_{os.getpid()}"
-        self._call(lambda: self._filesystem.pipe_file(probe, b"hftrainer"), f"{self.url} cannot be written")
-        self._call(lambda: self._filesystem.rm_file(probe), f"Files at {self.url} cannot be deleted")
+        self._retry(lambda: self._filesystem.pipe_file(probe, b"hftrainer"), f"{self.url} cannot be written")
+        self._retry(lambda: self._filesystem.rm_file(probe), f"Files at {self.url} cannot be deleted")
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class RemoteFolder:
     def has_manifest(self, checkpoint: str) -> bool:
         """Whether a checkpoint has a manifest, readable or not."""
         path = f"{checkpoint}/{layout.MANIFEST_NAME}"
-        return self._call(lambda: self._filesystem.exists(path), f"{self.url}/{path} cannot be read")
+        return self._retry(lambda: self._filesystem.exists(path), f"{self.url}/{path} cannot be read")
 
     def upload(self, local: Path, checkpoint: str) -> None:
         """Upload a checkpoint, its manifest last: the manifest marks it as complete.
@@ -155,8 +155,8 @@ class RemoteFolder:
         self.delete_files(self._list(self._filesystem.find, checkpoint))
         failure = f"{self.url}/{checkpoint} cannot be deleted"
         # In object stores, folders are only parts of names.
-        if self._call(lambda: self._filesystem.isdir(checkpoint), failure):
-            self._call(lambda: self._filesystem.rm(checkpoint, recursive=True), failure)
+        if self._retry(lambda: self._filesystem.isdir(checkpoint), failure):
+            self._retry(lambda: self._filesystem.rm(checkpoint, recursive=True), failure)
 
     # ---- Files -------------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class RemoteFolder:
     def upload_file(self, local: Path, name: str) -> None:
         """Upload one file. Raises FileNotFoundError if it does not exist locally."""
         local.stat()
-        self._call(lambda: self._filesystem.put_file(str(local), name), f"{self.url}/{name} cannot be written")
+        self._retry(lambda: self._filesystem.put_file(str(local), name), f"{self.url}/{name} cannot be written")
 
     def download_file(self, name: str, local: Path) -> None:
         """Download one file atomically. Raises FileNotFoundError if it does not exist."""
@@ -184,7 +184,7 @@ class RemoteFolder:
         for name in files:
             failure = f"{self.url}/{name} cannot be deleted"
             try:
-                if self._call(functools.partial(self._filesystem.exists, name), failure):
+                if self._retry(functools.partial(self._filesystem.exists, name), failure):
                     self._call_on_existing_file(functools.partial(self._filesystem.rm_file, name), failure)
             except FileNotFoundError:
                 continue
@@ -197,7 +197,7 @@ class RemoteFolder:
         except FileNotFoundError:
             return []
 
-    def _call(self, operation: Callable[[], T], failure: str) -> T:
+    def _retry(self, operation: Callable[[], T], failure: str) -> T:
         """Call `operation` with retries. A missing file is an error like any other.
 
         Raises:
@@ -210,7 +210,7 @@ class RemoteFolder:
             raise StorageError(f"{failure}: {storage_reason(error)}.") from None
 
     def _call_on_existing_file(self, operation: Callable[[], T], failure: str) -> T:
-        """Call `operation` as `_call` does, but raise FileNotFoundError for a missing file."""
+        """Call `operation` as `_retry` does, but raise FileNotFoundError for a missing file."""
         try:
             return call_with_retries(operation, WAITS, _is_transient)
         except FileNotFoundError:

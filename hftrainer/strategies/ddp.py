@@ -18,7 +18,7 @@ from hftrainer.strategies.strategy import CallWrite, MakeOptimizer, Strategy
 class DdpStrategy(Strategy):
     """Trains on one device, or with DDP: each process has the whole model. The states have torch's format."""
 
-    def lightning_strategy(self, settings: Any) -> Any:
+    def make_lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for one device, or for DDP."""
         return import_adapter("lightning", "strategies").make_ddp_or_single_device(self.initial_plan, settings)
 

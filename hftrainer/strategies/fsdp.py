@@ -51,7 +51,7 @@ class FsdpStrategy(Strategy):
         """FSDP's plugin."""
         return {"fsdp_plugin": self.plugin}
 
-    def lightning_strategy(self, settings: Any) -> Any:
+    def make_lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for FSDP1 or FSDP2."""
         return import_adapter("lightning", "fsdp").make_lightning_strategy(self.initial_plan, settings)
 

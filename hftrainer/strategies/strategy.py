@@ -90,7 +90,7 @@ class Strategy(ABC):
         return {}
 
     @abstractmethod
-    def lightning_strategy(self, settings: Any) -> Any:
+    def make_lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for a run. `settings` are the `StrategySettings` of the adapter."""
 
     def check_optimizers(self, optimizer: Any, scheduler: Any) -> None:

@@ -212,7 +212,7 @@ class ReportingCallback(TrainerCallback):
         for logger in self._get_loggers(args):
             logger.log_hyperparams({**model_config(model), **arguments_of(args)})
 
-    def _write(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _write_logs(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the numbers of a log line."""
         for logger in self._get_loggers(args):
             logger.log_metrics(self._numbers(to_tracker_names(logs)), step=state.global_step)
@@ -227,7 +227,7 @@ class ReportingCallback(TrainerCallback):
         if self._describes_evaluations:
             self._set_up_once(args, state, model)
         if self._is_writing(state):
-            self._write(args, state, logs)
+            self._write_logs(args, state, logs)
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         """End the run; later events, such as an evaluation, are still written."""

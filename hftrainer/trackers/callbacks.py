@@ -174,7 +174,7 @@ class WandbCallback(TrackerCallback):
             with tempfile.TemporaryDirectory() as folder:
                 self._upload(args, _write_structure(folder, model), info, ["base_model"])
 
-    def _write(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _write_logs(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the log line; values for the complete run go to its summary."""
         self._write_line(self._tracker_logger(args), logs, state.global_step)
 
@@ -355,7 +355,7 @@ class MLflowCallback(TrackerCallback):
         if tags := os.environ.get("MLFLOW_TAGS"):
             client.log_batch(run_id, tags=[RunTag(name, str(value)) for name, value in json.loads(tags).items()])
 
-    def _write(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _write_logs(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the numbers; in names, replace characters that MLflow does not allow."""
         from mlflow.entities import Metric
 
@@ -475,7 +475,7 @@ class CometCallback(TrackerCallback):
         if state.is_hyper_param_search:
             logger.experiment.log_optimization(optimization_id=state.trial_name, parameters=state.trial_params)
 
-    def _write(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _write_logs(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the log line with its step and epoch."""
         line = to_tracker_names(logs)
         self._tracker_logger(args).experiment.log_metrics(line, step=state.global_step, epoch=state.epoch)

@@ -85,7 +85,7 @@ def select_trackers(report_to: str | Sequence[str] | None) -> list[str]:
         return [name for name, tracker in TRACKERS.items() if tracker.in_all and _is_available(name)]
     names = [{"comet": "comet_ml"}.get(name, name) for name in values if name != "none"]
     for name in names:
-        _check(name)
+        _check_tracker(name)
     return [name for name in dict.fromkeys(names) if not _is_disabled(name)]
 
 
@@ -96,7 +96,7 @@ def add_kubeflow_tracker(args: TrainingArguments) -> None:
         args.report_to = [*trackers, "kubeflow"]
 
 
-def _check(name: str) -> None:
+def _check_tracker(name: str) -> None:
     if name == "neptune":
         raise UnsupportedArgument(_NEPTUNE)
     if name not in TRACKERS:

@@ -108,7 +108,7 @@ class TensorBoardCallback(TrackerCallback):
                 text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=repr)
             logger.experiment.add_text("model_config", text)
 
-    def _write(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _write_logs(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the log line, and flush the file."""
         writer = self._tracker_logger(args).experiment
         for name, value in to_tracker_names(logs).items():

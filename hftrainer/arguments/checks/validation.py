@@ -124,13 +124,13 @@ def add_missing_fields(args: BaseArguments, our_class: type[BaseArguments]) -> N
         return
     for field in {**our_class.__dataclass_fields__, **legacy.HIDDEN_FIELDS}.values():
         if field.name not in legacy.FIELDS and not hasattr(args, field.name):
-            setattr(args, field.name, _value(args, field))
+            setattr(args, field.name, _find_missing_value(args, field))
     choose_start_method(args)
     if sentences := legacy.describe_removed_features(args):
         warnings.warn("\n".join(sentences), FutureWarning, stacklevel=3)
 
 
-def _value(args: BaseArguments, field: dataclasses.Field[Any]) -> Any:
+def _find_missing_value(args: BaseArguments, field: dataclasses.Field[Any]) -> Any:
     """The value of a field that `args` lack."""
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     for old, new in ALIASES.items():

@@ -200,7 +200,7 @@ def check_first_batch(parts: TrainerParts, model: nn.Module, inputs: Any, items:
 def _require_separate_samples(parts: TrainerParts, model: nn.Module) -> None:
     """Raise UnsupportedArgument if a sample's logits depend on other samples in its row."""
     model = libraries.unwrap_compiled(model)
-    collator = parts.loader_factory.flat_collator()
+    collator = parts.loader_factory.make_flat_collator()
     name = type(parts.unwrapped_model).__name__
     vocabulary = len(parts.unwrapped_model.get_input_embeddings().weight)
     first, second, other = ([token % vocabulary for token in range(begin, begin + 4)] for begin in (1, 5, 9))

@@ -14,7 +14,7 @@ from hftrainer.data import randomness
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.parallel import devices
 from hftrainer.strategies.ddp import DdpStrategy
-from hftrainer_lightning.precision import precision_plugin
+from hftrainer_lightning.precision import make_precision_plugin
 from tests.support.processes import ROOT
 from tests.support.refusals import assert_refused, make, plan_of, problems
 from tests.support.releases import TORCH
@@ -75,7 +75,7 @@ def test_mixed_precision_on_mps_uses_its_autocast(mac, name, dtype):
             seen.append((torch.is_autocast_enabled("mps"), torch.get_autocast_dtype("mps")))
 
     module = SimpleNamespace(model=Model())
-    plugin = precision_plugin(plan, scaler := DdpStrategy(plan).make_scaler())
+    plugin = make_precision_plugin(plan, scaler := DdpStrategy(plan).make_scaler())
     plugin.convert_module(module)
     module.model()
     plugin.teardown()
