@@ -152,11 +152,11 @@ class ReadRecorder:
             }
         return state
 
-    def resume_at(self, position: int, state: dict[str, Any]) -> tuple[int, dict[int, bytes], torch.Tensor | None]:
+    def resume_at(self, used_batches: int, state: dict[str, Any]) -> tuple[int, dict[int, bytes], torch.Tensor | None]:
         """The states with which the workers of a resumed run start.
 
         Args:
-            position: number of batches of the epoch that were used.
+            used_batches: number of batches of the epoch that were used.
             state: the dict that `state_dict` returned.
 
         Returns:
@@ -164,12 +164,12 @@ class ReadRecorder:
             earlier epoch drew the workers' seeds, None when this epoch draws them.
         """
         workers, states = state["workers"], {}
-        if position or self._keeps_workers:
-            states = workers["round" if position else "latest"]
+        if used_batches or self._keeps_workers:
+            states = workers["round" if used_batches else "latest"]
         self._latest_states = {worker: pickle.dumps(state) for worker, state in states.items()}
         self._states_before_turn = self._states_before_round = dict(self._latest_states)
-        self.batch_count = 0 if self._streams else position - position % self._workers
-        has_earlier_seed = self._keeps_workers and not (position and workers["began_now"])
+        self.batch_count = 0 if self._streams else used_batches - used_batches % self._workers
+        has_earlier_seed = self._keeps_workers and not (used_batches and workers["began_now"])
         return self.batch_count, dict(self._latest_states), workers["seed"] if has_earlier_seed else None
 
 
@@ -261,14 +261,14 @@ class EpochReader:
         if isinstance(self.loader, PreparedDataLoader):
             self.loader._iterator = None
 
-    def _resume_plain_loader(self, epoch: int, position: int, saved_state: dict[str, Any] | None) -> Iterator[Any]:
+    def _resume_plain_loader(self, epoch: int, used_batches: int, saved_state: dict[str, Any] | None) -> Iterator[Any]:
         """Resume a loader that is not a `PreparedDataLoader`."""
         loader, skipped_batches = self.loader, 0
-        if position and saved_state is not None and saved_state.get("loader") is not None and is_stateful(loader):
+        if used_batches and saved_state is not None and saved_state.get("loader") is not None and is_stateful(loader):
             with name_file_in_errors(DATA_STATE):
                 loader.load_state_dict(saved_state["loader"])
-        elif position:
-            loader, skipped_batches = skip_first(loader, position)
+        elif used_batches:
+            loader, skipped_batches = skip_first(loader, used_batches)
         iterator: Iterator[Any] = iter(_set_epoch(loader, epoch))
         if isinstance(getattr(loader, "batch_sampler", None), SkippingBatchSampler):
             loader.batch_sampler.skip_now()

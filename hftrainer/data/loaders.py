@@ -193,33 +193,32 @@ class PreparedDataLoader(DataLoader[Any]):
         else:
             self._start.skipped_batches = batches
 
-    def resume_at(self, position: int, saved: dict[str, Any] | None, restore_random: Callable[[], None]) -> None:
+    def resume_at(self, used_batches: int, saved: dict[str, Any] | None, restore_random: Callable[[], None]) -> None:
         """Let the next iteration resume within an epoch.
 
         Args:
-            position: number of batches of the epoch that were used.
+            used_batches: number of batches of the epoch that were used.
             saved: the recorder's `state_dict` at that point, if known.
             restore_random: called after the first batch is read, if `saved` allows reading it again.
         """
-        start, read_again, used_batches = self._start, 0, position
-        position *= self.loader_plan.round_size or 1
+        start, read_again, batches = self._start, 0, used_batches * (self.loader_plan.round_size or 1)
         if saved is not None and self.num_workers and "workers" in saved:
             assert self.recorder is not None
             with name_file_in_errors(DATA_STATE):
-                skipped, start.worker_states, start.worker_seed = self.recorder.resume_at(position, saved)
-            read_again, position = position - skipped, skipped
+                skipped, start.worker_states, start.worker_seed = self.recorder.resume_at(batches, saved)
+            read_again, batches = batches - skipped, skipped
         # At the end of an epoch the state may be that of a stream that has no more samples.
-        elif position and saved is not None and saved.get("stream") is not None:
+        elif batches and saved is not None and saved.get("stream") is not None:
             dataset: Any = self.dataset
             with name_file_in_errors(DATA_STATE):
                 dataset.load_state_dict(saved["stream"])
-            position = 0
+            batches = 0
             if self.shard_spec.processes > 1 and not self.drops_last and not self.is_elastic:
                 logger.warning(
                     "The stream resumes from its saved state: if the last round of this epoch is incomplete, the first "
                     "samples after that position complete it, not the first of the epoch."
                 )
-        self.skip_first(position)
+        self.skip_first(batches)
         start.skipped_batches += read_again
         if saved is not None and used_batches:
             start.states_before_batch, start.restore_random = saved.get("before"), restore_random

@@ -151,11 +151,11 @@ class SourceLog:
         """Add a micro-batch, the `index`-th of this process in its epoch."""
         processes = self.parts.trainer.accelerator.processes
         number = index * processes.data_world_size + processes.data_rank
-        step_in_epoch, position = divmod(number, self._plan.micro_batches)
+        step_in_epoch, index_in_step = divmod(number, self._plan.micro_batches)
         if (step := epoch * self._steps_in_epoch + step_in_epoch) != self._step_sources[0]:
             self._plan = self._plan.from_step(step)
             self._step_sources = step, [source for source, _ in self._plan.next_step()]
-        source = self._step_sources[1][position]
+        source = self._step_sources[1][index_in_step]
         self._losses[source] += loss.detach()
         self._counts[source, 0] += samples
         self._counts[source, 1] += tokens

@@ -235,14 +235,14 @@ class _Reporter:
                 record, old_record = json.loads(path.read_text()), self._records.get(path)
                 records[path] = old_record if old_record and old_record[0] == record else (record, time.monotonic())
         self._records = records
-        late = [_position(rank) for rank in self._slowest_ranks() if rank["is_late"]]
+        late = [_progress(rank) for rank in self._slowest_ranks() if rank["is_late"]]
         self._late_since = {rank: self._late_since.get(rank, time.monotonic()) for rank in late}
 
     def _slowest_ranks(self) -> list[dict[str, Any]]:
         """The ranks furthest behind."""
         ranks = list(self._ranks())
-        last = min((_position(rank)[1:] for rank in ranks), default=None)
-        return [rank for rank in ranks if _position(rank)[1:] == last]
+        last = min((_progress(rank)[1:] for rank in ranks), default=None)
+        return [rank for rank in ranks if _progress(rank)[1:] == last]
 
     def _ranks(self) -> Iterator[dict[str, Any]]:
         for path, (record, read_at) in self._records.items():
@@ -259,7 +259,7 @@ class _Reporter:
         state, activity, ranks = self._state(), self._heartbeat.activity, list(self._ranks())
         # When a slow rank continues, its record is newer than those of the ranks that waited for it, which seem behind.
         threshold = time.monotonic() - 2 * _INTERVAL
-        late = [rank for rank in self._slowest_ranks() if self._late_since.get(_position(rank), math.inf) <= threshold]
+        late = [rank for rank in self._slowest_ranks() if self._late_since.get(_progress(rank), math.inf) <= threshold]
         return {
             "status": "stalled" if late else activity if activity in ("starting", "ended") else "ok",
             "step": state.global_step,
@@ -302,7 +302,7 @@ class _Reporter:
         yield from (phases, log_values)
 
 
-def _position(rank: dict[str, Any]) -> tuple[int, int, int]:
+def _progress(rank: dict[str, Any]) -> tuple[int, int, int]:
     """A rank, its optimizer step, and its signs since then."""
     return rank["rank"], rank["step"], rank["signs"]
 

@@ -80,22 +80,22 @@ class RunPlanner(Part):
         trainer.state.is_hyper_param_search = trial is not None
         trainer.state.train_batch_size = self.run.train_batch_size
         trainer.state.compute_steps(trainer.args, max_steps)
-        first_epoch = position = 0
+        first_epoch = finished_micro_batches = 0
         if resume_folder is not None:
             trainer.state = resume.load_state(resume_folder, trainer.args, max_steps)
             trainer._load_callback_state()
             position_of_progress = None if progress is None else progress.resume_position(lengths.steps_in_epoch)
-            first_epoch, position = position_of_progress or position_at_step(
+            first_epoch, finished_micro_batches = position_of_progress or position_at_step(
                 trainer.state.global_step,
                 lengths.steps_in_epoch,
                 self.parts.engine.accumulation_steps_of,
                 () if self.run.skipped_samples is None else self.run.skipped_samples.windows,
             )
-            position = 0 if trainer.args.ignore_data_skip else position
+            finished_micro_batches = 0 if trainer.args.ignore_data_skip else finished_micro_batches
         if trainer.args.auto_find_batch_size:
             trainer.state.train_batch_size = self.run.train_batch_size
         trainer.state.init_training_references(trainer, max_steps, epochs, trial)
-        return first_epoch, position
+        return first_epoch, finished_micro_batches
 
     def steps_between_logs(self, lengths: RunLengths) -> int:
         """Optimizer steps between two logs of Lightning's callbacks: the same as the Trainer's."""

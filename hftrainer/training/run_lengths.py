@@ -83,11 +83,11 @@ def position_at_step(
     ):
         global_step -= steps
         epoch += 1
-    position = global_step * accumulation_steps_of(epoch)
+    finished_micro_batches = global_step * accumulation_steps_of(epoch)
     for skipped_epoch, start in starts:
-        if skipped_epoch == epoch and start <= position:
-            position += accumulation_steps_of(epoch)
-    return epoch, position
+        if skipped_epoch == epoch and start <= finished_micro_batches:
+            finished_micro_batches += accumulation_steps_of(epoch)
+    return epoch, finished_micro_batches
 
 
 def compute_lengths(

@@ -236,7 +236,7 @@ class TrainingRunner(Part):
         skipped_samples = self.run.skipped_samples
         self.run.lengths = lengths = planned if skipped_samples is None else skipped_samples.extend_lengths(planned)
         self.run.resumed_progress = self.parts.checkpoint_restorer.load_adapted_progress(resume_folder, lengths)
-        epoch, position = self.trainer._init_training_state(
+        epoch, finished_micro_batches = self.trainer._init_training_state(
             lengths.max_steps, lengths.num_update_steps_per_epoch, planned.num_train_epochs, resume_folder, trial
         )
         self.parts.loader_factory.check_evaluation_data()
@@ -244,7 +244,7 @@ class TrainingRunner(Part):
         if resume_folder is None:
             self.finders.apply_learning_rate_finder(lengths.max_steps)
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
-        attempt = Attempt(trial, ignore_keys, lengths, resume_folder, epoch, position)
+        attempt = Attempt(trial, ignore_keys, lengths, resume_folder, epoch, finished_micro_batches)
         self.planner.log_start(attempt)
         self.run.loop = loop = TrainingLoop(self.parts, attempt, dataloader)
         loop.monitors.begin()

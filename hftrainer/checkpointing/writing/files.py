@@ -266,15 +266,15 @@ def crc32_of_file(path: str | Path, start: int = 0, end: int | None = None, chec
     """The CRC-32 of a file; or of its bytes from `start` to `end`, continuing `checksum`."""
     buffer = memoryview(bytearray(_CHUNK))
     with open(path, "rb", buffering=0) as file:
-        position = file.seek(start)
-        while end is None or position < end:
-            num_bytes = file.readinto(buffer if end is None else buffer[: end - position])
+        offset = file.seek(start)
+        while end is None or offset < end:
+            num_bytes = file.readinto(buffer if end is None else buffer[: end - offset])
             if not num_bytes:
                 break
             checksum = zlib.crc32(buffer[:num_bytes], checksum)
-            position += num_bytes
-    if end is not None and position < end:
-        raise OSError(f"{path} has {position} bytes instead of {end}")
+            offset += num_bytes
+    if end is not None and offset < end:
+        raise OSError(f"{path} has {offset} bytes instead of {end}")
     return checksum
 
 
