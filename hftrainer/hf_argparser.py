@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.arguments.fields.argument import EARLIER_SUBJECT, LAST_SUBJECTS, arguments_of
 from hftrainer.arguments.fields.old import OldArguments
 from hftrainer.base.config_files import parse_bool, read_mapping
@@ -185,7 +185,7 @@ def _split_off_files(flag: str, words: list[str]) -> tuple[list[Path], list[str]
 
 def _find_hidden_fields(dataclass_type: Any) -> dict[str, Any]:
     """Training arguments that `install()` accepts although the installed release lacks them."""
-    hidden = legacy.HIDDEN_FIELDS if issubclass(dataclass_type, OldArguments) else {}
+    hidden = old_names.HIDDEN_FIELDS if issubclass(dataclass_type, OldArguments) else {}
     return {name: field for name, field in hidden.items() if name not in dataclass_type.__dataclass_fields__}
 
 

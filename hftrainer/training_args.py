@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.arguments.accelerate import get_partial_state, initialize_state
 from hftrainer.arguments.accelerator_config import as_accelerator_config
 from hftrainer.arguments.checks.validation import ALIASES, check_values, normalize
@@ -56,7 +56,7 @@ class _HiddenFieldsMeta(abc.ABCMeta):
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        candidates = [name for name in kwargs if name in legacy.HIDDEN_FIELDS]
+        candidates = [name for name in kwargs if name in old_names.HIDDEN_FIELDS]
         hidden_names = _find_unknown_keywords(cls.__init__, candidates)  # type: ignore[misc]
         hidden_values = {name: kwargs.pop(name) for name in hidden_names}
         with HideEngineFrames():
@@ -96,9 +96,9 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        fields = [*legacy.HIDDEN_FIELDS.values(), *dataclasses.fields(self)]
+        fields = [*old_names.HIDDEN_FIELDS.values(), *dataclasses.fields(self)]
         defaults = {field.name: field.default for field in fields}
-        legacy.translate(self, defaults)
+        old_names.translate(self, defaults)
         given = dict(vars(self))
         normalize(self)
         if self.use_cpu:
@@ -110,7 +110,7 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         self.hf_deepspeed_config = set_up_deepspeed(self)
         self._join_process_group()
         initialize_state(ResolvedArguments(self))
-        legacy.set_release_values(self)
+        old_names.set_release_values(self)
         values = vars(self).items()
         # As text, since a script may change a list or dict in place.
         vars(self)["_derived"] = {name: repr(v) for name, v in values if given.get(name) == defaults.get(name) != v}
@@ -128,8 +128,8 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         object.__setattr__(self, name, value)
         if name in ALIASES and is_initialized:
             object.__setattr__(self, ALIASES[name], value)
-        elif name in legacy.RENAMED and is_initialized:
-            legacy.set_current(self, name, value)
+        elif name in old_names.RENAMED and is_initialized:
+            old_names.set_current(self, name, value)
 
     # ---- Processes ------------------------------------------------------------------------------------------------
 

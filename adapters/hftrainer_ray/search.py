@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer import errors
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.checkpointing.layout import PREFIX_CHECKPOINT_DIR
 from hftrainer.search.backend import SearchBackend, check_keywords, check_limits, no_trial_message, read_directions
 from hftrainer.search.trial_arguments import check_names, model_takes_trial
@@ -218,7 +218,7 @@ def train_trial(config: dict[str, Any], packed_trainer: PickledTrainer) -> None:
 
 def _objective_scope(args: Any) -> str:
     """The objectives of a trial to compare: `ray_scope`, or its successor, the variable RAY_SCOPE."""
-    scope, name = legacy.old_argument(args, "ray_scope"), "ray_scope"
+    scope, name = old_names.old_argument(args, "ray_scope"), "ray_scope"
     if scope == "last":
         scope, name = os.environ.get("RAY_SCOPE", "last"), "RAY_SCOPE"
     if scope not in _SCOPES:

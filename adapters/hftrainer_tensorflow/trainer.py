@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.checkpointing.run_checkpoints import get_last_checkpoint
 from hftrainer.compat import libraries
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
@@ -225,7 +225,7 @@ class TFTrainer:
         if self._past is not None:
             features = {**features, "mems": self._past}
         loss, outputs = models.compute_loss_and_outputs(self.model, features, labels, training)
-        if (index := legacy.old_argument(self.args, "past_index")) >= 0:
+        if (index := old_names.old_argument(self.args, "past_index")) >= 0:
             # The outputs do not include the loss.
             self._past = outputs[index - 1]
         return loss, outputs[0]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.arguments.accelerator_config import CONSTRUCTION_KEY
 from hftrainer.arguments.choices import LOG_LEVELS, ParallelMode
 from hftrainer.arguments.fields.argument import OURS
@@ -178,7 +178,7 @@ class BaseArguments(OldArguments):
         """Optimizer steps of warm-up in a run of `num_training_steps` optimizer steps."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
-        uses_ratio = self.warmup_steps == 0 and legacy.is_v4_warmup_ratio("warmup_ratio")
+        uses_ratio = self.warmup_steps == 0 and old_names.is_v4_warmup_ratio("warmup_ratio")
         return math.ceil(num_training_steps * ((self.warmup_ratio or 0) if uses_ratio else self.warmup_steps))
 
     # ---- Serialization -----------------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ class BaseArguments(OldArguments):
         Arguments that `transformers` does not have, ours and older ones, are included only if they are set. Objects
         without a JSON form, in a subclass's fields, are not converted.
         """
-        declared_names = legacy.redeclared_old_names(type(self)) | legacy.CURRENT_FIELDS
-        mirror_names = legacy.RENAMED.keys() - declared_names
+        declared_names = old_names.redeclared_old_names(type(self)) | old_names.CURRENT_FIELDS
+        mirror_names = old_names.RENAMED.keys() - declared_names
         omitted_values = {**_EXTRA_ARGUMENT_DEFAULTS, **dict.fromkeys(declared_names, _ALWAYS_SHOWN)}
         names = [field.name for field in dataclasses.fields(self) if field.init and field.name not in mirror_names]
         values = {name: getattr(self, name) for name in names}

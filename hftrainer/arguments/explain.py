@@ -8,7 +8,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.releases.followed import installed_release
@@ -98,7 +98,7 @@ def explain(args: BaseArguments) -> Explanation:
     error_of_argument = {_argument(error): error for error in errors}
     lines = []
     for name, (raw_value, argument) in non_neutral_arguments(args).items():
-        if name in values or name in legacy.HIDDEN_FIELDS:
+        if name in values or name in old_names.HIDDEN_FIELDS:
             value = values.get(name, raw_value)
             detail = argument.detail or argument.help
             detail = f"off; with True: {detail}" if value is False else detail

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.arguments.accelerate import copy_accelerator_settings
 from hftrainer.arguments.changes import apply_to_engine
 from hftrainer.arguments.checks.unsupported import check_supported, find_unused_settings
@@ -224,7 +224,7 @@ class TrainerSetup(Part):
     def _copy_changeable_values(self) -> None:
         """Set what depends on arguments that may change between two runs."""
         args = self.trainer.args
-        self.parts.past_index = legacy.old_argument(args, "past_index")
+        self.parts.past_index = old_names.old_argument(args, "past_index")
         self.parts.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
 
     def update_engine(self, args: TrainingArguments) -> None:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.compat import transformers_names
 from hftrainer.compat.earlier_imports import check_earlier_imports
 from hftrainer.releases import followed
@@ -32,15 +32,15 @@ def install() -> None:
     for sentence in check_earlier_imports():
         warnings.warn(sentence, stacklevel=2)
     followed.follow(followed.installed_release())
-    _set_defaults(legacy.earlier_defaults())
-    legacy.follow_fields(TrainingArguments, Seq2SeqTrainingArguments)
+    _set_defaults(old_names.earlier_defaults())
+    old_names.follow_fields(TrainingArguments, Seq2SeqTrainingArguments)
     transformers_names.replace_names()
 
 
 def uninstall() -> None:
     """Undo `install()`."""
     transformers_names.restore_names()
-    legacy.restore_fields()
+    old_names.restore_fields()
     followed.follow(NEWEST)
     _set_defaults(_original_defaults)
     _original_defaults.clear()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.base.messages import log_facts, log_once
 from hftrainer.base.nested import nested_detach
 from hftrainer.base.part import Part
@@ -246,7 +246,7 @@ class EvaluationRunner(Part):
         start_time = time.time()
         trainer = self.trainer
         overrides_new, overrides_old = (is_overridden(trainer, f"{name}_loop") for name in ("evaluation", "prediction"))
-        is_asked_for = legacy.old_argument(trainer.args, "use_legacy_prediction_loop")
+        is_asked_for = old_names.old_argument(trainer.args, "use_legacy_prediction_loop")
         uses_old = is_asked_for or (overrides_old and not overrides_new)
         loop: Callable[..., Any] = trainer.prediction_loop if uses_old else trainer.evaluation_loop
         settings = {"prediction_loss_only": loss_only, "ignore_keys": ignore_keys, "metric_key_prefix": prefix}

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.arguments.choices import ParallelMode, as_text
 from hftrainer.callbacks.state import is_measurement
 from hftrainer.compat import libraries
@@ -198,7 +198,7 @@ def _schedule(parts: TrainerParts) -> dict[str, Any]:
         schedule["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
     if args.warmup_steps:
         schedule["lr_scheduler_warmup_steps"] = args.warmup_steps
-    elif legacy.is_v4_warmup_ratio("warmup_ratio") and args.warmup_ratio:
+    elif old_names.is_v4_warmup_ratio("warmup_ratio") and args.warmup_ratio:
         schedule["lr_scheduler_warmup_ratio"] = args.warmup_ratio
     return {**schedule, **length}
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.base.messages import tell
 from hftrainer.base.part import Part
 from hftrainer.base.tracebacks import add_note, hide_interrupt_traceback
@@ -112,7 +112,7 @@ class RunEnd(Part):
         state = self.trainer.state
         steps = state.global_step - (run.initial_step if self.parts.policy.averages_train_loss_over_call else 0)
         samples = num_train_samples * steps / max(state.max_steps, 1)
-        tokens = run.trained_tokens if legacy.old_argument(self.trainer.args, "include_tokens_per_second") else None
+        tokens = run.trained_tokens if old_names.old_argument(self.trainer.args, "include_tokens_per_second") else None
         metrics = speed_metrics("train", start_time, num_samples=samples, num_steps=steps, num_tokens=tokens)
         logger.info("Training is complete.")
         self.trainer.store_flos()

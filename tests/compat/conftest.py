@@ -1,6 +1,6 @@
 import pytest
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.cli import install
 from hftrainer.releases import followed
 
@@ -9,6 +9,6 @@ from hftrainer.releases import followed
 def as_installed():
     """Ours follows the installed release, as after `install()`, for tests that compare with it."""
     followed.follow(followed.installed_release())
-    install._set_defaults(legacy.earlier_defaults())
+    install._set_defaults(old_names.earlier_defaults())
     yield
     install.uninstall()

@@ -12,7 +12,7 @@ import transformers
 
 import hftrainer
 from hftrainer.arguments.fields.argument import arguments_of
-from hftrainer.arguments.legacy import FIELDS
+from hftrainer.arguments.old_names import FIELDS
 from tests.support.arguments import CASES, words_for
 from tests.support.parity import LIBRARIES, assert_agree, comparable
 from tests.support.releases import TRANSFORMERS

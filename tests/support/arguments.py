@@ -89,7 +89,7 @@ _EVALUATION = "unit/evaluation/test_evaluation.py::test_"
 _PREDICTION = "parity/test_evaluation.py::test_"
 _MONITORING = "unit/monitoring/"
 _DIVERGENCE = "unit/training/test_divergence.py::test_"
-_LEGACY = "unit/arguments/test_legacy.py::test_old_name_sets_the_new_argument"
+_LEGACY = "unit/arguments/test_old_names.py::test_old_name_sets_the_new_argument"
 _SPELLINGS = "unit/arguments/test_old_spellings.py::test_"
 CASES: dict[str, Case] = {
     # Optimization.

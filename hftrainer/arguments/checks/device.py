@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import distributed
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.resolved import ResolvedArguments
@@ -45,7 +45,7 @@ def check_device(resolved: ResolvedArguments) -> Iterator[str]:
     """Yields an error for each setting that the device does not support."""
     args, device_type, processes = resolved.args, resolved.device.type, resolved.rank_info.world_size
     is_model_sharded = resolved.sharding is not None or resolved.layout.tp_size > 1
-    if legacy.old_argument(args, "use_mps_device") and device_type != "mps":
+    if old_names.old_argument(args, "use_mps_device") and device_type != "mps":
         yield f"use_mps_device=True, but {_explain_missing_mps(args)}: remove it to train on {device_type}."
     if device_type == "cpu" and not _asks_for_cpu(args) and (reason := _explain_unused_device()):
         yield reason
@@ -131,7 +131,7 @@ def _explain_backend(backends: str, device_type: str, has_process_group: bool) -
 def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
     """An error for each setting that TPUs do not support."""
     args, device_type, rank_info = resolved.args, resolved.device.type, resolved.rank_info
-    cores = legacy.old_argument(args, "tpu_num_cores") or None
+    cores = old_names.old_argument(args, "tpu_num_cores") or None
     if cores is not None and device_type not in ("xla", "tpu") and not args.use_cpu:
         reason = "no TPU was found: set PJRT_DEVICE=TPU" if devices.has_torch_xla() else _NO_TORCH_XLA
         yield f"tpu_num_cores={cores} needs a TPU, but {reason}."

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.arguments.accelerate import check_launch_variables, find_unknown_variables
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.checks.device import check_backend, check_device, check_fsdp, check_xla
@@ -28,8 +28,8 @@ from hftrainer.plugins import import_adapter
 def non_neutral_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]]:
     """Argument → its value and metadata, for each value that is not neutral. The user's own fields are left out."""
     known = {**ARGUMENTS, **arguments_of(args)}
-    ours = known.keys() - legacy.redeclared_old_names(type(args))
-    hidden = [field for field in legacy.HIDDEN_FIELDS.values() if field.name in vars(args)]
+    ours = known.keys() - old_names.redeclared_old_names(type(args))
+    hidden = [field for field in old_names.HIDDEN_FIELDS.values() if field.name in vars(args)]
     fields = {field.name: field for field in (*hidden, *dataclasses.fields(args)) if field.name in ours}
     return {
         name: (value, known[name])
@@ -37,7 +37,7 @@ def non_neutral_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]
         # Compared first, since most arguments have their default.
         if (value := getattr(args, name)) != field.default
         and not known[name].has_no_effect(value, field.default)
-        and not legacy.is_derived(args, name)
+        and not old_names.is_derived(args, name)
     }
 
 
@@ -93,7 +93,7 @@ def find_unused_settings(resolved: ResolvedArguments) -> list[str]:
         warnings.append(
             f"debug='tpu_metrics_debug' prints nothing: training is on {resolved.device}, which is not an XLA device."
         )
-    if args.fsdp_config and not args.fsdp and not legacy.is_derived(args, "fsdp_config"):
+    if args.fsdp_config and not args.fsdp and not old_names.is_derived(args, "fsdp_config"):
         warnings.append("fsdp_config has no effect without fsdp=True.")
     if args.fsdp and (ddp_names := [f"ddp_{name}" for name in ddp_keywords(args)]):
         warnings.append(f"{' and '.join(ddp_names)} have no effect with fsdp, which does not use DDP.")
@@ -125,7 +125,7 @@ def _misspelt_attributes(args: BaseArguments) -> Iterator[str]:
     """A warning for each attribute with nearly the name of an argument."""
     # A subclass may have similar names of its own.
     attributes = vars(args) if type(args).__module__.startswith("hftrainer.") else {}
-    for name in sorted(attributes.keys() - args.__dataclass_fields__.keys() - legacy.HIDDEN_FIELDS.keys()):
+    for name in sorted(attributes.keys() - args.__dataclass_fields__.keys() - old_names.HIDDEN_FIELDS.keys()):
         match = difflib.get_close_matches(name, args.__dataclass_fields__, 1, 0.9)
         if match and name[0] != "_" and match[0] not in name:
             yield f"args.{name} is no argument, and has no effect; did you mean args.{match[0]}?"

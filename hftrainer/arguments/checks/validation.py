@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.arguments import choices, legacy
+from hftrainer.arguments import choices, old_names
 from hftrainer.arguments.accelerate import find_device_mismatch
 from hftrainer.arguments.accelerator_config import as_accelerator_config
 from hftrainer.arguments.base import BaseArguments
@@ -122,11 +122,11 @@ def add_missing_fields(args: BaseArguments, our_class: type[BaseArguments]) -> N
     """
     if isinstance(args, our_class):
         return
-    for field in {**our_class.__dataclass_fields__, **legacy.HIDDEN_FIELDS}.values():
-        if field.name not in legacy.FIELDS and not hasattr(args, field.name):
+    for field in {**our_class.__dataclass_fields__, **old_names.HIDDEN_FIELDS}.values():
+        if field.name not in old_names.FIELDS and not hasattr(args, field.name):
             setattr(args, field.name, _find_missing_value(args, field))
     choose_start_method(args)
-    if sentences := legacy.describe_removed_features(args):
+    if sentences := old_names.describe_removed_features(args):
         warnings.warn("\n".join(sentences), FutureWarning, stacklevel=3)
 
 
@@ -136,7 +136,7 @@ def _find_missing_value(args: BaseArguments, field: dataclasses.Field[Any]) -> A
     for old, new in ALIASES.items():
         if new == field.name and hasattr(args, old):
             return getattr(args, old)
-    for old, rename in legacy.RENAMED.items():
+    for old, rename in old_names.RENAMED.items():
         if rename.new == field.name and hasattr(args, old):
             return rename.write(default, getattr(args, old))
     return default

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.base.part import Part
 from hftrainer.base.signatures import accepted_args
@@ -267,7 +267,7 @@ class CheckpointSaver(Part):
         os.makedirs(folder, exist_ok=True)
         model = self.parts.unwrapped_model
         logger.info("Saving the model to %s.", final_folder(folder))
-        safe = bool(legacy.old_argument(self.trainer.args, "save_safetensors"))
+        safe = bool(old_names.old_argument(self.trainer.args, "save_safetensors"))
         write = functools.partial(save_weights, model, folder, safe=safe)
         # torch writes files from CPU memory.
         needs_copy = self.trainer.args.device.type == "xla"

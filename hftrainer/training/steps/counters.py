@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import old_names
 from hftrainer.arguments.choices import token_counting_mode
 from hftrainer.base.nested import find_batch_size
 from hftrainer.base.part import Part
@@ -26,7 +26,7 @@ class Counters(Part):
 
     def track_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument requests it."""
-        if legacy.old_argument(self.trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
+        if old_names.old_argument(self.trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
             self.run.trained_tokens += inputs["input_ids"].numel() * self.trainer.accelerator.processes.data_world_size
         mode = token_counting_mode(self.trainer.args.include_num_input_tokens_seen)
         if mode == "no":

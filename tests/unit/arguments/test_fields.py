@@ -14,8 +14,8 @@ import hftrainer
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.checks.unsupported import check_supported
 from hftrainer.arguments.fields.argument import arguments_of
-from hftrainer.arguments.legacy import FIELDS, KEPT
 from hftrainer.arguments.lightning_plan import make_plan
+from hftrainer.arguments.old_names import FIELDS, KEPT
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.arguments import CASES

@@ -11,7 +11,7 @@ import pytest
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.checks.unsupported import check_supported
-from hftrainer.arguments.legacy import FIELDS, KEPT, RENAMED
+from hftrainer.arguments.old_names import FIELDS, KEPT, RENAMED
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument
 from tests.support.arguments import CASES, make_quiet_trainer
