@@ -41,7 +41,7 @@ from hftrainer.releases.earlier import EarlierLengths
 from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.metrics import print_table, write_metrics
-from hftrainer.search import runner as search_runner
+from hftrainer.search import run_search
 from hftrainer.trackers import registry
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
@@ -1112,7 +1112,7 @@ class Trainer(EarlierMethods):
         """
         try:
             with HideEngineFrames():
-                return search_runner.search(
+                return run_search.search(
                     self._hftrainer, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
                 )
         finally:
@@ -1122,7 +1122,7 @@ class Trainer(EarlierMethods):
         """Set the arguments of a trial, and rebuild the parts that depend on them."""
         self._trial = trial
         if trial is not None:
-            search_runner.set_trial_arguments(self._hftrainer, trial)
+            run_search.set_trial_arguments(self._hftrainer, trial)
         elif not self._hftrainer.needs_rebuild:
             return
         self._hftrainer.trainer_setup.rebuild_from_arguments()

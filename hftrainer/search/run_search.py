@@ -57,7 +57,7 @@ def search(
     hp_name: Any,
     **kwargs: Any,
 ) -> BestRun | list[BestRun]:
-    """Implements `Trainer.hyperparameter_search`. Restores the training arguments after the search."""
+    """Check the arguments of a search, run it, and then restore the training arguments."""
     trainer = parts.trainer
     name, search_backend = make_backend(backend, parts)
     if trainer.model_init is None:
