@@ -1,4 +1,4 @@
-"""Publishes, discards and removes `checkpoint-N` folders, so that each is complete or absent.
+"""Publishes, discards and removes `checkpoint-N` folders, each complete or absent, and finds a script's files in them.
 
 One process writes all files into a staging folder beside `checkpoint-N`, and the manifest after them. It flushes all
 to the disk, and then renames the folder to `checkpoint-N`. Overrides of `_save` find the run's folder as the parent of
@@ -15,12 +15,13 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from hftrainer.checkpointing import layout
 from hftrainer.checkpointing.inspection import inspect_checkpoint
-from hftrainer.checkpointing.writing.files import Entry, flush_to_disk, write_manifest
+from hftrainer.checkpointing.writing.files import Entry, flush_to_disk, link_or_copy, write_manifest
 from hftrainer.parallel.environment import has_writer_ended, process_identifier
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,10 @@ _TEMPORARY_FOLDER = re.compile(
     rf"^_tmp_(?P<owner>.+\.\d+\.\d*)_(?P<prefix>{_REPLACED}|{_REMOVED}|)"
     rf"(?P<name>({layout.PREFIX_CHECKPOINT_DIR}|uploads)-\d+)$"
 )
+#: Change time (ctime) in ns, and size in bytes. Copies may keep the mtime of their source.
+_Stamp = tuple[int, int]
+#: File times may lag behind the clock by this many ns.
+_CLOCK_LAG_NS = 2_000_000_000
 
 
 class CheckpointFolder:
@@ -99,6 +104,52 @@ class CheckpointFolder:
             logger.warning(
                 "%s was complete but not yet renamed when its process was killed: it is now renamed.", self.path
             )
+
+
+class ScriptFiles:
+    """Finds files that the script itself writes into checkpoint folders, and adds them.
+
+    Overrides of `_save_checkpoint` write such files before they call `super()`. The files in an incomplete folder of
+    a killed process do not belong to the checkpoint that this run writes there.
+    """
+
+    def __init__(self) -> None:
+        self._oldest: int | None = None
+        self._known_stamps: dict[Path, _Stamp] = {}
+
+    def begin_run(self, run_folder: str | None) -> None:
+        """Record the existing files in the folders that a run may write.
+
+        Args:
+            run_folder: the folder of its checkpoints; None if a subclass chooses it only when saving. Then files older
+                than the run count as files of earlier runs.
+        """
+        self._oldest = time.time_ns() - _CLOCK_LAG_NS if run_folder is None else 0
+        folders = [] if run_folder is None else Path(run_folder).glob(f"{layout.PREFIX_CHECKPOINT_DIR}-*")
+        self._known_stamps = {folder / name: stamp for folder in folders for name, stamp in _stamps(folder).items()}
+
+    def copy_to(self, checkpoint: CheckpointFolder) -> None:
+        """Copy the script's new files from the final folder to the staging folder.
+
+        Files that the Trainer has written there take precedence. Outside of a run, nothing is copied. Links are copied
+        as links; the manifest does not check them.
+        """
+        if self._oldest is None:
+            return
+        trainer_files = _stamps(checkpoint.staging)
+        for name, stamp in _stamps(checkpoint.path).items():
+            is_new = stamp != self._known_stamps.get(checkpoint.path / name) and stamp[0] >= self._oldest
+            if is_new and name not in trainer_files:
+                link_or_copy(checkpoint.path / name, checkpoint.staging / name)
+        # If the step is saved again, the files that the Trainer wrote this time do not count as the script's.
+        self._known_stamps |= {checkpoint.path / name: stamp for name, stamp in trainer_files.items()}
+
+
+def _stamps(folder: Path) -> dict[Path, _Stamp]:
+    """Relative path → stamp of each file in a folder; empty for a missing folder."""
+    manifests = {folder / layout.MANIFEST_NAME, folder / f"_{layout.MANIFEST_NAME}"}
+    paths = [path for path in folder.rglob("*") if (path.is_file() or path.is_symlink()) and path not in manifests]
+    return {path.relative_to(folder): (path.lstat().st_ctime_ns, path.lstat().st_size) for path in paths}
 
 
 def _move_folder(source: Path, target: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hftrainer.checkpointing.writing import writer as writer_module
-from hftrainer.checkpointing.writing.folder import CheckpointFolder
-from hftrainer.checkpointing.writing.writer import CheckpointWriter, ScriptFiles, is_storage_error
+from hftrainer.checkpointing.writing.folder import CheckpointFolder, ScriptFiles
+from hftrainer.checkpointing.writing.writer import CheckpointWriter, is_storage_error
 from hftrainer.errors import CheckpointNotWritten
 from tests.support.jobs import names_in
 
