@@ -42,7 +42,7 @@ class LoaderFactory(Part):
     # ---- The loaders of the Trainer ----------------------------------------------------------------------------
 
     def make_evaluation_loader(self, eval_dataset: Any) -> DataLoader[Any]:
-        """Implements `Trainer.get_eval_dataloader`; keeps loaders with persistent workers."""
+        """The loader of an evaluation set, by default the Trainer's. One with persistent workers is kept."""
         trainer = self.trainer
         if eval_dataset is None and trainer.eval_dataset is None:
             raise InvalidArgument("Evaluation needs an eval_dataset: pass one to Trainer or to evaluate().")
@@ -66,7 +66,7 @@ class LoaderFactory(Part):
         return loader
 
     def make_test_loader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Implements `Trainer.get_test_dataloader`."""
+        """A loader for `predict`, in the order of the dataset unless `_get_eval_sampler` is overridden."""
         trainer = self.trainer
         sampler = trainer._get_eval_sampler if is_overridden(trainer, "_get_eval_sampler") else _sequential_sampler
         return trainer._get_dataloader(test_dataset, "test", trainer.args.eval_batch_size, sampler)
@@ -74,7 +74,7 @@ class LoaderFactory(Part):
     def make_loader(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[..., Any] | None, is_training: bool
     ) -> DataLoader[Any]:
-        """Implements `Trainer._get_dataloader`: makes a loader, and prepares it for this rank."""
+        """A loader of a dataset's batches, prepared for this rank."""
         trainer, args = self.trainer, self.trainer.args
         source = as_mixture(dataset) if is_training else dataset
         self._check_source(source, description, is_training)
@@ -158,7 +158,7 @@ class LoaderFactory(Part):
             settings |= {"sampler": sampler, "drop_last": trainer.args.dataloader_drop_last}
 
     def make_training_sampler(self, dataset: Any) -> Sampler[Any] | None:
-        """Implements `Trainer._get_train_sampler`; returns None for a dataset without a length."""
+        """The sampler of a training set, as the arguments say; None for a dataset without a length."""
         args = self.trainer.args
         if dataset is None or not has_length(dataset):
             return None
@@ -178,7 +178,7 @@ class LoaderFactory(Part):
         return SequentialSampler(dataset) if args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
 
     def make_evaluation_sampler(self, dataset: Any) -> Sampler[Any] | None:
-        """Implements `Trainer._get_eval_sampler`; returns None for a dataset without a length."""
+        """A sampler by length, if training has one, or in order; None for a dataset without a length."""
         args = self.trainer.args
         if has_length(dataset) and args.train_sampling_strategy == "group_by_length":
             order = self.parts.policy.evaluation_generator(seed_of_order(args))
@@ -204,11 +204,11 @@ class LoaderFactory(Part):
     # ---- Columns -----------------------------------------------------------------------------------------------
 
     def remove_unused_columns(self, dataset: Any, description: str | None) -> Any:
-        """Implements `Trainer._remove_unused_columns`."""
+        """The dataset with only the columns that the model accepts."""
         return collators.remove_unused_columns(dataset, self._columns(), description, type(self.trainer.model).__name__)
 
     def wrap_collator(self, collator: Any, description: str | None) -> Any:
-        """Implements `Trainer._get_collator_with_removed_columns`."""
+        """The collator, wrapped to drop the keys that the model does not accept."""
         columns = frozenset(self._columns())
         return collators.RemoveColumnsCollator(collator, columns, type(self.trainer.model).__name__, description)
 

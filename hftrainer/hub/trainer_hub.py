@@ -13,7 +13,7 @@ class TrainerHub(Part):
     """What a Trainer does with the Hub: opens its repository, and decides what of model and checkpoints is pushed."""
 
     def open_repository(self, token: str | None, private: bool | None) -> None:
-        """Implements `Trainer.init_hf_repo`, in the main process."""
+        """Open or create the repository, and begin a queue of uploads to it. Only the main process calls this."""
         from hftrainer.hub.repository import open_repository
         from hftrainer.hub.snapshots import UploadSnapshots
         from hftrainer.hub.upload_queue import UploadQueue
@@ -42,7 +42,7 @@ class TrainerHub(Part):
         private: bool | None,
         card: dict[str, Any],
     ) -> Any:
-        """Implements `Trainer.push_to_hub`: saves the model, writes its card, and uploads the folder."""
+        """Save the model, write its card, and upload the folder."""
         trainer = self.trainer
         self.parts.call_callbacks("on_push_begin")
         trainer.save_model(_internal_call=True)

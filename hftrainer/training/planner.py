@@ -40,7 +40,7 @@ class RunPlanner(Part):
         return read_lengths(initial_values, args, total_train_batch_size=size)
 
     def initial_values(self, args: TrainingArguments, loader: Any, size: int | None) -> RunLengths | EarlierLengths:
-        """Implements `Trainer.set_initial_training_values`."""
+        """The lengths of a run, from the arguments and the loader; in the form of the followed release."""
         is_sized = has_length(loader)
         # Batches differ in size, so use the mean.
         if is_sized and args.tokens_per_batch is not None and len(loader):

@@ -190,7 +190,7 @@ class TrainingRunner(Part):
     def run_attempt(
         self, args: TrainingArguments, batch_size: int | None, resume_folder: str | None, trial: Any, ignore_keys: Any
     ) -> TrainOutput:
-        """Implements `Trainer._inner_training_loop`: plan, prepare, run Lightning's loop, and finish."""
+        """Plan, prepare, run Lightning's loop, and finish."""
         trainer = self.trainer
         # An override may pass other arguments.
         self.parts.trainer_setup.update_engine(args)
