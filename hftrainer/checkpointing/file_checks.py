@@ -62,7 +62,7 @@ def unreadable_reason(path: Path, *, load_content: bool = True) -> str | None:
         return _unreadable_torch_reason(path, load_content)
     try:
         if path.suffix == ".safetensors":
-            # This compares the file's length with its header.
+            # Opening the file compares its length with its header.
             with safetensors.safe_open(path, framework="pt"):
                 return None
         # Read files of other formats as text: vocabularies, templates, model cards.

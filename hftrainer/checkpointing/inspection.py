@@ -148,7 +148,7 @@ def _find_fault(inspection: Inspection) -> str | None:
     for path in (inspection.folder / name for name in inputs):
         if (reason := unreadable_reason(path)) is not None:
             return f"{path} {reason}"
-    # The next checks rely on indices, which must not be altered.
+    # The next checks read the lists of shards, and an altered one cannot be relied on.
     return None if inspection.altered else _missing_weights(inspection) or _damaged_shard(inspection)
 
 

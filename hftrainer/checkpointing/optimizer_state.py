@@ -283,7 +283,7 @@ def apply_settings(
         changes = {key: initial[key] for key in settings if key in initial and initial[key] != group.get(key)}
         if "initial_lr" in changes and (saved_lr := group.get("initial_lr")):
             group["lr"] = initial["initial_lr"] * (group["lr"] / saved_lr)
-        # A schedule may lack `initial_lr`.
+        # Not every schedule sets `initial_lr`.
         elif "initial_lr" in changes or (is_regrouped and "initial_lr" not in initial):
             group["lr"] = initial["lr"]
         group.update(changes)

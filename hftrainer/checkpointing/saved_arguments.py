@@ -98,7 +98,7 @@ def differing_arguments(runs: list[dict[str, Any]], labels: list[str]) -> list[d
     names = [name for name in names if not all(str(run.get(name)) in parts for run, parts in known)]
     differing = [{name: run[name] for name in names if name in run} for run in runs]
     for settings, run in zip(differing, runs, strict=True):
-        # The epochs count instead.
+        # Without max_steps, num_train_epochs sets the length.
         if settings.get("max_steps") == -1:
             settings["num_train_epochs"] = run.get("num_train_epochs")
             del settings["max_steps"]

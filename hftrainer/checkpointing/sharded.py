@@ -34,7 +34,7 @@ from hftrainer.compat.libraries import bare_name
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsupportedArgument
 from hftrainer.parallel.process_group import CollectiveCall
 
-# This is not always a mistake: one process may write and read all.
+# torch warns when no process group exists, but one process may write and read all shards.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 #: Module → classes and functions that the pickled list of shards may use.

@@ -113,7 +113,7 @@ def make_global_batch_loader(loader: DataLoader[Any], global_batch: int) -> Data
 
 def make_global_batch_sampler(batches: Any, global_batch: int, seed: int | None) -> Any:
     """A batch sampler over the samples of `batches`, with complete global batches."""
-    # Its global batches are complete, and its order depends only on the seed.
+    # A mixture's global batches are always complete, and their order depends only on the seed.
     if isinstance(batches, MixtureBatchSampler):
         return batches
     seed = torch.initial_seed() if seed is None else seed

@@ -90,7 +90,7 @@ class ReadRecorder:
 
     def begin_read(self) -> None:
         """Record the states before the next batch."""
-        # With workers, their states are recorded instead.
+        # If workers read the batches, the recorder keeps their states instead.
         if self._draws and not self._workers:
             if self.batch_count == 1:
                 self.generators.find_generators()

@@ -78,7 +78,7 @@ class LoaderFactory(Part):
         trainer, args = self.trainer, self.trainer.args
         source = as_mixture(dataset) if is_training else dataset
         self._check_source(source, description, is_training)
-        # As in transformers, only an evaluation needs it.
+        # As in transformers, only an evaluation refuses a float.
         if isinstance(batch_size, float) and not is_training:
             raise WrongObject(f"per_device_eval_batch_size={batch_size!r} is a float: use a whole number.")
         collator = self.make_flat_collator() if is_training and args.flatten_batches else trainer.data_collator

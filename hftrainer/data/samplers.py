@@ -78,7 +78,7 @@ class SeedableRandomSampler(EpochSampler, RandomSampler):
         seed: the permutation of epoch `e` comes from a generator seeded with `seed + e`.
     """
 
-    # Its generator's state need not be saved.
+    # A checkpoint needs no state of this sampler's generator.
     seeds_itself = True
 
     def __init__(self, data_source: Any, seed: int, **kwargs: Any) -> None:
@@ -99,7 +99,7 @@ class BatchSamplerWrapper(BatchSampler):
         self.batch_sampler = batch_sampler
 
     def __getattr__(self, name: str) -> Any:
-        # The attribute is not set yet while a worker unpickles the object.
+        # While a worker unpickles the object, it has no attributes yet.
         if name == "batch_sampler":
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
@@ -406,7 +406,7 @@ class StreamWrapper(IterableDataset[Any]):
         self.dataset, self.epoch = dataset, 0
 
     def __getattr__(self, name: str) -> Any:
-        # The attribute is not set yet while a worker unpickles the object.
+        # While a worker unpickles the object, it has no attributes yet.
         if name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)

@@ -120,7 +120,7 @@ class PackedBatchSampler(TokenBatchSampler):
             # Samples are so long that hardly two fit together.
             if too_few > len(self.lengths) // 2:
                 self.count = len(self.lengths)
-        # Search between the last failure and this count.
+        # The smallest count that is enough is above `too_few`, and at most `self.count`: search by halves.
         while self.count - too_few > max(1, self.count // 1000):
             enough, self.count = self.count, (too_few + self.count) // 2
             if self._pack_batches(sort_keys) is None:

@@ -71,7 +71,7 @@ class EvaluationPass:
         self.has_labels = self.has_metrics = False
         preprocess: Any = trainer.preprocess_logits_for_metrics
         self._preprocess_logits = preprocess
-        # A function for old releases accepts only the logits.
+        # The `preprocess_logits_for_metrics` of a script for an earlier release may accept only the logits.
         if preprocess is not None and not can_call(preprocess, None, None) and can_call(preprocess, None):
             self._preprocess_logits = lambda logits, _: preprocess(logits)
         self._positions: deque[BatchPosition | None] = deque()

@@ -206,7 +206,7 @@ class EvaluationRunner(Part):
             num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if divides_by_items else None
             context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)
             if loss_only and trainer.args.use_liger_kernel and parts.policy.skips_logits:
-                # Liger's fused loss then keeps no logits.
+                # With `skip_logits`, Liger's fused loss keeps no logits.
                 inputs = {**inputs, "skip_logits": True}
             settings = {"return_outputs": True, "num_items_in_batch": num_items}
             keywords: dict[str, Any] = accepted_args(trainer.compute_loss, settings)
@@ -279,7 +279,7 @@ class EvaluationRunner(Part):
         model = trainer._wrap_model(trainer.model, training=False)
         if not trainer.accelerator._models and model is trainer.model:
             model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
-            # This evaluation measures the time, later ones report it.
+            # Not measured yet: this evaluation measures the time, and later ones report it.
             trainer.model_preparation_time = math.nan
         trainer.callback_handler.eval_dataloader = dataloader
         if callable(getattr(trainer.optimizer, "eval", None)):
@@ -291,7 +291,7 @@ class EvaluationRunner(Part):
         """A context with half precision, for `fp16_full_eval` and `bf16_full_eval` outside of training."""
         trainer, args = self.trainer, self.trainer.args
         casts = args.fp16_full_eval or args.bf16_full_eval
-        # DeepSpeed's weights already have that dtype.
+        # DeepSpeed has cast its weights already.
         if not casts or trainer.is_in_train or trainer.deepspeed is not None:
             return contextlib.nullcontext()
         model.to(device=args.device)
@@ -301,7 +301,7 @@ class EvaluationRunner(Part):
 def _copy_mean_loss(losses: Any) -> torch.Tensor:
     """A copy of the mean loss. `losses` may be a mapping of several losses."""
     loss: torch.Tensor = split_losses(losses)[0].detach()
-    # The mean of a number takes three times as long as a copy.
+    # The mean of a single number takes three times as long as a copy.
     is_number = type(loss) is torch.Tensor and not loss.ndim
     return loss.clone() if is_number else loss.mean()
 
@@ -320,7 +320,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     originals: deque[torch.Tensor | None] = deque()
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        # A tied weight is visited twice, and has this dtype at the second visit.
+        # A tied weight is visited twice, and has been converted at the second visit.
         if not tensor.is_floating_point() or tensor.dtype == dtype:
             originals.append(None)
             return tensor
@@ -336,5 +336,5 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     try:
         yield
     finally:
-        # `_apply` visits the weights in the same order.
+        # `_apply` visits the weights in the order in which it converted them.
         model._apply(restore)

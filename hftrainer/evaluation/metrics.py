@@ -179,7 +179,7 @@ class TorchMetrics:
         available_fns = {metric: metric.distributed_available_fn for metric in self.collection.values(copy_state=False)}
         try:
             for metric in available_fns:
-                # Every rank has all rows.
+                # Every rank has all rows, so torchmetrics must not gather.
                 metric.distributed_available_fn = lambda: False
             return self._compute_values()
         finally:

@@ -51,7 +51,7 @@ def apply_model_arguments(
         yield
     finally:
         noise_handle.remove()
-        # The Trainer may hold another handle, or None.
+        # The script may have set another handle, or None.
         if trainer.neftune_hook_handle is not None:
             trainer._deactivate_neftune(model)
 
@@ -174,7 +174,7 @@ def set_tf32(args: TrainingArguments) -> None:
     is_allowed = args.tf32
     if is_allowed is None and _compile_backend(args) is not None and not args.fp16:
         is_allowed = True
-    # Return early, since a query would initialize the GPU.
+    # Return early, since asking for the GPU's capability would initialize it.
     if is_allowed is None:
         return
     is_supported = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
@@ -182,7 +182,7 @@ def set_tf32(args: TrainingArguments) -> None:
         raise InvalidArgument("tf32=True needs an NVIDIA GPU of the Ampere generation or newer: remove it.")
     if is_supported:
         with warnings.catch_warnings():
-            # torch 2.9 has newer names for both settings.
+            # torch 2.9 warns that both settings have newer names.
             warnings.simplefilter("ignore")
             torch.backends.cuda.matmul.allow_tf32 = is_allowed
             torch.backends.cudnn.allow_tf32 = is_allowed

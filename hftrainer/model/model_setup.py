@@ -173,7 +173,7 @@ class ModelSetup(Part):
             folder: the checkpoint that the run resumes from, if any.
         """
         trainer = self.trainer
-        # That scheduler has the length of the previous run.
+        # A scheduler that the Trainer created has the length of the previous run.
         if self.run.has_created_scheduler:
             trainer.lr_scheduler = None
             self.run.has_created_scheduler = False
@@ -239,7 +239,7 @@ class ModelSetup(Part):
         model = self.trainer.model
         if not libraries.is_transformers_model(model):
             return True
-        # transformers v5.23 renamed the attribute.
+        # transformers v5.23 renamed `is_gradient_checkpointing`.
         has_new_name = hasattr(model, "is_activation_checkpointing")
         is_checkpointing = model.is_activation_checkpointing if has_new_name else model.is_gradient_checkpointing
         return not (is_checkpointing or self.trainer.args.activation_checkpointing)

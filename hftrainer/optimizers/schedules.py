@@ -284,7 +284,7 @@ def add_missing_groups(scheduler: Any, optimizer: Optimizer) -> None:
     for _ in missing:
         index = len(scheduler.base_lrs)
         scheduler.base_lrs.append(1.0)
-        # An index, since load_state_dict creates new groups.
+        # Look up the group by its index at each call, since load_state_dict replaces the groups.
         scheduler.lr_lambdas.append(lambda _, index=index: optimizer.param_groups[index]["lr"])
 
 

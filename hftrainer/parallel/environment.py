@@ -176,7 +176,7 @@ def _read_slurm() -> RankInfo:
         nodes=nodes,
         address=first_host(_read_variable("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
         or "127.0.0.1",
-        # All processes of a step compute the same port.
+        # From the job's number, so that all processes get the same port.
         port=15000 + job % 10000,
     )
 

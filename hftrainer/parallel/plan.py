@@ -232,8 +232,8 @@ class LightningPlan:
 
     def trainer_keywords(self) -> dict[str, Any]:
         """Keyword arguments of `lightning.Trainer` that follow from the training arguments."""
-        # True if each process sees only one device, whose index is not its local rank.
         device = torch.device(self.device)
+        # The process sees only one device if that device's index is not the local rank.
         has_one_device = device.index not in (None, self.processes.local_rank)
         return {
             "accelerator": device.type,

@@ -108,7 +108,7 @@ def disconnect() -> None:
         device_mesh.cache_clear()
         gc.collect()
         distributed.destroy_process_group()
-        # Sleeping releases the GIL.
+        # While this thread sleeps, gloo's threads can take the GIL.
         time.sleep(_THREAD_CLEANUP)
 
 

@@ -135,7 +135,7 @@ class GradientState:
         self.plugin_kwargs: dict[str, Any] = {
             name: value for name, value in accumulation.items() if value != _ACCUMULATION_DEFAULTS.get(name)
         }
-        # accelerate reads both from `plugin_kwargs`, which lacks defaults such as True.
+        # As in accelerate, both are read from `plugin_kwargs`, which lacks values that are defaults.
         self.adjust_scheduler = bool(self.plugin_kwargs.get("adjust_scheduler", False))
         self.sync_with_dataloader = bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 

@@ -53,7 +53,7 @@ def _show_error_once(show: Callable[..., Any], pid: int, kind: Any, error: BaseE
 
 def _print_consequence(error: BaseException, first: str) -> None:
     """Print that this rank lost the one with the `first` error, and the notes, which may say what is saved."""
-    # Other errors have gloo's text.
+    # The text of any other class is gloo's.
     problem = str(error) if isinstance(error, RanksLost) else "lost the other ranks"
     notes = [note for note in getattr(error, "__notes__", ()) if TRACEBACK_VARIABLE not in note]
     _print_as_rank("\n".join([f"{type(error).__name__}: {problem} ({first})", *notes]))
@@ -67,7 +67,7 @@ def _store_first_error(error: BaseException, pid: int) -> None:
 
 def _refer_to_rank(rank: int, error: BaseException, pid: int) -> None:
     """Print which rank prints the same traceback. Only a file says so, since a terminal shows all ranks."""
-    # When this rank ends, a launcher ends the other too, which shall have printed it.
+    # When this rank ends, a launcher ends the other too: wait until that one has printed its error.
     _ask_store(lambda store: store.wait([_FIRST_ERROR], timedelta(seconds=_STORE_TIMEOUT)), pid)
     if sys.__stderr__ is None or not sys.__stderr__.isatty():
         line = f"{type(error).__name__}: {error}".splitlines()[0]

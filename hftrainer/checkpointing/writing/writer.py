@@ -207,7 +207,7 @@ class CheckpointWriter:
         """Run the deferred writes, rename the folder, and call `on_complete`."""
         with current.discard_partial_on_error():
             if self._shard_future is not None:
-                # All processes finish their shards together.
+                # Wait for the shards of all processes, or raise the first error of any.
                 self._shard_future.result()
             self._write_deferred(current)
             self.script_files.copy_to(current.folder)

@@ -233,7 +233,7 @@ class WriterProcess:
         assert self._pipe is not None and self._process is not None
         # The process may have ended already.
         with contextlib.suppress(OSError):
-            # Closing the pipe is not enough: forked processes, such as a loader's, hold it too.
+            # Closing the pipe is not enough: forked processes, such as a loader's workers, hold a copy of its end.
             self._pipe.send(None)
         self._pipe.close()
         status = self._process.wait()
