@@ -9,7 +9,6 @@ import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from hftrainer.search.studies import open_journal
 
 if TYPE_CHECKING:
     from optuna import Study
-    from optuna.trial import FrozenTrial
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +63,11 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
     if not count:
         raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial yet to plot.")
     os.makedirs(out, exist_ok=True)
-    names = _names(study)
+    names = _objective_names(study)
     pairs = zip(names, study.directions, strict=True)
     objectives: list[dict[str, Any]] = [{"target_name": f"{name} ({way.name.lower()})"} for name, way in pairs]
     for number, objective in enumerate(objectives if len(objectives) > 1 else ()):
-        objective["target"] = partial(_objective_value, number)
+        objective["target"] = lambda trial, number=number: trial.values[number]
     prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
     paths = []
     for name, (function, min_trials, title) in PLOTS.items():
@@ -117,24 +115,21 @@ def best_trials(storage: str, study_name: str | None = None) -> tuple[list[dict[
     trials, every = study.best_trials, study.get_trials(deepcopy=False)
     if len(study.directions) == 1:
         complete = [trial for trial in every if trial.state.name == "COMPLETE"]
-        trials = sorted(complete, key=partial(_objective_value, 0), reverse=study.direction.name == "MAXIMIZE")
+        trials = sorted(complete, key=lambda trial: trial.values[0], reverse=study.direction.name == "MAXIMIZE")
         trials = trials[: 5 if len(trials) > 6 else 6]
     states = Counter(trial.state.name.lower() for trial in every)
     counts = ", ".join(f"{count} {STATES.get(state, state)}" for state, count in states.most_common())
     note = f"{len(trials)} best of {len(every)} trials: {counts}" if len(every) > len(trials) else ""
     return [
-        {"trial": trial.number} | dict(zip(_names(study), trial.values, strict=True)) | trial.params for trial in trials
+        {"trial": trial.number} | dict(zip(_objective_names(study), trial.values, strict=True)) | trial.params
+        for trial in trials
     ], note
 
 
-def _names(study: Study) -> list[str]:
+def _objective_names(study: Study) -> list[str]:
     """The names of the objectives."""
     count = len(study.directions)
     return study.metric_names or (["objective"] if count == 1 else [f"objective {n}" for n in range(count)])
-
-
-def _objective_value(number: int, trial: FrozenTrial) -> float:
-    return trial.values[number]
 
 
 def _by_reason(marked: dict[int, tuple[float, str]]) -> Iterator[tuple[str, tuple[list[int], list[float]]]]:
