@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 import sys
 import time
 from dataclasses import dataclass, field
@@ -121,7 +122,7 @@ def _draw_runs(options: argparse.Namespace) -> _Drawn:
         dated = [row | {"started": run.page["started"]} for run, row in zip(runs, rows, strict=True)]
         table = f"{_compare(dated, by_run=True)}\n\n{note}"
     paths = plot([run.folder for run in runs], html=options.html, out=options.output, x=x, charts=charts, table=table)
-    return _Drawn(paths, rows, note, left_out) if shows_rows else _Drawn(paths, [], "", left_out, curves)
+    return _Drawn(paths, rows, note, left_out) if shows_rows else _Drawn(paths, [], "", left_out, charts[x])
 
 
 def _print_json(drawn: _Drawn, name: str) -> None:
@@ -162,7 +163,7 @@ def _read_runs(folders: list[str], x: str) -> tuple[list[RunRecord], list[str]]:
 def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[dict[str, Any]], str]:
     """The values of each run by which they are compared, and what they mean."""
     from hftrainer.monitoring.journal import run_names
-    from hftrainer.monitoring.run_page import find_nan
+    from hftrainer.monitoring.run_page import find_nan, kept_goodput
 
     names = run_names([run.folder for run in runs])
     # The curves of a single run do not name it.
@@ -175,7 +176,9 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     for run, name in zip(runs, names, strict=True):
         page, logged, seconds = run.page, run.page["values"], run.seconds
         last = page["metrics"].get("loss", {}).get("last")
-        speeds = {rate: curve.mean_rate if (curve := named.get((name, rate))) else None for rate in rates}
+        found = {rate: named[name, rate].finite for rate in rates if (name, rate) in named}
+        # Of a mean, one pause would be a large part.
+        speeds = {rate: statistics.median(found[rate]) if found.get(rate) else None for rate in rates}
         if seconds is None and "train_runtime" in logged:
             speeds = {rate: logged.get(f"train_{rate}") for rate in rates}
             seconds = logged["train_runtime"]
@@ -194,10 +197,10 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
             "state": "diverged" if find_nan(page) else page["state"],
             "last loss": last,
             **{f"best {metric}": value for metric, value in best.items()},
-            **{f"mean {rate.replace('_', ' ')}": value for rate, value in speeds.items()},
+            **{rate.replace("_", " "): value for rate, value in speeds.items()},
             "time": seconds,
             "downtime": run.downtime or None,
-            "goodput": page["goodput"],
+            "goodput": kept_goodput(page),
             **{title: spent[part] / total if total else None for part, title in SHARE_TITLES.items()},
         }
         rows.append(row)
@@ -207,6 +210,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     notes = [f"(best): by {metrics[0]}"] if any(row["is best"] for row in rows) else []
     if any(run.seconds is not None for run in runs):
         notes.append("; ".join(f"{title}: {meaning}" for title, meaning in meanings.items() if title in shown))
+        notes[-1] += "; speeds: medians" * any(rate.replace("_", " ") in shown for rate in rates)
     if "saving" in shown:
         notes.append(f"{', '.join(SHARE_TITLES.values())}: shares of the time")
     if without_journal:
@@ -279,7 +283,8 @@ def _has_desktop() -> bool:
 
 def describe_curves(curves: list[Curve]) -> str:
     """A text table of each curve: its steps, its first, last, lowest and highest value; below, what is not finite."""
-    rows: list[tuple[str, ...]] = [("", "steps", "first", "last", "lowest", "highest")]
+    axis = {"step": "steps", "epoch": "epochs"}.get(curves[0].x, curves[0].x)
+    rows: list[tuple[str, ...]] = [("", axis, "first", "last", "lowest", "highest")]
     for curve in curves:
         finite = curve.finite or [math.nan]
         values = (curve.values[0], curve.values[-1], min(finite), max(finite))

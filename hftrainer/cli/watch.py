@@ -287,7 +287,7 @@ def _make_progress(page: dict[str, Any], colour: str) -> Table:
 
 
 def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
-    from hftrainer.monitoring.run_page import find_nan
+    from hftrainer.monitoring.run_page import kept_goodput
 
     if page["device"]:
         yield f"{page['world_size']} x {page['device']}"
@@ -300,10 +300,8 @@ def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
         yield "observe=True shows a run live"
     if page["resumed_from"]:
         yield f"resumed from {os.path.basename(page['resumed_from'])}"
-    # Without a checkpoint, a run that has ended early has kept no steps.
-    is_kept = page["checkpoints"] or page["state"] in ("running", "silent", "complete")
-    if page["goodput"] is not None and is_kept and not find_nan(page):
-        yield f"goodput {page['goodput']:.0%} (kept steps and data)"
+    if (goodput := kept_goodput(page)) is not None:
+        yield f"goodput {goodput:.0%} (kept steps and data)"
 
 
 def _seconds_by_activity(seconds: dict[str, dict[str, float]]) -> Table:

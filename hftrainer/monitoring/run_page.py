@@ -271,6 +271,12 @@ def find_nan(page: dict[str, Any]) -> Span:
     return None if is_partial else nan_span(steps, values, page.get("non_finite_step"))
 
 
+def kept_goodput(page: dict[str, Any]) -> float | None:
+    """The goodput; None if it is unknown, and for a diverged run or one that ended early without a checkpoint."""
+    is_kept = page["checkpoints"] or page["state"] in ("running", "silent", "complete")
+    return page["goodput"] if is_kept and not find_nan(page) else None
+
+
 def _rows(events: Iterable[Event], *names: str) -> list[dict[str, Any]]:
     return [{name: event[name] for name in names} for event in events]
 

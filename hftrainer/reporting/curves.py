@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -250,11 +250,6 @@ class Curve:
         """Whether the marks are all that tells a run from others, or is seen of a curve of one point."""
         return bool(self.run) or len(self.values) == 1
 
-    @property
-    def mean_rate(self) -> float:
-        """The mean of a number per second over all steps."""
-        return statistics.harmonic_mean(self.values, [step - last for last, step in pairwise([0, *self.steps])])
-
     @cached_property
     def finite(self) -> list[float]:
         """The finite values."""
@@ -310,12 +305,14 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
 
 def _find_best_runs(curves: list[Curve], arguments: dict[str, Any]) -> set[str]:
     """The runs with the best value that has a star, of the first metric; none if it reads the same in all runs."""
-    stars = [(curve.name, curve.run, curve.values[curve.best]) for curve in curves if curve.best is not None]
-    values = {run: value for name, run, value in stars if name == stars[0][0]}
-    choose = choose_best(stars[0][0], arguments) if stars else None
-    best = format_number(choose(values.values()) if choose else None)
+    name = next((curve.name for curve in curves if curve.best is not None), "")
+    evaluated = [curve for curve in curves if curve.name == name]
+    values = {curve.run: curve.values[curve.best] for curve in evaluated if curve.best is not None}
+    choose = choose_best(name, arguments)
+    best = format_number(choose(values.values()) if choose and values else None)
     runs = {run for run, value in values.items() if format_number(value) == best}
-    return runs if len(runs) < len(values) else set()
+    # Those without a star have no finite value.
+    return runs if len(runs) < len(evaluated) else set()
 
 
 def read_charts(runs: Sequence[RunRecord | str], x: str, *, with_others: bool) -> dict[str, list[Curve]]:

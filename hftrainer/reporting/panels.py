@@ -110,11 +110,11 @@ def horizontal_range(curves: list[Curve]) -> tuple[float, float]:
 
 
 def axis_label(curves: list[Curve], scale: str) -> str:
-    """The label of a vertical axis: words, or the name of the only curve; and its scale."""
+    """The label of a vertical axis: words, or the name of the only curve; and its scale, or that it has none."""
     name, panel = curves[0].name, curves[0].panel
     words = panel if panel.startswith("eval_") else panel[0].upper() + panel[1:]
     label = name if {curve.name for curve in curves} == {name} - set(PANEL_OF) else words
-    return label + " (log scale)" * (scale == "log")
+    return label + (" (log scale)" * (scale == "log") if any(curve.finite for curve in curves) else " (none is finite)")
 
 
 def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list[float], str]]:

@@ -84,6 +84,8 @@ def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
         axis.xaxis.set_major_formatter("{x:,.7g}")
     _format_ticks(axis.yaxis, scale, limits, is_share=curves[0].name in PANELS[SHARES])
     axis.xaxis.get_major_locator().set_params(integer=curves[0].x == "step", min_n_ticks=1)
+    if not any(curve.finite for curve in curves):
+        axis.set_yticks([])
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     # The label of the axis names the only curve.

@@ -1,6 +1,7 @@
 """The command `python -m hftrainer plot`."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ def test_command_prints_a_table_of_several_runs(runs, tmp_path, capsys):
     values = "- 20 unobserved 1 - - 8 9 s"
     assert path == str(tmp_path / "a.png") and not empty and saved.split() == ["saved", *values.split()]
     titles = ["learning_rate", "steps", "state", "last loss", "best eval_loss", "best eval_accuracy"]
-    assert re.split("  +", header.strip()) == [*titles, "mean samples per second", "time"]
+    assert re.split("  +", header.strip()) == [*titles, "samples per second", "time"]
     assert best == "(best): by eval_loss" and note.startswith("saved: train_runtime and the speed")
     both = ", ".join(Path(run).name for run in runs)
     assert missing == f"{both}: without observe=True no speed, time or goodput"
@@ -71,16 +72,19 @@ def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys, monkey
     monkeypatch.setattr(journal, "read_events", lambda folder: [read.append(folder), read_events(folder)][1])
     main(["plot", *runs, "--output", str(tmp_path / "a.png")])
     _, _, header, *rows, _, explanation = capsys.readouterr().out.splitlines()
-    titles = ["steps", "state", "last loss", "best loss", "mean samples per second", "mean tokens per second", "time"]
+    titles = ["steps", "state", "last loss", "best loss", "samples per second", "tokens per second", "time"]
     assert re.split("  +", header.strip()) == [*titles, "goodput"] and read == runs  # once
-    assert explanation == "time: without pauses; goodput: kept steps / time"  # only the columns that it has
-    # 10 steps at 17.5 samples per second and 10 at 35.
-    assert [row.split()[:7] for row in rows] == [[name, "20", "running", "2", "1", "23.33", "9,000"] for name in "ab"]
+    assert (
+        explanation == "time: without pauses; goodput: kept steps / time; speeds: medians"
+    )  # only the columns that it has
+    assert [row.split()[:7] for row in rows] == [[name, "20", "running", "2", "1", "26.25", "9,000"] for name in "ab"]
     main(["plot", *runs, "--output", str(tmp_path / "a.png"), "--json"])
     shown = json.loads(capsys.readouterr().out)["runs"]
     keys = {title.replace(" ", "_") for title in titles}
     assert [run["run"] for run in shown] == ["a", "b"] and keys | {"downtime", "goodput"} <= shown[0].keys()
-    assert shown[0]["mean_samples_per_second"] == pytest.approx(70 / 3) and shown[0]["differs_in"] == {}
+    assert shown[0]["samples_per_second"] == 26.25 and shown[0]["differs_in"] == {}
+    main(["plot", write_observed_run(tmp_path / "c", loss=math.nan), "--json"])
+    assert json.loads(capsys.readouterr().out)["runs"][0]["goodput"] is None
 
 
 def test_table_has_the_shares_of_the_time_of_a_run(tmp_path, capsys, monkeypatch, opened_urls, show_plot):
@@ -97,7 +101,9 @@ def test_table_has_the_shares_of_the_time_of_a_run(tmp_path, capsys, monkeypatch
     assert re.match(" +a +b\nsteps +20 +0\n(.+\n)*saving +0% +-\n", show_plot(*runs).split("\n\n", 1)[1])
 
 
-@pytest.mark.parametrize(("values", "best"), [((1, 2, None), "b"), ((2, 2, 1), "ab"), ((2, 2.00001, 2), "")])
+@pytest.mark.parametrize(
+    ("values", "best"), [((1, 2, None), "b"), ((1, math.nan, math.nan), "a"), ((2, 2, 1), "ab"), ((2, 2.00001, 2), "")]
+)
 def test_best_runs_are_those_with_the_best_value_as_it_reads(tmp_path, values, best):
     logs = {run: {"eval_f1": value} if value else {"loss": 9.0} for run, value in zip("abc", values, strict=True)}
     curves = read_curves([write_log(tmp_path / run, [{"step": 1, **log}]) for run, log in logs.items()])
@@ -227,6 +233,7 @@ def test_horizontal_axis_may_be_epochs_or_time(runs, tmp_path, capsys):
         assert read_curves([str(tmp_path)], x)[0].steps == steps
         main(["plot", str(tmp_path), "--x", x, "--output", str(tmp_path / "a.svg")])
         assert label in texts_in_svg(tmp_path / "a.svg")
+        assert re.search(rf"\n +{ {'epoch': 'epochs', 'time': 'seconds'}[x] } +first", capsys.readouterr().out)
     with pytest.raises(SystemExit):
         main(["plot", runs[0], "--x", "time"])
     assert "has no times (it ran without observe=True): leave out --x time or that run." in capsys.readouterr().err

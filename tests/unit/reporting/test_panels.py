@@ -20,6 +20,9 @@ def test_first_loss_that_is_not_finite_is_marked(tmp_path):
     plot([write_log(tmp_path / "run", log)], html=True, out=str(tmp_path / "a.svg"))
     assert {"loss is not finite at step 5", "not finite"} <= {*texts_in_svg(tmp_path / "a.svg")}
     assert "loss is not finite at step 5" in (tmp_path / "a.html").read_text()
+    plot([write_log(tmp_path / "run", log[4:])], html=True, out=str(tmp_path / "a.svg"))
+    assert "Loss (none is finite)" in (texts := texts_in_svg(tmp_path / "a.svg")) and "0.2" not in texts
+    assert '"showticklabels":false' in (tmp_path / "a.html").read_text()
 
 
 def test_all_losses_of_a_run_that_are_not_finite_are_named(tmp_path):
