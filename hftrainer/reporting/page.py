@@ -232,14 +232,12 @@ def _marks(curves: list[Curve], top: float) -> Iterator[dict[str, Any]]:
             outline |= {"x": [step, step, start, start], "y": [0, 1, 1, 0], "fill": "toself"}
         outline |= {"line": {"color": colour, "dash": DASHES[dash], "width": 2 if dash == ":" else 1}}
         yield outline | {"hoverinfo": "skip", "fillcolor": "rgba(128, 128, 128, 0.15)", "mode": "lines"}
-    for row, curve in enumerate(curve for curve in curves if curve.gaps):
-        # Above each other, as in a picture.
-        place, name = 0.02 + 0.03 * row, f"{curve.label}: not finite"
+    for row, (height, curve) in enumerate(panels.rug(curves)):
         yield {
-            **{"x": [curve.steps[index] for index in curve.gaps], "y": [place] * len(curve.gaps), "mode": "markers"},
-            **{"marker": {"symbol": "x-thin", "size": 7, "line": {"width": 1.5, "color": curve.colour}}},
-            **{"legendgroup": curve.run or curve.name, "name": name, "showlegend": not row},
-            "hovertemplate": "%{fullData.name}<extra></extra>",
+            **{"x": [curve.steps[index] for index in curve.gaps], "y": [height] * len(curve.gaps), "mode": "markers"},
+            **{"marker": {"symbol": "line-ns", "size": 4, "line": {"width": 1.5, "color": curve.colour}}},
+            **{"legendgroup": curve.run or curve.name, "name": "not finite", "showlegend": not row},
+            "hovertemplate": f"{curve.label}: not finite<extra></extra>",
         }
     for curve, steps, text in panels.clipped_peaks(curves, top):
         mark: dict[str, Any] = {

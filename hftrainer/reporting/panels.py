@@ -22,10 +22,28 @@ MIN_CLIPPED_POINTS, CLIP_RATIO = 10, 1.5
 #: Number of runs whose highest value above a panel is named, and of triangles at its upper edge for each.
 MAX_PEAK_TEXTS, MAX_TRIANGLES = 4, 30
 MEMORY_PANEL = "peak memory (MB)"
+#: The share of a panel's height of a row of marks of what is not finite, and the highest of all rows.
+RUG_ROW, MAX_RUG = 0.04, 0.3
+
+
+def rug(curves: list[Curve]) -> list[tuple[float, Curve]]:
+    """Each curve with values that are not finite, and the height of the middle of its row of marks."""
+    rows = [curve for curve in curves if curve.gaps]
+    size = min(RUG_ROW, MAX_RUG / max(1, len(rows)))
+    return [((row + 0.5) * size, curve) for row, curve in enumerate(rows)]
 
 
 def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
-    """The scale of a panel, 'linear' or 'log', and its range.
+    """The scale of a panel, 'linear' or 'log', and its range, with space at its foot for the rug."""
+    scale, (low, high) = _axis_of_values(curves)
+    rows = rug(curves) if any(curve.finite for curve in curves) else []
+    space = sum(2 * rows[0][0] for _ in rows)
+    share = space / (1 - space)
+    return scale, (low * (low / high) ** share if scale == "log" else low - share * (high - low), high)
+
+
+def _axis_of_values(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
+    """The scale and the range of the values.
 
     Peak learning rates that differ 50-fold have a logarithmic scale; there a warm-up and a decay to 0 go below the
     panel. A metric has a linear scale.

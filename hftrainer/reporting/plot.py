@@ -138,11 +138,11 @@ def _draw_incidents(axis: Any, curves: list[Curve]) -> dict[str, Any]:
         line = axis.axvline(step, color=colour, linestyle=dash, linewidth=1.5 if dash == ":" else 0.8)
         axis.axvspan(start, step, color=colour, alpha=0.12, linewidth=0)
         handles |= {text: line} if text else {}
-    for row, curve in enumerate(curve for curve in curves if curve.gaps):
-        # Above the lower edge, in the unit of the panel's height.
+    for height, curve in panels.rug(curves):
+        # In the unit of the panel's height.
         missing, place = [curve.steps[index] for index in curve.gaps], axis.get_xaxis_transform()
-        style = {"color": curve.colour, "markersize": 5, "transform": place}
-        handles.setdefault("not finite", axis.plot(missing, [0.02 + 0.03 * row] * len(missing), "x", **style)[0])
+        style = {"color": curve.colour, "markersize": 6, "transform": place}
+        handles.setdefault("not finite", axis.plot(missing, [height] * len(missing), "|", **style)[0])
     return handles
 
 

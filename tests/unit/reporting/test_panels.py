@@ -33,8 +33,10 @@ def test_all_losses_of_a_run_that_are_not_finite_are_named(tmp_path):
     text = "eval_loss is not finite at step 6, loss by step 9"
     assert text in texts_in_svg(tmp_path / "a.svg")
     page = (tmp_path / "a.html").read_text()
-    heights = re.findall(r'"symbol":"x-thin"[^]]*\][^]]*"y":\[([-.\d]+)', page)
-    assert text in page and len(set(heights)) == 2
+    heights = re.findall(r'"symbol":"line-ns"[^]]*\][^]]*"y":\[([-.\d]+)', page)
+    assert text in page and set(heights) == {"0.02", "0.06"}
+    # The losses, all 1, are above the marks.
+    assert vertical_axis(read_curves([str(tmp_path / "run")]))[1][0] == pytest.approx(-0.05 - 1.1 * 0.08 / 0.92)
 
 
 def test_mean_leaves_out_an_isolated_spike_which_has_one_mark(tmp_path):
