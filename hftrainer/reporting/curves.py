@@ -180,7 +180,12 @@ class Curve:
 
         Far is four times the range of the middle values of eleven.
         """
-        if self.panel not in ("loss", EVALUATION_LOSS, "gradient norm") or len(self.finite) < MANY:
+        return self.without_spikes if len(self.finite) >= MANY else self.drawable
+
+    @cached_property
+    def without_spikes(self) -> list[float]:
+        """The same, also of few values."""
+        if self.panel not in ("loss", EVALUATION_LOSS, "gradient norm") or len(self.finite) < FEW:
             return self.drawable
         finite = np.clip(self.finite, -MAX_SHOWN, MAX_SHOWN)
         windows = np.lib.stride_tricks.sliding_window_view(np.pad(finite, 5, mode="reflect"), 11)
@@ -201,18 +206,18 @@ class Curve:
         return self.smooth(30) if "light" in self.smoothings else None
 
     def smooth(self, parts: int) -> list[float]:
-        """The centred mean of the usual values over about one of so many parts of them; of speeds, over the time.
+        """The centred mean of the values without spikes over about one of so many parts of them; of speeds, over the time.
 
         As losses fall steeply at first, it takes there as few values after a point as there are before it.
         """
-        finite = np.array(list(filter(math.isfinite, self.usual)))
+        finite = np.array(list(filter(math.isfinite, self.without_spikes)))
         is_speed = (self.name.endswith("_per_second") or self.name == "mfu") and min(finite, default=0) > 0
         power, half = -1 if is_speed else 1, max(1, len(finite) // parts // 2)
         sums = np.concatenate([[0.0], np.cumsum(finite**power)])
         places = np.arange(len(finite))
         first, end = np.maximum(0, places - half), np.minimum(len(finite), places + np.minimum(places, half) + 1)
         means = iter((((sums[end] - sums[first]) / (end - first)) ** power).tolist())
-        return [next(means) if math.isfinite(value) else math.nan for value in self.usual]
+        return [next(means) if math.isfinite(value) else math.nan for value in self.values]
 
     def peaks(self, top: float) -> list[int]:
         """The index of the highest of each group of neighbours above `top`."""

@@ -36,8 +36,10 @@ def rug(curves: list[Curve]) -> list[tuple[float, Curve]]:
 def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     """The scale of a panel, 'linear' or 'log', and its range, with space at its foot for the rug."""
     scale, (low, high) = _axis_of_values(curves)
-    rows = rug(curves) if any(curve.finite for curve in curves) else []
-    space = sum(2 * rows[0][0] for _ in rows)
+    rows = rug(curves)
+    if not rows or not any(curve.finite for curve in curves):
+        return scale, (low, high)
+    space = 2 * rows[0][0] * len(rows)
     share = space / (1 - space)
     return scale, (low * (low / high) ** share if scale == "log" else low - share * (high - low), high)
 
@@ -121,6 +123,12 @@ def axis_range(values: list[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
+def ticks_of_constant(curves: list[Curve]) -> list[float]:
+    """0 and the value, if it is the same everywhere; else empty."""
+    values = {value for curve in curves for value in curve.drawable if math.isfinite(value)}
+    return sorted({0.0, *values}) if len(values) == 1 else []
+
+
 def horizontal_range(curves: list[Curve]) -> tuple[float, float]:
     """The range of all horizontal axes, from 0, with space for a marker at 0."""
     steps = [step for curve in curves for step in curve.steps]
@@ -144,17 +152,22 @@ def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list
         places = curve.peaks(top)
         first = next(index for index, value in enumerate(curve.values) if value > top)
         after = [value for value in curve.values[first:] if math.isfinite(value)]
-        step, text = curve.steps[first], f"{len(places):,} spikes, " * (len(places) > 1)
+        text, peak = f"{len(places):,} spikes, " * (len(places) > 1), max(curve.finite)
+        where = f" at {_place(curve, curve.values.index(peak))}"
         if len(after) > 2 and 2 * sum(value > top for value in after) > len(after):
-            number = format_number(step)
-            text = f"above the axis from {f'{number} {curve.x}' if curve.x in TIME_UNITS else f'{curve.x} {number}'}, "
-            places = [first]
+            text, where, places = f"above the axis from {_place(curve, first)}, ", "", [first]
         # The label of the axis names the only curve.
         name = curve.run or curve.label * any(other.name != curve.name for other in curves)
-        text = f"{name}: " * bool(name) + f"{text}max {format_number(max(curve.finite))}"
+        text = f"{name}: " * bool(name) + f"{text}max {format_number(peak)}{where}"
         also = ", ".join(f"{other.name} {format_number(max(other.finite))}" for other in others)
         places = sorted(places, key=curve.values.__getitem__, reverse=True)[:MAX_TRIANGLES]
         yield curve, [curve.steps[place] for place in places], text + f" ({also})" * bool(also)
+
+
+def _place(curve: Curve, index: int) -> str:
+    """The place of a value in words."""
+    number = format_number(curve.steps[index])
+    return f"{number} {curve.x}" if curve.x in TIME_UNITS else f"{curve.x} {number}"
 
 
 def title_and_notes(name: str, curves: list[Curve]) -> list[str]:

@@ -82,6 +82,8 @@ def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
     handles |= _draw_peaks(axis, curves, limits[1], int(15 * width) - 8)
     if curves[0].x == "step":
         axis.xaxis.set_major_formatter("{x:,.7g}")
+    if ticks := panels.ticks_of_constant(curves):
+        axis.set_yticks(ticks)
     _format_ticks(axis.yaxis, scale, limits, is_share=curves[0].name in PANELS[SHARES])
     axis.xaxis.get_major_locator().set_params(integer=curves[0].x == "step", min_n_ticks=1)
     if not any(curve.finite for curve in curves):
@@ -114,15 +116,18 @@ def _draw_areas(axis: Any, curves: list[Curve]) -> dict[str, Any]:
 def _draw_lines(axis: Any, curves: list[Curve]) -> dict[str, Any]:
     """Draw the curves with their best values, and return the samples of the legend by their text."""
     handles: dict[str, Any] = {}
+    top = panels.vertical_axis(curves)[1][1]
     for curve in curves:
         style = {"color": curve.colour, "linestyle": list(DASHES)[curve.dash], "linewidth": curve.width}
         # A share is of the time since the value before.
         style["drawstyle"] = "steps-pre" if curve.name in PANELS[SHARES] else "default"
         marks = {"marker": curve.mark, "markersize": 5 if curve.has_large_marks else 3, "markevery": curve.marked}
-        if curve.mean:
+        if curve.mean or curve.peaks(top):
             faint = {"color": curve.colour, "linewidth": 0.8, "alpha": panels.opacity_under_mean(curves)}
             axis.plot(*curve.points(curve.drawable), **faint)
-        axis.plot(*curve.points(curve.mean or curve.drawable), **marks, **style)
+        # The lines to a value above the panel would be walls.
+        below = [value if value <= top else math.nan for value in curve.drawable]
+        axis.plot(*curve.points(curve.mean or below), **marks, **style)
         style |= {"color": curve.legend_colour, "marker": curve.mark if curve.owner else "", "linewidth": 1.5}
         handles.setdefault(curve.legend_entry, axis.plot([], [], **style)[0])
         if curve.best is not None:

@@ -77,7 +77,7 @@ def test_spikes_have_marks_and_one_entry_of_the_legend(tmp_path):
     losses.append(float("nan"))
     plot([write_log(tmp_path, [{"step": step, "loss": loss} for step, loss in enumerate(losses)])], html=True)
     page = (tmp_path / "training.html").read_text()
-    assert re.findall(r'"name":"2 spikes, max 90"[^]]*"x":\[([^]]+)\]', page) == ["50.0,60.0"]
+    assert re.findall(r'"name":"2 spikes, max 90 at step 50"[^]]*"x":\[([^]]+)\]', page) == ["50.0,60.0"]
     assert page.count('"yaxis":"y1002"') == 3 and re.search(r'"yaxis1002":\{[^}]*"range":\[0,1\]', page)
     scales = read_settings(tmp_path / "training.html")["scales"]["step"].values()
     assert [scale["yaxis2.range"][1] for scale in scales] == pytest.approx([1.42, 2.05], 0.01)

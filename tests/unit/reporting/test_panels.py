@@ -11,7 +11,7 @@ from hftrainer.monitoring.journal import append_line
 from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting.curves import Curve, read_curves
 from hftrainer.reporting.panels import clipped_peaks, vertical_axis, vertical_lines
-from hftrainer.reporting.plot import plot
+from hftrainer.reporting.plot import draw_picture, plot
 from tests.support.run_logs import texts_in_svg, write_log, write_observed_run
 
 
@@ -36,18 +36,19 @@ def test_all_losses_of_a_run_that_are_not_finite_are_named(tmp_path):
     heights = re.findall(r'"symbol":"line-ns"[^]]*\][^]]*"y":\[([-.\d]+)', page)
     assert text in page and set(heights) == {"0.02", "0.06"}
     # The losses, all 1, are above the marks.
-    assert vertical_axis(read_curves([str(tmp_path / "run")]))[1][0] == pytest.approx(-0.05 - 1.1 * 0.08 / 0.92)
+    assert vertical_axis(read_curves([str(tmp_path / "run")]))[1][0] == pytest.approx(-0.1 - 2.2 * 0.08 / 0.92)
 
 
 def test_mean_leaves_out_an_isolated_spike_which_has_one_mark(tmp_path):
     losses = [1 + step % 5 / 10 for step in range(100)]
     usual = Curve("loss", "loss", list(map(float, range(100))), losses).mean
+    assert max(Curve("loss", "loss", list(map(float, range(20))), [*losses[:10], 90.0, *losses[:9]]).smooth(8)) < 1.5
     losses[20] = losses[60] = losses[61] = 90.0
     folder = write_log(tmp_path / "run", [{"step": step, "loss": loss} for step, loss in enumerate(losses)])
     (curve,) = read_curves([folder])
     assert max(curve.mean) < 1.5 and curve.mean[-1] == pytest.approx(usual[-1], abs=0.05)
     plot([folder], out=str(tmp_path / "a.svg"))
-    assert "2 spikes, max 90" in texts_in_svg(tmp_path / "a.svg")
+    assert "2 spikes, max 90 at step 20" in texts_in_svg(tmp_path / "a.svg")
 
 
 @pytest.mark.parametrize(("highest", "tops"), [(4.4, [4.57, 4.62]), (6.0, [3.8875, 3.99])])
@@ -79,7 +80,7 @@ def test_losses_and_norms_that_span_decades_get_a_log_scale(tmp_path, norms, sca
     assert re.findall(r'"yaxis\d?":\{[^}]*"title":\{"text":"([\w ()]+)"[^}]*\},"type":"(\w+)"', page) == [
         (label + " (log scale)" * (scale == "log"), scale) for label in ("Loss", "Gradient norm")
     ]
-    marks = page.count('"name":"max 500"')
+    marks = page.count('"name":"max 500 at step 0"')
     assert marks == 2 * norms.count(500.0) and f"<title>Training run {tmp_path.name}</title>" in page
 
 
@@ -88,10 +89,10 @@ def test_run_that_diverged_does_not_squeeze_the_others(tmp_path):
     for run, losses in {"good": [2.0, 1.0, 0.5], "other": [1.0, 1.0, 0.9], "bad": [1.0, 7e35, math.nan]}.items():
         write_log(tmp_path / run, [{"step": 1, "loss": loss, "eval_loss": losses[2]} for loss in losses])
     runs = [str(tmp_path / run) for run in ("good", "other", "bad")]
-    assert vertical_axis(read_curves(runs)) == ("linear", pytest.approx((0.425, 2.075)))
+    assert vertical_axis(read_curves(runs)) == ("linear", pytest.approx((0.425 - 1.65 * 0.08 / 0.92, 2.075)))
     assert vertical_axis(read_curves(runs[2:]))[0] == "log"
     plot(runs, out=str(tmp_path / "a.svg"))
-    assert "bad: max 7e+35" in texts_in_svg(tmp_path / "a.svg")
+    assert "bad: max 7e+35 at step 1" in texts_in_svg(tmp_path / "a.svg")
 
 
 def test_run_above_the_axis_and_single_zeros_leave_the_others_readable(tmp_path):
@@ -106,7 +107,7 @@ def test_run_above_the_axis_and_single_zeros_leave_the_others_readable(tmp_path)
     assert text in " ".join(texts_in_svg(tmp_path / "a.svg")) and text in (tmp_path / "a.html").read_text()
     curves = read_curves(runs)
     panel = [curve for curve in curves if curve.panel == "loss"]
-    assert [each[1:] for each in clipped_peaks(panel, 1.1)] == [([5], "bad: max 4,000 (loss 2,000)")]
+    assert [each[1:] for each in clipped_peaks(panel, 1.1)] == [([5], "bad: max 4,000 at step 5 (loss 2,000)")]
     norms = [curve for curve in read_curves(runs[1:]) if curve.panel == "gradient norm"]
     assert vertical_axis(norms)[0] == "log"
 
@@ -196,10 +197,10 @@ def test_slow_first_interval_does_not_squeeze_the_others(tmp_path):
     logs = {run: [{"step": step, "step_seconds": time} for step, time in enumerate(times[run], 1)] for run in slow}
     runs = [write_log(tmp_path / run, log) for run, log in logs.items()]
     plot(runs, html=True, out=str(tmp_path / "a.svg"))
-    assert {"a: max 12", "b: max 1,612", "Seconds per step"} <= {*texts_in_svg(tmp_path / "a.svg")}
+    assert {"a: max 12 at step 1", "b: max 1,612 at step 1", "Seconds per step"} <= {*texts_in_svg(tmp_path / "a.svg")}
     page = (tmp_path / "a.html").read_text()
     assert '"Seconds per step"},"type":"linear","range":[0,0.21' in page
-    assert page.index('"name":"b: max 1,612"') < page.index('"name":"a: max 12"')
+    assert page.index('"name":"b: max 1,612 at step 1"') < page.index('"name":"a: max 12 at step 1"')
 
 
 @pytest.mark.parametrize(("value", "limits"), [(0.8, (-0.08, 1.68)), (-2.0, (-4.2, 0.2)), (0.0, (-0.05, 1.05))])
@@ -214,3 +215,10 @@ def test_level_that_lasts_remains_in_the_panel():
     values[-15:] = [12.0] * 15
     curves = [Curve(name, name, list(map(float, range(200))), values) for name in ("loss", "step_seconds")]
     assert all(vertical_axis([curve])[1][1] > 12 for curve in curves)
+
+
+def test_constant_value_has_ticks_at_0_and_itself(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **settings: figures.append(figure))
+    draw_picture([Curve("learning rate", "learning_rate", [1.0, 2.0], [3e-4] * 2)], "", "run")
+    assert [list(axis.get_yticks()) for axis in figures[0].axes] == [[0, 3e-4]]
