@@ -90,12 +90,13 @@ def read_arguments_of_run(folder: str, *, skip_unreadable: bool = False) -> dict
 
 def differing_arguments(runs: list[dict[str, Any]], labels: list[str]) -> list[dict[str, Any]]:
     """For each run, its arguments with an effect that differ and are not in the labels of all runs."""
-    first, *others = [arguments for arguments in runs if arguments] or [{}]
-    effective = {name: value for name, value in first.items() if not _WITHOUT_EFFECT.fullmatch(name)}
-    names = [name for name, value in effective.items() if any(other.get(name, value) != value for other in others)]
+    # Some runs may have no saved arguments.
+    values = {name: value for run in runs for name, value in run.items()}
+    effective = [name for name in values if not _WITHOUT_EFFECT.fullmatch(name)]
+    names = [name for name in effective if any(run.get(name, values[name]) != values[name] for run in runs)]
     words = [set(re.split(r"[^a-zA-Z0-9.]+|(?<=[a-z])(?=\d)", label)) for label in labels]
-    known = [(run, parts) for run, parts in zip(runs, words, strict=True) if run]
-    names = [name for name in names if not all(str(run.get(name)) in parts for run, parts in known)]
+    known = list(zip(runs, words, strict=True))
+    names = [name for name in names if not all(str(run[name]) in parts for run, parts in known if name in run)]
     differing = [{name: run[name] for name in names if name in run} for run in runs]
     for settings, run in zip(differing, runs, strict=True):
         # Without max_steps, num_train_epochs sets the length.
@@ -107,7 +108,8 @@ def differing_arguments(runs: list[dict[str, Any]], labels: list[str]) -> list[d
 
 def describe(arguments: dict[str, Any]) -> str:
     """A short text of arguments."""
-    return textwrap.shorten(", ".join(f"{name} {value}" for name, value in arguments.items()), 100, placeholder=" …")
+    texts = (f"{name} {value}".removesuffix(".0") for name, value in arguments.items())
+    return textwrap.shorten(", ".join(texts), 100, placeholder=" …")
 
 
 def _readable_fields(state: dict[str, Any]) -> dict[str, Any]:

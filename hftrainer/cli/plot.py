@@ -194,7 +194,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
             "is best": curve.is_best,
             "differs in": curve.settings,
             "steps": page["step"],
-            "state": "diverged" if find_nan(page) else page["state"],
+            "state": "diverged" if find_nan(page) else page["state"].replace("unobserved", "unknown"),
             "last loss": last,
             **{f"best {metric}": value for metric, value in best.items()},
             **{rate.replace("_", " "): value for rate, value in speeds.items()},
@@ -231,7 +231,7 @@ def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
     formats: dict[str, Any] = {"time": format_duration, "downtime": format_duration, "started": time.ctime}
     formats |= dict.fromkeys(("goodput", *SHARE_TITLES.values()), "{:.0%}".format)
     # Of runs that are all complete, nothing is said.
-    if {run.get("state") for run in runs} in ({"complete"}, {"unobserved"}):
+    if {run.get("state") for run in runs} in ({"complete"}, {"unknown"}):
         formats["state"] = lambda _: ""
     runs = [_as_columns(run) for run in runs]
     # Trials may have different hyperparameters.

@@ -288,7 +288,9 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
         last = max(line["step"] for state, _ in logs for line in state.log_history)
         unit, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))
     arguments = [read_arguments_of_run(folder, skip_unreadable=True) for folder in folders]
-    for known, (state, _) in zip(arguments, logs, strict=True):
+    for record, known, (state, _) in zip(records, arguments, logs, strict=True):
+        if device := record.page["device"]:
+            known.update({"processes": record.page["world_size"], "device": device.partition(":")[0]})
         # Runs with other data differ in it. With an incomplete last accumulation it is not known exactly.
         steps = state.global_step / (state.epoch or math.inf)
         known.update({"steps per epoch": round(steps)} if known and steps and math.isclose(steps, round(steps)) else {})
@@ -304,7 +306,7 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
             scaled = [step / size for step in curve.steps]
             plain_curves.append(replace(curve, steps=scaled, start=curve.start / size, non_finite=first, **facts))
     curves = _with_styles(plain_curves)
-    best_runs = _find_best_runs(curves, next(filter(None, arguments), {}))
+    best_runs = _find_best_runs(curves, next((known for known in arguments if "metric_for_best_model" in known), {}))
     return [replace(curve, is_best=curve.run in best_runs) for curve in curves]
 
 

@@ -236,7 +236,8 @@ def describe_run(run: str, curves: list[Curve]) -> str:
     first = next(other for other, found in points.items() if found == points[run])
     run_curves = [curve for curve in curves if curve.run == run]
     best = (f"★ best {c.name}\xa0{c.format(c.values[c.best])}" for c in run_curves if c.best is not None)
-    facts = (describe(run_curves[0].settings), next(best, ""), run_curves[0].state)
+    settings = describe(run_curves[0].settings) or "arguments unknown" * any(curve.settings for curve in curves)
+    facts = (settings, next(best, ""), run_curves[0].state)
     name = run + " (best)" * run_curves[0].is_best + f" = {first}" * (first != run)
     return " · ".join(filter(None, (name, *facts)))
 

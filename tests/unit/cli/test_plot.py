@@ -28,7 +28,7 @@ def test_command_prints_a_table_of_several_runs(runs, tmp_path, capsys):
     log = [{"step": 20, "loss": 1.0}, {"step": 20, **end}]
     main(["plot", *runs, write_log(tmp_path / "saved", log, global_step=20), "--output", str(tmp_path / "a.png")])
     path, empty, header, *rows, saved, _, best, note, missing = capsys.readouterr().out.splitlines()
-    values = "- 20 unobserved 1 - - 8 9 s"
+    values = "- 20 unknown 1 - - 8 9 s"
     assert path == str(tmp_path / "a.png") and not empty and saved.split() == ["saved", *values.split()]
     titles = ["learning_rate", "steps", "state", "last loss", "best eval_loss", "best eval_accuracy"]
     assert re.split("  +", header.strip()) == [*titles, "samples per second", "time"]
@@ -96,7 +96,7 @@ def test_table_has_the_shares_of_the_time_of_a_run(tmp_path, capsys, monkeypatch
     assert shares == "data wait, evaluation, saving: shares of the time"
     assert header.split()[-4:] == ["data", "wait", "evaluation", "saving"]
     assert [row.split()[-3:] for row in rows] == [["20%", "30%", "0%"], ["-"] * 3]
-    assert [row.split()[2] for row in rows] == ["running", "unobserved"]
+    assert [row.split()[2] for row in rows] == ["running", "unknown"]
     monkeypatch.setenv("COLUMNS", "50")
     assert re.match(" +a +b\nsteps +20 +0\n(.+\n)*saving +0% +-\n", show_plot(*runs).split("\n\n", 1)[1])
 

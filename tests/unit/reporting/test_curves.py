@@ -11,12 +11,12 @@ import torch
 from hftrainer import TrainingArguments
 from hftrainer.__main__ import main
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing.saved_arguments import differing_arguments
+from hftrainer.checkpointing.saved_arguments import describe, differing_arguments
 from hftrainer.monitoring.journal import Journal
 from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting.curves import Curve, read_curves
 from hftrainer.reporting.metrics import SHARES, logged, logged_curves
-from hftrainer.reporting.panels import vertical_axis
+from hftrainer.reporting.panels import describe_run, vertical_axis
 from tests.support.run_logs import SPEEDS, train_two_runs, write_log, write_observed_run
 
 
@@ -241,6 +241,18 @@ def test_argument_in_the_names_of_runs_is_not_repeated():
     rates = [{"learning_rate": rate} for rate in (0.01, 0.001)]
     assert differing_arguments(rates, ["lr-0.01", "lr-0.001"]) == [{}, {}]
     assert differing_arguments(rates, ["lr-0.01", "lr-0.0013"]) == rates
+
+
+def test_processes_and_device_are_compared_if_known(tmp_path):
+    for run, count, device in (("a", 1, "cpu"), ("b", 2, "cuda:1")):
+        written = Journal(str(tmp_path / run))
+        written.write("begin", 0, max_steps=9, world_size=count, device=device, pid=1, host="there", resumed_from=None)
+        written.write("log", 1, logs={"loss": 1.0, "step": 1})
+    write_log(tmp_path / "c", [{"step": 1, "loss": 2.0}])
+    curves = read_curves([str(tmp_path / run) for run in "abc"])
+    texts = [describe_run(run, curves).split(" · ")[1] for run in "abc"]
+    assert texts == ["processes 1, device cpu", "processes 2, device cuda", "arguments unknown"]
+    assert describe({"num_train_epochs": 4.0}) == "num_train_epochs 4"
 
 
 def test_shares_are_means_over_the_time_of_about_30_parts(tmp_path):
