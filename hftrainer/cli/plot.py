@@ -117,6 +117,10 @@ def _draw_runs(options: argparse.Namespace) -> _Drawn:
     curves = charts.get("step") or read_curves(runs)
     shows_rows = len(runs) > 1 or options.json
     rows, note = _summarize_runs(runs, curves) if shows_rows or options.html else ([], "")
+    counts = [(run.page["step"], run.state.log_history[-1].get("epoch") or 0) for run in runs]
+    (fewest, few_epochs), *_, (most, epochs) = sorted([*counts, *counts])
+    if x == "step" and most >= 10 * fewest > 0 and 0 < epochs < 10 * few_epochs:
+        note += f"\nfrom {fewest:,} to {most:,} steps, but similar epochs: --x epoch draws them on one scale"
     table = ""
     if options.html:
         dated = [row | {"started": run.page["started"]} for run, row in zip(runs, rows, strict=True)]

@@ -31,6 +31,9 @@ MAX_METRICS = 12
 def draw_picture(curves: list[Curve], path: str, title: str) -> None:
     """Write the panels as PNG, SVG or PDF; without pyplot, so that no window or notebook shows the figure."""
     all_panels = panels.group_by_panel(curves)
+    if "samples per second" in all_panels:
+        # They mirror them.
+        all_panels = {name: found for name, found in all_panels.items() if not name.endswith("seconds per step")}
     metrics = [panel for panel, (curve, *_) in all_panels.items() if curve.name not in PANEL_OF and panel not in PANELS]
     hidden = sorted(metrics, key=lambda panel: all(curve.best is None for curve in all_panels[panel]))[MAX_METRICS:]
     shown = [panel_curves for panel, panel_curves in all_panels.items() if panel not in hidden]

@@ -111,6 +111,13 @@ def test_best_runs_are_those_with_the_best_value_as_it_reads(tmp_path, values, b
     assert ["(best)" in describe_run(run, curves) for run in "abc"] == [run in best for run in "abc"]
 
 
+def test_axis_of_epochs_is_suggested_for_runs_of_very_different_steps(tmp_path, capsys):
+    runs = [write_log(tmp_path / str(n), [{"step": n, "epoch": 3.0, "loss": 1.0}], global_step=n) for n in (9, 90)]
+    for axis, count in (("step", 1), ("epoch", 0)):
+        main(["plot", *runs, "--x", axis])
+        assert capsys.readouterr().out.count("from 9 to 90 steps, but similar epochs: --x epoch") == count
+
+
 def test_values_that_are_not_numbers_are_left_out(tmp_path):
     log = [{"loss": 2.0, "note": "text", "flag": True, "step": 1}, {"loss": float("inf"), "step": 3}]
     log.insert(1, {"loss": float("nan"), "eval_matrix": [[1]], "eval_runtime": 3.0, "step": 2})
