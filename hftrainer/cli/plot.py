@@ -291,12 +291,9 @@ def describe_curves(curves: list[Curve]) -> str:
     rows: list[tuple[str, ...]] = [("", axis, "first", "last", "lowest", "highest")]
     for curve in curves:
         finite = curve.finite or [math.nan]
-        values = list(map(curve.format, (curve.values[0], curve.values[-1], min(finite), max(finite))))
+        values = (curve.values[0], curve.values[-1], min(finite), max(finite))
         steps = f"{format_number(curve.steps[0])} to {format_number(curve.steps[-1])}"
-        if min(finite) < max(finite):
-            peak = curve.steps[curve.values.index(max(finite))]
-            values[-1] += f" at {format_number(peak)}"
-        rows.append((curve.label, steps, *values))
+        rows.append((curve.label, steps, *map(curve.format, values)))
     notes = [
         f"{curve.label}: {count_of(count, 'values')} {'is' if count == 1 else 'are'} not finite, first {first[1]}"
         for curve in curves

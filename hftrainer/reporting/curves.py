@@ -206,7 +206,7 @@ class Curve:
         return self.smooth(30) if "light" in self.smoothings else None
 
     def smooth(self, parts: int) -> list[float]:
-        """The centred mean of the values without spikes over about one of so many parts of them; of speeds, over the time.
+        """The centred mean of the values without spikes over about one of so many parts; of speeds, over the time.
 
         As losses fall steeply at first, it takes there as few values after a point as there are before it.
         """

@@ -22,7 +22,7 @@ MIN_CLIPPED_POINTS, CLIP_RATIO = 10, 1.5
 #: Number of runs whose highest value above a panel is named, and of triangles at its upper edge for each.
 MAX_PEAK_TEXTS, MAX_TRIANGLES = 4, 30
 MEMORY_PANEL = "peak memory (MB)"
-#: The share of a panel's height of a row of marks of what is not finite, and the highest of all rows.
+#: The share of a panel's height of a row of marks of what is not finite, and of all rows at most.
 RUG_ROW, MAX_RUG = 0.04, 0.3
 
 

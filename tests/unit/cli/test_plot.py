@@ -204,7 +204,7 @@ def test_curves_are_described_in_a_text_table():
     share = Curve(SHARES, "data_wait", [2.0, 4000.0], [0.5, 0.5])
     assert describe_curves([rising, share]).splitlines() == [
         "                       steps  first   last  lowest  highest",
-        "a                     1 to 4      0      7       0   7 at 4",
+        "a                     1 to 4      0      7       0        7",
         "waiting for data  2 to 4,000  50.0%  50.0%   50.0%    50.0%",
     ]
 

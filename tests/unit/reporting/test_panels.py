@@ -11,7 +11,7 @@ from hftrainer.monitoring.journal import append_line
 from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting.curves import Curve, read_curves
 from hftrainer.reporting.panels import clipped_peaks, vertical_axis, vertical_lines
-from hftrainer.reporting.plot import draw_picture, plot
+from hftrainer.reporting.plot import plot
 from tests.support.run_logs import texts_in_svg, write_log, write_observed_run
 
 
@@ -130,6 +130,7 @@ def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
     assert len(picture.axes) == 7 and picture.axes[0].get_position().x1 == pytest.approx(1 - 0.25 / 13.5)
     # The first axes of a page, which are not numbered, are not used; the last are for marks.
     axes = zip([*page.select_xaxes()][1:], [*page.select_yaxes()][1:9], strict=True)
+    assert [*picture.axes[1].get_yticks()] == [0, 0.5] and picture.axes[1].get_ylabel() == "eval_f1"
     # A picture has no time per step beside samples per second.
     axes = ((x, y) for x, y in axes if y.title.text != "Seconds per step")
     for axis, (x, y) in zip(picture.axes, axes, strict=True):
@@ -218,10 +219,3 @@ def test_level_that_lasts_remains_in_the_panel():
     values[-15:] = [12.0] * 15
     curves = [Curve(name, name, list(map(float, range(200))), values) for name in ("loss", "step_seconds")]
     assert all(vertical_axis([curve])[1][1] > 12 for curve in curves)
-
-
-def test_constant_value_has_ticks_at_0_and_itself(monkeypatch, tmp_path):
-    figures = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **settings: figures.append(figure))
-    draw_picture([Curve("learning rate", "learning_rate", [1.0, 2.0], [3e-4] * 2)], "", "run")
-    assert [list(axis.get_yticks()) for axis in figures[0].axes] == [[0, 3e-4]]
