@@ -99,7 +99,7 @@ def _axis_settings(curves: list[Curve], scale: str, limits: tuple[float, float])
     axis: dict[str, Any] = {"title": {"text": panels.axis_label(curves, scale)}, "type": scale, "range": limits}
     axis |= {"tickformat": "~e" if max(map(abs, limits)) < 0.001 else ",", "hoverformat": ",.4~g", "nticks": 0}
     axis |= {"tickformat": ".0%", "hoverformat": ".1%"} if curves[0].name in PANELS[SHARES] else {}
-    axis |= {"tickvals": ticks} if (ticks := panels.ticks_of_constant(curves)) else {}
+    axis |= {"nticks": 3} if len({value for curve in curves for value in curve.finite}) == 1 else {}
     axis["showticklabels"] = any(curve.finite for curve in curves)
     if scale == "log":
         # plotly takes powers of ten. For two ticks per decade it chooses 1, 2 and 5.

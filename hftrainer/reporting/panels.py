@@ -123,12 +123,6 @@ def axis_range(values: list[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def ticks_of_constant(curves: list[Curve]) -> list[float]:
-    """0 and the value, if it is the same everywhere; else empty."""
-    values = {value for curve in curves for value in curve.drawable if math.isfinite(value)}
-    return sorted({0.0, *values}) if len(values) == 1 else []
-
-
 def horizontal_range(curves: list[Curve]) -> tuple[float, float]:
     """The range of all horizontal axes, from 0, with space for a marker at 0."""
     steps = [step for curve in curves for step in curve.steps]

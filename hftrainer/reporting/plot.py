@@ -85,12 +85,11 @@ def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
     handles |= _draw_peaks(axis, curves, limits[1], int(15 * width) - 8)
     if curves[0].x == "step":
         axis.xaxis.set_major_formatter("{x:,.7g}")
-    if ticks := panels.ticks_of_constant(curves):
-        axis.set_yticks(ticks)
+    values = {value for curve in curves for value in curve.drawable if math.isfinite(value)}
+    if len(values) < 2:
+        axis.set_yticks(sorted({0.0, *values}) if values else [])
     _format_ticks(axis.yaxis, scale, limits, is_share=curves[0].name in PANELS[SHARES])
     axis.xaxis.get_major_locator().set_params(integer=curves[0].x == "step", min_n_ticks=1)
-    if not any(curve.finite for curve in curves):
-        axis.set_yticks([])
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     # The label of the axis names the only curve.
