@@ -505,7 +505,8 @@ class Trainer(EarlierMethods):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train once with this batch size: `train()` calls it again if that size does not fit, or after a rollback."""
-        args, runner = self.args if args is None else args, self._hftrainer.training_runner
+        args = self.args if args is None else args
+        runner = self._hftrainer.training_runner
         return runner.run_attempt(args, batch_size, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def set_initial_training_values(
