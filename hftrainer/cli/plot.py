@@ -203,7 +203,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
             **{f"best {metric}": value for metric, value in best.items()},
             **{rate.replace("_", " "): value for rate, value in speeds.items()},
             "time": seconds,
-            "downtime": run.downtime or None,
+            "downtime": page["downtime"] or None,
             "goodput": kept_goodput(page),
             **{title: spent[part] / total if total else None for part, title in SHARE_TITLES.items()},
         }

@@ -9,6 +9,7 @@ import json
 import math
 import operator
 import os
+import re
 import sys
 import textwrap
 import time
@@ -257,7 +258,9 @@ def _parts(page: dict[str, Any], width: int, colour: str, lines: int, left_out: 
         path = os.path.join(page["folder"], os.path.basename(usable[-1]))
         yield Text(f"to resume: trainer.train(resume_from_checkpoint={path!r})", "dim")
     for warning in page["warnings"][-1 if left_out else -MAX_EVENTS :]:
-        text = f"{_format_age(now, warning['time'])}, after step {warning['step']:,}: {warning['text']}"
+        # The warning may be of a step that has begun since, and name it.
+        place = "" if re.search(r"(?i)\bstep \d", warning["text"]) else f", after step {warning['step']:,}"
+        text = f"{_format_age(now, warning['time'])}{place}: {warning['text']}"
         yield Text(_clean(text, lines * width), "yellow")
 
 
@@ -302,6 +305,8 @@ def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
         yield f"resumed from {os.path.basename(page['resumed_from'])}"
     if (goodput := kept_goodput(page)) is not None:
         yield f"goodput {goodput:.0%} (kept steps and data)"
+    if page["downtime"]:
+        yield f"downtime {format_duration(page['downtime'])} (pauses after failures)"
 
 
 def _seconds_by_activity(seconds: dict[str, dict[str, float]]) -> Table:

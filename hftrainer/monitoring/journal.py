@@ -179,12 +179,6 @@ def goodput(events: list[dict[str, Any]]) -> float | None:
     return min(1.0, useful / elapsed) if elapsed > 0 else None
 
 
-def downtime(events: list[dict[str, Any]]) -> float:
-    """Seconds of the pauses before restarts that the user did not choose, which count for goodput."""
-    begins = [pair for pair in pairwise(select_last_run(events)) if pair[1]["event"] == "begin"]
-    return sum(begin["time"] - end["time"] for end, begin in begins if end.get("reason") not in CHOSEN)
-
-
 def run_names(folders: list[str]) -> list[str]:
     """The shortest suffixes of the paths that distinguish the runs."""
     parts = [Path(os.path.realpath(folder)).parts for folder in folders]

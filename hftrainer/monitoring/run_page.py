@@ -45,6 +45,7 @@ class JournalSummary:
         warnings: the warnings.
         non_finite_step: the first step since the last finite loss that a warning names for its loss.
         longest_pause: maximum of the seconds between two events of a start.
+        downtime: seconds of the pauses before restarts that the user did not choose, which count for goodput.
     """
 
     begin: Event | None = None
@@ -62,12 +63,17 @@ class JournalSummary:
     warnings: list[Event] = field(default_factory=list)
     non_finite_step: int | None = None
     longest_pause: float = 0.0
+    downtime: float = 0.0
 
     def add_event(self, event: Event) -> None:
         """Add the next event of the journal."""
         kind = event["event"]
-        if self.begin is not None and self.last_event is not None and kind != "begin":
-            self.longest_pause = max(self.longest_pause, event["time"] - self.last_event["time"])
+        if self.begin is not None and self.last_event is not None:
+            pause = event["time"] - self.last_event["time"]
+            if kind != "begin":
+                self.longest_pause = max(self.longest_pause, pause)
+            elif self.last_event.get("reason") not in journal.CHOSEN:
+                self.downtime += pause
         self.last_event = event
         self.non_finite_step = self.non_finite_step or event.get("non_finite_step")
         handlers: dict[str, Callable[[Event], None]] = {
@@ -143,10 +149,17 @@ class JournalSummary:
             name: sum(interval["seconds"].get(name, 0.0) for interval in self.intervals) for name in journal.ACTIVITIES
         }
 
-    def metric(self, name: str) -> dict[str, float | None]:
-        """The last and the best value of a curve."""
+    def metric(self, name: str, nan_step: float) -> dict[str, float | None]:
+        """The last and the best value of a curve.
+
+        Args:
+            name: the curve.
+            nan_step: the first step whose loss is NaN for good. An evaluation of the weights that it began with, or of
+                later ones, is never the best.
+        """
         steps, values = self.curves[name]
-        finite = [(value, step) for step, value in zip(steps, values, strict=True) if not math.isnan(value)]
+        end = nan_step - 1 if name.startswith("eval_") else nan_step
+        finite = [(value, at) for at, value in zip(steps, values, strict=True) if at < end and not math.isnan(value)]
         choose = choose_best(name, self.begin or {})
         best, best_step = choose(finite, key=lambda pair: pair[0]) if choose and finite else (None, None)
         return {"last": values[-1], "best": best, "best_step": best_step}
@@ -233,7 +246,7 @@ class WatchedRun:
         # Rotation removes checkpoints.
         files = os.listdir(self.folder)
         checkpoints = [event for path, event in run.checkpoints.items() if os.path.basename(path) in files]
-        return {
+        page = {
             "folder": self.folder,
             "state": state,
             **{name: (run.end or {}).get(name) for name in ("reason", "message")},
@@ -246,7 +259,7 @@ class WatchedRun:
             "logging_steps": begin.get("logging_steps"),
             "phase": {"name": run.phase["phase"], "since": run.phase["time"]} if run.phase and is_running else None,
             "goodput": journal.goodput([*run.spans, {**last, "event": "now"}]) if run.begin else None,
-            "metrics": {name: run.metric(name) for name in names},
+            "downtime": run.downtime,
             "values": run.values,
             "seconds": {
                 "recent": run.recent_seconds(),
@@ -257,6 +270,8 @@ class WatchedRun:
             "warnings": _rows(run.warnings, "text", "step", "time"),
             "curves": {name: dict(zip(("steps", "values"), run.curves[name], strict=True)) for name in names},
         }
+        nan_step = nan[0] if (nan := find_nan(page)) else math.inf
+        return page | {"metrics": {name: run.metric(name, nan_step) for name in names}}
 
 
 def find_nan(page: dict[str, Any]) -> Span:
@@ -311,9 +326,8 @@ class RunRecord:
         shown = (line | joined.get(line.get("step", 0), {}) if "data_wait" in line else line for line in merged)
         self.state.log_history = list(shown)
         self._partial = {event["step"] for event in self._logs if event.get("is_partial")}
-        #: Seconds without pauses, and of pauses after failures; None without a journal.
+        #: Seconds without pauses; None without a journal.
         self.seconds = last_run[-1]["time"] if last_run else None
-        self.downtime = journal.downtime(self._events)
 
     @cached_property
     def page(self) -> dict[str, Any]:

@@ -95,14 +95,16 @@ def _describe_training(run: FinishedRun) -> Iterator[tuple[str, int]]:
         place = f"step {state.global_step:,} of {state.max_steps:,}"
         request = "`ask stop`" if run.was_asked_to_stop else ""
         yield f"Stopped at {place}, by {run.stopper or request or 'a signal or the script'}.", logging.INFO
+    nan = None if run.non_finite_since is None else find_nan(state, run.non_finite_since)
     # An override of `evaluate` may return an array of one element.
     best: Any = state.best_metric
     if args.metric_for_best_model is not None and isinstance(best, numbers.Real) and math.isfinite(best):
         place = f" at step {state.best_global_step:,}" if state.best_global_step else ""
+        # The weights that the step before the first NaN has left may be its cause.
+        place += ", after the loss became nan" * bool(nan and (state.best_global_step or 0) >= nan[0] - 1)
         place += _place_of_best(state, args)
         yield f"Best {evaluation_key(args.metric_for_best_model)}: {best:.6g}{place}.", logging.INFO
     if run.non_finite_since is not None:
-        nan = find_nan(state, run.non_finite_since)
         place = f"since step {format_span(*nan)} of {state.max_steps:,}" if nan else ""
         lasting = f"is not finite {place}: the last weights may be unusable"
         hidden = ". In log_history, train_loss leaves them out, so is too low" if args.logging_nan_inf_filter else ""

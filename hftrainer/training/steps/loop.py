@@ -121,6 +121,8 @@ class TrainingLoop(Part):
         self.trainer.model_wrapped.zero_grad()
         self.parts.strategy.run_recorded_operations()
         self.parts.call_callbacks("on_train_begin")
+        # `train_runtime` includes it, but journals begin with this event.
+        self.run.seconds_by_activity["preparation"] = time.time() - self.start_time
         if self.trainer.args.eval_on_start:
             with self.flag_sync.abort_evaluation_on_signal(), self.monitors.measure_activity("evaluation"):
                 self.trainer._evaluate(self.attempt.trial, self.attempt.ignore_keys, skip_scheduler=True)
@@ -321,6 +323,7 @@ class TrainingLoop(Part):
         """The seconds that went into other activities than training."""
         seconds = self.run.seconds_by_activity
         return {
+            "preparation": seconds.get("preparation", 0.0),
             "data": sum(self.batches.reader.wait_seconds_by_cause().values()),
             "evaluation": seconds.get("evaluation", 0.0),
             "saving": seconds.get("saving", 0.0),

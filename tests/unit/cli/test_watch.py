@@ -85,7 +85,7 @@ def test_page_shows_progress_metrics_and_checkpoints(tmp_path, capsys, monkeypat
     assert "eval_wer        0.2   0.1       20" in page and "eval_gap          2     1       20" in page
     assert "lr 3.00e-04 · 12,346 tokens/s" in page and "total  30 s  60.0%  20.0%       10.0%   10.0%" in page
     assert "checkpoint-30 0 s ago" in page and "checkpoint-20" not in page
-    assert "after step 30: Step 30 took 9 s, [red][31m12 times the median." in page and "\x1b" not in page
+    assert " ago: Step 30 took 9 s, [red][31m12 times the median." in page and "\x1b" not in page
     assert any(re.search("loss  +eval_wer", line) for line in lines) and "⠉" in page and "step 30 " in page
 
 
@@ -215,6 +215,9 @@ def test_goodput_is_kept_steps_by_all_time(tmp_path, capsys, monkeypatch):
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     assert WatchedRun(str(tmp_path)).read()["goodput"] == 0.8
     assert "goodput 80% (kept steps and data)" in show(capsys, monkeypatch, tmp_path)
+    assert "pauses after failures" not in show(capsys, monkeypatch, tmp_path)
+    journal = begin(tmp_path, 20)
+    assert re.search(r"downtime [\d,]+ h .*\(pauses after failures\)", show(capsys, monkeypatch, tmp_path, width=160))
     # A run that ends early without a checkpoint has kept no steps.
     journal.write("end", 20, reason="Ctrl-C")
     assert "kept steps and data" not in show(capsys, monkeypatch, tmp_path)
@@ -268,6 +271,9 @@ def test_losses_that_are_not_finite_are_shown(tmp_path, capsys, monkeypatch):
     journal.write("end", 60, reason="complete")
     assert "  loss NaN since step 41-50, complete " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
     journal.write("warning", 60, text="", non_finite_step=43)
+    evaluate(journal, 41, accuracy=0.5)
+    evaluate(journal, 42, accuracy=0.9)  # of the weights with which step 43 began
+    assert WatchedRun(str(tmp_path)).read()["metrics"]["eval_accuracy"]["best_step"] == 41
     assert "  loss NaN since step 43, complete " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
 
 

@@ -160,7 +160,7 @@ def test_time_axis_breaks_at_restarts_without_their_pauses(tmp_path):
     assert [read_curves([str(tmp_path)], x)[0].restarts for x in ("step", "epoch")] == [[(1, 1)], [(0.5, 0.5)]]
     curve, *shares = read_curves([str(tmp_path)], "time")
     run = RunRecord(str(tmp_path))
-    assert (run.seconds, run.downtime) == (60, 7980)
+    assert (run.seconds, run.page["downtime"]) == (60, 7980)
     # After the last log line too, and from the start and the restart on.
     saving = next(share for share in shares if share.name == "save_share")
     assert saving.points(saving.values) == ([0, 10, 20, 50, 60], [0, 0, 0, 0, 0.75])

@@ -1,11 +1,15 @@
 """A run logs where it resumes, how it went, and how to continue."""
 
+import dataclasses
+import itertools
 import logging
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+import time
+from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping
@@ -17,6 +21,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.monitoring import run_requests
 from hftrainer.monitoring.journal import JOURNAL_NAME
 from hftrainer.reporting import summary
+from hftrainer.training.steps import loop
 from tests.support.checkpoints import AtStep
 from tests.support.parity import accuracy
 from tests.support.tiny import make_plain, plain_data
@@ -49,6 +54,13 @@ def test_run_reports_its_size_time_best_and_last_checkpoint(tmp_path, run_messag
     where = f"at step {state.best_global_step}, in {state.best_model_checkpoint}"
     assert best == f"Best eval_accuracy: {state.best_metric:.6g} {where}."
     assert newest == f"Last checkpoint: {tmp_path}/checkpoint-4."
+
+
+def test_time_before_the_first_step_is_told(tmp_path, run_messages, monkeypatch):
+    """Journals, which `watch` reads, begin after it."""
+    monkeypatch.setattr(loop, "time", SimpleNamespace(time=itertools.count(time.time() - 900, 900).__next__))
+    train(tmp_path)
+    assert " (100% preparation): " in run_messages()[1]
 
 
 class SpikesAtStep3(Trainer):
@@ -108,6 +120,9 @@ def test_summary_splits_the_time():
     run = summary.FinishedRun(state, TrainingArguments(), metrics, seconds, 12_000, 0.5, non_finite_since=7)
     (spent, _), (loss, level) = summary.make_summary(run)
     assert level == logging.WARNING and loss.startswith("The loss is not finite since step 7 of ")
+    run = dataclasses.replace(run, args=TrainingArguments(metric_for_best_model="loss"))
+    run.state.best_global_step = 6
+    assert "Best eval_loss: 0.5 at step 6, after the loss became nan." in dict(summary.make_summary(run))
     assert spent.startswith("Trained 12,000 steps in 1 h 7 min (15% evaluation, 1% saving): 617.3 samples/s, 49,383 ")
     assert [format_duration(time) for time in (0.0041, 0.5, 12.34, 120)] == ["4.1 ms", "0.5 s", "12.3 s", "2 min"]
     assert [count_of(number, "steps") for number in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
