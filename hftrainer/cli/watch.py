@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hftrainer.monitoring.run_page import WatchedRun
 
 #: State of a run → colour of its frame and progress bar; red for other states, and if the loss is NaN.
-COLOURS = {"running": "cyan", "complete": "green", "stopped": "yellow", "unobserved": "blue", "waiting": "blue"}
+COLOURS = {"running": "cyan", "complete": "green", "stopped": "yellow", "unobserved": "blue"}
 CURVE_COLOURS = ("cyan", "yellow", "green", "magenta")
 #: Columns that each run needs for several runs to be side by side.
 MIN_COLUMNS = 78
@@ -64,13 +64,14 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.arguments.storage_url import explain_unreadable_url
     from hftrainer.errors import InvalidArgument, MissingPackage
-    from hftrainer.monitoring.journal import check_folder, run_names
+    from hftrainer.monitoring.journal import check_folder, find_runs, run_names
     from hftrainer.monitoring.run_page import WatchedRun
     from hftrainer.reporting.metrics import sort_pattern
 
     if not 0 < options.every <= 86_400:
         parser.error(f"--every {options.every:g}: use a number of seconds above 0, and at most 86400")
-    options.folders = sort_pattern(options.folders)
+    places = [(folder, "" if find_runs(folder, "") else "*/") for folder in sort_pattern(options.folders)]
+    options.folders = [run for folder, place in places for run in find_runs(folder, place) or [folder]]
     runs = [WatchedRun(folder) for folder in options.folders]
     names = run_names(options.folders)
     try:
@@ -125,7 +126,7 @@ def _show(console: Console, runs: list[WatchedRun], names: list[str], every: flo
                     pages.append(run.read())
                 # The run has not started yet.
                 except (InvalidArgument, OSError) as error:
-                    pages.append({"state": "waiting", "problem": str(error)})
+                    pages.append({"problem": str(error)})
             live.update(_make_page(console, names, pages, console.height), refresh=True)
             time.sleep(every)
 
@@ -155,14 +156,16 @@ def _make_page(console: Console, names: list[str], pages: list[dict[str, Any]], 
     return Segments(part._replace(text=text.decode()) for part, text in texts)
 
 
-def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, height: int | None) -> Panel:
-    """One run in a frame that is `width` characters wide."""
+def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, height: int | None) -> Panel | Text:
+    """One run in a frame that is `width` characters wide; or in a line, why there is none yet."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
 
     from hftrainer.monitoring.run_page import find_nan
 
+    if "problem" in page:
+        return Text(f"Waiting for a run: {page['problem']}", "blue")
     colour = "red" if find_nan(page) else COLOURS.get(page["state"], "red")
     # The advice is at the end of a warning, but a low page needs its lines for the curves.
     inner = width - 4
@@ -170,8 +173,7 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
 
     def make_parts(left_out: int) -> tuple[list[RenderableType], int]:
         """The parts without the last `left_out` metrics, and their lines."""
-        problem = [Text(page["problem"])] if "problem" in page else []
-        parts = [*(problem or _parts(page, inner, colour, texts, left_out))]
+        parts = [*_parts(page, inner, colour, texts, left_out)]
         return parts, len(console.render_lines(Group(*parts), console.options.update(width=inner)))
 
     parts, lines = make_parts(left_out := 0)
@@ -198,7 +200,6 @@ def _state(page: dict[str, Any]) -> str:
         f"no sign of life for {format_duration(round(time.time() - page['updated']))}" if page.get("updated") else ""
     )
     words = {
-        "waiting": "waiting for a run",
         "complete": "complete" if page.get("device") else "complete, by its newest checkpoint",
         "unobserved": "not finished, by its newest checkpoint",
         "running": "running on {host}",

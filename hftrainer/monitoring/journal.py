@@ -186,6 +186,13 @@ def run_names(folders: list[str]) -> list[str]:
     return [str(Path(*path[-depth:])) for path in parts]
 
 
+def find_runs(folder: str, place: str = "*/") -> list[str]:
+    """The newest runs in the folders of a folder, at most five; with an empty `place`, the folder itself if it is one."""
+    names = ("checkpoint-*/", JOURNAL_NAME, layout.TRAINER_STATE_NAME)
+    runs = {path.parent for name in names for path in Path(folder).glob(place + name)}
+    return list(map(str, sorted(runs, key=os.path.getmtime, reverse=True)[:5]))
+
+
 def read_state(folder: str) -> TrainerState:
     """The final state of the run in `folder`, or else of its newest checkpoint; if several runs wrote there, the last.
 
@@ -197,11 +204,9 @@ def read_state(folder: str) -> TrainerState:
     paths = [Path(place) / layout.TRAINER_STATE_NAME for place in (folder, *checkpoints_newest_first(folder))]
     files = [path for path in paths if path.is_file()]
     if not files:
-        runs = {path.parent for name in ("checkpoint-*/", JOURNAL_NAME) for path in Path(folder).glob(f"*/{name}")}
-        if runs:
-            newest = sorted(runs, key=os.path.getmtime, reverse=True)[:5]
-            raise InvalidArgument(f"no run has written in {folder}; did you mean {' or '.join(map(str, newest))}?")
-        advice = "pass the output_dir of a run that has saved or has observe=True"
+        if runs := find_runs(folder):
+            raise InvalidArgument(f"no run has written in {folder}; did you mean {' or '.join(runs)}?")
+        advice = "a run writes them from its start with observe=True, any other when it saves"
         raise InvalidArgument(f"{folder} has no logs of a run (no {JOURNAL_NAME}, no checkpoint): {advice}")
     try:
         state = TrainerState.load_from_json(str(file := files[0]))

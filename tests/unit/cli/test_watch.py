@@ -374,7 +374,7 @@ def test_journal_written_by_a_trainer_is_shown(tmp_path, capsys, monkeypatch):
 
 
 def test_missing_rich_is_named_but_json_works(tmp_path, monkeypatch, capsys):
-    begin(tmp_path)
+    begin(tmp_path / "run")  # the page of a folder of runs is of these
     monkeypatch.setitem(sys.modules, "rich.console", None)
     with pytest.raises(SystemExit) as ended:
         main(["watch", str(tmp_path)])
@@ -400,7 +400,7 @@ def test_terminal_page_follows_a_run_until_ctrl_c(tmp_path, processes):
     reset = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     watching = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=variables, preexec_fn=reset)
     try:
-        read_until(terminal, "waiting")
+        assert "╭" not in read_until(terminal, "Waiting for a run: ")
         journal = begin(tmp_path / "new")
         train(journal, 10)
         read_until(terminal, "step 10 of 100")

@@ -45,7 +45,9 @@ def test_plot_of_a_checkpoint_is_written_beside_it(runs):
 
 
 def test_folder_without_logs_is_refused(tmp_path):
-    with pytest.raises(InvalidArgument, match=r"has no logs of a run \(no journal\.jsonl, no checkpoint\)"):
+    with pytest.raises(
+        InvalidArgument, match=r"has no logs of a run \(no journal\.jsonl, no checkpoint\): a run writes"
+    ):
         plot([str(tmp_path)])
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "epoch": 1.0}]}))
     with pytest.raises(InvalidArgument, match="has nothing to draw"):
