@@ -57,7 +57,7 @@ _HIDDEN = ("total_flos", "eval_share", "save_share")
 _IN_SUMMARY = ("runtime", "samples_per_second", "tokens_per_second", "steps_per_second")
 #: What a narrow terminal leaves out, in this order: first what follows from other parts, the data wait last.
 _LEFT_OUT = (
-    "model_preparation_time of_time steps_per_second step_seconds epoch peak_memory_mb learning_rate mfu runtime "
+    "model_preparation_time of_time steps_per_second step_seconds runtime epoch peak_memory_mb learning_rate mfu "
     "grad_norm samples_per_second tokens_per_second data_wait"
 ).split()
 
@@ -79,16 +79,19 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
     parts |= {" note": note} if (note := _note_nan(values, state)) else {}
     # Trials have no summary.
     repeated = _IN_SUMMARY if "train_runtime" in logs and not state.is_hyper_param_search else ()
-    for name in (*repeated, *_LEFT_OUT):
+    # A note takes the place of the last column, so that the others stay.
+    replaced = ["of_time", "data_wait"] if note else []
+    for name in (*repeated, *replaced, *_LEFT_OUT):
         if name in repeated or (width is not None and len(_join(parts)) > width):
             parts.pop(name, None)
     if width is None or len(_join(parts)) <= width:
         return _join(parts)
-    # No line ends between a name and its value.
+    # No line ends between a name and its value, unless these are longer than a line that is not very narrow.
     start = f"{place}  " if (place := parts.pop("", "")) else ""
-    unbroken = "  ".join(part.replace(" ", "\xa0") for part in parts.values())
+    longest = max(20, width - (len(start) or 4))
+    words = (word for part in parts.values() for word in textwrap.wrap(part.replace(" ", "\xa0"), longest))
     wrap = textwrap.TextWrapper(width, start, " " * (len(start) or 4), break_long_words=False, break_on_hyphens=False)
-    return "\n".join(line.replace("\xa0", " ").rstrip() for line in wrap.wrap(unbroken))
+    return "\n".join(line.replace("\xa0", " ").rstrip() for line in wrap.wrap("  ".join(words)))
 
 
 def _join(parts: Mapping[str, str]) -> str:

@@ -187,7 +187,7 @@ def run_names(folders: list[str]) -> list[str]:
 
 
 def find_runs(folder: str, place: str = "*/") -> list[str]:
-    """The newest runs in the folders of a folder, at most five; with an empty `place`, the folder itself if it is one."""
+    """The newest runs in folders of a folder, at most five; with an empty `place`, the folder itself if it is one."""
     names = ("checkpoint-*/", JOURNAL_NAME, layout.TRAINER_STATE_NAME)
     runs = {path.parent for name in names for path in Path(folder).glob(place + name)}
     return list(map(str, sorted(runs, key=os.path.getmtime, reverse=True)[:5]))

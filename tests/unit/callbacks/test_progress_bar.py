@@ -101,6 +101,8 @@ def test_narrow_terminal_keeps_the_most_useful_parts(width, shown):
     state = TrainerState(global_step=20, max_steps=40)
     assert format_log_line(logs, state, width) == shown
     assert format_log_line(logs | {"eval_share": 0.4, "save_share": 0.12}, state, width) == shown
+    state.non_finite_step = 12
+    assert format_log_line(logs, state, 80).endswith("lr 5.00e-05   12,346 tokens/s  NaN at step 12")
 
 
 def test_metrics_continue_below_each_other():
@@ -109,6 +111,7 @@ def test_metrics_continue_below_each_other():
     state = TrainerState(global_step=20, max_steps=40)
     lines = [format_log_line(dict.fromkeys(names, value), state, 80).splitlines() for value in (0.5, 0.4375)]
     assert lines[1] == [line.replace("0.5000", "0.4375") for line in lines[0]]
+    assert format_log_line({f"eval_{'x' * 90}": 1.0}, state, 80).splitlines()[1].startswith("       xxx")
     assert lines[0] == [
         "20/40  eval_loss 0.5000   eval_accuracy 0.5000   eval_f1_macro 0.5000",
         "       eval_precision_macro 0.5000   eval_recall_macro 0.5000",
@@ -248,7 +251,12 @@ def test_plain_evaluation_takes_a_row_of_a_terminal(monkeypatch, tmp_path):
     for state, values in ((TrainerState(global_step=3, max_steps=60), logs), (TrainerState(), {"learning_rate": "-"})):
         hftrainer.PrinterCallback().on_log(TrainingArguments(str(tmp_path)), state, None, logs=values)
     row, outside, end = sys.stdout.getvalue().split("\n")
-    assert row.startswith(" 3/60  eval_loss 0.9937   eval_accuracy 0.5000") and len(row) <= 80 and not end
+    assert (
+        row.startswith(" 3/60  eval_loss 0.9937   eval_accuracy 0.5000")
+        and " ep 1.00 " in row
+        and len(row) <= 80
+        and not end
+    )
     assert outside == "learning_rate -"
 
 

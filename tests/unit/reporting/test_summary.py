@@ -57,7 +57,6 @@ def test_run_reports_its_size_time_best_and_last_checkpoint(tmp_path, run_messag
 
 
 def test_time_before_the_first_step_is_told(tmp_path, run_messages, monkeypatch):
-    """Journals, which `watch` reads, begin after it."""
     monkeypatch.setattr(loop, "time", SimpleNamespace(time=itertools.count(time.time() - 900, 900).__next__))
     train(tmp_path)
     assert " (100% preparation): " in run_messages()[1]
