@@ -123,6 +123,7 @@ def test_unknown_names_go_to_model_init_unless_misspelt(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "hftrainer"):
         trainer.hyperparameter_search(**choose(width=3), n_trials=1)
     assert "Not training arguments, so only model_init can use them: width" in caplog.text
+    assert "Trial 0: width 3." in caplog.messages
     with pytest.raises(UnknownArgument, match="did you mean 'learning_rate'"):
         trainer.hyperparameter_search(**choose(learning_rat=3), n_trials=1)
 
