@@ -361,31 +361,31 @@ def _make_chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int
     from hftrainer.reporting.curves import Curve
     from hftrainer.reporting.panels import vertical_axis
 
-    values = [value for curve in curves.values() for value in _finite(curve)]
+    points = [
+        (step, value, colour)
+        for colour, curve in zip(CURVE_COLOURS, curves.values(), strict=False)
+        for step, value in zip(curve["steps"], curve["values"], strict=True)
+    ]
+    values = {value: step for step, value, _ in points if math.isfinite(value)}
     panel = "loss" if all(name.endswith("loss") for name in curves) else "metrics"
-    scale, (bottom, top) = vertical_axis(
-        [Curve(panel, name, curve["steps"], curve["values"]) for name, curve in curves.items()]
-    )
+    drawn = [Curve(panel, name, curve["steps"], curve["values"]) for name, curve in curves.items()]
+    scale, (bottom, top) = vertical_axis(drawn)
     low, high = max(min(values), bottom), min(max(values), top)
     labels = [format_number(high), *[""] * (rows - 1)]
     # A flat curve has one value.
     if format_number(low) != labels[0]:
         labels[-1] = format_number(low)
     margin = max(map(len, labels)) + 1
-    steps = [step for curve in curves.values() for step in curve["steps"]]
-    box = (min(steps), max(steps), low, high)
+    box = (min(points)[0], max(points)[0], low, high)
     columns = max(1, width - margin)
-    missing = {
-        round((step - box[0]) / (box[1] - box[0] or 1) * (columns - 1)): colour
-        for colour, curve in zip(CURVE_COLOURS, curves.values(), strict=False)
-        for step, value in zip(curve["steps"], curve["values"], strict=True)
-        if not math.isfinite(value)
-    }
+    per_step = (columns - 1) / (box[1] - box[0] or 1)
+    missing = {round((step - box[0]) * per_step): colour for step, value, colour in points if not math.isfinite(value)}
     curve_offsets = [_braille(curve, box, columns, rows, is_log=scale == "log") for curve in curves.values()]
     text = Text(" " * margin, no_wrap=True)
     for colour, name in zip(CURVE_COLOURS, curves, strict=False):
         text.append(f"{name}  ", colour)
-    text.append("log scale  " * (scale == "log") + f"max {format_number(max(values))}" * (high < max(values)), "dim")
+    peak = f"max {format_number(max(values))} at step {values[max(values)]:,.0f}" * (high < max(values))
+    text.append("log scale  " * (scale == "log") + peak, "dim")
     for row, label in enumerate(labels):
         text.append(f"\n{label:>{margin - 1}} ", "dim")
         for column in range(columns):

@@ -251,12 +251,7 @@ def test_plain_evaluation_takes_a_row_of_a_terminal(monkeypatch, tmp_path):
     for state, values in ((TrainerState(global_step=3, max_steps=60), logs), (TrainerState(), {"learning_rate": "-"})):
         hftrainer.PrinterCallback().on_log(TrainingArguments(str(tmp_path)), state, None, logs=values)
     row, outside, end = sys.stdout.getvalue().split("\n")
-    assert (
-        row.startswith(" 3/60  eval_loss 0.9937   eval_accuracy 0.5000")
-        and " ep 1.00 " in row
-        and len(row) <= 80
-        and not end
-    )
+    assert row.startswith(" 3/60  eval_loss 0.9937   eval_accuracy 0.5000   ep 1.00") and len(row) <= 80 and not end
     assert outside == "learning_rate -"
 
 

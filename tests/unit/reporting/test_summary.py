@@ -115,12 +115,11 @@ def test_only_existing_checkpoints_are_named(tmp_path, run_messages):
 def test_summary_splits_the_time():
     metrics = {"train_runtime": 4000.0, "train_samples_per_second": 1234.56, "train_tokens_per_second": 98765.4}
     seconds = {"data": 30.0, "evaluation": 600.0, "saving": 59.5}
-    state = TrainerState(best_metric=0.5)  # of an earlier call, which compared by a metric
+    state = TrainerState(best_metric=0.5, best_global_step=6)  # of an earlier call, which compared by a metric
     run = summary.FinishedRun(state, TrainingArguments(), metrics, seconds, 12_000, 0.5, non_finite_since=7)
     (spent, _), (loss, level) = summary.make_summary(run)
     assert level == logging.WARNING and loss.startswith("The loss is not finite since step 7 of ")
     run = dataclasses.replace(run, args=TrainingArguments(metric_for_best_model="loss"))
-    run.state.best_global_step = 6
     assert "Best eval_loss: 0.5 at step 6, after the loss became nan." in dict(summary.make_summary(run))
     assert spent.startswith("Trained 12,000 steps in 1 h 7 min (15% evaluation, 1% saving): 617.3 samples/s, 49,383 ")
     assert [format_duration(time) for time in (0.0041, 0.5, 12.34, 120)] == ["4.1 ms", "0.5 s", "12.3 s", "2 min"]
