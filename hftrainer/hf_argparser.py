@@ -94,7 +94,8 @@ class HfArgumentParser(argparse.ArgumentParser):
 
         Args:
             args: the command-line arguments; default `sys.argv[1:]`.
-            return_remaining_strings: whether to return unrecognized arguments too, instead of raising ValueError.
+            return_remaining_strings: whether to return unrecognized arguments too. Otherwise they are an error: ValueError
+                if `args` are given, else the script exits with status 2, as for an invalid value.
             look_for_args_file: whether to first read a file with the script's name and the suffix `.args`.
             args_filename: a file of arguments that is read first.
             args_file_flag: an option whose value is such a file.
@@ -109,15 +110,18 @@ class HfArgumentParser(argparse.ArgumentParser):
         file_words = [word for path in files if path.exists() for word in path.read_text().split()]
         namespace, remaining = self.parse_known_args(args=file_words + words)
         with HideEngineFrames():
+            if remaining and not return_remaining_strings:
+                hints = "".join(suggest(word, self._option_string_actions) for word in remaining if word[:1] == "-")
+                message = f"Unrecognized command-line arguments: {remaining}{hints}"
+                # As for an invalid value. Callers that pass words may catch the ValueError of transformers.
+                if args is None:
+                    self.error(message)
+                raise InvalidArgument(message if hints else f"{message}; see {self.prog} --help")
             objects = [self._make_dataclass(dataclass_type, namespace) for dataclass_type in self.dataclass_types]
             if vars(namespace):
                 objects.append(namespace)
             if return_remaining_strings:
                 return (*objects, remaining)
-            if remaining:
-                hints = "".join(suggest(word, self._option_string_actions) for word in remaining if word[:1] == "-")
-                hints = hints or f"; see {self.prog} --help"
-                raise InvalidArgument(f"Unrecognized command-line arguments: {remaining}{hints}")
             return (*objects,)
 
     def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:

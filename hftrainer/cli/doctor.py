@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from hftrainer.base.messages import format_bytes, wrap_text
@@ -135,7 +136,9 @@ def make_report() -> dict[str, Any]:
         problems.append(newer)
     device_report: dict[str, Any] = {}
     if not _requirements():
-        problems.append("hftrainer is not installed with pip, so its requirements are not checked: pip install .")
+        folder = Path(__file__).parents[2]
+        problem = f"hftrainer runs from {folder}, not installed with pip, so its requirements are not checked"
+        problems.append(f"{problem}: pip install {shlex.quote(str(folder))}")
     try:
         device_report, device_problems = _devices()
         problems += device_problems

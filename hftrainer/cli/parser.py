@@ -144,7 +144,7 @@ def _print_zsh(helps: dict[str, str], completions: dict[str, _Completions]) -> N
         for state, (values, text) in parts.items():
             action = "_hftrainer_argument" if values.startswith(_FILE_OR) else actions.get(values, f"({values})")
             position = "*" if state == "[0-9]*" else str(int(state) + 1) if state.isdecimal() else ""
-            option = state + "[" + re.sub(r"([][:])", r"\\\1", text) + "]"
+            option = state + ("[" + re.sub(r"([][:])", r"\\\1", text) + "]") * bool(text)
             specs.append(shlex.quote((position or option) + f": :{action}" * bool(position or values)))
         # Words after a script are the script's.
         script = "'1: :_files' '*:: :_files'" if name == "run" else ""
@@ -185,6 +185,7 @@ def _completions(name: str, parser: argparse.ArgumentParser) -> _Completions:
         for argument_name, argument in ARGUMENTS.items():
             values = " ".join(map(as_text, argument.choices or ())) or _FILE
             options[f"--{argument_name}"] = values, _shorten(argument.help)
+        options["--help-all"] = "", "show the help of all arguments"
         words["0"] = f"{_FILE_OR}{' '.join(ARGUMENTS)}", ""
     for action in parser._actions:
         values = " ".join(map(str, action.choices or ())) or _KINDS.get(str(action.metavar), _FILE)

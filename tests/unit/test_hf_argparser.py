@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import shlex
+import sys
 from dataclasses import dataclass, field
 from typing import Literal, Optional
 
@@ -153,6 +154,15 @@ def test_several_classes_are_parsed_and_other_words_returned():
         parser.parse_args_into_dataclasses(["--needed", "1", "--other", "2"])
     with pytest.raises(ValueError, match="did you mean '--extra'"):
         parser.parse_args_into_dataclasses(["--needed", "1", "--extras", "e"])
+
+
+def test_unknown_option_of_a_script_ends_it_like_an_invalid_value(monkeypatch, capsys):
+    for word, message in (("--lerning_rate=1", "did you mean '--learning_rate'?"), ("--max_steps=a", "invalid int")):
+        monkeypatch.setattr(sys, "argv", ["train.py", word])
+        with pytest.raises(SystemExit) as ended:
+            HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and message in error and error.count("\n") == 1
 
 
 def test_arguments_are_read_from_files(tmp_path, monkeypatch):

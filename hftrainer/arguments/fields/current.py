@@ -132,7 +132,10 @@ class CurrentArguments:
         False, "Forward pass under bfloat16 autocast; weights stay float32.", "4.15", "mapped: precision: bf16-mixed"
     )
     fp16: bool = arg(
-        False, "Forward pass under float16 autocast with loss scaling.", "4.1", "mapped: precision: 16-mixed"
+        False,
+        "Forward pass under float16 autocast with loss scaling.",
+        "4.1",
+        "mapped: precision: 16-mixed, on a CPU too, where transformers trains in float32",
     )
     bf16_full_eval: bool = arg(False, "Cast the weights to bfloat16 for evaluation.", "4.15")
     fp16_full_eval: bool = arg(False, "Cast the weights to float16 for evaluation.", "4.15")

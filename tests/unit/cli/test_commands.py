@@ -44,6 +44,7 @@ def test_help_of_run_fits_a_terminal(option, capsys):
         ("plot --html=5 out", "--html takes no value"),
         ("ask out stop --timeout -3", "--timeout -3: use a number of seconds from 0 to 86400"),
         ("doctor --jsn", "--jsn; did you mean '--json'?"),
+        ("--verbose", "unknown option --verbose: use -h, --help, -V, --version"),
         ("--foo", "unknown option --foo: use -h, --help, -V, --version"),
         ("--josn doctor", "unknown option --josn; did you mean '--json'?"),
         ("hlep", "'hlep' is not a command; did you mean 'help'?"),
@@ -182,6 +183,7 @@ def test_zsh_script_has_descriptions(capsys):
     script = capsys.readouterr().out
     assert "'watch:show live or finished runs in the terminal: " in script
     assert "'--x[the horizontal axis]: :(step epoch time)' '--output[the .png, " in script
+    assert "'--help-all[show the help of all arguments]'" in script and "[]" not in script
     assert "'--num-cores[with --tpu\\: 1 core, " in script and "'--every[time between updates]: : '" in script
     if shutil.which("zsh"):
         subprocess.run(["zsh", "-n", "-c", script], check=True)

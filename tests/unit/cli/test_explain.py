@@ -46,9 +46,10 @@ def test_arguments_of_a_command_line_are_explained(tmp_path, explain):
 
 
 def test_refused_arguments_exit_with_status_1(explain):
-    done = explain("--fp16_opt_level", "O2", "--mp_parameters", "a=b")
+    done = explain("--fp16", "--fp16_opt_level", "O2", "--mp_parameters", "a=b")
     assert done.returncode == 1
     assert "  fp16_opt_level='O2': " in done.stdout
+    assert "on a CPU too, where transformers trains in\n      float32" in done.stdout
     refused = "A Trainer refuses (fp16_opt_level, mp_parameters|mp_parameters, fp16_opt_level), for"
     assert re.search(refused, done.stdout)
     assert "by hand" not in done.stdout
