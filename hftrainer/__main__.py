@@ -94,7 +94,8 @@ def _execute(parser: Parser, words: list[str]) -> None:
         is_option = words[0].startswith("-")
         problem = f"unknown option {words[0]}" if is_option else f"{words[0]!r} is not a command"
         allowed = [name for name in names if name.startswith("-") is is_option]
-        hint = suggest(words[0].lower(), [*names, "--json"], f": use {', '.join(allowed)}", cutoff=0.7 if is_option else 0.65)
+        cutoff = 0.7 if is_option else 0.65
+        hint = suggest(words[0].lower(), [*names, "--json"], f": use {', '.join(allowed)}", cutoff=cutoff)
         scripts = [word for word in words[:2] if word.endswith(".py")]
         if scripts and words[0] in ("train", scripts[0]):
             hint = f": run a script with {parser.prog} run {scripts[0]}"

@@ -94,8 +94,8 @@ class HfArgumentParser(argparse.ArgumentParser):
 
         Args:
             args: the command-line arguments; default `sys.argv[1:]`.
-            return_remaining_strings: whether to return unrecognized arguments too. Otherwise they are an error: ValueError
-                if `args` are given, else the script exits with status 2, as for an invalid value.
+            return_remaining_strings: whether to return unrecognized arguments too. Otherwise they are an error:
+                ValueError if `args` are given, else the script exits with status 2, as for an invalid value.
             look_for_args_file: whether to first read a file with the script's name and the suffix `.args`.
             args_filename: a file of arguments that is read first.
             args_file_flag: an option whose value is such a file.

@@ -161,7 +161,9 @@ _ONE_HOT_ERRORS = "batch_size .* to match target|class probabilities, got Long|m
 _EXPLANATIONS = {
     "device-side assert": "A label or another index is probably out of range: with use_cpu=True, the error names it.",
     r"'target' \(position 2\) must be Tensor, not None": "The loss gets no labels: add them to the batch.",
-    "but got Double and Float": "The input is float64, the weights are float32: convert it with .float().",
+    r"(?i)\b(?:double|long int|long|int|byte|unsigned char)\)? (?:and|!=) (?:bias type \()?float": (
+        "The weights are float32, the input is not: convert it with .float()."
+    ),
     "no padding token": "Set the tokenizer's pad_token, and model.config.pad_token_id = tokenizer.pad_token_id.",
     r"multiplied \(\d+x(\d+) and (?P<n>\d+)x": r"A layer got \1 features but takes \2: correct {columns} or the layer.",
     r"to have (?P<n>\d+) channels, but got (\d+)": r"Dimension 1 must have the \1 channels: permute {columns}.",

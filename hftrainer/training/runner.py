@@ -299,11 +299,11 @@ class TrainingRunner(Part):
 
 @contextlib.contextmanager
 def _add_step_note(loop: TrainingLoop) -> Iterator[None]:
-    """Add the step to an error that has no notes."""
+    """Add the step to an error whose notes do not name it."""
     try:
         yield
     except Exception as error:
-        if not getattr(error, "__notes__", ()):
+        if not any("training" in note for note in getattr(error, "__notes__", ())):
             done = loop.trainer.state.global_step
             place = f"after training step {done}" if done else "before training step 1"
             if loop.batches.step_phase.has_begun:

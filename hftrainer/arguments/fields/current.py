@@ -293,7 +293,7 @@ class CurrentArguments:
         500, "Optimizer steps between checkpoints; a value below 1 is a fraction of all steps.", "4.1"
     )
     save_total_limit: int | None = arg(
-        None, "Checkpoints to keep, always including the best and the newest; None keeps all.", "4.1"
+        None, "Checkpoints to keep, always including the best and the newest; None and 0 keep all.", "4.1"
     )
     save_only_model: bool = arg(
         False, "Save no optimizer, scheduler or random states; such a run cannot resume.", "4.40"
