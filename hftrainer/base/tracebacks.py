@@ -161,8 +161,11 @@ _ONE_HOT_ERRORS = "batch_size .* to match target|class probabilities, got Long|m
 _EXPLANATIONS = {
     "device-side assert": "A label or another index is probably out of range: with use_cpu=True, the error names it.",
     r"'target' \(position 2\) must be Tensor, not None": "The loss gets no labels: add them to the batch.",
-    r"(?i)\b(?:double|long int|long|int|byte|unsigned char)\)? (?:and|!=) (?:bias type \()?float": (
-        "The weights are float32, the input is not: convert it with .float()."
+    r"(?i)\bdouble\)? (?:and|!=) (?:bias type \()?float": (
+        "The input is float64, the weights are float32: convert it with .float()."
+    ),
+    r"(?i)\b(?:long|int|byte|unsigned char)\)? (?:and|!=) (?:bias type \()?float": (
+        "The input has integers, the weights are float32: convert it with .float()."
     ),
     "no padding token": "Set the tokenizer's pad_token, and model.config.pad_token_id = tokenizer.pad_token_id.",
     r"multiplied \(\d+x(\d+) and (?P<n>\d+)x": r"A layer got \1 features but takes \2: correct {columns} or the layer.",

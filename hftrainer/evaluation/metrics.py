@@ -212,8 +212,8 @@ def as_metrics(compute_metrics: Any, *, is_batchwise: bool = False) -> FunctionM
         return TorchMetrics(compute_metrics)
     if compute_metrics is not None and not callable(compute_metrics):
         raise InvalidArgument(
-            f"compute_metrics must be a function, a torchmetrics Metric or MetricCollection, or a dict of these, got "
-            f"{type(compute_metrics).__name__}."
+            f"compute_metrics must be one function, which may call others, a torchmetrics Metric or MetricCollection, "
+            f"or a dict of these metrics, got {type(compute_metrics).__name__}."
         )
     if compute_metrics is None or not is_batchwise:
         return FunctionMetrics(compute_metrics)

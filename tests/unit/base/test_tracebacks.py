@@ -322,8 +322,10 @@ REFUSED = {
     ),
     "the 3 channels: permute x (4, 5).": lambda: functional.conv2d(torch.ones(1, 5, 5, 3), torch.ones(4, 3, 3, 3)),
     "Sizes 5 and 9 differ: compare x (4, 5).": lambda: torch.ones(4, 5) + torch.ones(4, 9),
-    "The weights are float32, the input is not: convert": lambda: torch.nn.Linear(3, 3)(torch.ones(2, 3).byte()),
-    "the input is not: convert it with .float()": lambda: torch.nn.Conv2d(1, 1, 1)(torch.ones(1, 1, 3, 3).long()),
+    "The input has integers, the weights are float32: convert": lambda: torch.nn.Linear(3, 3)(torch.ones(2, 3).byte()),
+    "has integers, the weights are float32: convert it with .float()": lambda: torch.nn.Conv2d(1, 1, 1)(
+        torch.ones(1, 1, 3, 3).long()
+    ),
     "convert them with .long()": lambda: functional.embedding(torch.ones(2), torch.ones(3, 2)),
     "If gradient_checkpointing_kwargs has": lambda: checkpoint(
         torch.sin, torch.ones(1), use_reentrant=True, reentran=1

@@ -101,7 +101,7 @@ def test_torchmetrics_of_several_outputs_need_an_adapter(make_trainer):
 @pytest.mark.parametrize(
     ("wrong", "arguments", "message"),
     [
-        ("accuracy", {}, "compute_metrics must be a function.*got str"),
+        ("accuracy", {}, "compute_metrics must be one function.*got str"),
         ({"acc": lambda p: {}}, {}, r"compute_metrics\['acc'\] is a function"),
         ({}, {}, "at least one"),
         (lambda prediction: {}, {"batch_eval_metrics": True}, "compute_result"),
