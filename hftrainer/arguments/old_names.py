@@ -55,9 +55,7 @@ def old_argument(args: Any, name: str) -> Any:
 
 def describe_removed_features(args: Any) -> list[str]:
     """A sentence for each argument whose value selects a removed feature."""
-    features = {
-        name: argument.removed_feature for name, argument in ARGUMENTS.items() if argument.removed_feature is not None
-    }
+    features = {name: argument.removed_feature for name, argument in ARGUMENTS.items() if argument.removed_feature}
     return [f"{name}={old!r}: {how}." for name, (old, how) in features.items() if old_argument(args, name) == old]
 
 
@@ -69,9 +67,8 @@ def redeclared_old_names(args_class: type) -> frozenset[str]:
     if not issubclass(args_class, OldArguments):
         return frozenset()
     fields = args_class.__dataclass_fields__
-    return frozenset(
-        name for name in FIELDS.keys() - CURRENT_FIELDS if fields.get(name, FIELDS[name]) is not FIELDS[name]
-    )
+    old_names = FIELDS.keys() - CURRENT_FIELDS
+    return frozenset(name for name in old_names if fields.get(name, FIELDS[name]) is not FIELDS[name])
 
 
 def set_current(args: BaseArguments, name: str, value: Any) -> None:
@@ -136,10 +133,10 @@ def _pop_hidden(args: BaseArguments, redeclared_names: Set[str]) -> dict[str, An
     values = {name: vars(args).pop(name) for name in names} | vars(args).pop("_hidden_values", {})
     # A subclass that was defined before `install()` still has the old names.
     fields = type(args).__dataclass_fields__
-    attribute_names = {
-        name for name, value in values.items() if value not in (None, HIDDEN_FIELDS[name].default)
-    } - RENAMED.keys()
-    vars(args).update({name: value for name, value in values.items() if name in attribute_names or name in fields})
+    for name, value in values.items():
+        is_attribute = name not in RENAMED and value not in (None, HIDDEN_FIELDS[name].default)
+        if is_attribute or name in fields:
+            vars(args)[name] = value
     return {name: value for name, value in values.items() if name in RENAMED}
 
 

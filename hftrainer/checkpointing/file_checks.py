@@ -193,11 +193,9 @@ def _check_group(saved: dict[str, Any], group: dict[str, Any]) -> None:
     tensor_count = len(group["params"])
     saved_count = len(saved["params"])
     if (missing := (_SETTINGS & group.keys()) - saved.keys()) or tensor_count != saved_count:
-        problem = (
-            f"lacks {min(missing)!r}"
-            if missing
-            else f"has {saved_count} parameters in a group, this run's {tensor_count}"
-        )
+        problem = f"has {saved_count} parameters in a group, this run's {tensor_count}"
+        if missing:
+            problem = f"lacks {min(missing)!r}"
         advice = f"train the same parameters with the same optimizer. {FRESH_OPTIMIZER}"
         raise InvalidSetup(f"The checkpoint's optimizer {problem}: {advice}")
     if saved.get("fused") and saved.get("differentiable"):

@@ -76,14 +76,15 @@ def sort_checkpoints(run_folder: str) -> list[str]:
     as newer, nor an older checkpoint to which somebody has added a file. If all times lie within a second, as on file
     systems that do not keep them, they are sorted by step.
     """
-    folders = [
-        (save_time(path), step, str(path))
-        for path in Path(run_folder).iterdir()
-        if (step := _step_of_folder(path)) is not None and (path / TRAINER_STATE_NAME).is_file()
-    ]
-    times = [time for time, _, _ in folders]
-    has_times = bool(times) and max(times) - min(times) >= 1.0
-    return [path for _, _, path in sorted(folders if has_times else ((0.0, step, path) for _, step, path in folders))]
+    folders = []
+    for path in Path(run_folder).iterdir():
+        step = _step_of_folder(path)
+        if step is not None and (path / TRAINER_STATE_NAME).is_file():
+            folders.append((save_time(path), step, str(path)))
+    times = [time for time, _, _ in folders] or [0.0]
+    if max(times) - min(times) < 1.0:
+        folders = [(0.0, step, path) for _, step, path in folders]
+    return [path for _, _, path in sorted(folders)]
 
 
 def describe_nearest(missing: str, *folders: str) -> str:

@@ -219,20 +219,17 @@ def match_by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.opti
     names_by_id = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
     if not has_named_groups(optimizer):
         # Load a script's own named groups by position, as torch does.
-        is_plain = all(
-            "param_names" not in group and names_by_id.keys() >= set(map(id, group["params"])) for group in new_groups
-        )
+        ids = names_by_id.keys()
+        is_plain = all("param_names" not in group and ids >= set(map(id, group["params"])) for group in new_groups)
         if not (is_named and is_plain):
             return state
     saved_names = _saved_names(saved_groups, optimizer, is_named)
     new_names = [[names_by_id[id(parameter)] for parameter in group["params"]] for group in new_groups]
     if is_named and saved_names == new_names:
         return state
-    saved = {
-        name: (number, group)
-        for names, group in zip(saved_names, saved_groups, strict=True)
-        for name, number in zip(names, group["params"], strict=True)
-    }
+    saved: dict[str, tuple[int, dict[str, Any]]] = {}
+    for names, group in zip(saved_names, saved_groups, strict=True):
+        saved |= {name: (number, group) for name, number in zip(names, group["params"], strict=True)}
     numbers = {name: number for name, (number, _) in saved.items()}
     states = _renumber(state["state"], numbers, list(itertools.chain(*new_names)))
     return {**state, "state": states, "param_groups": list(_regroup(saved, new_names, new_groups, saved_groups[0]))}

@@ -92,11 +92,13 @@ def differing_arguments(runs: list[dict[str, Any]], labels: list[str]) -> list[d
     """For each run, its arguments with an effect that differ and are not in the labels of all runs."""
     # Some runs may have no saved arguments.
     values = {name: value for run in runs for name, value in run.items()}
-    effective = [name for name in values if not _WITHOUT_EFFECT.fullmatch(name)]
-    names = [name for name in effective if any(run.get(name, values[name]) != values[name] for run in runs)]
     words = [set(re.split(r"[^a-zA-Z0-9.]+|(?<=[a-z])(?=\d)", label)) for label in labels]
-    known = list(zip(runs, words, strict=True))
-    names = [name for name in names if not all(str(run[name]) in parts for run, parts in known if name in run)]
+    names = []
+    for name, value in values.items():
+        differs = any(run.get(name, value) != value for run in runs)
+        is_in_labels = all(str(run[name]) in parts for run, parts in zip(runs, words, strict=True) if name in run)
+        if differs and not is_in_labels and not _WITHOUT_EFFECT.fullmatch(name):
+            names.append(name)
     differing = [{name: run[name] for name in names if name in run} for run in runs]
     for settings, run in zip(differing, runs, strict=True):
         # Without max_steps, num_train_epochs sets the length.

@@ -253,10 +253,8 @@ def _flatten_optimizer_state(state: dict[str, Any]) -> dict[str, Any]:
     for group in state["param_groups"]:
         # GrokAdamW keeps tensors by parameter in a setting, which no checkpoint can restore. Groups have no names here,
         # since each parameter has its settings under its own name.
-        excluded_keys = ("params", "name", "param_names")
-        settings = {
-            key: value for key, value in group.items() if key not in excluded_keys and not _has_parameters(value)
-        }
+        excluded = ("params", "name", "param_names")
+        settings = {key: value for key, value in group.items() if key not in excluded and not _has_parameters(value)}
         flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in settings.items()}
     return flat
 

@@ -154,10 +154,11 @@ def has_weights(folder: str) -> bool:
 
 def missing_shard(folder: str) -> str | None:
     """The first missing shard of the weights, by their index or of a process; None if none is missing."""
-    lists = [os.path.join(folder, name, layout.LIST_OF_SHARDS) for name in SHARD_FOLDERS.values()]
-    if any(name.endswith(layout.SHARD_SUFFIX) for name in _list_folder(os.path.join(folder, layout.DCP_FOLDER))):
-        lists.append(os.path.join(folder, layout.DCP_FOLDER, layout.LIST_OF_SHARDS))
-    required = [*weights_files(folder), *(path for path in lists if os.path.isdir(os.path.dirname(path)))]
+    places = [path for name in SHARD_FOLDERS.values() if os.path.isdir(path := os.path.join(folder, name))]
+    dcp_folder = os.path.join(folder, layout.DCP_FOLDER)
+    if any(name.endswith(layout.SHARD_SUFFIX) for name in _list_folder(dcp_folder)):
+        places.append(dcp_folder)
+    required = [*weights_files(folder), *(os.path.join(place, layout.LIST_OF_SHARDS) for place in places)]
     return next((path for path in required if not os.path.isfile(path)), None) or missing_deepspeed_shard(folder)
 
 
@@ -287,9 +288,8 @@ def _load_files(model: torch.nn.Module, paths: list[str]) -> LoadResult:
     loaded_ids = {id(expected[name]) for name in loaded_names & expected.keys()}
     missing = [name for name, tensor in expected.items() if name not in loaded_names and id(tensor) not in loaded_ids]
     if loaded_names and expected and not loaded_names & expected.keys():
-        place = (
-            f"is in {os.path.dirname(paths[0])} (it has {min(loaded_names)}, ...): this is another model's checkpoint"
-        )
+        folder = os.path.dirname(paths[0])
+        place = f"is in {folder} (it has {min(loaded_names)}, ...): this is another model's checkpoint"
         raise InvalidSetup(f"None of the model's {len(expected)} weights {place}.")
     return LoadResult(missing, sorted(loaded_names - expected.keys()))
 
@@ -353,10 +353,11 @@ def missing_deepspeed_shard(folder: str) -> str | None:
     if not any(name.endswith(_MODEL_STATES) for name in file_names):
         return os.path.join(states, f"mp_rank_00_{_MODEL_STATES}")
     # Expect every kind of shard that any rank has written from each rank up to the highest.
-    shards = [(name, match) for name in file_names if (match := _SHARD_NAME.match(name))]
-    kinds = sorted({(name[: match.start(1)], match[2]) for name, match in shards})
-    ranks = range(1 + max((int(match[1]) for _, match in shards), default=-1))
-    expected = (f"{prefix}{rank}_{suffix}" for rank in ranks for prefix, suffix in kinds)
+    kinds, last_rank = set(), -1
+    for match in filter(None, map(_SHARD_NAME.match, file_names)):
+        kinds.add((match.string[: match.start(1)], match[2]))
+        last_rank = max(last_rank, int(match[1]))
+    expected = (f"{prefix}{rank}_{suffix}" for rank in range(last_rank + 1) for prefix, suffix in sorted(kinds))
     return next((os.path.join(states, name) for name in expected if name not in file_names), None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 #: Module of transformers → the class in it that is swapped.
@@ -16,25 +16,26 @@ _MAX_NAMES = 5
 
 def check_earlier_imports() -> Iterator[str]:
     """Warnings about modules that use transformers' Trainer, and about its replaced methods."""
-    loaded_modules = [(sys.modules.get(module), name) for module, name in _TRAINERS.items()]
-    originals = [vars(module)[name] for module, name in loaded_modules if module is not None and name in vars(module)]
+    originals = []
+    for module_name, name in _TRAINERS.items():
+        module = sys.modules.get(module_name)
+        if module is not None and name in vars(module):
+            originals.append(vars(module)[name])
     if not originals:
         return
     subclasses = {kind for original in originals for kind in _subclasses(original)}
-    class_names = sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in subclasses)
-    modules = {kind.__module__ for kind in subclasses}
-    users = sorted(
-        modules | {name for name, module in list(sys.modules.items()) if _refers_to(name, module, originals)}
-    )
+    users = {kind.__module__ for kind in subclasses}
+    users |= {name for name, module in list(sys.modules.items()) if _refers_to(name, module, originals)}
     if users:
+        class_names = [f"{kind.__module__}.{kind.__qualname__}" for kind in subclasses]
+        classes = f" ({_join_names(class_names)})" if class_names else ""
         yield (
             f"{_join_names(users)} imported transformers.Trainer before hftrainer.install(), and will still use it"
-            + (f" ({_join_names(class_names)})" if class_names else "")
-            + ": call install() before that import, or run the script with `python -m hftrainer run`."
+            f"{classes}: call install() before that import, or run the script with `python -m hftrainer run`."
         )
     replaced_methods = {name: module for original in originals for name, module in _find_replaced_methods(original)}
     if replaced_methods:
-        descriptions = [f"{name} by {module}" for name, module in sorted(replaced_methods.items())]
+        descriptions = [f"{name} by {module}" for name, module in replaced_methods.items()]
         yield (
             f"Methods of transformers.Trainer were replaced before hftrainer.install(), which has no effect now: "
             f"{_join_names(descriptions)}. To replace hftrainer's, call install() before that import."
@@ -45,8 +46,8 @@ def _root_package(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _join_names(names: list[str]) -> str:
-    first_names, rest = names[:_MAX_NAMES], len(names) - _MAX_NAMES
+def _join_names(names: Collection[str]) -> str:
+    first_names, rest = sorted(names)[:_MAX_NAMES], len(names) - _MAX_NAMES
     return ", ".join(first_names) + (f" and {rest} more" if rest > 0 else "")
 
 

@@ -275,18 +275,17 @@ def explain_call_error(error: TypeError, model: Any, datasets: Sequence[Any]) ->
     )
     if match is None or match[1] not in (type(model).__name__, type(libraries.unwrap_peft(model)).__name__):
         return
-    if match["unknown"]:
+    kind, unknown, missing = match.groups()
+    if unknown:
         advice = "let data_collator drop it (remove_unused_columns drops columns of the dataset only), or add it"
-        if "label" in match["unknown"]:
-            advice = f"add a parameter {match['unknown']}=None to forward, and return the loss if it is not None"
-        raise UnknownKey(
-            f"The batch has {match['unknown']!r}, which {match[1]}.forward does not accept: {advice}."
-        ) from error
+        if "label" in unknown:
+            advice = f"add a parameter {unknown}=None to forward, and return the loss if it is not None"
+        raise UnknownKey(f"The batch has {unknown!r}, which {kind}.forward does not accept: {advice}.") from error
     keys = dict.fromkeys(name for dataset in datasets for name in _columns_of(dataset))
-    sentence = f"The batch has no {match['missing']!r}, which {match[1]}.forward needs"
-    if match["missing"] in keys:
+    sentence = f"The batch has no {missing!r}, which {kind}.forward needs"
+    if missing in keys:
         dropped = "the samples have it, but data_collator or compute_loss has dropped it"
-        raise UnknownKey(f"{sentence}: {_dropped_reason(datasets, match['missing']) or dropped}.") from error
+        raise UnknownKey(f"{sentence}: {_dropped_reason(datasets, missing) or dropped}.") from error
     have = f"; the samples have {', '.join(map(str, keys))}" if keys else ""
     advice = "Rename the key, tokenize texts first, or let a data_collator build the inputs."
     raise UnknownKey(f"{sentence}{have}. {advice}") from error
@@ -300,10 +299,12 @@ def describe_columns(samples: Any, dataset: Any, collator: Any) -> str:
         dataset: their dataset.
         collator: the collator.
     """
-    names = [*map(str, samples[0] if samples and isinstance(samples[0], Mapping) else _columns_of(dataset))]
-    removed = [name for name in names if name not in getattr(collator, "columns", names)]
-    kept = ", ".join(name for name in names if name not in removed)
-    text = f" (remove_unused_columns has removed {', '.join(removed)})" if removed else ""
+    columns = samples[0] if samples and isinstance(samples[0], Mapping) else _columns_of(dataset)
+    names = list(map(str, columns))
+    kept_names = getattr(collator, "columns", names)
+    removed = ", ".join(name for name in names if name not in kept_names)
+    text = f" (remove_unused_columns has removed {removed})" if removed else ""
+    kept = ", ".join(name for name in names if name in kept_names)
     return f"; the first has {kept}{text}" if names else ""
 
 

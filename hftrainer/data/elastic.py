@@ -135,10 +135,13 @@ def accumulation_steps(global_batch: int, batch_size: int, processes: int) -> in
     steps, remainder = divmod(global_batch, batch_size * processes)
     if steps and not remainder:
         return steps
-    sizes = _factors(global_batch // processes) if global_batch % processes == 0 else []
-    numbers = _factors(global_batch // batch_size) if global_batch % batch_size == 0 else []
-    options = [f"per_device_train_batch_size of {_join_numbers(sizes)}"] if sizes else []
-    options += [f"{_join_numbers(numbers)} process{'es' * (numbers != [1])}"] if numbers else []
+    options = []
+    if global_batch % processes == 0:
+        sizes = _factors(global_batch // processes)
+        options.append(f"per_device_train_batch_size of {_join_numbers(sizes)}")
+    if global_batch % batch_size == 0:
+        numbers = _factors(global_batch // batch_size)
+        options.append("1 process" if numbers == [1] else f"{_join_numbers(numbers)} processes")
     raise InvalidArgument(
         f"elastic=True: a step of this run has {global_batch} samples, which {processes} x "
         f"per_device_train_batch_size={batch_size} does not divide. Use {', or '.join(options) or 'other numbers'}."

@@ -194,12 +194,12 @@ class LoaderFactory(Part):
     def check_evaluation_data(self) -> None:
         """Refuse an empty evaluation dataset before the first step, if the run will evaluate it."""
         trainer, args = self.trainer, self.trainer.args
-        is_due = args.eval_strategy != "no" and self.parts.policy.evaluates_last_step and not args.eval_delay
-        for name, dataset in evaluation_datasets(trainer).items() if is_due else ():
+        if args.eval_strategy == "no" or args.eval_delay or not self.parts.policy.evaluates_last_step:
+            return
+        for name, dataset in evaluation_datasets(trainer).items():
             if has_length(dataset) and not len(dataset):
-                raise InvalidArgument(
-                    f"eval_dataset{[name] if name else ''} is empty: add samples, or use eval_strategy='no'."
-                )
+                key = f"[{name!r}]" if name else ""
+                raise InvalidArgument(f"eval_dataset{key} is empty: add samples, or use eval_strategy='no'.")
 
     # ---- Columns -----------------------------------------------------------------------------------------------
 
@@ -232,10 +232,10 @@ class LoaderFactory(Part):
             if is_clear or "_is_explained" in vars(error):
                 raise
             vars(error)["_is_explained"] = True
-            groups = [getattr(data, "sources", data) for data in datasets]
-            all_datasets = [
-                dataset for data in groups for dataset in (data.values() if isinstance(data, dict) else [data])
-            ]
+            all_datasets: list[Any] = []
+            for data in datasets:
+                sources = getattr(data, "sources", data)
+                all_datasets += sources.values() if isinstance(sources, dict) else [sources]
             signature_columns = self.trainer._signature_columns
             if isinstance(error, TypeError):
                 collators.explain_call_error(error, self.trainer.model, all_datasets)

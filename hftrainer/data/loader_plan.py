@@ -152,9 +152,8 @@ def _plan_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_spec:
         dataset = samplers.ShardedStream(loader.dataset, shard_spec, size, loader.drop_last)
         stream_generator = getattr(loader.dataset, "generator", None)
         generator = stream_generator if isinstance(stream_generator, torch.Generator) else None
-    return LoaderPlan(
-        dataset, {"batch_size": size, "drop_last": loader.drop_last}, generator=generator, has_own_batch_count=True
-    )
+    settings = {"batch_size": size, "drop_last": loader.drop_last}
+    return LoaderPlan(dataset, settings, generator=generator, has_own_batch_count=True)
 
 
 def _sampler_args(loader: DataLoader[Any], batches: Any) -> dict[str, Any]:

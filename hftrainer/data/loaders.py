@@ -257,13 +257,14 @@ class PreparedDataLoader(DataLoader[Any]):
             is_worker_error = self.in_order and "in DataLoader worker process" in str(error)
             if unread and (not self.num_workers or is_worker_error):
                 indices = list(map(str, unread[0]))
-                shown = ", ".join(indices[:16] + ["..."] * (len(indices) > 16))
+                if len(indices) > 16:
+                    indices[16:] = ["..."]
                 index, samples = read_variable(error, "idx"), read_variable(error, "data")
-                what = (
-                    f"the samples [{shown}] were read and collated" if index is None else f"sample {index!r} was read"
-                )
-                if index is None and isinstance(error, (KeyError, AttributeError)):
-                    what += describe_columns(samples, self.dataset, self.collate_fn)
+                what = f"sample {index!r} was read"
+                if index is None:
+                    what = f"the samples [{', '.join(indices)}] were read and collated"
+                    if isinstance(error, (KeyError, AttributeError)):
+                        what += describe_columns(samples, self.dataset, self.collate_fn)
                 add_note(error, f"This happened while {what}.")
             collator = getattr(self.collate_fn, "data_collator", self.collate_fn)
             if isinstance(error, TypeError) and not can_call(collator, []):
@@ -392,9 +393,8 @@ class PreparedDataLoader(DataLoader[Any]):
                 self.generator.set_state(start.worker_seed)
         if self.recorder is not None:
             self.collate_fn = collator = StateSendingCollator(self.collate_fn)
-            self.worker_init_fn = functools.partial(
-                init_worker, self.worker_init_fn, collator, dict(start.worker_states)
-            )
+            states = dict(start.worker_states)
+            self.worker_init_fn = functools.partial(init_worker, self.worker_init_fn, collator, states)
             self.recorder.begin_workers(self.generator, draws_seed=start.worker_seed is None)
 
 

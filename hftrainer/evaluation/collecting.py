@@ -77,10 +77,8 @@ def select_predictions(outputs: Any, ignored: Collection[str], *, has_loss: bool
         A tuple of the values of a mapping; otherwise the same kind as `outputs`.
     """
     if isinstance(outputs, Mapping):
-        excluded_keys = {*ignored, "loss"} if has_loss else {*ignored}
-        outputs = tuple(
-            value for name, value in outputs.items() if name not in excluded_keys and _is_data(value, repr(name))
-        )
+        excluded = {*ignored, "loss"} if has_loss else {*ignored}
+        outputs = tuple(value for key, value in outputs.items() if key not in excluded and _is_data(value, repr(key)))
     else:
         outputs = outputs[1:] if has_loss else outputs
         if type(outputs) in (tuple, list):

@@ -113,9 +113,8 @@ class UploadSnapshots:
         for name in model_files(checkpoint):
             (target / name).unlink(missing_ok=True)
             files.link_or_copy((Path(checkpoint) / name).resolve(), target / name)
-        for name in filter_repo_objects(
-            _list_files(self.output_dir), ignore_patterns=[*IGNORE_PATTERNS, *_IGNORED_BY_CLIENT]
-        ):
+        ignored = [*IGNORE_PATTERNS, *_IGNORED_BY_CLIENT]
+        for name in filter_repo_objects(_list_files(self.output_dir), ignore_patterns=ignored):
             path = Path(self.output_dir) / name
             # The path may be a pipe or a broken symbolic link.
             if (target / name).exists() or not path.is_file():
@@ -139,8 +138,5 @@ class UploadSnapshots:
 
 def _list_files(folder: str) -> list[str]:
     """The paths of all files below a folder, relative to it."""
-    return [
-        Path(root, name).relative_to(folder).as_posix()
-        for root, _, file_names in os.walk(folder)
-        for name in sorted(file_names)
-    ]
+    paths = (Path(root, name) for root, _, names in os.walk(folder) for name in sorted(names))
+    return [path.relative_to(folder).as_posix() for path in paths]

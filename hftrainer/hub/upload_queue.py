@@ -183,9 +183,8 @@ class UploadQueue:
                 older, newer = sorted((other, commit), key=lambda commit: commit.number)
                 self._discard_snapshot(older)
                 self._missing_commits[commit.path_in_repo] = newer
-            similar_commits = [
-                missing for path, missing in self._missing_commits.items() if bool(path) == bool(commit.path_in_repo)
-            ]
+            has_path = bool(commit.path_in_repo)
+            similar_commits = [missing for path, missing in self._missing_commits.items() if bool(path) == has_path]
             for outdated in sorted(similar_commits, key=lambda outdated: outdated.number)[:-1]:
                 self._discard_snapshot(outdated)
 

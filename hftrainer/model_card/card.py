@@ -243,15 +243,18 @@ class TrainingSummary:
         return self.finetuned_from if self.finetuned_from and card_contents.is_repo_id(self.finetuned_from) else None
 
     def _introduction(self) -> str:
-        model = f"{'An adapter for a' if self.library_name == 'peft' else 'A'} model"
-        model += f" of class `{self.model_class}`" if self.model_class else ""
-        origin = "trained"
+        text = "An adapter for a model" if self.library_name == "peft" else "A model"
+        if self.model_class:
+            text += f" of class `{self.model_class}`"
         if base := self.finetuned_from:
             link = f"[{base}](https://huggingface.co/{base})" if self._base_model() else f"`{base}`"
-            origin = f"fine-tuned from {link}"
-        names = _as_list(self.dataset)
-        data = f" on {', '.join(names[:-1])}{' and ' if names[1:] else ''}{names[-1]}" if names else ""
-        return f"{model}, {origin}{data}."
+            text += f", fine-tuned from {link}"
+        else:
+            text += ", trained"
+        if names := _as_list(self.dataset):
+            first = ", ".join(names[:-1])
+            text += f" on {first} and {names[-1]}" if first else f" on {names[-1]}"
+        return f"{text}."
 
 
 def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **kwargs: Any) -> None:
@@ -388,12 +391,11 @@ def _bullets(values: dict[str, Any] | None) -> str:
 
 
 def _count_samples(trainer: Trainer) -> dict[str, int]:
-    evaluation = trainer.eval_dataset
-    has_names = isinstance(evaluation, dict)
-    sets = (
-        {f"evaluation, {name}": data for name, data in evaluation.items()} if has_names else {"evaluation": evaluation}
-    )
-    datasets = {"training": trainer.train_dataset, **sets}
+    datasets = {"training": trainer.train_dataset}
+    if isinstance(trainer.eval_dataset, dict):
+        datasets |= {f"evaluation, {name}": data for name, data in trainer.eval_dataset.items()}
+    else:
+        datasets["evaluation"] = trainer.eval_dataset
     return {name: len(data) for name, data in datasets.items() if data is not None and libraries.has_length(data)}
 
 

@@ -41,10 +41,9 @@ def evaluation_rows(log_history: Sequence[Line]) -> list[dict[str, Any]] | None:
         training_loss = line.get("loss", training_loss)
         if _is_evaluation(line):
             row = {"Training Loss": training_loss, "Epoch": line.get("epoch"), "Step": line.get("step")}
-            metrics = _metrics(line).items()
-            rows.append(
-                row | {"Validation Loss" if key == "eval_loss" else _title(key): value for key, value in metrics}
-            )
+            for key, value in _metrics(line).items():
+                row["Validation Loss" if key == "eval_loss" else _title(key)] = value
+            rows.append(row)
     return rows or None
 
 
@@ -80,13 +79,14 @@ def format_value(value: Any) -> str:
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Format rows as a Markdown table. A cell is empty if its row has no such column."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [columns, *([format_value(row.get(name, "")) for name in columns] for row in rows)]
-    cells = [[cell.replace("|", "\\|") for cell in line] for line in cells]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    lines = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-    lines.insert(1, " | ".join(f":{'-' * (width - 2)}:" for width in widths))
-    return "\n".join(f"| {line} |" for line in lines)
+    columns = []
+    for name in dict.fromkeys(name for row in rows for name in row):
+        texts = [name, *(format_value(row.get(name, "")) for row in rows)]
+        cells = [text.replace("|", "\\|") for text in texts]
+        width = max(map(len, cells))
+        cells.insert(1, f":{'-' * (width - 2)}:")
+        columns.append([cell.ljust(width) for cell in cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
 
 
 def _end_of_training(lines: Sequence[Line]) -> int | None:

@@ -60,10 +60,8 @@ def make_arguments(
             f"optim={name!r} steps before the gradients are all-reduced: use optim={name.removesuffix('_layerwise')!r}."
         )
     optimizers = {parameter: optimizer_class([{"params": [parameter]}], **kwargs) for parameter in other_parameters}
-    optimizers |= {
-        parameter: optimizer_class([{"params": [parameter], **projection}], **kwargs)
-        for parameter in projected_parameters
-    }
+    for parameter in projected_parameters:
+        optimizers[parameter] = optimizer_class([{"params": [parameter], **projection}], **kwargs)
     return LayerWiseDummyOptimizer, {**kwargs, "optimizer_dict": optimizers}
 
 

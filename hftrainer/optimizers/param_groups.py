@@ -86,16 +86,14 @@ def _find_unmatched(
     """An error for each pattern that selects nothing."""
     for pattern in patterns:
         matches = fnmatch.filter(named_parameters, pattern)
-        if not matches:
+        if not matches and any("_flat_param" in name for name in named_parameters):
+            yield f"{pattern!r} matches no parameter of the model. {_FLAT}"
+        elif not matches:
             parts = dict.fromkeys(part for name in named_parameters for part in name.split("."))
-            suggestion = suggest(
-                pattern,
-                named_parameters,
-                suggest(pattern.strip("*."), parts, f", such as {next(iter(named_parameters))!r}."),
-            )
-            is_flat = any("_flat_param" in name for name in named_parameters)
-            advice = _FLAT if is_flat else "See model.named_parameters() for the names."
-            yield f"{pattern!r} matches no parameter of the model{'.' if is_flat else suggestion} {advice}"
+            example = f", such as {next(iter(named_parameters))!r}."
+            suggestion = suggest(pattern, named_parameters, suggest(pattern.strip("*."), parts, example))
+            advice = "See model.named_parameters() for the names."
+            yield f"{pattern!r} matches no parameter of the model{suggestion} {advice}"
         elif not any(named_parameters[name].requires_grad for name in matches):
             yield f"{pattern!r} matches only frozen parameters: remove it, or set requires_grad=True."
         elif not set(matches) & set(matching):
@@ -109,15 +107,19 @@ def find_stacks(model: nn.Module, names: list[str]) -> dict[str, int]:
         model: the model.
         names: names of parameters; stacks without any of them are left out.
     """
-    lists = {
-        f"{bare_name(name)}.": module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
-    }
-    # Ignore lists inside a layer, such as those of experts.
-    lists = {name: layers for name, layers in lists.items() if not any(name.startswith(o) for o in lists if o != name)}
-    lists = {name: layers for name, layers in lists.items() if any(other.startswith(name) for other in names)}
+    lists = {f"{bare_name(name)}.": part for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
+    stacks: dict[str, int] = {}
+    deep_stacks: dict[str, int] = {}
+    for prefix, layers in lists.items():
+        # Ignore lists inside a layer, such as those of experts.
+        is_inner = any(prefix.startswith(other) for other in lists if other != prefix)
+        if is_inner or not any(name.startswith(prefix) for name in names):
+            continue
+        stacks[prefix] = len(layers)
+        if any(list(layer.children()) for layer in layers):
+            deep_stacks[prefix] = len(layers)
     # Prefer lists whose items have submodules, unlike a list of plain heads.
-    deep = {name: layers for name, layers in lists.items() if any(list(layer.children()) for layer in layers)}
-    return {name: len(layers) for name, layers in (deep or lists).items()}
+    return deep_stacks or stacks
 
 
 def _tower(stack: str, stacks: dict[str, int]) -> str:
@@ -155,9 +157,7 @@ def layer_scales(
         names: names of parameters, in the model's order.
     """
     towers = {_tower(name, stacks): name for name in stacks}
-    embeddings = {
-        f"{bare_name(name)}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)
-    }
+    embeddings = {f"{bare_name(name)}.weight" for name, part in model.named_modules() if isinstance(part, nn.Embedding)}
     scales: dict[str, tuple[str, float]] = {}
     started_towers = set()
     for name in names:

@@ -172,9 +172,8 @@ def _cosine_with_warmup(
         return (step + 1.0) / max(1.0, num_warmup_steps)
     if step < num_warmup_steps:
         return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, num_warmup_steps - 1)  # type: ignore[operator]
-    return _cosine_factor(
-        min_lr_ratio, num_cycles, num_training_steps - num_warmup_steps, step - num_warmup_steps + 1.0
-    )
+    steps = num_training_steps - num_warmup_steps
+    return _cosine_factor(min_lr_ratio, num_cycles, steps, step - num_warmup_steps + 1.0)
 
 
 #: Shapes of a rise from 0 to 1, and of a fall from 1 to 0, over `progress`; only the cosine uses `cycles`.

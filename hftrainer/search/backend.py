@@ -139,12 +139,11 @@ class SearchBackend(abc.ABC):
             count = len([float(value) for value in values])
         except (TypeError, ValueError):
             count = 0
-        if count != len(self.directions):
-            expectation = (
-                "a number" if len(self.directions) == 1 else f"{len(self.directions)} numbers, one per direction"
-            )
+        expected = len(self.directions)
+        if count != expected:
+            expectation = "a number" if expected == 1 else f"{expected} numbers, one per direction"
             raise InvalidArgument(f"compute_objective returned {objective!r}: it must return {expectation}.")
-        return values[0] if len(self.directions) == 1 else objective
+        return values[0] if expected == 1 else objective
 
 
 def read_directions(direction: Any) -> list[str]:

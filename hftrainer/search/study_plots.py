@@ -64,10 +64,10 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
         raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial yet to plot.")
     os.makedirs(out, exist_ok=True)
     names = _objective_names(study)
-    pairs = zip(names, study.directions, strict=True)
-    objectives: list[dict[str, Any]] = [{"target_name": f"{name} ({way.name.lower()})"} for name, way in pairs]
-    for number, objective in enumerate(objectives if len(objectives) > 1 else ()):
-        objective["target"] = lambda trial, number=number: trial.values[number]
+    objectives: list[dict[str, Any]] = []
+    for number, (name, direction) in enumerate(zip(names, study.directions, strict=True)):
+        target = {"target": lambda trial, number=number: trial.values[number]} if len(names) > 1 else {}
+        objectives.append({"target_name": f"{name} ({direction.name.lower()})", **target})
     prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
     paths = []
     for name, (function, min_trials, title) in PLOTS.items():
@@ -75,33 +75,27 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
             logger.warning("Skipping %s: it needs %d completed trials, but the study has %d.", name, min_trials, count)
             continue
         for number, objective in enumerate(objectives):
-            path = Path(out) / f"{prefix}{name}{f'_{number}' * (len(objectives) > 1)}.png"
+            suffix = f"_{number}" if len(names) > 1 else ""
+            path = Path(out) / f"{prefix}{name}{suffix}.png"
             shown, marked, limits = _without_far_trials(study, number)
             heading = title.format(names[number])
             left_out = [f"{len(found)} {why}" for why, (found, _) in _by_reason(marked) if why != "best trial"]
-            heading += f", without {', '.join(left_out)}" * (name == "parallel_coordinates" and bool(left_out))
+            if name == "parallel_coordinates" and left_out:
+                heading += f", without {', '.join(left_out)}"
             if name == "importance":
-                shown, heading = study, heading + f" (a rough guess: only {count} trials)" * (count < MANY_TRIALS)
+                shown = study
+                if count < MANY_TRIALS:
+                    heading += f" (a rough guess: only {count} trials)"
             _draw_png(function, shown, objective, path, heading, marked, limits)
             paths.append(str(path))
             if html:
-                paths.append(str(page := path.with_suffix(".html")))
-                figure = getattr(import_plotting("optuna.visualization"), function)(shown, **objective)
-                figure.update_layout(title=heading, template="plotly_white", font_size=13, colorway=COLOURS)
-                if name == "parallel_coordinates":
-                    _colour_page(figure, is_maximized=study.directions[number].name == "MAXIMIZE")
-                    _label_page(figure, [objective["target_name"], *_parameters(shown)], _whole_places(shown))
-                figure.update_traces(opacity=1, selector={"type": "scatter"})
-                figure.update_traces(line_shape="hv", name="best so far", selector={"name": "Best Value"})
-                if name == "importance":
-                    figure.update_xaxes(title_text="Hyperparameter importance")
-                for reason, (x, y) in _by_reason(marked) if name == "history" else ():
-                    marks = {"x": x, "y": y, "mode": "markers", "marker_symbol": REASON_MARKS[reason][1]}
-                    marks |= {"marker_color": COLOURS[1], "marker_size": 16} if reason == "best trial" else {}
-                    figure.add_scatter(**{"marker_color": "gray"} | marks, name=reason).update_yaxes(range=limits)
-                # Margins would add scrollbars to a plot of the window's height.
+                is_maximized = study.directions[number].name == "MAXIMIZE"
+                figure = _make_page(function, shown, objective, heading, marked, limits, is_maximized)
+                page = path.with_suffix(".html")
                 text = figure.to_html(include_plotlyjs=html)
+                # Margins would add scrollbars to a plot of the window's height.
                 page.write_text(text.replace("<head>", "<head><style>body { margin: 0; }</style>", 1), "utf-8")
+                paths.append(str(page))
     return paths
 
 
@@ -120,10 +114,8 @@ def best_trials(storage: str, study_name: str | None = None) -> tuple[list[dict[
     states = Counter(trial.state.name.lower() for trial in every)
     counts = ", ".join(f"{count} {STATES.get(state, state)}" for state, count in states.most_common())
     note = f"{len(trials)} best of {len(every)} trials: {counts}" if len(every) > len(trials) else ""
-    return [
-        {"trial": trial.number} | dict(zip(_objective_names(study), trial.values, strict=True)) | trial.params
-        for trial in trials
-    ], note
+    names = _objective_names(study)
+    return [{"trial": t.number, **dict(zip(names, t.values, strict=True)), **t.params} for t in trials], note
 
 
 def _objective_names(study: Study) -> list[str]:
@@ -148,20 +140,22 @@ def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tup
     """
     optuna = import_plotting("optuna")
     copy, trials = optuna.create_study(directions=study.directions), study.get_trials(deepcopy=True)
-    complete = [trial.values[number] for trial in trials if trial.state.name == "COMPLETE"]
+    complete = {trial.number: trial.values[number] for trial in trials if trial.state.name == "COMPLETE"}
     is_maximized = study.directions[number].name == "MAXIMIZE"
-    ranked = sorted(complete, reverse=is_maximized)
+    ranked = sorted(complete.values(), reverse=is_maximized)
+    best = next(trial for trial, value in complete.items() if value == ranked[0])
     limit = 4 * abs(ranked[len(ranked) * 3 // 4] - ranked[0]) or math.inf
-    near, marked = [value for value in ranked if abs(value - ranked[0]) <= limit], {}
+    near = [value for value in ranked if abs(value - ranked[0]) <= limit]
     unfinished = [trial for trial in trials if trial.state.name != "COMPLETE"]
     last = {trial.number: trial.intermediate_values.get(trial.last_step or 0, near[-1]) for trial in unfinished}
     shown = near + [value for value in last.values() if abs(value - ranked[0]) <= limit < math.inf]
+    marked: dict[int, tuple[float, str]] = {}
     for trial in trials:
         value = last[trial.number] if trial.number in last else trial.values[number]
         if trial.number in last or value not in near:
             marked[trial.number] = min(max(shown), max(min(shown), value)), REASONS[trial.state.name]
             trial.state, trial.values = optuna.trial.TrialState.PRUNED, None
-        elif value == ranked[0] and "best trial" not in {why for _, why in marked.values()}:
+        elif trial.number == best:
             marked[trial.number] = value, "best trial"
         copy.add_trial(trial)
     return copy, marked, axis_range(shown)
@@ -188,9 +182,10 @@ def _draw_png(
         colours = colours if lines.get_cmap().name.endswith("_r") else colours[::-1]
         lines.set_cmap(import_plotting("matplotlib.colors").ListedColormap(colours))
         _label_parameters(figure, [objective["target_name"], *_parameters(study)])
-        # After the objective's and the scale of colours.
         ticker = import_plotting("matplotlib.ticker")
-        for locator in (figure.axes[place + 1].yaxis.get_major_locator() for place in _whole_places(study)):
+        for place in _whole_places(study):
+            # After the objective's and the scale of colours.
+            locator = figure.axes[place + 1].yaxis.get_major_locator()
             if isinstance(locator, ticker.MaxNLocator):
                 locator.set_params(integer=True)
     else:
@@ -213,6 +208,27 @@ def _draw_png(
             axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=7, frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
+
+
+def _make_page(
+    function: str, study: Study, objective: dict[str, Any], title: str, marked: Any, limits: Any, is_maximized: bool
+) -> Any:
+    """The same plot as plotly's figure."""
+    figure = getattr(import_plotting("optuna.visualization"), function)(study, **objective)
+    figure.update_layout(title=title, template="plotly_white", font_size=13, colorway=COLOURS)
+    if function == "plot_parallel_coordinate":
+        _colour_page(figure, is_maximized=is_maximized)
+        _label_page(figure, [objective["target_name"], *_parameters(study)], _whole_places(study))
+    figure.update_traces(opacity=1, selector={"type": "scatter"})
+    figure.update_traces(line_shape="hv", name="best so far", selector={"name": "Best Value"})
+    if function == "plot_param_importances":
+        figure.update_xaxes(title_text="Hyperparameter importance")
+    elif function == "plot_optimization_history":
+        figure.update_yaxes(range=limits)
+        for why, (x, y) in _by_reason(marked):
+            style = {"marker_color": COLOURS[1], "marker_size": 16} if why == "best trial" else {"marker_color": "gray"}
+            figure.add_scatter(x=x, y=y, mode="markers", marker_symbol=REASON_MARKS[why][1], name=why, **style)
+    return figure
 
 
 def _parameters(study: Study) -> list[str]:

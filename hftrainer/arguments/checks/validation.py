@@ -300,18 +300,19 @@ def check_types(args: BaseArguments) -> Iterator[str]:
     """An error message for each argument of another type: text for a number, a float for an integer, ..."""
     for name, kind in _TYPES.items():
         value = getattr(args, name, None)
-        is_unused = name == "per_device_eval_batch_size" and args.eval_strategy == choices.IntervalStrategy.NO
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        # For these, transformers fails with a float that has no fraction too.
-        is_strict = name == "max_steps" or (ARGUMENTS[name].minimum is not None and not is_unused)
         if kind in ("int", "float") and (reason := describe_text(value)):
             yield f"{name}={value!r} {reason}."
         elif isinstance(value, str) and value and kind == "bool" and not parse_bool(value):
             yield f"{name}={value!r} is text, which counts as true: write True or False, without quotes."
-        elif kind == "bool" and (isinstance(value, (list, dict)) or (is_number and value not in (0, 1))):
+        elif kind == "bool" and isinstance(value, (list, dict, int, float)) and value not in (0, 1):
             yield f"{name}={value!r}: use True or False."
-        elif isinstance(value, float) and kind == "int" and (value % 1 or (value > 0 and is_strict)):
-            yield f"{name}={value!r} is a float: use a whole number{f', {value:.0f}' if value % 1 == 0 else ''}."
+        elif kind == "int" and isinstance(value, float) and value % 1:
+            yield f"{name}={value!r} is a float: use a whole number."
+        elif kind == "int" and isinstance(value, float) and value > 0:
+            is_unused = name == "per_device_eval_batch_size" and args.eval_strategy == choices.IntervalStrategy.NO
+            # For these, transformers fails with a float that has no fraction too.
+            if name == "max_steps" or (ARGUMENTS[name].minimum is not None and not is_unused):
+                yield f"{name}={value!r} is a float: use a whole number, {value:.0f}."
         elif value is None and name in ("num_train_epochs", "max_steps"):
             yield f"{name}=None: use a number."
 

@@ -200,46 +200,43 @@ class Rename:
 
 def to_name(new: str) -> Rename:
     """A rename that changes only the name, not the value."""
-    return Rename(new, new, lambda current_value, old_value: old_value, lambda current_value: current_value)
+    return Rename(new, new, lambda current, old_value: old_value, lambda current: current)
 
 
 def to_value(new: str, value: str, otherwise: str | None = None) -> Rename:
     """Renames a boolean to a value of the new argument. Without `otherwise`, False has no effect."""
 
-    def write(current_value: Any, old_value: Any) -> Any:
+    def write(current: Any, old_value: Any) -> Any:
         if old_value:
             return value
-        return otherwise if otherwise is not None and current_value == value else current_value
+        return otherwise if otherwise is not None and current == value else current
 
-    return Rename(new, f"{new}={value!r}", write, lambda current_value: current_value == value)
+    return Rename(new, f"{new}={value!r}", write, lambda current: current == value)
 
 
 def to_item(new: str, value: str) -> Rename:
     """Renames a boolean to an item of the new argument's list."""
 
-    def write(current_value: Any, old_value: Any) -> Any:
-        others = [word for word in split_words(current_value) if word != value]
+    def write(current: Any, old_value: Any) -> Any:
+        others = [word for word in split_words(current) if word != value]
         return [*others, value] if old_value else others
 
-    return Rename(
-        new, f"{new}=[{value!r}]", write, lambda current_value: value in (current_value or ()), is_merged=True
-    )
+    return Rename(new, f"{new}=[{value!r}]", write, lambda current: value in (current or ()), is_merged=True)
 
 
 def to_key(new: str, key: str, *, accepts_false: bool = False) -> Rename:
     """Renames an argument to a key of the new one."""
 
-    def write(current_value: Any, old_value: Any) -> Any:
-        if isinstance(current_value, str):
+    def write(current: Any, old_value: Any) -> Any:
+        if isinstance(current, str):
             raise InvalidArgument(f"{new} is the path of a file: set {key!r} in the file.")
-        keys = {
-            **(current_value.to_dict() if hasattr(current_value, "to_dict") else current_value or {}),
-            key: old_value,
-        }
+        if hasattr(current, "to_dict"):
+            current = current.to_dict()
+        keys = {**(current or {}), key: old_value}
         return {name: value for name, value in keys.items() if value is not None}
 
-    def read(current_value: Any) -> Any:
-        return current_value.get(key) if isinstance(current_value, dict) else getattr(current_value, key, None)
+    def read(current: Any) -> Any:
+        return current.get(key) if isinstance(current, dict) else getattr(current, key, None)
 
     return Rename(new, f"{new}[{key!r}]", write, read, is_merged=True, accepts_false=accepts_false)
 

@@ -213,13 +213,11 @@ class WriterProcess:
 
     def _start_process(self) -> None:
         parent_end, child_end = Pipe()
-        descriptors = (self._copies.descriptor, child_end.fileno())
-        command = [sys.executable, "-c", _CODE, json.dumps(sys.path), *map(str, descriptors)]
+        files = (self._copies.descriptor, child_end.fileno())
+        command = [sys.executable, "-c", _CODE, json.dumps(sys.path), *map(str, files)]
         try:
             # Ctrl-C in a terminal does not reach a new session.
-            self._process = subprocess.Popen(
-                command, pass_fds=descriptors, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            self._process = subprocess.Popen(command, pass_fds=files, stdin=subprocess.DEVNULL, start_new_session=True)
         except OSError as error:
             parent_end.close()
             raise CannotUnpack(f"it cannot be started ({error})") from None
