@@ -19,7 +19,7 @@ from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases import followed
 from hftrainer_ray.search import RaySearch
 from tests.compat.names_in_use import ABSENT, READ
-from tests.support.changed_trainers import Doubled, changed_alike, library_of, parent, run_changed
+from tests.support.changed_trainers import Doubled, assert_changed_alike, library_of, parent, run_changed
 from tests.support.parity import EVENTS, EVERY_STEP, LIBRARIES, accuracy, assert_agree, build, comparable
 from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_bert, make_plain
@@ -154,7 +154,7 @@ NEWER = {"loss_is_scaled_for_ga", "_train_batch_size", "_globalstep_last_logged"
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.newest_peer] * (n in NEWER)) for n in SET])
 def test_setting_an_attribute_has_the_same_effect(tmp_path, name):
     value, settings = SET[name]
-    changed_alike(
+    assert_changed_alike(
         tmp_path,
         change=lambda trainer: setattr(trainer, name.partition(",")[0], value(trainer)),
         **{"trainer": {"compute_metrics": accuracy}, "logging_steps": 2, "eval_strategy": "epoch", **settings},

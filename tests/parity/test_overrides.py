@@ -19,7 +19,7 @@ from hftrainer.errors import UnsupportedArgument
 from tests.support import parity
 from tests.support.changed_trainers import (
     Doubled,
-    changed_alike,
+    assert_changed_alike,
     copies,
     library_of,
     methods_of,
@@ -191,7 +191,7 @@ RUNS = [(n, a) for n in CHANGES for a in (1, 3) if a == CHANGES[n].get("gradient
 
 @pytest.mark.parametrize(("name", "accumulation"), RUNS)
 def test_replacement_changes_the_run_alike(tmp_path, name, accumulation):
-    changed_alike(tmp_path, **{"gradient_accumulation_steps": accumulation, **CHANGES[name]})
+    assert_changed_alike(tmp_path, **{"gradient_accumulation_steps": accumulation, **CHANGES[name]})
 
 
 class Batch:

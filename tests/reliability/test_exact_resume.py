@@ -93,7 +93,7 @@ def end_workers(trainer):
             loader._iterator._shutdown_workers()
 
 
-def resume_from_each(tmp_path, steps=None, **settings):
+def assert_resumes_alike(tmp_path, steps=None, **settings):
     """Train, then resume from each checkpoint; asserts that all end alike. Returns the datasets read."""
     whole = build(tmp_path, **settings)
     whole.train()
@@ -157,7 +157,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_resume_is_exact_with_each_setting(tmp_path, name):
-    resume_from_each(tmp_path, **SETTINGS[name])
+    assert_resumes_alike(tmp_path, **SETTINGS[name])
 
 
 def test_train_loss_of_a_resumed_run_is_that_of_its_own_steps(tmp_path):
@@ -201,7 +201,7 @@ def test_resume_is_exact_with_a_custom_sampler(tmp_path, name, make_data):
         def _get_train_sampler(self, train_dataset=None):
             return SAMPLERS[name](self.train_dataset)
 
-    resume_from_each(tmp_path, [2, 6, 8], trainer_class=Own, make_data=make_data, trainer={"model_init": Drawing})
+    assert_resumes_alike(tmp_path, [2, 6, 8], trainer_class=Own, make_data=make_data, trainer={"model_init": Drawing})
 
 
 @pytest.mark.parametrize(("prepared", "workers"), [(False, 0), (False, 2), (True, 2)])
@@ -215,7 +215,7 @@ def test_resume_is_exact_with_a_custom_batch_sampler(tmp_path, prepared, workers
 
     draws = tuple(DRAWS) if prepared or not workers else ()
     steps = [2, 6] if workers else [2, 6, 8]
-    resume_from_each(tmp_path, steps, trainer_class=Own, make_data=lambda: Augmented(22, draws))
+    assert_resumes_alike(tmp_path, steps, trainer_class=Own, make_data=lambda: Augmented(22, draws))
 
 
 #: Kind of generator → makes one, and draws from it.
@@ -245,7 +245,7 @@ class NoisyCollator:
 @pytest.mark.parametrize(("kind", "workers"), [*((kind, 0) for kind in KINDS), ("torch", 2), ("numpy", 2)])
 def test_resume_restores_the_generator_of_a_collator(tmp_path, kind, workers):
     steps = [2, 6] if workers else [2, 6, 8]
-    resume_from_each(tmp_path, steps, collator=lambda: NoisyCollator(kind), dataloader_num_workers=workers)
+    assert_resumes_alike(tmp_path, steps, collator=lambda: NoisyCollator(kind), dataloader_num_workers=workers)
 
 
 class Masking:
@@ -264,19 +264,19 @@ class Masking:
 def test_resume_restores_seeded_masks_of_transformers(tmp_path, workers):
     """Reported for v5.24, whose collator makes a new generator when it does not know the process of the old one."""
     steps = [2, 6] if workers else [2, 6, 8]
-    resume_from_each(tmp_path, steps, collator=Masking, dataloader_num_workers=workers)
+    assert_resumes_alike(tmp_path, steps, collator=Masking, dataloader_num_workers=workers)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_stateful_stream_is_not_read_again(tmp_path, accumulation):
     more = {"max_steps": 7, "gradient_accumulation_steps": accumulation}
-    data = resume_from_each(tmp_path, [1, 4, 7], make_data=lambda: StatefulStream(26), **more)
+    data = assert_resumes_alike(tmp_path, [1, 4, 7], make_data=lambda: StatefulStream(26), **more)
     assert data[0].read[0] == 4 * accumulation  # after one step of batches of 4
     assert data[-1].read == []  # its run was complete
 
 
 def test_stateful_stream_begins_again_after_an_epoch_of_whole_batches(tmp_path):
-    resume_from_each(tmp_path, [5, 6, 7], make_data=lambda: StatefulStream(24), max_steps=12)
+    assert_resumes_alike(tmp_path, [5, 6, 7], make_data=lambda: StatefulStream(24), max_steps=12)
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -291,7 +291,7 @@ def test_resume_is_exact_with_a_stream_of_datasets(tmp_path, shuffled):
         stream = stream.map(lambda row, index: read.append(index) or row, with_indices=True)
         return (stream.shuffle(seed=1, buffer_size=5) if shuffled else stream).with_format("torch")
 
-    resume_from_each(tmp_path, [1, 5, 6, 3], make_data=make_data, max_steps=8)
+    assert_resumes_alike(tmp_path, [1, 5, 6, 3], make_data=make_data, max_steps=8)
     assert (read[0] == 0) == shuffled  # the samples in a shuffle buffer are not in the state: read again
 
 
@@ -305,5 +305,5 @@ def test_resume_is_exact_with_a_stateful_loader_of_torchdata(tmp_path, workers):
             return stateful.StatefulDataLoader(self.train_dataset, 4, **how)
 
     settings = {"trainer_class": Own, "make_data": lambda: StatefulStream(22, ()), "max_steps": 9}
-    data = resume_from_each(tmp_path, [1, 3, 6], **settings)
+    data = assert_resumes_alike(tmp_path, [1, 3, 6], **settings)
     assert workers or data[1].read[0] == 12  # after three batches of 4

@@ -96,7 +96,7 @@ def run_plain(name: str, **settings: Any) -> Record:
     return _PLAIN[key][1]
 
 
-def changed_alike(folder: Path, same: bool = False, **changes: Any) -> Record:
+def assert_changed_alike(folder: Path, same: bool = False, **changes: Any) -> Record:
     """Our changed run, after asserting that transformers' is the same, and whether an unchanged one is too."""
     ours = assert_agree(lambda name: run_changed(name, folder / name, **changes))
     unchanged = {key: value for key, value in changes.items() if key not in ("change", "step", "methods", "patched")}

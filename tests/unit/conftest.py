@@ -2,7 +2,8 @@ import importlib.util
 
 import pytest
 
-from hftrainer import TrainingArguments
+from hftrainer import Trainer, TrainingArguments
+from tests.support.tiny import make_plain, plain_data
 
 
 @pytest.fixture
@@ -23,5 +24,21 @@ def make_args(tmp_path):
     def make(**settings):
         defaults = {"max_steps": 2, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
         return TrainingArguments(str(tmp_path / "out"), **{**defaults, **settings})
+
+    return make
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    """Makes a Trainer of two steps. Settings that are no training arguments are the Trainer's own."""
+
+    def make(model=None, data=None, kind=Trainer, **settings):
+        own = {name: settings.pop(name) for name in [*settings] if name not in TrainingArguments.__dataclass_fields__}
+        defaults = {"max_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+        quiet = {"disable_tqdm": True, "use_cpu": True, "report_to": "none", "save_strategy": "no"}
+        args = TrainingArguments(str(tmp_path / "out"), **{**defaults, **quiet, **settings})
+        data = plain_data() if data is None else data
+        model = make_plain() if model is None and "model_init" not in own else model
+        return kind(model, args, train_dataset=data, **{"eval_dataset": plain_data(9), **own})
 
     return make

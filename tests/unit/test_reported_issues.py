@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hftrainer
-from hftrainer import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from hftrainer import EarlyStoppingCallback, TrainerCallback
 from hftrainer.errors import InvalidSetup
 from tests.support.tiny import (
     Stream,
@@ -31,20 +31,6 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
 BEST = {**EVALUATED, **SAVED, "load_best_model_at_end": True}
 ONE_ROW_EACH = [{"input_ids": torch.ones(1, 3, dtype=torch.long)}] * 4
-
-
-@pytest.fixture
-def make_trainer(tmp_path):
-    def make(model=None, data=None, **settings):
-        own = {name: settings.pop(name) for name in [*settings] if name not in TrainingArguments.__dataclass_fields__}
-        defaults = {"max_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
-        quiet = {"disable_tqdm": True, "use_cpu": True, "report_to": "none", "save_strategy": "no"}
-        args = TrainingArguments(str(tmp_path / "out"), **{**defaults, **quiet, **settings})
-        data = plain_data() if data is None else data
-        model = make_plain() if model is None and "model_init" not in own else model
-        return Trainer(model, args, train_dataset=data, **{"eval_dataset": plain_data(9), **own})
-
-    return make
 
 
 @pytest.fixture

@@ -19,18 +19,6 @@ from tests.support.tiny import language_data, make_bert, make_llama, make_peft, 
 transformers = importlib.import_module("transformers")
 
 
-@pytest.fixture
-def make_trainer(tmp_path):
-    def make(model=None, data=None, folder="out", kind=Trainer, **settings):
-        defaults = {"max_steps": 3, "per_device_train_batch_size": 4, "disable_tqdm": True, "use_cpu": True}
-        args = TrainingArguments(str(tmp_path / folder), **{**defaults, **settings})
-        data = data if data is not None else plain_data()
-        model = model if model is not None else make_plain()
-        return kind(model, args, train_dataset=data, eval_dataset=data[:9])
-
-    return make
-
-
 def test_loading_processes_end_with_the_run(make_trainer):
     """Also persistent ones: left to garbage collection, each would take 5 seconds to end."""
     others = multiprocessing.active_children()
@@ -115,7 +103,9 @@ def test_resume_restores_tied_and_renamed_weights(make_trainer, tmp_path, caplog
     """A plain module's shared tensor is written once; transformers v5 saves a ViT in the names of older releases."""
     images = [{"pixel_values": torch.randn(1, 4, 4), "labels": i % 3} for i in range(20)]
     data = images if make_model is make_vit else plain_data()
-    whole, resumed = (make_trainer(make_model(), data, save_steps=2, max_steps=4) for _ in range(2))
+    whole, resumed = (
+        make_trainer(make_model(), data, save_strategy="steps", save_steps=2, max_steps=4) for _ in range(2)
+    )
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     assert_same_weights(resumed.model.state_dict(), whole.model.state_dict())
@@ -124,16 +114,16 @@ def test_resume_restores_tied_and_renamed_weights(make_trainer, tmp_path, caplog
 
 
 def test_resume_of_adapters_needs_a_peft_model(make_trainer, tmp_path):
-    make_trainer(make_peft(), language_data()).train()
+    make_trainer(make_peft(), language_data(), save_strategy="steps").train()
     with pytest.raises(CheckpointNotFound, match="get_peft_model"):
         make_trainer(make_llama(), language_data()).train(resume_from_checkpoint=True)
 
 
 def test_rotation_spares_a_fresh_run_in_a_used_folder(make_trainer, tmp_path):
-    make_trainer(max_steps=9, save_steps=9).train()
+    make_trainer(max_steps=9, save_strategy="steps", save_steps=9).train()
     old = tmp_path / "out" / "checkpoint-9"
     os.utime(old / "trainer_state.json", (1, 1))
-    make_trainer(max_steps=3, save_steps=1, save_total_limit=2).train()
+    make_trainer(max_steps=3, save_strategy="steps", save_steps=1, save_total_limit=2).train()
     assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-2", "checkpoint-3"]
 
 

@@ -34,7 +34,7 @@ METRICS = {
 @pytest.mark.parametrize("name", METRICS)
 def test_torchmetrics_match_values_by_hand(make_trainer, name):
     metrics = METRICS[name](MulticlassAccuracy(3, average="micro"))
-    trainer = make_trainer(trainer={"compute_metrics": metrics})
+    trainer = make_trainer(compute_metrics=metrics)
     output = Trainer(trainer.model, trainer.args).predict(plain_data(19))
     expected = float((output.predictions.argmax(-1) == output.label_ids).mean())
     for _ in range(2):  # each evaluation begins anew
@@ -53,7 +53,7 @@ def test_torchmetrics_of_several_sets_are_logged_in_training(make_trainer):
     metrics = {"acc": MulticlassAccuracy(3), "matrix": MulticlassConfusionMatrix(3)}
     data = {"a": plain_data(9), "b": plain_data(20)[9:]}
     best = {"save_strategy": "best", "metric_for_best_model": "a_acc"}
-    trainer = make_trainer(eval_dataset=data, trainer={"compute_metrics": metrics}, **EVALUATED, **best)
+    trainer = make_trainer(eval_dataset=data, compute_metrics=metrics, **EVALUATED, **best)
     trainer.train()
     history = json.loads(json.dumps(trainer.state.log_history))
     of_a, of_b = ([line for line in history if f"eval_{name}_matrix" in line] for name in "ab")
@@ -73,13 +73,13 @@ def test_torchmetrics_get_inputs_and_losses(make_trainer):
     model = make_plain()
     model.main_input_name = "x"
     metrics = TorchMetrics(MulticlassAccuracy(3), adapter=adapter)
-    make_trainer(model, include_for_metrics=["inputs", "loss"], trainer={"compute_metrics": metrics}).evaluate()
+    make_trainer(model, include_for_metrics=["inputs", "loss"], compute_metrics=metrics).evaluate()
     assert seen == [((4, 8), (4,))] * 4 + [((3, 8), (3,))]
 
 
 def test_torchmetrics_need_labels_or_an_adapter(make_trainer):
     """They are not computed with prediction_loss_only either; an adapter may do without labels."""
-    trainer, data = make_trainer(trainer={"compute_metrics": MulticlassAccuracy(3)}), plain_data(5)
+    trainer, data = make_trainer(compute_metrics=MulticlassAccuracy(3)), plain_data(5)
     unlabelled = [{"x": row["x"]} for row in data]
     output = trainer.predict(unlabelled)
     assert output.predictions.shape == (5, 3)
@@ -93,7 +93,7 @@ def test_torchmetrics_need_labels_or_an_adapter(make_trainer):
 
 
 def test_torchmetrics_of_several_outputs_need_an_adapter(make_trainer):
-    trainer = make_trainer(make_detector(), detection_data(), trainer={"compute_metrics": MulticlassAccuracy(6)})
+    trainer = make_trainer(make_detector(), eval_dataset=detection_data(), compute_metrics=MulticlassAccuracy(6))
     with pytest.raises(InvalidArgument, match=r"outputs are a tuple.*adapter="):
         trainer.evaluate()
 
@@ -109,11 +109,11 @@ def test_torchmetrics_of_several_outputs_need_an_adapter(make_trainer):
 )
 def test_invalid_compute_metrics_is_refused(make_trainer, wrong, arguments, message):
     with pytest.raises(InvalidArgument, match=message):
-        make_trainer(trainer={"compute_metrics": wrong}, **arguments)
+        make_trainer(compute_metrics=wrong, **arguments)
 
 
 def test_torchmetrics_work_with_batch_eval_metrics(make_trainer):
-    trainer = make_trainer(trainer={"compute_metrics": MulticlassAccuracy(3)}, batch_eval_metrics=True)
+    trainer = make_trainer(compute_metrics=MulticlassAccuracy(3), batch_eval_metrics=True)
     assert "eval_MulticlassAccuracy" in trainer.evaluate()
 
 
@@ -167,8 +167,8 @@ def test_growing_array_refuses_other_shapes(shape):
 
 def test_memory_mapped_predictions_equal_those_in_memory(make_trainer, tmp_path):
     model, data = tiny.make_llama(), tiny.varied_language_data()
-    plain = make_trainer(model, data, trainer={"data_collator": pad}).predict(data)
-    mapped = make_trainer(model, data, trainer={"data_collator": pad}, eval_memmap_dir=str(tmp_path)).predict(data)
+    plain = make_trainer(model, eval_dataset=data, data_collator=pad).predict(data)
+    mapped = make_trainer(model, eval_dataset=data, data_collator=pad, eval_memmap_dir=str(tmp_path)).predict(data)
     assert isinstance(mapped.predictions, np.memmap) and isinstance(mapped.label_ids, np.memmap)
     assert np.array_equal(mapped.predictions, plain.predictions)
     assert np.array_equal(mapped.label_ids, plain.label_ids)
@@ -260,7 +260,7 @@ def test_outputs_that_cannot_be_concatenated_are_named(make_trainer, make_more, 
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only)
             return loss, (logits, *more), labels
 
-    trainer = make_trainer(kind=Own, trainer={"compute_metrics": lambda p: {}})
+    trainer = make_trainer(kind=Own, compute_metrics=lambda p: {})
     with pytest.raises(error, match=message):
         trainer.evaluate()
     assert "eval_loss" in trainer.evaluate(ignore_keys=["more"])

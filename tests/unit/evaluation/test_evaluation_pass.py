@@ -10,7 +10,7 @@ from hftrainer.evaluation.collecting import OutputCollector
 
 @pytest.mark.parametrize("replaced", ["accelerator.gather", "gather_function", "both"])
 def test_replaced_gathering_is_called_for_each_batch(make_trainer, replaced):
-    trainer, gathered = make_trainer(trainer={"compute_metrics": lambda p: {}}), []
+    trainer, gathered = make_trainer(compute_metrics=lambda p: {}), []
     of_accelerator = "gather_for_metrics" if replaced == "gather_function" else "gather"
     original = getattr(trainer.accelerator, of_accelerator)
 
@@ -27,7 +27,7 @@ def test_replaced_gathering_is_called_for_each_batch(make_trainer, replaced):
 
 
 def test_gathering_replaced_during_the_pass_is_used(make_trainer):
-    trainer, seen = make_trainer(trainer={"compute_metrics": lambda p: {"rows": len(p.predictions)}}), []
+    trainer, seen = make_trainer(compute_metrics=lambda p: {"rows": len(p.predictions)}), []
     original = trainer.prediction_step
 
     def step(*args, **kwargs):
@@ -53,7 +53,9 @@ def test_loss_in_a_buffer_that_is_reused_is_copied(make_trainer, batch_size):
             return {"loss": self.loss.add_(1), "logits": x + 0}
 
     data = [{"x": torch.ones(2), "labels": 0} for _ in range(4 * batch_size)]
-    trainer = make_trainer(Reuses(), data, per_device_eval_batch_size=batch_size, eval_accumulation_steps=4)
+    trainer = make_trainer(
+        Reuses(), eval_dataset=data, per_device_eval_batch_size=batch_size, eval_accumulation_steps=4
+    )
     assert trainer.evaluate()["eval_loss"] == (1 + 2 + 3 + 4) / 4
 
 
@@ -81,5 +83,5 @@ def test_rows_are_moved_to_the_cpu_after_each_accumulation(make_trainer, monkeyp
 
     monkeypatch.setattr(OutputCollector, "move_to_cpu", record)
     # The fifth batch, of three rows, is the last one.
-    make_trainer(eval_accumulation_steps=accumulation, trainer={"callbacks": [Counts()]}).evaluate()
+    make_trainer(eval_accumulation_steps=accumulation, callbacks=[Counts()]).evaluate()
     assert list(dict.fromkeys(moves)) == moved_after
