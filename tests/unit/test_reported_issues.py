@@ -254,10 +254,6 @@ MISFITS = {
         lambda: {"data": [{"input_ids": [1] * count, "labels": 0} for count in (3, 4, 5, 6)], "model": make_bert()},
         "values of 'input_ids' do not fit into one tensor .*: pass processing_class=tokenizer",
     ),
-    "samples without labels": (
-        lambda: {"data": [{"x": [1.0] * 8, "labels": label} for label in (0, None, 1, 2)]},
-        "values of 'labels' do not fit into one tensor .*: they are None in 1 of 4 samples .*; replace or remove",
-    ),
     "a list as batch": (lambda: collated(lambda batch: [*batch.values()]), "The batch is a list"),
     "no batch": (lambda: collated(lambda batch: None), "data_collator returned None"),
     "no batch for a model that counts labels": (

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import time
 
-import numpy as np
 import pytest
 import torch
 
@@ -68,27 +67,6 @@ def test_examples_tokens_and_flops_are_counted(make_trainer):
     flos = trainer.floating_point_ops(batch)
     assert flos == 6 * 48 * trainer.model.num_parameters(exclude_embeddings=True)  # 48 tokens in a batch
     assert make_trainer().floating_point_ops(plain_data()[0]) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("label", [1, 2]),
-        ("label", [1.5, 2.5]),
-        ("label", [[0, 1, 1], [1, 0, 0]]),
-        ("label", [torch.tensor(1), torch.tensor(2)]),
-        pytest.param("label", [np.int64(3), np.int64(4)], marks=pytest.mark.newest_peer),  # became floats before
-        ("label_ids", [[1, 2], [3, 4]]),
-        ("label_ids", [[1.0, 2.0], [3.0, 4.0]]),
-        ("label_ids", [torch.tensor([1, 2]), torch.tensor([3, 4])]),
-    ],
-)
-def test_default_collator_matches_transformers(name, values):
-    others = {"x": torch.ones(2), "y": np.arange(3), "z": [1, 2], "text": "no", "nothing": None}
-    features = [{**others, name: value} for value in values]
-    ours, theirs = (library.default_data_collator(features) for library in (hftrainer, transformers))
-    assert {key: tensor.dtype for key, tensor in ours.items()} == {key: each.dtype for key, each in theirs.items()}
-    assert_same_weights(ours, theirs)
 
 
 def make_vit():

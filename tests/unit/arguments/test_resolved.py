@@ -5,19 +5,13 @@ import pickle
 
 import pytest
 
-from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from tests.support.tiny import make_plain, plain_data
 
 
-def make(folder, **settings):
-    return TrainingArguments(str(folder), max_steps=2, disable_tqdm=True, use_cpu=True, save_strategy="no", **settings)
-
-
-def test_config_file_is_not_read_again_after_construction(tmp_path):
+def test_config_file_is_not_read_again_after_construction(make_trainer, tmp_path):
     path = tmp_path / "lightning.yaml"
     path.write_text("precision: bf16-mixed")
-    trainer = Trainer(make_plain(), make(tmp_path, lightning_config=str(path)), train_dataset=plain_data())
+    trainer = make_trainer(lightning_config=str(path))
     path.write_text("no: such: thing")
     assert trainer.args.world_size == 1
     trainer.train()
@@ -25,10 +19,10 @@ def test_config_file_is_not_read_again_after_construction(tmp_path):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda args: pickle.loads(pickle.dumps(args))])
-def test_copied_arguments_are_resolved_anew(tmp_path, monkeypatch, copied):
+def test_copied_arguments_are_resolved_anew(make_trainer, monkeypatch, copied):
     """What was parsed belongs to one Trainer and to this process."""
-    args = make(tmp_path)
-    trainer = Trainer(make_plain(), args, train_dataset=plain_data())
+    trainer = make_trainer()
+    args = trainer.args
     assert ResolvedArguments.from_args(args) is trainer._hftrainer.resolved
     other = copied(args)
     assert other == args

@@ -14,7 +14,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnknownArgument, UnsupportedArgument, WrongObject
 from tests.support.tiny import make_plain, plain_data
 
-STEPS = {"eval_strategy": "steps", "save_strategy": "steps"}
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,6 @@ def test_unknown_argument_suggests_the_nearest_name(settings, message):
             {"eval_strategy": "step"},
             ["eval_strategy: 'step' is not valid; did you mean 'steps'? Choose one of no, steps, epoch."],
         ),
-        ({"lr_scheduler_type": "cos"}, ["lr_scheduler_type: 'cos' is not valid; did you mean 'cosine'? Choose one of"]),
         ({"on_divergence": "roll"}, ["on_divergence: 'roll' is not valid; did you mean 'rollback'? Choose one of"]),
         ({"lr_scheduler_type": "warmup_"}, ["lr_scheduler_type: 'warmup_' is not valid; did you mean 'warmup_stable"]),
         ({"lr_scheduler_type": "co"}, ["lr_scheduler_type: 'co' is not valid. Choose one of"]),
@@ -72,12 +71,11 @@ def test_unknown_argument_suggests_the_nearest_name(settings, message):
         ({"num_train_epochs": None}, ["num_train_epochs=None: use a number"]),
         ({"optim": ["adam"]}, ["optim: ['adam'] is not valid. Choose one of adamw_hf"]),
         ({"log_level": "loud"}, ["log_level"]),
-        ({"elastic": True, "auto_find_batch_size": True}, ["elastic=True keeps the samples of a step"]),
         ({"train_sampling_strategy": "by_chance"}, ["train_sampling_strategy"]),
-        *(
-            ({"torch_empty_cache_steps": steps}, [f"torch_empty_cache_steps={steps!r}", "at least 1, or None"])
-            for steps in (0, -1, 1.0)
-        ),
+        ({"elastic": True, "auto_find_batch_size": True}, ["elastic=True keeps the samples of a step"]),
+        ({"torch_empty_cache_steps": 0}, ["torch_empty_cache_steps=0: ", "at least 1, or None"]),
+        ({"torch_empty_cache_steps": -1}, ["torch_empty_cache_steps=-1: ", "at least 1, or None"]),
+        ({"torch_empty_cache_steps": 1.0}, ["torch_empty_cache_steps=1.0: ", "at least 1, or None"]),
         (
             {"optim": "adamm", "lr_scheduler_type": "liner", "fsdp_config": "{1", "per_device_eval_batch_size": 0},
             ["optim: 'adamm'", "lr_scheduler_type: 'liner'", "'linear'?", "fsdp_config is not a valid", "batch_size=0"],
@@ -86,19 +84,11 @@ def test_unknown_argument_suggests_the_nearest_name(settings, message):
             {"per_device_train_batch_size": 0, "warmup_steps": -1, "dataloader_prefetch_factor": 2},
             ["per_device_train_batch_size=0", "warmup_steps=-1", "dataloader_prefetch_factor=2"],
         ),
-        *(
-            ({"load_best_model_at_end": True, **settings}, [message])
-            for settings, message in [
-                ({"eval_strategy": "steps", "save_strategy": "epoch"}, "'steps' and save_strategy='epoch' differ"),
-                ({"eval_strategy": "no", "save_strategy": "epoch"}, "'no' and save_strategy='epoch' differ"),
-                ({**STEPS, "eval_steps": 4, "save_steps": 6}, "save_steps=6 is not a multiple of eval_steps=4"),
-                (
-                    {**STEPS, "eval_steps": 4, "save_steps": 0.5},
-                    "of eval_steps=4: use two whole numbers or two fractions",
-                ),
-                ({**STEPS, "eval_steps": 0.2, "save_steps": 0.5}, "save_steps=0.5 is not a multiple of eval_steps=0.2"),
-            ]
-        ),
+        ({**BEST, "save_strategy": "epoch"}, ["'steps' and save_strategy='epoch' differ"]),
+        ({**BEST, "eval_strategy": "no", "save_strategy": "epoch"}, ["'no' and save_strategy='epoch' differ"]),
+        ({**BEST, "eval_steps": 4, "save_steps": 6}, ["save_steps=6 is not a multiple of eval_steps=4"]),
+        ({**BEST, "eval_steps": 4, "save_steps": 0.5}, ["of eval_steps=4: use two whole numbers or two fractions"]),
+        ({**BEST, "eval_steps": 0.2, "save_steps": 0.5}, ["save_steps=0.5 is not a multiple of eval_steps=0.2"]),
     ],
     ids=str,
 )
@@ -109,7 +99,7 @@ def test_invalid_value_is_named_with_the_reason(settings, messages):
 
 
 def test_save_steps_share_that_is_a_multiple_is_accepted(make_args):
-    make_args(load_best_model_at_end=True, **STEPS, eval_steps=0.1, save_steps=0.3)
+    make_args(**BEST, eval_steps=0.1, save_steps=0.3)
 
 
 def test_unsupported_arguments_are_named_together(make_args):

@@ -1,12 +1,19 @@
-"""The batches and samples of each process are those of accelerate's classes, over many sizes."""
+"""The batches and samples of each process: in training those of accelerate's classes, over many sizes."""
 
 import itertools
 
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from hftrainer.data.samplers import EvenBatchSampler, ShardedStream, ShardSpec
-from hftrainer.errors import UnsupportedArgument
+from hftrainer.data import samplers
+from hftrainer.data.samplers import (
+    EvenBatchSampler,
+    LengthGroupedSampler,
+    ShardedBatchSampler,
+    ShardedStream,
+    ShardSpec,
+)
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.tiny import Numbers
 
 
@@ -66,3 +73,34 @@ def test_sharded_batches_of_unequal_size_match_accelerate(rank):
     for count in range(9):
         sizes = [[index] * (index % 3 + 1) for index in range(count)]
         assert list(EvenBatchSampler(sizes, ShardSpec(rank, 3))) == list(BatchSamplerShard(sizes, 3, rank))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8])
+def test_ranks_get_batches_in_turn_and_fillers_at_the_end(count, processes):
+    """A rank without a batch in the last round gets the first one."""
+    whole = [[2 * i, 2 * i + 1] for i in range(count)]
+    rounds = -(-count // processes)
+    for rank in range(processes):
+        sampler = ShardedBatchSampler(whole, ShardSpec(rank, processes))
+        mine = list(sampler)
+        assert len(mine) == len(sampler) == rounds
+        own = whole[rank::processes]
+        assert mine[: len(own)] == own
+        assert mine[len(own) :] == whole[:1] * (rounds - len(own))
+        assert sampler.ends_with_filler is (len(own) < rounds)
+        assert sampler.owns_last is (count > 0 and (count - 1) % processes == rank)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 9])
+def test_ranks_get_stream_batches_in_turn_and_fillers(count):
+    shares = [list(samplers.batches_of_rank(range(count), ShardSpec(rank, 3))) for rank in range(3)]
+    rounds = list(zip(*shares, strict=True))  # as many batches in each process
+    assert [batch for together in rounds for batch, filler in together if not filler] == list(range(count))
+    assert {batch for together in rounds for batch, filler in together if filler} <= {0}
+
+
+@pytest.mark.parametrize("sampler_kwargs", [{}, {"dataset": [{"x": 1}]}, {"dataset": [3]}])
+def test_grouping_by_length_needs_lengths(sampler_kwargs):
+    with pytest.raises(InvalidArgument, match="length"):
+        LengthGroupedSampler(batch_size=2, **sampler_kwargs)

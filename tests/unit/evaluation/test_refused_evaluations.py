@@ -59,11 +59,6 @@ def test_failing_torchmetric_is_named_with_its_inputs(make_args):
     assert caught.value.__notes__[-2] == f"accuracy (MulticlassAccuracy) {note}"
 
 
-def test_class_of_a_torchmetric_is_refused(make_args):
-    with pytest.raises(InvalidArgument, match=r"s\['acc'\] is the class MulticlassAccuracy: pass an instance, Mult"):
-        Trainer(make_plain(), make_args(), compute_metrics={"acc": MulticlassAccuracy})
-
-
 def test_metric_that_is_an_array_warns_once(make_args, caplog):
     metrics = {"acc": np.zeros(8), "loss": np.float32(1), "one": np.zeros(1), "each": [1.0, 2.0]}
     trainer = Trainer(make_plain(), make_args(), eval_dataset=plain_data(8), compute_metrics=lambda _: metrics)

@@ -10,6 +10,8 @@ from hftrainer.errors import InvalidArgument, MissingPackage, StorageError
 from hftrainer.storage import remote
 from tests.support.checkpoints import make_trainer
 
+EMPTY = "names no bucket, repository or folder"
+
 
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
@@ -40,19 +42,14 @@ def test_wrong_storage_settings_are_refused(tmp_path, settings, error, words):
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        *(
-            (url, "names no bucket, repository or folder")
-            for url in ("s3://", "s3:///run", "gs://", "file://", "hf://")
-        ),
-        ("hf://datasets/user", "names no bucket, repository or folder"),
+        *((url, EMPTY) for url in ("s3://", "s3:///run", "gs://", "file://", "hf://", "hf://datasets/user")),
         ("://run", "has no scheme"),
         ("S3://bucket/run", "has the scheme 'S3', which is unknown"),
     ],
 )
 def test_malformed_output_urls_are_refused_at_once(url, problem):
-    with pytest.raises(
-        InvalidArgument, match=re.escape(f"output_dir={url!r} {problem}") + r"\b.*Use a URL such as 's3:"
-    ):
+    message = re.escape(f"output_dir={url!r} {problem}") + r"\b.*Use a URL such as 's3:"
+    with pytest.raises(InvalidArgument, match=message):
         TrainingArguments(url)
 
 

@@ -1,12 +1,14 @@
-"""Code that reads a column which `remove_unused_columns` has removed gets an error that names it."""
+"""The default collator is that of transformers; errors name removed columns and values that no batch can hold."""
 
 import datasets
+import numpy as np
 import pytest
 import torch
+import transformers
 
 import hftrainer
 from hftrainer.errors import InvalidSetup, RemovedColumn
-from tests.support.parity import build
+from tests.support.parity import assert_same_weights, build
 from tests.support.tiny import make_bert, make_plain, plain_data
 
 ROWS = [{**row, "x": row["x"].tolist(), "weight": 2.0} for row in plain_data(8)]
@@ -54,6 +56,27 @@ class TakesX(torch.nn.Module):
 
 
 TEXT = "'x' is text ('hello') in the samples, but the default collator needs numbers: tokenize or encode it, or pass a"
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("label", [1, 2]),
+        ("label", [1.5, 2.5]),
+        ("label", [[0, 1, 1], [1, 0, 0]]),
+        ("label", [torch.tensor(1), torch.tensor(2)]),
+        pytest.param("label", [np.int64(3), np.int64(4)], marks=pytest.mark.newest_peer),  # became floats before
+        ("label_ids", [[1, 2], [3, 4]]),
+        ("label_ids", [[1.0, 2.0], [3.0, 4.0]]),
+        ("label_ids", [torch.tensor([1, 2]), torch.tensor([3, 4])]),
+    ],
+)
+def test_default_collator_matches_transformers(name, values):
+    others = {"x": torch.ones(2), "y": np.arange(3), "z": [1, 2], "text": "no", "nothing": None}
+    features = [{**others, name: value} for value in values]
+    ours, theirs = (library.default_data_collator(features) for library in (hftrainer, transformers))
+    assert {key: tensor.dtype for key, tensor in ours.items()} == {key: each.dtype for key, each in theirs.items()}
+    assert_same_weights(ours, theirs)
 
 
 @pytest.mark.parametrize(
