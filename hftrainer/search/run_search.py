@@ -97,9 +97,9 @@ def set_trial_arguments(parts: TrainerParts, trial: Any) -> None:
         _restore_arguments(parts)
     set_arguments(trainer.args, params, allow_model_arguments=model_takes_trial(trainer.model_init))
     logger.info("Trial: %s", dict(params))
-    if parts.search is not None and trainer.is_world_process_zero():
+    if parts.search_backend is not None and trainer.is_world_process_zero():
         shown = (f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in params.items())
-        tell(f"Trial {parts.search.run_id(trial)}: {', '.join(shown)}.")
+        tell(f"Trial {parts.search_backend.run_id(trial)}: {', '.join(shown)}.")
 
 
 def _restore_arguments(parts: TrainerParts) -> None:
