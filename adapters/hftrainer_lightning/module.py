@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from hftrainer.base.signatures import accepted_args
 from hftrainer.errors import InvalidSetup
 from hftrainer.training.checkpoints.progress_collection import make_ckpt_entry
 from hftrainer_lightning import callbacks
@@ -168,8 +170,20 @@ class TrainerModule(WithoutBatchTransfer):
         self.training_loop.begin_epoch(self.current_epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Run the forward and backward passes of a micro-batch; returns the detached loss."""
-        return self.training_loop.compute_gradients(self.model, batch)
+        """Run the forward and backward passes by `Trainer.training_step`; returns the detached loss.
+
+        Only the window's last micro-batch all-reduces gradients, unless `syncs_each_batch`. With DDP, this is the
+        `forward` of its wrapper, which has synchronized buffers before `no_sync` begins.
+        """
+        loop = self.training_loop
+        trainer, position = loop.trainer, loop.batches.position
+        accepted = accepted_args(trainer.training_step, {"num_items_in_batch": position.num_items})
+        syncs_now = position.is_last or loop.syncs_each_batch
+        with contextlib.nullcontext() if syncs_now else trainer.accelerator.no_sync(model=self.model):
+            loss = trainer.training_step(self.model, batch, **accepted)
+        if loss is None:
+            raise InvalidSetup(f"{type(trainer).__name__}.training_step must return the loss.")
+        return loss.detach()
 
     def on_train_epoch_end(self) -> None:
         """End an epoch."""

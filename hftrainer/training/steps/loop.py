@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from hftrainer.base.part import Part
-from hftrainer.base.signatures import call_with_accepted
 from hftrainer.checkpointing.optimizer_state import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, InvalidSetup
@@ -40,7 +39,7 @@ class LightningSteps(Protocol):
     """What `TrainingLoop.run_micro_batch` leaves to Lightning, whose callbacks and profilers follow it there."""
 
     def call_training_step(self, batch: Any) -> torch.Tensor:
-        """Run `TrainingLoop.compute_gradients` within the contexts of Lightning's strategy; returns the loss."""
+        """Run `TrainerModule.training_step`, forward and backward, as Lightning's strategy does; returns the loss."""
 
     def complete_gradients(self) -> None:
         """Unscale the gradients of float16, or average those of TPU cores, and call Lightning's callbacks."""
@@ -230,21 +229,6 @@ class TrainingLoop(Part):
             else:
                 self.parts.strategy.run_recorded_operations()
                 self.parts.call_callbacks("on_substep_end")
-
-    def compute_gradients(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """Run forward and backward by `Trainer.training_step`; returns the detached loss.
-
-        Only the window's last micro-batch all-reduces gradients, unless `syncs_each_batch`. With DDP, this is the
-        `forward` of its wrapper, which has synchronized buffers before `no_sync` begins.
-        """
-        position = self.batches.position
-        syncs_now = position.is_last or self.syncs_each_batch
-        context = contextlib.nullcontext() if syncs_now else self.trainer.accelerator.no_sync(model=model)
-        with context:
-            loss = call_with_accepted(self.trainer.training_step, model, inputs, num_items_in_batch=position.num_items)
-        if loss is None:
-            raise InvalidSetup(f"{type(self.trainer).__name__}.training_step must return the loss.")
-        return loss.detach()
 
     def _count_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         self.divergence.add_loss(loss)

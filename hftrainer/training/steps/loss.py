@@ -12,7 +12,7 @@ from torch import nn
 from hftrainer.base.messages import log_once
 from hftrainer.base.nested import rebuild_container
 from hftrainer.base.part import Part
-from hftrainer.base.signatures import call_with_accepted
+from hftrainer.base.signatures import accepted_args
 from hftrainer.base.tracebacks import describe_type, note_batch
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_overridden
@@ -92,7 +92,8 @@ class LossComputer(Part):
             self.run.has_checked_model = items is not None or not trainer.args.elastic
         try:
             with trainer.compute_loss_context_manager():
-                loss = call_with_accepted(trainer.compute_loss, model, inputs, num_items_in_batch=items)
+                accepted = accepted_args(trainer.compute_loss, {"num_items_in_batch": items})
+                loss = trainer.compute_loss(model, inputs, **accepted)
         except Exception as error:
             note_batch(error, f"training step {trainer.state.global_step + 1}", inputs, trainer.model)
             raise
