@@ -79,7 +79,7 @@ class InitialStateSnapshot:
         with torch.no_grad():
             for name, tensor in self._tensors_to_restore().items():
                 tensor.copy_(self._tensors[name])
-        self._model.zero_grad()
+        clear_gradients(self._model)
         for owner, state in self._optimizer_states:
             owner.load_state_dict(nested_apply(_to_cpu, state))
         if self._scaler is not None and self._scaler_state is not None:

@@ -117,7 +117,7 @@ class TrainingLoop(Part):
 
     def begin_training(self) -> None:
         """Call `on_train_begin`, evaluate with `eval_on_start`, and complete what was interrupted."""
-        self.trainer.model_wrapped.zero_grad()
+        clear_gradients(self.trainer.model_wrapped)
         self.parts.strategy.run_recorded_operations()
         self.parts.call_callbacks("on_train_begin")
         # `train_runtime` includes it, but journals begin with this event.
