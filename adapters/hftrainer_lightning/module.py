@@ -190,7 +190,7 @@ class TrainerModule(WithoutBatchTransfer):
         self.callbacks_ended_epoch = True
         self.training_loop.end_epoch()
         self.callbacks_ended_epoch = False
-        if self.training_loop.should_stop:
+        if self.training_loop.flag_sync.ends_training:
             self.trainer.should_stop = True
 
     def on_train_end(self) -> None:

@@ -227,6 +227,17 @@ class FlagSync(Part):
         """Whether stop flags may take effect: distributed ranks must have agreed on them."""
         return self._has_stop_flag or not self.is_distributed
 
+    @property
+    def ends_training(self) -> bool:
+        """Whether `should_training_stop` takes effect."""
+        return self.trainer.control.should_training_stop and self.flags_are_agreed
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether `should_epoch_stop` or `should_training_stop` takes effect."""
+        control = self.trainer.control
+        return (control.should_epoch_stop or control.should_training_stop) and self.flags_are_agreed
+
     def abort_evaluation_on_signal(self) -> contextlib.AbstractContextManager[Any]:
         """Abort evaluations when a signal arrives, except in distributed runs, where other ranks would wait."""
         listener = self.run.signal_listener

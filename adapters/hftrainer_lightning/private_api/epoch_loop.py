@@ -56,7 +56,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop, LightningSteps):
             call._call_callback_hooks(pl_trainer, "on_train_batch_start", self._batch, self._index)
         progress.increment_started()
         self.training_loop.run_micro_batch(pl_trainer.lightning_module.model, self._batch, self)
-        if self.training_loop.should_stop:
+        if self.training_loop.flag_sync.ends_training:
             pl_trainer.should_stop = True
         progress.increment_completed()
         if self.has_listeners:

@@ -312,8 +312,3 @@ class TrainingLoop(Part):
             "evaluation": seconds.get("evaluation", 0.0),
             "saving": seconds.get("saving", 0.0),
         }
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether training should stop."""
-        return self.flag_sync.flags_are_agreed and self.trainer.control.should_training_stop

@@ -93,7 +93,7 @@ class MicroBatches(Part):
     Args:
         parts: the parts of the Trainer.
         attempt: its lengths, and where in the data it starts.
-        flag_sync: knows when all ranks have agreed to stop.
+        flag_sync: knows when a control flag ends the epoch.
         loader: the loader of the training data.
 
     Attributes:
@@ -138,7 +138,7 @@ class MicroBatches(Part):
                     is_last=(index + 1) % steps == 0 or index + 1 == len(self),
                 )
                 yield micro_batch
-                if self._is_interrupted():
+                if self._flag_sync.ends_epoch:
                     return
 
     def _read_windows(self) -> Iterator[tuple[int, list[Any], Any]]:
@@ -200,11 +200,6 @@ class MicroBatches(Part):
             # A stream without a length has ended.
             self.step_phase = phase_before_reading
         return micro_batches, num_items
-
-    def _is_interrupted(self) -> bool:
-        """Whether a control flag that all ranks know ends the epoch or the training."""
-        control = self.trainer.control
-        return self._flag_sync.flags_are_agreed and (control.should_epoch_stop or control.should_training_stop)
 
     # ---- Resume ------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from hftrainer import TrainerControl
 from hftrainer.training.run import Attempt, Run
 from hftrainer.training.run_lengths import RunLengths
 from hftrainer.training.steps.micro_batches import MicroBatches, MicroBatchPosition
+from hftrainer.training.stopping import FlagSync
 
 
 def make_batches(count, accumulation=2, *, start=(None, 0, 0), planned=None, length=None, progress=None):
@@ -22,16 +23,16 @@ def make_batches(count, accumulation=2, *, start=(None, 0, 0), planned=None, len
         calls.extend(window)
         return window, len(window) * 10
 
-    args, restore = SimpleNamespace(gradient_accumulation_steps=accumulation), lambda folder: calls.append("restored")
-    trainer = SimpleNamespace(args=args, control=TrainerControl(), calls=calls, _load_rng_state=restore)
-    trainer.get_batch_samples = get_batch_samples
+    args = SimpleNamespace(gradient_accumulation_steps=accumulation, world_size=1)
+    trainer = SimpleNamespace(args=args, control=TrainerControl(), calls=calls, get_batch_samples=get_batch_samples)
+    trainer._load_rng_state = lambda folder: calls.append("restored")
     run = Run(resumed_progress=progress)
     run.loss_since_log = torch.zeros(())
     engine = SimpleNamespace(accumulation_steps_of=lambda epoch, value=planned or accumulation: value)
     model_setup = SimpleNamespace(check_accumulation=lambda value: None)
     parts = SimpleNamespace(trainer=trainer, run=run, engine=engine, model_setup=model_setup)
     lengths, loader = RunLengths(1, 0, 0, 0, 0, length or count, 0), [str(index) for index in range(count)]
-    return MicroBatches(parts, Attempt(None, None, lengths, *start), SimpleNamespace(flags_are_agreed=True), loader)
+    return MicroBatches(parts, Attempt(None, None, lengths, *start), FlagSync(parts, calls.clear), loader)
 
 
 class Window(NamedTuple):
@@ -94,7 +95,7 @@ def test_window_is_read_whole_before_its_first_micro_batch():
 def test_flag_ends_the_epoch_once_all_ranks_know_it(flag, is_agreed):
     batches = make_batches(3)
     setattr(batches.trainer.control, flag, True)
-    batches._flag_sync.flags_are_agreed = is_agreed
+    batches._flag_sync.is_distributed = not is_agreed
     assert list(batches) == (["0"] if is_agreed else ["0", "1", "2"])
 
 
