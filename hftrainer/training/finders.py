@@ -59,10 +59,6 @@ class FinderSteps(Part):
         finally:
             self.run.train_batch_size = batch_size_of_run
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The Trainer's optimizer, created if it does not exist yet."""
-        return self.trainer.create_optimizer()
-
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """The loss of one batch, which makes up a complete optimizer step."""
         self.run.accumulation_steps = 1

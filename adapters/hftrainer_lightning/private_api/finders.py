@@ -37,8 +37,8 @@ class _FinderModule(pl.LightningModule):
         return self.steps.make_loader(getattr(self, self._size_name))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The Trainer's optimizer."""
-        return self.steps.optimizer()
+        """The Trainer's optimizer, created if it does not exist yet."""
+        return self.steps.trainer.create_optimizer()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The Trainer's loss."""
