@@ -31,7 +31,6 @@ class Monitors(Part):
         parts: the parts of the Trainer.
         attempt: its trial, and the checkpoint that it resumes from.
         batches: the micro-batches of the run.
-        is_finished: whether the checkpoint already contains the run's last step.
 
     Attributes:
         source_log: sums for each source of a mixture; None for other data.
@@ -39,15 +38,19 @@ class Monitors(Part):
         user_requests: the requests to the run; None except on the main process.
     """
 
-    def __init__(self, parts: TrainerParts, attempt: Attempt, batches: MicroBatches, *, is_finished: bool) -> None:
+    def __init__(self, parts: TrainerParts, attempt: Attempt, batches: MicroBatches) -> None:
         super().__init__(parts)
         self.batches = batches
         self.source_log = make_source_log(parts, batches.reader.loader)
         run_folder = parts.run_folder_without_override(attempt.trial)
-        self.observer = self._make_observer(run_folder, attempt.resume_folder, is_finished=is_finished)
-        self.user_requests = _make_requests(parts, run_folder)
+        self.observer = self._make_observer(run_folder, attempt)
+        self.user_requests: Requests | None = None
+        if self.trainer.is_world_process_zero():
+            since_evaluation = 0.0 if self.run.resumed_progress is None else self.run.resumed_progress.since_evaluation
+            can_evaluate = self.trainer.eval_dataset is not None
+            self.user_requests = Requests(run_folder, self.trainer.args, since_evaluation, can_evaluate=can_evaluate)
 
-    def _make_observer(self, run_folder: str, resume_folder: str | None, *, is_finished: bool) -> Observer | None:
+    def _make_observer(self, run_folder: str, attempt: Attempt) -> Observer | None:
         """The observer of a run; None without `observe`."""
         args, plan = self.trainer.args, self.parts.engine.plan
         # All later runs in a folder write to its journal, so that it says which is the last.
@@ -57,7 +60,7 @@ class Monitors(Part):
             return None
         peak = peak_flops(args.device, plan.precision) if "mfu" in observations else None
         # The resume of a run that has already ended would spoil its record.
-        last_event = (read_events(run_folder) or [{}])[-1] if is_finished else {}
+        last_event = (read_events(run_folder) or [{}])[-1] if attempt.is_finished else {}
         is_recorded = last_event.get("reason") in COMPLETE
         has_journal = "journal" in observations and self.trainer.is_world_process_zero() and not is_recorded
         return Observer(
@@ -68,7 +71,7 @@ class Monitors(Part):
             sum_over_data=lambda count: int(self.parts.counters.sum_over_data(torch.tensor([count]))),
             flops=None if peak is None else FlopCounter(peak),
             journal=Journal(run_folder if has_journal else None),
-            facts={"world_size": args.world_size, "device": str(args.device), "resumed_from": resume_folder},
+            facts={"world_size": args.world_size, "device": str(args.device), "resumed_from": attempt.resume_folder},
         )
 
     def begin(self) -> None:
@@ -113,13 +116,3 @@ class Monitors(Part):
         if self.observer is not None:
             self.observer.close(reason, message)
             self.trainer.remove_callback(self.observer)
-
-
-def _make_requests(parts: TrainerParts, run_folder: str) -> Requests | None:
-    """The requests to a run; None except on the main process."""
-    trainer = parts.trainer
-    progress = parts.run.resumed_progress
-    if not trainer.is_world_process_zero():
-        return None
-    since_evaluation = 0.0 if progress is None else progress.since_evaluation
-    return Requests(run_folder, trainer.args, since_evaluation, can_evaluate=trainer.eval_dataset is not None)

@@ -35,6 +35,7 @@ class Attempt:
         resume_folder: the checkpoint that it resumes from, if any.
         first_epoch: the epoch in which it starts, counted from 0.
         finished_micro_batches: those of the first epoch that an earlier run has finished.
+        is_finished: whether the checkpoint already contains the run's last step.
     """
 
     trial: Any
@@ -43,6 +44,7 @@ class Attempt:
     resume_folder: str | None
     first_epoch: int
     finished_micro_batches: int
+    is_finished: bool = False
 
 
 @dataclass

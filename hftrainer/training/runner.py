@@ -206,7 +206,7 @@ class TrainingRunner(Part):
         self.run.set_start_values(trainer.state, args.device)
         if self.run.resumed_progress is not None:
             loop.loss_accumulator.restore(self.run.resumed_progress)
-        if loop.is_finished:
+        if loop.attempt.is_finished:
             self._resume_finished_run(loop)
         else:
             with _add_step_note(loop), loop.step_end_values.record_outputs(trainer.model), devices.error_hints():
@@ -244,7 +244,9 @@ class TrainingRunner(Part):
         if resume_folder is None:
             self.finders.apply_learning_rate_finder(lengths.max_steps)
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
-        attempt = Attempt(trial, ignore_keys, lengths, resume_folder, epoch, finished_micro_batches)
+        is_complete = resume_folder is not None and self.trainer.state.global_step >= lengths.max_steps
+        is_finished = is_complete or epoch >= lengths.num_train_epochs
+        attempt = Attempt(trial, ignore_keys, lengths, resume_folder, epoch, finished_micro_batches, is_finished)
         self.planner.log_start(attempt)
         self.run.loop = loop = TrainingLoop(self.parts, attempt, dataloader)
         loop.monitors.begin()
@@ -260,7 +262,7 @@ class TrainingRunner(Part):
         trial = loop.attempt.trial
         if trainer.is_world_process_zero():
             tracker_runs: Mapping[str, Any] = {}
-            if progress is not None and (progress.owes_evaluation or not loop.is_finished):
+            if progress is not None and (progress.owes_evaluation or not loop.attempt.is_finished):
                 tracker_runs = progress.tracker_runs
             place = self.parts.storage_sync.checkpoint_place(trial)
             begin_runs(trainer.callback_handler.callbacks, tracker_runs, trainer.args, trainer.state, place)

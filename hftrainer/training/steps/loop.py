@@ -82,7 +82,7 @@ class TrainingLoop(Part):
         self.loss_accumulator = LossAccumulator(self.trainer, self.run)
         self.divergence = DivergenceWatch(parts, self.batches)
         self.step_end_values = StepEndValues(self.trainer.callback_handler.callbacks)
-        self.monitors = Monitors(parts, attempt, self.batches, is_finished=self.is_finished)
+        self.monitors = Monitors(parts, attempt, self.batches)
 
         self.grad_norm: torch.Tensor | float | None = None
         self.learning_rate: float | None = None
@@ -104,16 +104,8 @@ class TrainingLoop(Part):
             except (DamagedCheckpoint, InvalidSetup) as error:
                 explain_incompatible_state(str(folder), self.trainer.args, error)
                 raise
-        if not self.is_finished:
+        if not self.attempt.is_finished:
             warn_about_kept_settings(initial_groups, optimizer)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the checkpoint already contains the run's last step."""
-        attempt = self.attempt
-        step = self.trainer.state.global_step
-        is_complete = attempt.resume_folder is not None and step >= attempt.lengths.max_steps
-        return is_complete or attempt.first_epoch >= attempt.lengths.num_train_epochs
 
     def begin_training(self) -> None:
         """Call `on_train_begin`, evaluate with `eval_on_start`, and complete what was interrupted."""
