@@ -1,4 +1,7 @@
-"""`Run`: the state of one `train()`, kept until the next; and `Attempt`, what is fixed for one attempt of it."""
+"""`Run`: what one `train()` counts, kept until the next; and `Attempt`, what is fixed for one attempt of it.
+
+Neither is the plan of the engine (`parallel/plan.py`), which is made from the arguments, for all runs of a Trainer.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What does not change in an attempt at training, from where its loop is made.
+    """What is fixed in one pass through Lightning's loop; a rollback or a smaller batch begins another in the same run.
 
     Attributes:
         trial: the hyperparameter trial, if any.
@@ -49,14 +52,15 @@ class Attempt:
 
 @dataclass
 class Run:
-    """Counters, sums and the position of a training run.
+    """The counters and sums of one `train()`, over all its attempts, and the objects that last as long.
 
     Attributes:
         train_batch_size: samples in a training micro-batch of this process.
         accumulation_steps: micro-batches in the current optimizer step.
         has_created_scheduler: True if the Trainer created the scheduler.
         trial: the hyperparameter trial, if any.
-        loop: what Lightning's hooks call while the run lasts.
+        loop: the loop of the attempt, if one has been made. The engine is given it. What logs, saves and ends a run
+            finds it here, since Trainer's methods, which scripts override and call without a run, are between.
         signal_listener: the signals that ask this run to stop.
         lengths: the planned lengths, for `Trainer._init_training_state`, which does not receive them.
         resumed_progress: our progress data in the checkpoint that the run resumes from, or None.

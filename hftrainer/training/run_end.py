@@ -1,4 +1,8 @@
-"""`RunEnd`: the last log line of a run, its best model, the summary of what it did, or what an error leaves."""
+"""`RunEnd`: the last log line of a run, its best model, the summary of what it did, or what an error leaves.
+
+`TrainingLoop` begins and ends the training, in Lightning's hooks. The end of the run comes after Lightning has left
+them, and also where a checkpoint is of the last step, or an error came before there was a loop.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class RunEnd(Part):
-    """Ends a run: `finish` after its last step or a stop as asked, `finish_after_error` after an error or a signal."""
+    """Ends a run: `finish` after its last step or a stop as asked, `finish_after_error` after an error or a signal.
+
+    Either way, `release_run` is last.
+    """
 
     def finish(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
@@ -78,6 +85,26 @@ class RunEnd(Part):
         if parts.upload_queue is not None and (parts.search_backend is None or not isinstance(error, Exception)):
             parts.upload_queue.drain(is_urgent=lambda: True)
         parts.storage_sync.finish_after_error()
+
+    def describe_failure(self, error: BaseException) -> tuple[str, str]:
+        """The name and the message of what ended the run, for its journal. A signal has no message."""
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else "SystemExit"
+            return self.run.signal_listener.signal_name or name, ""
+        return type(error).__name__, str(error).strip()
+
+    def release_run(self, error_name: str, message: str) -> None:
+        """Close the run's loop and release the objects of the run. `error_name` is empty if no error ended it."""
+        state = self.trainer.state
+        if self.run.loop is not None:
+            is_stopped = state.global_step < state.max_steps
+            self.run.loop.close(error_name or ("stopped" if is_stopped else "complete"), message)
+        self.run.loop = None
+        self.run.mems = None
+        self.run.skipped_samples = None
+        self.run.initial_state = None
+        self.run.evaluation_metrics = None
+        self.trainer.is_in_train = False
 
     def _describe_run(self, metrics: Mapping[str, float], loop: TrainingLoop) -> summary.FinishedRun:
         """What the summary of a run of at least one step tells."""

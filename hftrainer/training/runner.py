@@ -161,31 +161,11 @@ class TrainingRunner(Part):
                 if listener.signal_number is not None:
                     listener.end_script()
         except BaseException as error:
-            failure = self._describe_failure(error)
+            failure = self.run_end.describe_failure(error)
             self.run_end.finish_after_error(error)
             raise
         finally:
-            self._release_run(*failure)
-
-    def _describe_failure(self, error: BaseException) -> tuple[str, str]:
-        """The name and the message of what ended the run, for its journal. A signal has no message."""
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else "SystemExit"
-            return self.run.signal_listener.signal_name or name, ""
-        return type(error).__name__, str(error).strip()
-
-    def _release_run(self, error_name: str, message: str) -> None:
-        """Close the run's loop and release the objects of the run. `error_name` is empty if no error ended it."""
-        state = self.trainer.state
-        if self.run.loop is not None:
-            is_stopped = state.global_step < state.max_steps
-            self.run.loop.close(error_name or ("stopped" if is_stopped else "complete"), message)
-        self.run.loop = None
-        self.run.mems = None
-        self.run.skipped_samples = None
-        self.run.initial_state = None
-        self.run.evaluation_metrics = None
-        self.trainer.is_in_train = False
+            self.run_end.release_run(*failure)
 
     def run_attempt(
         self, args: TrainingArguments, batch_size: int | None, resume_folder: str | None, trial: Any, ignore_keys: Any
