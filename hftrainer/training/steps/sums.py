@@ -111,30 +111,34 @@ class LossAccumulator:
         run = self.run
         if loss.device != (device := run.loss_since_log.device):
             raise ValueError(f"The loss is on {loss.device}, but training runs on {device}: move the loss to {device}.")
-        drops_non_finite = self.trainer.args.logging_nan_inf_filter
-        state = self.trainer.state
-        steps = 1 + state.global_step - run.last_logged_step
-        # Reading the loss would wait for the device.
-        if not self._is_on_cpu and drops_non_finite:
-            is_finite = loss.isfinite()
-            self._has_non_finite = self._has_non_finite | ~is_finite
-            divisor: Any = steps
-            # XLA would compile the number into the step as a constant, and recompile the step for each new number.
-            if loss.device.type == "xla":
-                divisor = torch.tensor([float(steps)], device=loss.device).reshape(())
-            summand = torch.where(is_finite, loss, run.loss_since_log / divisor)
-            run.loss_since_log += summand
-            return summand
-        summand = loss
-        is_non_finite = self._is_on_cpu and not math.isfinite(loss)
-        self.non_finite_since = (self.non_finite_since or state.global_step + 1) if is_non_finite else 0
-        if self._non_finite_step <= run.last_logged_step:
-            self._non_finite_step = state.non_finite_step = state.global_step + 1 if is_non_finite else 0
-        if is_non_finite:
-            self._warn_about_non_finite_loss(f"is {loss.item()}", state.global_step + 1, inputs)
-            summand = run.loss_since_log / steps if drops_non_finite else loss
+        steps = 1 + self.trainer.state.global_step - run.last_logged_step
+        summand = self._summand_on_cpu(loss, steps, inputs) if self._is_on_cpu else self._summand_on_device(loss, steps)
         run.loss_since_log += summand
         return summand
+
+    def _summand_on_device(self, loss: torch.Tensor, steps: int) -> torch.Tensor:
+        """The number to add, found without reading the loss, which would wait for the device."""
+        if not self.trainer.args.logging_nan_inf_filter:
+            # `check_before_log` looks at the sum.
+            self.trainer.state.non_finite_step = 0
+            return loss
+        is_finite = loss.isfinite()
+        self._has_non_finite = self._has_non_finite | ~is_finite
+        # XLA would compile the number into the step as a constant, and recompile the step for each new number.
+        divisor = torch.tensor([float(steps)], device=loss.device).reshape(()) if loss.device.type == "xla" else steps
+        return torch.where(is_finite, loss, self.run.loss_since_log / divisor)
+
+    def _summand_on_cpu(self, loss: torch.Tensor, steps: int, inputs: Any) -> torch.Tensor:
+        """The number to add. Records the step of a loss that is not finite, and warns about the first."""
+        state = self.trainer.state
+        bad_step = 0 if math.isfinite(loss) else state.global_step + 1
+        self.non_finite_since = (self.non_finite_since or bad_step) if bad_step else 0
+        if self._non_finite_step <= self.run.last_logged_step:
+            self._non_finite_step = state.non_finite_step = bad_step
+        if not bad_step:
+            return loss
+        self._warn_about_non_finite_loss(f"is {loss.item()}", bad_step, inputs)
+        return self.run.loss_since_log / steps if self.trainer.args.logging_nan_inf_filter else loss
 
     def check_before_log(self) -> None:
         """Warn about non-finite losses since the last log line; logging reads from the device anyway."""
