@@ -95,15 +95,11 @@ class RunEnd(Part):
 
     def release_run(self, error_name: str, message: str) -> None:
         """Close the run's loop and release the objects of the run. `error_name` is empty if no error ended it."""
-        state = self.trainer.state
-        if self.run.loop is not None:
+        run, state = self.run, self.trainer.state
+        if run.loop is not None:
             is_stopped = state.global_step < state.max_steps
-            self.run.loop.close(error_name or ("stopped" if is_stopped else "complete"), message)
-        self.run.loop = None
-        self.run.mems = None
-        self.run.skipped_samples = None
-        self.run.initial_state = None
-        self.run.evaluation_metrics = None
+            run.loop.close(error_name or ("stopped" if is_stopped else "complete"), message)
+        run.loop = run.mems = run.skipped_samples = run.initial_state = run.evaluation_metrics = None
         self.trainer.is_in_train = False
 
     def _describe_run(self, metrics: Mapping[str, float], loop: TrainingLoop) -> summary.FinishedRun:

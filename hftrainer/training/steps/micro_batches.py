@@ -86,6 +86,8 @@ class Window(NamedTuple):
 class MicroBatches(Part):
     """An iterable over an epoch's micro-batches, which sets `position` for each.
 
+    Lightning's callbacks get the batch alone, and checkpoints, which are saved between batches, need the position too.
+
     All micro-batches of a window are fetched before the first is used, as in `transformers.Trainer`: the number of
     items in a window must be known before its first loss. Lightning takes a micro-batch when it trains on it, and not
     before, since there is a length.
