@@ -263,7 +263,8 @@ class SkippedSamples:
         args = self.trainer.args
         diverged_steps = processes.gather_objects([diverged_step])
         worst = max(diverged_steps, key=lambda step: step.reason)
-        reason, value = worst.reason, worst.value
+        reason = worst.reason
+        value = worst.value
         ranks = [rank for rank, step in enumerate(diverged_steps) if step.reason == reason]
         samples = [step.samples for step in diverged_steps]
         place = f" on rank {', '.join(map(str, ranks))}" if len(diverged_steps) > 1 else ""

@@ -99,7 +99,11 @@ class RunEnd(Part):
         if run.loop is not None:
             is_stopped = state.global_step < state.max_steps
             run.loop.close(error_name or ("stopped" if is_stopped else "complete"), message)
-        run.loop = run.mems = run.skipped_samples = run.initial_state = run.evaluation_metrics = None
+        run.loop = None
+        run.mems = None
+        run.skipped_samples = None
+        run.initial_state = None
+        run.evaluation_metrics = None
         self.trainer.is_in_train = False
 
     def _describe_run(self, metrics: Mapping[str, float], loop: TrainingLoop) -> summary.FinishedRun:
