@@ -42,7 +42,7 @@ def add_subcommand(commands: Any) -> None:
     parser.add_argument("--x", choices=("step", "epoch", "time"), help="the horizontal axis; time needs observe=True")
     parser.add_argument("--html", action="store_true", help="write an interactive page too, of 5 MB")
     small = "write a small page instead, which loads plotly from the network when opened"
-    parser.add_argument("--cdn", dest="html", action="store_const", const="cdn", help=small)
+    parser.add_argument("--cdn", action="store_true", help=small)
     parser.add_argument("--study", metavar="STORAGE", help="a search: sqlite:///search.db, or another URL or file")
     parser.add_argument("--study-name", metavar="NAME", help="the study's name, if the storage holds several")
     output = "the .png, .svg or .pdf, by default training.png or comparison.png; of a study the folder, by default ."
@@ -80,6 +80,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         parser.error("pass the output folders of runs, or --study for a search")
     if wrong := options.x if is_search else options.study_name:
         parser.error(f"{'--x is for runs' if options.x == wrong else '--study-name is for --study'}")
+    options.html = "cdn" if options.cdn else options.html
     try:
         drawn = _draw_study(options) if is_search else _draw_runs(options)
     except (InvalidArgument, MissingPackage, OSError) as error:

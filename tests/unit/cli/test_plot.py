@@ -139,7 +139,7 @@ def test_evaluation_sets_share_a_panel_in_their_order(tmp_path, capsys):
 
 
 def test_cdn_page_loads_plotly_from_the_network(runs, tmp_path, capsys):
-    main(["plot", runs[0], "--cdn", "--output", str(tmp_path / "a.png")])
+    main(["plot", runs[0], "--cdn", "--html", "--output", str(tmp_path / "a.png")])
     assert re.match(r"\S+a\.png\n\S+a\.html \(\d+\.?\d* kB\)\n", capsys.readouterr().out)
     page, told = (tmp_path / "a.html").read_text().split("<script>window.Plotly || ")
     assert '<script charset="utf-8" src="https://cdn.plot.ly' in page and "The plot needs https://cdn.plot.ly" in told
