@@ -80,8 +80,9 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
             shown, marked, limits = _without_far_trials(study, number)
             heading = title.format(names[number])
             left_out = [f"{len(found)} {why}" for why, (found, _) in _by_reason(marked) if why != "best trial"]
-            if name == "parallel_coordinates" and left_out:
-                heading += f", without {', '.join(left_out)}"
+            if name == "parallel_coordinates":
+                best = next(trial for trial, (_, why) in marked.items() if why == "best trial")
+                heading += f" (best: trial {best})" + f", without {', '.join(left_out)}" * bool(left_out)
             if name == "importance":
                 shown = study
                 if count < MANY_TRIALS:
@@ -188,6 +189,11 @@ def _draw_png(
             locator = figure.axes[place + 1].yaxis.get_major_locator()
             if isinstance(locator, ticker.MaxNLocator):
                 locator.set_params(integer=True)
+        best = next(value for value, why in marked.values() if why == "best trial")
+        # Optuna 4 leaves out trials without one of the hyperparameters.
+        segments = zip(lines.get_segments(), lines.get_array(), strict=True)
+        for segment in [points for points, value in segments if value == best][:1]:
+            axes.plot(*segment.T, color=COLOURS[1], linewidth=3, label="best trial")
     else:
         axes.set_facecolor("white")
         axes.grid(color="#e0e0e0")
@@ -204,8 +210,8 @@ def _draw_png(
             for text in axes.texts:
                 text.set_text(f" {text.get_text()}")
             axes.set_xlabel("Hyperparameter importance")
-        else:
-            axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=7, frameon=False)
+    if function != "plot_param_importances":
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=7, frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
@@ -260,8 +266,11 @@ def _colour_page(figure: Any, *, is_maximized: bool) -> None:
     figure.update_traces(line=colours, selector={"type": "parcoords"})
     figure.update_traces(marker=colours, selector={"mode": "markers"})
     # Optuna 5 has a trace per trial, whose first height is that of its objective.
-    for trace in figure.select_traces({"type": "scatter", "mode": "lines"}):
+    lines = list(figure.select_traces({"type": "scatter", "mode": "lines"}))
+    for trace in lines:
         trace.line.color = sample(scale, [trace.y[0]])[0]
+    for trace in sorted(lines, key=lambda line: line.y[0], reverse=is_maximized)[:1]:
+        trace.update(line={"color": COLOURS[1], "width": 4}, name="best trial", showlegend=True, zorder=1)
 
 
 def _label_page(figure: Any, names: list[str], whole: list[int]) -> None:

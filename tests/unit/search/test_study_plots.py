@@ -105,11 +105,14 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     assert marks == [("triangle-down", "pruned", "7"), ("triangle-up", "far worse", "5")]
     assert '"text":"objective (minimize)"' in page
     assert '"range":[-0.2,4.2]' in page and '"name":"best trial","x":[0]' in page and "1000000" not in page
-    legend, none = (figure.axes[0].get_legend() for figure in figures[:2])
+    legend, none, lines = (figure.axes[0].get_legend() for figure in figures)
     words = [text.get_text() for text in legend.get_texts()]
-    assert "a line per trial, without 1 pruned, 1 far worse" in (tmp_path / "parallel_coordinates.html").read_text()
+    assert "a line per trial (best: trial 0), without 1 pruned, 1 far worse" in (tmp_path / "parallel_coordinates.html").read_text()
     # The bars of importances have one colour, which needs no legend.
     assert words == ["objective (minimize)", "best so far", "best trial", "pruned", "far worse"] and none is None
+    best, *others = figures[2].axes[0].lines
+    assert [text.get_text() for text in lines.get_texts()] == ["best trial"] and not others
+    assert best.get_ydata()[0] == 0
 
 
 def test_table_has_hyphens_for_hyperparameters_of_other_trials(tmp_path, capsys):
@@ -155,12 +158,14 @@ def test_missing_plot_package_is_named(url, tmp_path, monkeypatch, package, html
         plot_study(url, out=str(tmp_path), html=html)
 
 
-@pytest.mark.parametrize(("direction", "darkest"), [("minimize", 0), ("maximize", 4)])
+@pytest.mark.parametrize(("direction", "darkest"), [("minimize", 0), ("maximize", 3)])
 def test_page_has_dark_lines_for_the_best_and_whole_ticks(tmp_path, direction, darkest):
     study = optuna.create_study(storage=(url := f"sqlite:///{tmp_path}/search.db"), direction=direction)
     study.optimize(lambda trial: trial.suggest_int("epochs", 1, 3) * 0 + trial.number, n_trials=5)
     plot_study(url, out=str(tmp_path), html=True)
     page = (tmp_path / "parallel_coordinates.html").read_text().split("newPlot")[-1]
     colours = [sum(map(float, rgb.split(","))) for rgb in re.findall(r'"line":\{"color":"rgb\(([^)]+)\)"', page)]
-    assert len(colours) == 5 and colours.index(min(colours)) == darkest and max(colours) < 500
+    # The best line has another colour.
+    assert len(colours) == 4 and colours.index(min(colours)) == darkest and max(colours) < 500
+    assert '"line":{"color":"#d55e00","dash":"solid","width":4}' in page and '"name":"best trial"' in page
     assert '"text":"2"' in page and '"text":"1.5"' not in page
