@@ -209,7 +209,7 @@ def _draw_png(
             axes.get_legend().remove()
             for text in axes.texts:
                 text.set_text(f" {text.get_text()}")
-            axes.set_xlabel("Hyperparameter importance")
+            axes.set(xlabel="", ylabel="")
     if function != "plot_param_importances":
         axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=7, frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
@@ -228,7 +228,7 @@ def _make_page(
     figure.update_traces(opacity=1, selector={"type": "scatter"})
     figure.update_traces(line_shape="hv", name="best so far", selector={"name": "Best Value"})
     if function == "plot_param_importances":
-        figure.update_xaxes(title_text="Hyperparameter importance")
+        figure.update_layout(xaxis_title="", yaxis_title="")
     elif function == "plot_optimization_history":
         figure.update_yaxes(range=limits)
         for why, (x, y) in _by_reason(marked):

@@ -113,6 +113,7 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     best, *others = figures[2].axes[0].lines
     assert [text.get_text() for text in lines.get_texts()] == ["best trial"] and not others
     assert best.get_ydata()[0] == 0
+    assert figures[1].axes[0].get_xlabel() == ""  # the title says what the shares are
 
 
 def test_table_has_hyphens_for_hyperparameters_of_other_trials(tmp_path, capsys):
