@@ -48,14 +48,14 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
         storage: a database URL such as `sqlite:///search.db`, or a journal file.
         study_name: name of the study; optional if the storage has only one.
         out: output folder.
-        html: also write interactive HTML pages; "cdn" for pages that fetch plotly's script, of 5 MB, from the network.
+        html: also write a page of all plots; "cdn" for one that fetches plotly's script, of 5 MB, from the network.
 
     Returns:
         The paths of the files. A study with several objectives has one plot of each kind per objective.
 
     Raises:
         InvalidArgument: if the study does not exist, or has no completed trial.
-        MissingPackage: if matplotlib is not installed, or plotly for the HTML pages.
+        MissingPackage: if matplotlib is not installed, or plotly for the page.
     """
     import_plotting("matplotlib").use("agg")
     study = _load_study(storage, study_name)
@@ -69,7 +69,7 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
         target = {"target": lambda trial, number=number: trial.values[number]} if len(names) > 1 else {}
         objectives.append({"target_name": f"{name} ({direction.name.lower()})", **target})
     prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
-    paths = []
+    paths, parts = [], list[str]()
     for name, (function, min_trials, title) in PLOTS.items():
         if count < min_trials:
             logger.warning("Skipping %s: it needs %d completed trials, but the study has %d.", name, min_trials, count)
@@ -92,11 +92,12 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
             if html:
                 is_maximized = study.directions[number].name == "MAXIMIZE"
                 figure = _make_page(function, shown, objective, heading, marked, limits, is_maximized)
-                page = path.with_suffix(".html")
-                text = figure.to_html(include_plotlyjs=html)
-                # Margins would add scrollbars to a plot of the window's height.
-                page.write_text(text.replace("<head>", "<head><style>body { margin: 0; }</style>", 1), "utf-8")
-                paths.append(str(page))
+                script = False if parts else html
+                parts.append(figure.to_html(full_html=False, include_plotlyjs=script, default_height="90vh"))
+    if parts:
+        page = Path(out) / f"{prefix}search.html"
+        page.write_text("\n".join(['<!DOCTYPE html><meta charset="utf-8"><title>Search</title>', *parts]), "utf-8")
+        paths.append(str(page))
     return paths
 
 

@@ -37,14 +37,14 @@ NAMES = ("history", "importance", "parallel_coordinates")
 
 def test_command_writes_pictures_and_pages_of_a_study(url, tmp_path, capsys):
     main(["plot", "--study", url, "--output", str(tmp_path / "new"), "--html"])
-    expected = [str(tmp_path / "new" / f"{name}.{kind}") for name in NAMES for kind in ("png", "html")]
+    expected = [str(tmp_path / "new" / name) for name in (*(f"{name}.png" for name in NAMES), "search.html")]
     *printed, empty, header, best, _, _, _, _, last = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in printed] == expected and not empty
     assert header.split() == ["trial", "objective", "learning_rate", "one_of_many_kinds_of_model"]
     assert best.split()[3] == "b" != last.split()[3]
     assert all(os.path.getsize(path) > 10_000 for path in expected)
-    assert r"many_\u003cbr\u003ekinds" in (tmp_path / "new" / "parallel_coordinates.html").read_text()  # not truncated
-    page = (tmp_path / "new" / "importance.html").read_text()
+    page = (tmp_path / "new" / "search.html").read_text()
+    assert r"many_\u003cbr\u003ekinds" in page and os.path.getsize(expected[-1]) < 8e6  # not truncated; plotly once
     assert "learning_rate" in page and "a rough guess: only 6 trials" in page
     assert "<script src=" not in page  # nothing to fetch
 
@@ -79,7 +79,8 @@ def test_axis_has_the_name_of_the_metric(tmp_path):
     with pytest.warns(optuna.exceptions.ExperimentalWarning):
         study.set_metric_names(["eval_loss"])
     plot_study(url, out=str(tmp_path), html=True)
-    assert all("eval_loss" in (tmp_path / f"{name}.html").read_text().split("newPlot")[-1] for name in NAMES)
+    plots = (tmp_path / "search.html").read_text().split("Plotly.newPlot")[-3:]
+    assert all("eval_loss" in plot for plot in plots)
 
 
 def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch):
@@ -97,7 +98,8 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     study.optimize(objective, n_trials=9)
     plot_study(url, out=str(tmp_path), html=True)
     assert best_trials(url)[1] == "5 best of 9 trials: 8 completed, 1 pruned"
-    page = (tmp_path / "history.html").read_text().split("newPlot")[-1]
+    page, _, lines = (tmp_path / "search.html").read_text().split("Plotly.newPlot")[-3:]
+    assert "a line per trial (best: trial 0), without 1 pruned, 1 far worse" in lines
     # The far one is at the edge, not at its last report; the reported value of the pruned one is in the panel.
     marks = re.findall(
         r'"marker":{"color":"gray","symbol":"([\w-]+)"},"mode":"markers","name":"([\w ]+)","x":\[(\d)\]', page
@@ -107,7 +109,6 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     assert '"range":[-0.2,4.2]' in page and '"name":"best trial","x":[0]' in page and "1000000" not in page
     legend, none, lines = (figure.axes[0].get_legend() for figure in figures)
     words = [text.get_text() for text in legend.get_texts()]
-    assert "a line per trial (best: trial 0), without 1 pruned, 1 far worse" in (tmp_path / "parallel_coordinates.html").read_text()
     # The bars of importances have one colour, which needs no legend.
     assert words == ["objective (minimize)", "best so far", "best trial", "pruned", "far worse"] and none is None
     best, *others = figures[2].axes[0].lines
@@ -164,7 +165,7 @@ def test_page_has_dark_lines_for_the_best_and_whole_ticks(tmp_path, direction, d
     study = optuna.create_study(storage=(url := f"sqlite:///{tmp_path}/search.db"), direction=direction)
     study.optimize(lambda trial: trial.suggest_int("epochs", 1, 3) * 0 + trial.number, n_trials=5)
     plot_study(url, out=str(tmp_path), html=True)
-    page = (tmp_path / "parallel_coordinates.html").read_text().split("newPlot")[-1]
+    page = (tmp_path / "search.html").read_text().split("newPlot")[-1]
     colours = [sum(map(float, rgb.split(","))) for rgb in re.findall(r'"line":\{"color":"rgb\(([^)]+)\)"', page)]
     # The best line has another colour.
     assert len(colours) == 4 and colours.index(min(colours)) == darkest and max(colours) < 500
