@@ -116,7 +116,9 @@ class Observer(TrainerCallback):
             shares = {"data_wait": "data", "eval_share": "evaluation", "save_share": "saving"}
             values |= {name: differences[part] / differences["time"] for name, part in shares.items()}
         if "memory" in self.observations:
-            values["peak_memory_mb"] = self._pop_memory_peak() / 1e6
+            device_peak = devices.pop_memory_peak()
+            peak = max(self._memory_peak, _process_memory()) if device_peak is None else device_peak
+            values["peak_memory_mb"] = peak / 1e6
         if self.flops is not None and (operations := self.flops.counted_operations):
             elements = differences["tokens"] or differences["samples"]
             values["mfu"] = operations * elements / self._first_elements / training_seconds / self.flops.peak
@@ -127,11 +129,6 @@ class Observer(TrainerCallback):
             self._checked_counters = counters
         self._begin_interval(counters)
         return values
-
-    def _pop_memory_peak(self) -> int:
-        """The peak memory since the last call, in bytes: of tensors on the accelerator, or of this process."""
-        peak = devices.pop_memory_peak()
-        return max(self._memory_peak, _process_memory()) if peak is None else peak
 
     def write_interval(self) -> None:
         """Write the time by activity since the last interval to the journal."""

@@ -22,8 +22,6 @@ from hftrainer.reporting.metrics import Span, choose_best, is_number, logged_val
 
 Event = dict[str, Any]
 
-#: Number of recent intervals.
-RECENT = 20
 #: Minimum of the seconds after which a run is silent, in addition to three times its longest pause.
 SILENCE = 300.0
 
@@ -56,7 +54,8 @@ class JournalSummary:
     curves: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
     spans: list[Event] = field(default_factory=list)
-    intervals: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT))
+    #: The recent ones.
+    intervals: deque[Event] = field(default_factory=lambda: deque(maxlen=20))
     seconds: Counter[str] = field(default_factory=Counter)
     pace: tuple[int, float] = (0, 0.0)
     checkpoints: dict[str, Event] = field(default_factory=dict)

@@ -16,7 +16,6 @@ FOLDER = ".requests"
 #: Request → the control flag that it sets in `TrainerControl`.
 FLAGS = {"save": "should_save", "evaluate": "should_evaluate", "stop": "should_training_stop"}
 REQUESTS = (*FLAGS, "profile")
-_FLAG_OF_ACTIVITY = {"saving": FLAGS["save"], "evaluation": FLAGS["evaluate"]}
 #: Seconds between two checks of the folder.
 _PERIOD = 1.0
 _PROFILED_STEPS = 10
@@ -69,9 +68,9 @@ class Requests:
         now = time.monotonic()
         for activity, minutes in self._minutes.items():
             if minutes is not None and now - self._last_times[activity] >= 60 * minutes:
-                setattr(control, _FLAG_OF_ACTIVITY[activity], True)
-        if self._profile is not None and self._profile.end_step(step):
-            self._profile = None
+                setattr(control, FLAGS["save" if activity == "saving" else "evaluate"], True)
+        if self._profile is not None and step >= self._profile.last_step:
+            self.close()
         if now >= self._next_poll:
             self._next_poll = now + _PERIOD
             for path in self._list_requests():
@@ -112,20 +111,13 @@ class _Profile:
     """A trace of the next steps by torch's profiler, in a file for Perfetto or chrome://tracing."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        self._folder, self._last_step = folder, step + _PROFILED_STEPS
+        self._folder, self.last_step = folder, step + _PROFILED_STEPS
         self._first_step = step + 1
         # Imported late: `ask` needs no torch.
         import torch
 
         self._profiler = torch.profiler.profile(record_shapes=True)
         self._profiler.start()
-
-    def end_step(self, step: int) -> bool:
-        """Write the trace after the last step; returns True if it was written."""
-        if step < self._last_step:
-            return False
-        self.stop()
-        return True
 
     def stop(self) -> None:
         """Write the trace."""
