@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 Line = Mapping[str, Any]
 
-#: Entries of log lines that are not metrics.
-_NOT_METRICS = ("step", "epoch", "total_flos")
 #: Metrics that the Hub accepts as tags of a model. 'rouge1' counts as 'rouge'.
 METRIC_TAGS = "accuracy bleu f1 matthews_correlation pearsonr precision recall rouge sacrebleu spearmanr wer".split()
 
@@ -117,7 +115,9 @@ def _metrics(line: Line) -> dict[str, Any]:
     return {
         name: value
         for name, value in values.items()
-        if name not in _NOT_METRICS and not is_measurement(name) and isinstance(value, (int, float, str))
+        if name not in ("step", "epoch", "total_flos")
+        and not is_measurement(name)
+        and isinstance(value, (int, float, str))
     }
 
 

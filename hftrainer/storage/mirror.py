@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 _UPLOADS_FILE = "uploaded.json"
 #: Files outside of checkpoints to which a resumed run appends.
 _LOG_FILES = re.compile(r"^(runs/.+|[^/]+\.(json|jsonl|md))$")
-_Stamp = tuple[int, int]
 
 
 class Mirror:
@@ -232,7 +231,10 @@ class Mirror:
                 break
             try:
                 self._download(name)
-                self._fetch_files()
+                # Files to which a run appends, such as logs: local ones are older.
+                for path in filter(_LOG_FILES.match, self.remote.files()):
+                    self.remote.download_file(path, self.local / path)
+                    self._known_files[path] = self._stamp(path)
                 return name
             except DamagedCheckpoint as error:
                 logger.warning("%s/%s is skipped: %s", self.remote.url, name, error)
@@ -252,12 +254,6 @@ class Mirror:
         logger.info("Downloading %s/%s.", self.remote.url, name)
         self.remote.download(name, str(self.local / name))
         self._record_upload(name)
-
-    def _fetch_files(self) -> None:
-        """Download the files to which a run appends, such as logs. Local ones are older."""
-        for name in filter(_LOG_FILES.match, self.remote.files()):
-            self.remote.download_file(name, self.local / name)
-            self._known_files[name] = self._stamp(name)
 
     def holds(self, path: str) -> bool:
         """Whether the URL has a complete copy of a local checkpoint."""
@@ -300,7 +296,7 @@ class Mirror:
         """The run's folder in a checkpoint's name: empty, or that of a trial."""
         return name.rpartition("/")[0]
 
-    def _stamp(self, name: str) -> _Stamp:
+    def _stamp(self, name: str) -> tuple[int, int]:
         status = (self.local / name).stat()
         return status.st_mtime_ns, status.st_size
 

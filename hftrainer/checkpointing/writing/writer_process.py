@@ -11,7 +11,6 @@ import contextlib
 import errno
 import io
 import json
-import logging
 import mmap
 import os
 import pickle
@@ -27,8 +26,6 @@ from typing import Any
 import torch
 
 from hftrainer.checkpointing.writing.files import Entry, HostCopies, describe_large_files
-
-logger = logging.getLogger(__name__)
 
 #: Whether processes can share memory without a file system. /dev/shm may be small.
 IS_AVAILABLE = hasattr(os, "memfd_create") and bool(sys.executable)
