@@ -270,10 +270,6 @@ class DeepSpeedPlugin(accelerate.DeepSpeedPlugin):
     def _deepspeed_config_checks(self) -> None:
         """Do nothing: `read_deepspeed` has compared the launcher's settings."""
 
-    def replace_config(self, config: DeepSpeedConfig) -> None:
-        """Replace the configuration with the completed one of a run."""
-        self.hf_ds_config, self.deepspeed_config = config, config.config
-
 
 # ---- Checks ---------------------------------------------------------------------------------------------------------
 
@@ -386,7 +382,13 @@ def _read_launcher_config(environment: Mapping[str, str]) -> dict[str, Any] | No
         if name.startswith("ACCELERATE_DEEPSPEED_")
     }
     if (path := values.get("config_file", "none")) != "none":
-        _check_fields(environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(","), path)
+        fields = {field.strip() for field in environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")}
+        # As accelerate does.
+        if duplicates := sorted(fields & _FILE_SETTINGS):
+            raise InvalidConfig(
+                f"accelerate's file sets {' and '.join(duplicates)} beside deepspeed_config_file ({path}): set it only "
+                "in DeepSpeed's file."
+            )
         return read_config(path, "ACCELERATE_DEEPSPEED_CONFIG_FILE")
     zero: dict[str, Any] = {"stage": _read_number(environment, "ACCELERATE_DEEPSPEED_ZERO_STAGE", int, 2)}
     for part in ("optimizer", "param"):
@@ -413,12 +415,3 @@ def _read_number(environment: Mapping[str, str], name: str, kind: type, default:
         return default if text.lower() in ("none", AUTO) else kind(text)
     except ValueError:
         raise InvalidConfig(f"The launcher sets {name}={text!r}: it must be a number, or 'auto'.") from None
-
-
-def _check_fields(fields: list[str], path: str) -> None:
-    """Refuse settings in accelerate's file that DeepSpeed's file should have, as accelerate does."""
-    if duplicates := sorted({field.strip() for field in fields} & _FILE_SETTINGS):
-        raise InvalidConfig(
-            f"accelerate's file sets {' and '.join(duplicates)} beside deepspeed_config_file ({path}): set it only in "
-            "DeepSpeed's file."
-        )

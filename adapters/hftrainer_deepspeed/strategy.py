@@ -134,7 +134,7 @@ class DeepSpeedStrategy(Strategy):
         """Fill in the configuration's values that depend on the run's length."""
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         self.holder.complete(trainer.args, model, max_steps)
-        self._plugin.replace_config(self.holder.config)
+        self._plugin.hf_ds_config, self._plugin.deepspeed_config = self.holder.config, self.holder.config.config
 
     def prepare_extra_model(self, model: nn.Module) -> nn.Module:
         """Refuse: DeepSpeed's engine trains one model.

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 #: Lightning's loops over an evaluation or test set.
 Stage = Literal["validate", "test", "predict"]
-#: Value of `check_val_every_n_epoch` for never: the Trainer's callbacks decide when to evaluate.
-NEVER = sys.maxsize
 
 
 class LightningEngine:
@@ -364,7 +362,8 @@ class LightningEngine:
             **options,
             strategy=strategy or self.strategy.make_lightning_strategy(StrategySettings(self.scaler)),
             max_epochs=max_epochs,
-            check_val_every_n_epoch=NEVER,
+            # Never: the Trainer's callbacks decide when to evaluate.
+            check_val_every_n_epoch=sys.maxsize,
             num_sanity_val_steps=0,
             callbacks=callbacks,
             plugins=plugins,

@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 #: Seconds for the other processes to report their errors, after this process has failed.
 _GRACE_AFTER_FAILURE = 3.0
-_POLL_INTERVAL = 0.5
 
 
 class LaunchedEnvironment(ClusterEnvironment):
@@ -136,7 +135,7 @@ def _exit_with_parent(parent_pid: int) -> None:
 
     def watch() -> None:
         while os.getppid() == parent_pid:
-            time.sleep(_POLL_INTERVAL)
+            time.sleep(0.5)
         os._exit(1)
 
     threading.Thread(target=watch, name=_exit_with_parent.__name__, daemon=True).start()

@@ -59,13 +59,6 @@ class ResumedCSVLogger(CSVLogger):
     @functools.cached_property
     def experiment(self) -> Any:
         """The writer that continues the table."""
-        return self._rewind_writer()
-
-    def finalize(self, status: str) -> None:
-        """Write the metrics that were logged since the last row."""
-        self.save()
-
-    def _rewind_writer(self) -> ExperimentWriter:
         # Lightning's writer deletes the files in its folder: start it in another one, so that a kill loses no rows.
         staging_folder = os.path.join(self.log_dir, "rewinding")
         writer = ExperimentWriter(staging_folder)
@@ -87,6 +80,10 @@ class ResumedCSVLogger(CSVLogger):
         writer.metrics_file_path = table
         shutil.rmtree(staging_folder)
         return writer
+
+    def finalize(self, status: str) -> None:
+        """Write the metrics that were logged since the last row."""
+        self.save()
 
 
 class TrainStepLogger(WandbLogger):

@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 _SEARCH_ARGUMENTS = {"run_or_experiment": "hp_space", "config": "hp_space", "num_samples": "n_trials"}
 #: The objectives of a trial to compare; see `ray.tune.ExperimentAnalysis.get_best_trial`.
 _SCOPES = ("last", "all", "avg", "last-5-avg", "last-10-avg")
-#: Device types that Ray counts as GPUs.
-_GPUS = ("cuda", "xpu")
 #: User errors, which would fail every trial.
 _USER_ERRORS = (errors.InvalidArgument, errors.MissingPackage, errors.UnknownArgument, errors.UnsupportedArgument)
 
@@ -120,7 +118,8 @@ class RaySearch(SearchBackend):
     def _options(self, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments of `tune.run`, with our defaults."""
         options: dict[str, Any] = {
-            "resources_per_trial": {"cpu": 1, "gpu": 1} if args.device.type in _GPUS else {"cpu": 1},
+            # Ray counts both types of devices as GPUs.
+            "resources_per_trial": {"cpu": 1, "gpu": 1} if args.device.type in ("cuda", "xpu") else {"cpu": 1},
             "raise_on_failed_trial": False,
         }
         if not any(getattr(kwargs.get(option), "metric", None) for option in ("scheduler", "search_alg")):

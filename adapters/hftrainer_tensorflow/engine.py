@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from hftrainer.errors import UnsupportedArgument
 from hftrainer.trainer import Trainer
 from hftrainer_tensorflow import optimizers
 from hftrainer_tensorflow.models import parameter_names
@@ -105,7 +106,12 @@ class TorchTrainer(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The loss of the TFTrainer's `training_step`."""
-        loss = self.host._run_training_step(inputs["features"], inputs["labels"], inputs["instances"])
+        loss: Any = self.host.training_step(inputs["features"], inputs["labels"], inputs["instances"])
+        if not isinstance(loss, torch.Tensor) or loss.ndim:
+            raise UnsupportedArgument(
+                f"training_step returns {type(loss).__name__}: return the loss, a torch tensor of shape (). Lightning "
+                "computes the gradients, which TFTrainer returned. Callbacks see them before the optimizer steps."
+            )
         self.epoch_loss = self.epoch_loss + loss.detach()
         # Each rank has a part of the loss, but ranks average gradients: multiply by the number of ranks.
         return loss * self.accelerator.processes.data_world_size

@@ -30,7 +30,6 @@ _NAMES = {
 }
 #: Number of axes of a Keras kernel → their order in torch: dense, 1-D and 2-D convolution.
 _AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 2, 0, 1)}
-_DEPTHWISE_AXES = (2, 3, 0, 1)
 
 
 def torch_name(name: str) -> tuple[str, str]:
@@ -43,7 +42,7 @@ def torch_name(name: str) -> tuple[str, str]:
 
 def _to_torch_order(value: torch.Tensor, keras_name: str) -> torch.Tensor:
     if keras_name == "depthwise_kernel":
-        return value.permute(_DEPTHWISE_AXES)
+        return value.permute(2, 3, 0, 1)
     return value.permute(_AXES[value.ndim]) if keras_name == "kernel" and value.ndim in _AXES else value
 
 

@@ -72,7 +72,12 @@ class TFTrainer:
         tb_writer: Any = None,
         optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
-        self._refuse_overrides()
+        for name, replacement in _REPLACED_METHODS.items():
+            if hasattr(self, name):
+                raise UnsupportedArgument(
+                    f"{type(self).__name__}.{name}: Lightning runs the steps and never calls it. Override "
+                    f"{replacement}."
+                )
         self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
         self.compute_metrics, self.tb_writer = compute_metrics, tb_writer
         self.optimizer, self.lr_scheduler = optimizers
@@ -92,14 +97,6 @@ class TFTrainer:
         # tf.data's order of samples depends on this seed.
         if "tensorflow" in sys.modules:
             sys.modules["tensorflow"].random.set_seed(args.seed)
-
-    def _refuse_overrides(self) -> None:
-        for name, replacement in _REPLACED_METHODS.items():
-            if hasattr(self, name):
-                raise UnsupportedArgument(
-                    f"{type(self).__name__}.{name}: Lightning runs the steps and never calls it. Override "
-                    f"{replacement}."
-                )
 
     # ---- Data --------------------------------------------------------------------------------------------------
 
@@ -173,7 +170,14 @@ class TFTrainer:
         Raises:
             UnsupportedArgument: if `output_dir` has TensorFlow checkpoints.
         """
-        self._refuse_tensorflow_checkpoints()
+        output_dir = str(self.args.output_dir)
+        checkpoints = glob.glob(os.path.join(glob.escape(output_dir), "checkpoint", "ckpt-*.index"))
+        if checkpoints and get_last_checkpoint(output_dir) is None:
+            raise UnsupportedArgument(
+                f"{checkpoints[-1]} is a checkpoint of TensorFlow, from which TFTrainer would have resumed. It "
+                "cannot be read here: load its model with from_pretrained, save it, and train from that in another "
+                "output_dir."
+            )
         pipeline, args = self.get_train_tfdataset(), self.args
         round_steps = math.floor if args.dataloader_drop_last else math.ceil
         self.steps_per_epoch = max(round_steps(self.num_train_examples / self.total_train_batch_size), 1)
@@ -184,16 +188,6 @@ class TFTrainer:
         self.global_step, self._past = self._engine.state.global_step, None
         models.copy_weights_back(self.model, self._script_model)
 
-    def _refuse_tensorflow_checkpoints(self) -> None:
-        output_dir = str(self.args.output_dir)
-        checkpoints = glob.glob(os.path.join(glob.escape(output_dir), "checkpoint", "ckpt-*.index"))
-        if checkpoints and get_last_checkpoint(output_dir) is None:
-            raise UnsupportedArgument(
-                f"{checkpoints[-1]} is a checkpoint of TensorFlow, from which TFTrainer would have resumed. It "
-                "cannot be read here: load its model with from_pretrained, save it, and train from that in another "
-                "output_dir."
-            )
-
     def training_step(self, features: Any, labels: Any, nb_instances_in_global_batch: int) -> torch.Tensor:
         """The loss of a micro-batch, shape `()`, divided by the instances of the complete batch.
 
@@ -201,15 +195,6 @@ class TFTrainer:
         """
         loss, _ = self.run_model(features, labels, True)
         return models.check_loss(loss) / nb_instances_in_global_batch
-
-    def _run_training_step(self, features: Any, labels: Any, instances: int) -> torch.Tensor:
-        loss = self.training_step(features, labels, instances)
-        if not isinstance(loss, torch.Tensor) or loss.ndim:
-            raise UnsupportedArgument(
-                f"training_step returns {type(loss).__name__}: return the loss, a torch tensor of shape (). Lightning "
-                "computes the gradients, which TFTrainer returned. Callbacks see them before the optimizer steps."
-            )
-        return loss
 
     def run_model(self, features: Any, labels: Any, training: bool) -> tuple[torch.Tensor, Any]:
         """Loss and logits of a micro-batch. Override it for your model or loss, with torch's operations.

@@ -139,7 +139,7 @@ def _annotate(model: nn.Module, settings: FsdpSettings, xla_settings: XlaSetting
     units = [unit for unit in find_units(model, settings) if unit is not model]
     for unit in units:
         SpmdFullyShardedDataParallel(
-            checkpoint_module(unit) if xla_settings.grad_ckpt else unit, shard_output=_do_nothing
+            checkpoint_module(unit) if xla_settings.grad_ckpt else unit, shard_output=lambda *_: None
         )
         unit.register_forward_hook(_shard_output)
     for parameter in model.parameters():
@@ -151,10 +151,6 @@ def _annotate(model: nn.Module, settings: FsdpSettings, xla_settings: XlaSetting
     model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
     model.register_forward_hook(_shard_output)
     logger.info("The model is sharded over %d XLA devices, in %d units.", mesh.size(), len(units) + 1)
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
 
 
 def _shard_rows(tensor: torch.Tensor) -> None:

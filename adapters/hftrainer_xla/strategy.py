@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 FILES = {"model": "pytorch_model.bin", "optimizer": "optimizer.pt"}
 #: Parts that torch_xla's wrappers add to parameter names.
 _WRAPPER_PARTS = re.compile(r"(_fsdp_shard|_fsdp_wrapped_module|_fpw_module)\.")
-_DOT = "_FSDP_SHARD_SEPARATOR_"
 
 
 class XlaStrategy(DdpStrategy):
@@ -193,7 +192,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
 
 def name_in_full_model(name: str) -> str:
     """The name that a parameter has before torch_xla shards the model."""
-    return _WRAPPER_PARTS.sub("", name.replace(_DOT, "."))
+    return _WRAPPER_PARTS.sub("", name.replace("_FSDP_SHARD_SEPARATOR_", "."))
 
 
 def make_strategy(plan: LightningPlan) -> Strategy:

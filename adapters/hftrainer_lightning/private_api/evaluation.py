@@ -31,8 +31,7 @@ class ValidationGroup:
         has_begun: whether callbacks have seen the start of the validation.
     """
 
-    def __init__(self) -> None:
-        self.has_begun = False
+    has_begun = False
 
 
 class _TrainerEvaluationLoop(_EvaluationLoop):
