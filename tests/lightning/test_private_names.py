@@ -107,18 +107,13 @@ def private_names(kind: type) -> frozenset[str]:
     return frozenset(filter(is_private, names))
 
 
-def names_of_bases(kind: type) -> set[str]:
-    """The private names that a class has from Lightning."""
-    return {name for base in kind.__mro__ if is_of_lightning(base.__module__) for name in private_names(base)}
-
-
 def names_shared_with_bases(module: ModuleType) -> Iterator[str]:
     """Private names that a class of this module shares with Lightning; those of its mixins too, wherever they are."""
     constants = {one.value for one in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(one, ast.Constant)}
     for kind in vars(module).values():
         if not isinstance(kind, type) or kind.__module__ != module.__name__:
             continue
-        theirs = names_of_bases(kind)
+        theirs = {name for base in kind.__mro__ if is_of_lightning(base.__module__) for name in private_names(base)}
         yield from theirs & constants  # in a table of names, perhaps
         for base in kind.__mro__:
             is_in_private_api = base.__module__.startswith("hftrainer_lightning.private_api")
@@ -134,12 +129,6 @@ def names_in_inner_classes(tree: ast.AST) -> Iterator[str]:
                 yield from private_attributes(kind, of_self=True)
 
 
-def private_names_of_lightning(module: ModuleType) -> set[str]:
-    """The private names of Lightning that a module touches, as far as they can be told from others'."""
-    tree = ast.parse(inspect.getsource(module))
-    return {*private_imports(tree), *names_shared_with_bases(module), *names_in_inner_classes(tree)}
-
-
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[1:] if parts[0] == "adapters" else parts).removesuffix(".__init__")
@@ -148,8 +137,11 @@ def module_name(path: Path) -> str:
 @pytest.mark.parametrize("name", list(map(module_name, SOURCES)))
 def test_private_names_of_lightning_are_in_private_api(name):
     module = importlib.import_module(name)
-    assert private_names_of_lightning(module) == set()
-    of_others = set(private_attributes(ast.parse(inspect.getsource(module)), of_self=False))
+    tree = ast.parse(inspect.getsource(module))
+    # As far as they can be told from others'.
+    of_lightning = {*private_imports(tree), *names_shared_with_bases(module), *names_in_inner_classes(tree)}
+    assert of_lightning == set()
+    of_others = set(private_attributes(tree, of_self=False))
     assert {*of_others} == {*OF_OTHERS.get(name, {})}
 
 

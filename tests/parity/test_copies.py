@@ -46,19 +46,7 @@ def train_evaluate_predict(trainer):
     return losses, predictions, comparable(trainer.state.log_history[before:]), weights_of(trainer)
 
 
-def assert_equal(one, other):
-    assert one[:-1] == other[:-1]
-    assert_same_weights(one[-1], other[-1])
-
-
 BEFORE = {"nothing": [], "evaluated": ["evaluate"], "trained": ["train"], "all": ["train", "evaluate", "predict"]}
-
-
-def call_methods(trainer, before):
-    for method in BEFORE[before]:
-        getattr(trainer, method)(*([trainer.eval_dataset] if method == "predict" else []))
-
-
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
 SETTINGS = {
     "plain": {},
@@ -81,13 +69,16 @@ def test_copy_and_original_train_alike_and_independently(tmp_path, how, before, 
     """With transformers, the copy of a trained Trainer would step the weights of its original."""
     arguments = {"report_to": "tensorboard"} if settings == "tensorboard" else SETTINGS[settings]
     trainer = make_trainer("hftrainer", tmp_path, callbacks=[Counts()], **arguments)
-    call_methods(trainer, before)
+    for method in BEFORE[before]:
+        getattr(trainer, method)(*([trainer.eval_dataset] if method == "predict" else []))
     start = weights_of(trainer)
     copied = how(trainer)
     assert_same_weights(weights_of(copied), start)
     of_copy = train_evaluate_predict(copied)
     assert_same_weights(weights_of(trainer), start)
-    assert_equal(train_evaluate_predict(trainer), of_copy)
+    of_original = train_evaluate_predict(trainer)
+    assert of_original[:-1] == of_copy[:-1]
+    assert_same_weights(of_original[-1], of_copy[-1])
     steps = 8 if before in ("trained", "all") else 4  # each run has four, of which one may come before the copy
     assert counter_of(trainer).steps == counter_of(copied).steps == steps
 

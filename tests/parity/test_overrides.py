@@ -397,15 +397,11 @@ COPIED: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
-def evaluate_first(trainer):
-    trainer.evaluate()
-
-
 @pytest.mark.parametrize("case", COPIED)
 def test_copied_methods_of_transformers_run_alike(tmp_path, case):
     """As scripts do that have copied and edited them."""
     names, further = COPIED[case]
-    settings = {"gradient_accumulation_steps": 3, "change": evaluate_first, **BEST, **further}
+    settings = {"gradient_accumulation_steps": 3, "change": lambda trainer: trainer.evaluate(), **BEST, **further}
     ours = run_changed("hftrainer", tmp_path, methods=copies(names), **settings)
     assert_same(ours, run_plain("transformers", **settings))
 

@@ -90,12 +90,6 @@ def resume(folder, **settings):
     return began, ended
 
 
-def states_of(folder):
-    state = torch.load(folder / "checkpoint-2" / "optimizer.pt", weights_only=True)
-    names = [name for group in state["param_groups"] for name in group["param_names"]]
-    return {names[number]: held for number, held in state["state"].items()}
-
-
 def test_resume_with_the_same_groups_is_exact(tmp_path):
     undisturbed = train("hftrainer", "llama", tmp_path, param_groups=[EMBEDDINGS, ATTENTION], **STEPS)
     _, ended = resume(tmp_path, param_groups=[EMBEDDINGS, ATTENTION])
@@ -107,7 +101,9 @@ def test_resume_with_the_same_groups_is_exact(tmp_path):
 def test_resume_with_changed_groups_keeps_moments(tmp_path, schedule):
     settings = {"lr_scheduler_type": schedule, "warmup_steps": 0, "eval_strategy": "epoch"}
     train("hftrainer", "llama", tmp_path, param_groups=[EMBEDDINGS], **STEPS, **settings)
-    stored = states_of(tmp_path)
+    state = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    names = [name for group in state["param_groups"] for name in group["param_names"]]
+    stored = {names[number]: held for number, held in state["state"].items()}
     entries = [{"pattern": "*.mlp.*", "lr": 3e-3, "weight_decay": 0.3}, {**EMBEDDINGS, "lr": 2e-3}]
     began, _ = resume(tmp_path, param_groups=entries, **settings)
     assert began.keys() == stored.keys()

@@ -20,13 +20,9 @@ def storage_of(folder):
     return f"sqlite:///{folder}/search.db"
 
 
-def trials_of(folder):
-    return optuna.load_study(study_name="search", storage=storage_of(folder)).trials
-
-
 def check(folder, wanted):
     """The finished study: as many completed trials as were asked for, and a mark on all others."""
-    trials = trials_of(folder)
+    trials = optuna.load_study(study_name="search", storage=storage_of(folder)).trials
     complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
     others = [trial for trial in trials if trial not in complete]
     assert len(complete) == wanted

@@ -164,17 +164,14 @@ def test_random_contents_of_checkpoints_are_used_or_refused(sources, folder, cas
         read(folder)
 
 
-def index_of(shard):
-    return "model.safetensors.index.json", {"weight_map": {"a": shard}}
-
-
 def manifest_of(name):
     files = {name: {"size": 1, "crc32": 1}}
     return MANIFEST_NAME, {"files": files, "crc32": crc32_of_list(files)}
 
 
+SHARDS = ("../outside.safetensors", "/tmp/outside.safetensors", 7, None)
 OUTSIDE = [
-    *map(index_of, ["../outside.safetensors", "/tmp/outside.safetensors", 7, None]),
+    *(("model.safetensors.index.json", {"weight_map": {"a": shard}}) for shard in SHARDS),
     *map(manifest_of, ["../outside", "/etc/hostname", "a/../../outside"]),
 ]
 

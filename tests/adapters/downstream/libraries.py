@@ -139,10 +139,6 @@ def write(result: dict[str, Any]) -> None:
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def is_recorded(result: dict[str, Any]) -> bool:
-    return result in read()
-
-
 def _key(result: dict[str, Any]) -> tuple[str, str]:
     return result["library"], result["transformers"].rpartition(".")[0]
 

@@ -147,12 +147,8 @@ def test_settings_of_torch_fsdp_are_refused_with_xla(tmp_path, of_xla, message):
 
 
 def test_xla_fsdp_on_another_device_is_refused(tmp_path):
-    args = TrainingArguments(str(tmp_path), fsdp=True, fsdp_config={"xla": True}, use_cpu=True)
-    assert "training is on another device" in "\n".join(_found(args))
-
-
-def _found(args):
     from hftrainer.arguments.checks.unsupported import check_supported
     from hftrainer.arguments.resolved import ResolvedArguments
 
-    return check_supported(ResolvedArguments(args))
+    args = TrainingArguments(str(tmp_path), fsdp=True, fsdp_config={"xla": True}, use_cpu=True)
+    assert "training is on another device" in "\n".join(check_supported(ResolvedArguments(args)))

@@ -22,14 +22,10 @@ def start(folder, kind):
     return JobGroup(folder / kind, job="health_job", kind=kind, port=number), number
 
 
-def wait_for_hang(folder, kind, group):
+def check_hang(folder, kind, group, number):
     while not (folder / f"{kind}.hangs").exists():
         assert group.jobs[0].process.is_alive(), group.printed()
         time.sleep(0.05)
-
-
-def check_hang(folder, kind, group, number):
-    wait_for_hang(folder, kind, group)
     said = wait_until(number, lambda said: said["status"] == "stalled")
     (late,) = said["late_ranks"]
     assert (late["rank"], late["host"], late["pid"]) == (1, socket.gethostname(), group.jobs[1].process.pid)

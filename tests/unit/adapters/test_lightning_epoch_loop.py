@@ -13,11 +13,6 @@ from hftrainer_lightning.private_api import epoch_loop
 from tests.support.tiny import make_plain
 
 
-def start_at(epoch, batch):
-    """An attempt with epochs of five micro-batches."""
-    return Attempt(None, None, RunLengths(9, 0, 0, 0, 0, 5, 0), "folder", epoch, batch)
-
-
 @pytest.fixture
 def pl_trainer(make_args):
     """A `lightning.Trainer` with our loops."""
@@ -29,7 +24,8 @@ def pl_trainer(make_args):
 
 @pytest.mark.parametrize(("epoch", "batch"), [(2, 0), (2, 3)])
 def test_counters_continue_where_the_checkpoint_ended(pl_trainer, epoch, batch):
-    epoch_loop.restore_progress(pl_trainer, start_at(epoch, batch), 7)
+    attempt = Attempt(None, None, RunLengths(9, 0, 0, 0, 0, 5, 0), "folder", epoch, batch)  # of five micro-batches
+    epoch_loop.restore_progress(pl_trainer, attempt, 7)
     progress, loop = pl_trainer.fit_loop.epoch_loop.batch_progress, pl_trainer.fit_loop.epoch_loop
     assert pl_trainer.current_epoch == epoch
     assert pl_trainer.fit_loop.epoch_progress.current.started == epoch + (batch > 0)

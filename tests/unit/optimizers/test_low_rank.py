@@ -18,14 +18,10 @@ def test_targets_are_names_patterns_or_parts_of_names(targets, expected):
     assert find_target_weights("galore_adamw", targets, MODEL) == expected
 
 
-def make_layerwise(model):
-    optimizers = {each: torch.optim.SGD([each], lr=9.0, momentum=0.5) for each in model.parameters()}
-    return LayerWiseDummyOptimizer(optimizers, lr=0.5)
-
-
 def test_layer_wise_optimizer_steps_in_backward_with_the_rate_of_the_schedule():
     model = nn.Linear(2, 1, bias=False)
-    optimizer, before = make_layerwise(model), model.weight.detach().clone()
+    optimizers = {model.weight: torch.optim.SGD([model.weight], lr=9.0, momentum=0.5)}
+    optimizer, before = LayerWiseDummyOptimizer(optimizers, lr=0.5), model.weight.detach().clone()
     optimizer.param_groups[0]["lr"] = 0.25  # as a schedule sets it
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
