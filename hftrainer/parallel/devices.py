@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,6 @@ import torch
 
 from hftrainer.base.config_files import env_flag
 from hftrainer.base.tracebacks import add_note
-
-logger = logging.getLogger(__name__)
 
 #: Accelerators in search order. CUDA is last, since some of torch's plug-ins imitate it.
 ACCELERATORS = ("mps", "xpu", "mlu", "musa", "npu", "tpu", "cuda")
