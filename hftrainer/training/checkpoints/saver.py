@@ -130,7 +130,7 @@ class CheckpointSaver(Part):
                 lambda: (writer.has_failed, state.best_model_checkpoint)
             )
 
-    def save_if_needed(self, trial: Any) -> None:
+    def ensure_saved(self, trial: Any) -> None:
         """Write a checkpoint of this step unless it exists, and wait until it is on disk."""
         self.wait_for_save()
         if self.run.last_saved_step != self.trainer.state.global_step or self.parts.checkpoint_writer.has_failed:
@@ -227,7 +227,7 @@ class CheckpointSaver(Part):
             return
         count = len(self.run.checkpoints_written)
         try:
-            self.save_if_needed(loop.attempt.trial)
+            self.ensure_saved(loop.attempt.trial)
             self.run.has_saved_after_error = len(self.run.checkpoints_written) > count
         except Exception:
             logger.exception("Could not save a checkpoint after the error that ends the run.")

@@ -74,7 +74,7 @@ class TrainingLoop(Part):
     def __init__(self, parts: TrainerParts, attempt: Attempt, loader: Any) -> None:
         super().__init__(parts)
         self.attempt = attempt
-        self.flag_sync = FlagSync(parts, functools.partial(parts.checkpoint_saver.save_if_needed, attempt.trial))
+        self.flag_sync = FlagSync(parts, functools.partial(parts.checkpoint_saver.ensure_saved, attempt.trial))
         self.batches = MicroBatches(parts, attempt, self.flag_sync, loader)
         self.start_time = time.time()
         self.syncs_each_batch = parts.resolved.accelerator_config.sync_each_batch

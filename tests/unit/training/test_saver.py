@@ -64,5 +64,5 @@ def test_step_is_saved_unless_its_checkpoint_exists(tmp_path, monkeypatch, saved
     trainer.state.global_step, parts.run.last_saved_step = 3, saved_step
     parts.checkpoint_writer.has_failed = has_failed
     monkeypatch.setattr(trainer, "_save_checkpoint", lambda *_: saved.append(trainer.state.global_step))
-    parts.checkpoint_saver.save_if_needed(None)
+    parts.checkpoint_saver.ensure_saved(None)
     assert saved == ([3] if saves else [])
