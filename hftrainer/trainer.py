@@ -36,7 +36,7 @@ from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.model.inspection import parameters
 from hftrainer.model_card.card import create_model_card
 from hftrainer.optimizers import factory
-from hftrainer.optimizers.optimizer_setup import check_optimizer_pair, make_scheduler
+from hftrainer.optimizers.optimizer_setup import call_create_scheduler, check_optimizer_pair
 from hftrainer.releases.earlier import EarlierLengths
 from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
@@ -405,7 +405,7 @@ class Trainer(EarlierMethods):
             num_training_steps: optimizer steps of the run.
         """
         self.create_optimizer()
-        make_scheduler(self, num_training_steps)
+        call_create_scheduler(self, num_training_steps)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer, unless it exists. Weight decay excludes biases and normalization layers."""

@@ -53,7 +53,7 @@ def _check_class_and_kwargs(value: Any) -> tuple[Any, dict[str, Any]]:
     return value[0], dict(value[1])
 
 
-def make_scheduler(trainer: Any, num_training_steps: int) -> None:
+def call_create_scheduler(trainer: Any, num_training_steps: int) -> None:
     """Call `create_scheduler`, with the optimizer if the method accepts it. transformers v4 passes it, v5 does not."""
     if trainer.optimizer is None:
         raise InvalidSetup(f"{type(trainer).__name__}.create_optimizer must set self.optimizer, and return it.")

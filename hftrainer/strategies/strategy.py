@@ -13,7 +13,7 @@ from torch import nn
 
 from hftrainer.base.nested import nested_apply
 from hftrainer.errors import InvalidArgument
-from hftrainer.optimizers.optimizer_setup import make_scheduler
+from hftrainer.optimizers.optimizer_setup import call_create_scheduler
 from hftrainer.parallel.plan import TRUE_TYPES, LightningPlan
 from hftrainer.parallel.process_state import DistributedType
 
@@ -163,7 +163,7 @@ class Strategy(ABC):
             trainer.optimizer = trainer.accelerator.prepare(trainer.optimizer)
         trainer.model_wrapped = model
         if trainer.lr_scheduler is None or not makes_both:
-            make_scheduler(trainer, max_steps)
+            call_create_scheduler(trainer, max_steps)
         if folder is not None:
             trainer._load_scaler(folder)
 

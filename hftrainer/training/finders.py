@@ -9,7 +9,7 @@ import torch
 
 from hftrainer.base.messages import count_of
 from hftrainer.base.part import Part
-from hftrainer.optimizers.optimizer_setup import make_scheduler
+from hftrainer.optimizers.optimizer_setup import call_create_scheduler
 from hftrainer.training.steps.sums import LoggedMetrics
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class LightningFinders(Part):
             group["lr"] = group["initial_lr"] = learning_rate
         if self.run.has_created_scheduler:
             self.trainer.lr_scheduler = None
-            make_scheduler(self.trainer, max_steps)
+            call_create_scheduler(self.trainer, max_steps)
         else:
             self.trainer.lr_scheduler.base_lrs = [learning_rate for _ in self.trainer.lr_scheduler.base_lrs]
 
