@@ -248,7 +248,7 @@ class TrainingRunner(Part):
             begin_runs(trainer.callback_handler.callbacks, tracker_runs, trainer.args, trainer.state, place)
         if trainer.args.should_save:
             run_folder = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
-            self.parts.checkpoint_writer.script_files.begin_run(run_folder)
+            self.parts.checkpoint_writer.script_files.record_existing_files(run_folder)
 
     def _resume_finished_run(self, loop: TrainingLoop) -> None:
         """Load and upload the checkpoint of a finished run, without training."""

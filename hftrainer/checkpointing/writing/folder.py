@@ -117,7 +117,7 @@ class ScriptFiles:
         self._oldest: int | None = None
         self._known_stamps: dict[Path, _Stamp] = {}
 
-    def begin_run(self, run_folder: str | None) -> None:
+    def record_existing_files(self, run_folder: str | None) -> None:
         """Record the existing files in the folders that a run may write.
 
         Args:

@@ -201,7 +201,7 @@ def test_new_files_of_the_script_are_added(tmp_path, monkeypatch, knows_folder):
         (folder / "old").write_text(folder.name)
     script_files, start = ScriptFiles(), time.time_ns() + 3_000_000_000
     monkeypatch.setattr(time, "time_ns", lambda: start)
-    script_files.begin_run(str(tmp_path) if knows_folder else None)
+    script_files.record_existing_files(str(tmp_path) if knows_folder else None)
     (checkpoint.path / "new").touch()
     (checkpoint.path / "old").write_text("changed, but the Trainer writes one too")
     script_files.copy_to(checkpoint)
