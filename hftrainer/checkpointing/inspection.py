@@ -40,8 +40,11 @@ class Inspection:
     """How a checkpoint differs from its manifest, and why a run cannot resume from it.
 
     Converting weights adds, removes and resizes files. Different bytes in a file of the same size are typical of a
-    failing disk. Three answers, each of which includes the next: why we do not choose a checkpoint (`skip_reason`), why
-    a script cannot use it by name (`unusable_reason`), why nothing can, even if all changes are intended (`fault`).
+    failing disk. Three judgements, the strictest first; each includes the next:
+
+    - `skip_reason`: why `resume_from_checkpoint=True` skips the checkpoint. Any change to a listed file is one.
+    - `refusal_reason`: why we refuse it even if the script names it. Added, removed and resized files may be intended.
+    - `fault`: why no run can resume from it, even if all changes are intended.
 
     Attributes:
         folder: the checkpoint.
@@ -49,8 +52,8 @@ class Inspection:
         removed: missing files.
         resized: files with a different size.
         altered: files with the same size but different contents.
-        fault: why the checkpoint is unusable even if all changes are intended; it names the file. The state or weights
-            are missing, or the manifest or a changed file cannot be read. None if a run can resume.
+        fault: names the file: the state or weights are missing, or the manifest or a changed file cannot be read. None
+            if a run can resume.
     """
 
     folder: Path
@@ -69,20 +72,20 @@ class Inspection:
 
     @property
     def skip_reason(self) -> str | None:
-        """Why automatic selection skips this checkpoint: a fault, or a change to a listed file."""
+        """A fault, or a change to a listed file; automatic selection then skips the checkpoint."""
         kinds = {"is missing": self.removed, _RESIZED: self.resized}
         change = next((f"{self.folder / files[0]} {reason}" for reason, files in kinds.items() if files), None)
-        return change or self.unusable_reason
+        return change or self.refusal_reason
 
     @property
-    def skip_reason_within(self) -> str | None:
+    def relative_skip_reason(self) -> str | None:
         """`skip_reason` for a message that names the checkpoint: its files by their paths within it."""
         reason = self.skip_reason
         return None if reason is None else reason.replace(os.path.join(self.folder, ""), "")
 
     @property
-    def unusable_reason(self) -> str | None:
-        """Why a script cannot use this checkpoint by name: a fault, or altered contents."""
+    def refusal_reason(self) -> str | None:
+        """A fault, or altered contents; a script then cannot use the checkpoint by name."""
         if self.altered:
             path = self.folder / self.altered[0]
             return f"the contents of {path} have changed since it was written, but not its size"

@@ -95,7 +95,7 @@ def _check_given_folder(folder: str, output_dir: str) -> None:
         text = f"Can't find a valid checkpoint at {folder}, the value of resume_from_checkpoint"
         raise CheckpointNotFound(f"{text}: it lacks {layout.TRAINER_STATE_NAME}.{hint}")
     inspection = inspect_checkpoint(folder)
-    if (reason := inspection.unusable_reason) is not None:
+    if (reason := inspection.refusal_reason) is not None:
         reason = reason.replace(os.path.join(folder, ""), "")
         accept = f"; or, if you changed the file yourself, run: {_accept_command(folder)}"
         remedy = f"Use another one (True selects the newest intact one){accept if inspection.can_be_accepted else '.'}"
@@ -142,14 +142,14 @@ def _warn_about_changes(inspection: Inspection) -> None:
 
 
 def best_weights_damage(best_folder: str) -> str | None:
-    """`Inspection.unusable_reason` of the best checkpoint's weights, with a warning if they have changed otherwise.
+    """`Inspection.refusal_reason` of the best checkpoint's weights, with a warning if they have changed otherwise.
 
     A callback may have converted the weights after saving, so readable changes are accepted here too.
     """
     inspection = inspect_checkpoint(best_folder, only_weights=True)
-    if inspection.unusable_reason is None:
+    if inspection.refusal_reason is None:
         _warn_about_changes(inspection)
-    return inspection.unusable_reason
+    return inspection.refusal_reason
 
 
 def load_state(folder: str, args: TrainingArguments, max_steps: int) -> TrainerState:

@@ -26,7 +26,7 @@ def find_intact(run_folder: str) -> tuple[str | None, list[str]]:
     """The result of `get_last_checkpoint`, and the name and damage of each folder that it skipped."""
     damages: list[str] = []
     for path in checkpoints_newest_first(run_folder) if os.path.isdir(run_folder) else ():
-        reason = inspect_checkpoint(path).skip_reason_within
+        reason = inspect_checkpoint(path).relative_skip_reason
         if reason is None:
             return path, damages
         logger.warning("%s is damaged and is skipped: %s.", path, reason)
@@ -73,7 +73,7 @@ def delete_all_but_best(best: str, run_folder: str) -> None:
 
     If `best` is damaged, nothing is deleted.
     """
-    if inspect_checkpoint(best, only_weights=True).unusable_reason is not None:
+    if inspect_checkpoint(best, only_weights=True).refusal_reason is not None:
         return
     for checkpoint in sort_checkpoints(run_folder):
         if not _is_same(checkpoint, best):

@@ -269,7 +269,7 @@ class Mirror:
         """The newest intact local checkpoint that was not deleted or replaced at the URL."""
         for path in layout.checkpoints_newest_first(run_folder) if os.path.isdir(run_folder) else ():
             name = self._remote_name(path)
-            if (reason := inspect_checkpoint(path).skip_reason_within) is not None:
+            if (reason := inspect_checkpoint(path).relative_skip_reason) is not None:
                 logger.warning("%s is damaged and is skipped: %s.", path, reason)
             elif self.is_uploaded(name) and not self._is_unchanged(name):
                 logger.warning("%s is skipped: it was uploaded, but is no longer at %s.", path, self.remote.url)

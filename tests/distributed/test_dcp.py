@@ -161,10 +161,10 @@ def test_damaged_or_missing_part_is_detected(checkpoint, tmp_path):
     assert get_last_checkpoint(str(tmp_path / "run")) == str(damaged)
     part.write_bytes(content[::-1])
     for only_weights in (False, True):
-        assert "__1_0.distcp have changed" in inspect_checkpoint(damaged, only_weights=only_weights).unusable_reason
+        assert "__1_0.distcp have changed" in inspect_checkpoint(damaged, only_weights=only_weights).refusal_reason
     part.unlink()
     for only_weights in (False, True):
-        assert "__1_0.distcp is missing" in inspect_checkpoint(damaged, only_weights=only_weights).unusable_reason
+        assert "__1_0.distcp is missing" in inspect_checkpoint(damaged, only_weights=only_weights).refusal_reason
     assert get_last_checkpoint(str(tmp_path / "run")) is None
     part.write_bytes(content)
     (damaged / "dcp" / ".metadata").unlink()

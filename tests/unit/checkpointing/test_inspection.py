@@ -38,7 +38,7 @@ def write(folder, names, tag="global_step4", latest="latest"):
 def test_missing_shard_is_named_without_a_manifest(tmp_path, names, damage):
     found = inspect_checkpoint(write(tmp_path / "run", names))
     assert found.fault is None if damage is None else found.fault.endswith(damage)
-    assert found.skip_reason == found.unusable_reason == found.fault
+    assert found.skip_reason == found.refusal_reason == found.fault
 
 
 @pytest.mark.parametrize("latest", ["latest", "latest_universal"])
@@ -54,9 +54,9 @@ def test_changed_or_removed_shard_is_named(tmp_path):
     write_manifest(folder)
     part = folder / "global_step4" / ZERO_3[0]
     part.write_bytes(part.read_bytes()[::-1])
-    assert f"{ZERO_3[0]} have changed" in str(inspect_checkpoint(folder, only_weights=True).unusable_reason)
+    assert f"{ZERO_3[0]} have changed" in str(inspect_checkpoint(folder, only_weights=True).refusal_reason)
     part.unlink()
-    assert f"{ZERO_3[0]} is missing" in str(inspect_checkpoint(folder).unusable_reason)
+    assert f"{ZERO_3[0]} is missing" in str(inspect_checkpoint(folder).refusal_reason)
     with pytest.raises(CheckpointNotFound, match=f"{ZERO_3[0]} is missing"):
         accept_checkpoint(folder)
 

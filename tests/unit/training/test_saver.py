@@ -38,7 +38,7 @@ def test_best_checkpoint_outlives_newer_ones(tmp_path):
 @pytest.mark.parametrize("only_model", [False, True])
 def test_checkpoint_is_complete_when_it_is_announced(tmp_path, only_model):
     found = []
-    note = OnSave(lambda folder: found.append((folder, inspect_checkpoint(str(folder)).skip_reason_within)))
+    note = OnSave(lambda folder: found.append((folder, inspect_checkpoint(str(folder)).relative_skip_reason)))
     make_trainer(tmp_path, callbacks=[note], save_only_model=only_model).train()
     assert found == [(tmp_path / f"checkpoint-{step}", None) for step in (3, 6, 9)]
     files = {path.name for path in (tmp_path / "checkpoint-9").iterdir()}
