@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import FSDPStrategy, Strategy
+from lightning.pytorch.strategies import FSDPStrategy, Strategy as LightningStrategy
 from torch.optim import Optimizer
 
 from hftrainer.checkpointing import sharded
@@ -55,7 +55,7 @@ class Fsdp2Strategy(_FsdpStrategy, SharedMeshStrategy):
         self.precision_plugin = precision
 
 
-def make_lightning_strategy(plan: LightningPlan, settings: StrategySettings) -> Strategy:
+def make_lightning_strategy(plan: LightningPlan, settings: StrategySettings) -> LightningStrategy:
     """The Lightning strategy for a plan with FSDP or tensor parallelism."""
     is_fsdp1 = plan.sharding is not None and plan.sharding.version == 1
     return (Fsdp1Strategy if is_fsdp1 else Fsdp2Strategy)(plan, make_precision_plugin(plan, settings.scaler))

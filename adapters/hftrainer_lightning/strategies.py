@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy as LightningStrategy
 
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, device_module
 from hftrainer.parallel.plan import LightningPlan
@@ -28,7 +28,7 @@ class StrategySettings(NamedTuple):
     find_unused_parameters: bool = False
 
 
-class KeepDeviceStrategy(Strategy):
+class KeepDeviceStrategy(LightningStrategy):
     """Keeps model and optimizer on their device when a run ends.
 
     A `device_map` model is never moved. Lightning moves both to the CPU, but Trainer users then call `evaluate()`
@@ -110,7 +110,7 @@ class TrainerDDPStrategy(PlannedDeviceStrategy, BackwardWithinForwardDDPStrategy
             return self.lightning_module.validation_step(*args, **kwargs)
 
 
-def make_ddp_or_single_device(plan: LightningPlan, settings: StrategySettings) -> Strategy:
+def make_ddp_or_single_device(plan: LightningPlan, settings: StrategySettings) -> LightningStrategy:
     """The strategy for one device, or for DDP."""
     precision = make_precision_plugin(plan, settings.scaler)
     if not plan.processes.is_distributed:

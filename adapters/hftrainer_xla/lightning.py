@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.accelerators import XLAAccelerator
 from lightning.pytorch.plugins import TorchCheckpointIO, XLACheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from torch import distributed
 from torch.overrides import TorchFunctionMode
@@ -193,7 +193,7 @@ class ShardedXla(XlaReplicas):
         """Do nothing: each rank has its own shard."""
 
 
-def make_lightning_strategy(plan: LightningPlan, *, shards_model: bool) -> Strategy:
+def make_lightning_strategy(plan: LightningPlan, *, shards_model: bool) -> LightningStrategy:
     """Build the strategy.
 
     Gradients of replicas are averaged once per step, without DDP, those of shards in the backward pass.

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy as LightningStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.strategies.xla import XLAStrategy
@@ -17,7 +17,7 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 from hftrainer.parallel.process_group import device_mesh
 
 
-class PrecisionFromPlan(Strategy):
+class PrecisionFromPlan(LightningStrategy):
     """Uses the plan's precision plugin in strategies that require a plugin of Lightning's.
 
     Lightning's FSDP plugin autocasts on CUDA only and cannot clip by norm; its XLA plugin casts by environment
