@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
-from hftrainer.base.part import Part
+from hftrainer.base.part import Part, temporary_attributes
 from hftrainer.base.signatures import number_of_arguments
 from hftrainer.base.tracebacks import describe_type
 from hftrainer.compat import libraries
@@ -247,15 +247,9 @@ class LoaderFactory(Part):
 
     # ---- Preparing ---------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def treat_as_training_data(self) -> Iterator[None]:
+    def treat_as_training_data(self) -> contextlib.AbstractContextManager[None]:
         """Treat loaders that are prepared in the block as training loaders."""
-        previous_value = self._prepares_training_data
-        self._prepares_training_data = True
-        try:
-            yield
-        finally:
-            self._prepares_training_data = previous_value
+        return temporary_attributes(self, _prepares_training_data=True)
 
     def prepare_loader(self, loader: DataLoader[Any]) -> PreparedDataLoader:
         """Prepare a loader: shard its batches for this rank, and move them to the device."""

@@ -15,6 +15,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from hftrainer.base.nested import drop_all_rows, find_batch_size
+from hftrainer.base.part import temporary_attributes
 from hftrainer.base.signatures import can_call
 from hftrainer.base.tracebacks import note_batch
 from hftrainer.compat.libraries import has_length
@@ -146,12 +147,8 @@ class EvaluationPass:
         if position is None:
             yield BatchPosition()
             return
-        next_position = self.dataloader.position
-        self.dataloader.position = position
-        try:
+        with temporary_attributes(self.dataloader, position=position):
             yield position
-        finally:
-            self.dataloader.position = next_position
 
     def _make_rows(self, loss: Any, logits: Any, labels: Any, inputs: Any, position: BatchPosition) -> dict[str, Any]:
         """The outputs of a batch, before gathering."""

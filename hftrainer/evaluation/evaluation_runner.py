@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from hftrainer.arguments import old_names
 from hftrainer.base.messages import log_facts, log_once
 from hftrainer.base.nested import nested_detach
-from hftrainer.base.part import Part
+from hftrainer.base.part import Part, temporary_attributes
 from hftrainer.base.signatures import accepted_args, call_with_accepted
 from hftrainer.base.tracebacks import add_note, describe_type
 from hftrainer.compat import libraries
@@ -98,7 +98,6 @@ class EvaluationRunner(Part):
     ) -> EvalLoopOutput:
         """Run one of Lightning's loops over a loader; see `Trainer.evaluation_loop`."""
         trainer = self.trainer
-        run = self.run
         if not trainer.is_in_train:
             self.parts.trainer_setup.update_engine(trainer.args)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
@@ -119,12 +118,11 @@ class EvaluationRunner(Part):
         )
         stage: Literal["predict", "test", "validate"]
         stage = "predict" if is_prediction else "test" if prefix.startswith("test") else "validate"
-        # An evaluation must not change training's values.
-        training_values = getattr(run, "mems", None), run.logged_metrics
-        run.mems, run.logged_metrics = None, LoggedMetrics()
         try:
             precision = self._evaluation_precision(model)
             with (
+                # An evaluation must not change training's values.
+                temporary_attributes(self.run, mems=None, logged_metrics=LoggedMetrics()),
                 devices.error_hints(),
                 trainer.accelerator.gradient_state.limit_to_loader(dataloader),
                 CollectiveCall("the other ranks in an evaluation"),
@@ -138,7 +136,6 @@ class EvaluationRunner(Part):
         finally:
             # A subclass's `evaluate` may have set another function for this pass only.
             trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)
-            run.mems, run.logged_metrics = training_values
             # Lightning keeps logged numbers on the device.
             self.parts.strategy.run_recorded_operations()
         return self._make_output(evaluation, description)
@@ -199,9 +196,7 @@ class EvaluationRunner(Part):
         """What `Trainer.compute_loss` returns for a batch with labels. Only this process's items divide the loss."""
         trainer = self.trainer
         parts = self.parts
-        averages_tokens = parts.averages_tokens
-        parts.averages_tokens = False
-        try:
+        with temporary_attributes(parts, averages_tokens=False):
             divides_by_items = parts.policy.divides_eval_loss_by_items
             num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if divides_by_items else None
             context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)
@@ -215,8 +210,6 @@ class EvaluationRunner(Part):
             with trainer.compute_loss_context_manager(), context():
                 outputs = model(**inputs) if has_only_loss and not loss_only else ()
                 loss_and_outputs = trainer.compute_loss(model, inputs, **keywords)
-        finally:
-            parts.averages_tokens = averages_tokens
         if has_only_loss:
             return loss_and_outputs, outputs
         if not (isinstance(loss_and_outputs, tuple) and len(loss_and_outputs) == 2):

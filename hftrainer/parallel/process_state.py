@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hftrainer.base.part import temporary_attributes
 from hftrainer.parallel.processes import Processes
 
 
@@ -154,15 +155,10 @@ class GradientState:
         active = (loader for loader in self._visible_loaders if loader.position.iteration)
         return max(active, key=lambda loader: loader.position.iteration, default=None)
 
-    @contextlib.contextmanager
-    def limit_to_loader(self, loader: Any) -> Iterator[None]:
+    def limit_to_loader(self, loader: Any) -> contextlib.AbstractContextManager[None]:
         """Ignore all loaders but one in the block: the training loader stays open in evaluations."""
-        previous_loaders = self._visible_loaders
-        self._visible_loaders = [candidate for candidate in self._loaders if candidate is loader]
-        try:
-            yield
-        finally:
-            self._visible_loaders = previous_loaders
+        visible_loaders = [candidate for candidate in self._loaders if candidate is loader]
+        return temporary_attributes(self, _visible_loaders=visible_loaders)
 
     @property
     def in_dataloader(self) -> bool:

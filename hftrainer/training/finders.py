@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hftrainer.base.messages import count_of
-from hftrainer.base.part import Part
+from hftrainer.base.part import Part, temporary_attributes
 from hftrainer.optimizers.optimizer_setup import call_create_scheduler
 from hftrainer.training.steps.sums import LoggedMetrics
 
@@ -52,12 +52,8 @@ class FinderSteps(Part):
 
     def make_loader(self, batch_size: int) -> Any:
         """The training data in batches of `batch_size` samples."""
-        batch_size_of_run = self.run.train_batch_size
-        self.run.train_batch_size = batch_size
-        try:
+        with temporary_attributes(self.run, train_batch_size=batch_size):
             return self.trainer.get_train_dataloader()
-        finally:
-            self.run.train_batch_size = batch_size_of_run
 
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """The loss of one batch, which makes up a complete optimizer step."""
