@@ -7,6 +7,7 @@ them, and also where a checkpoint is of the last step, or an error came before t
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,7 @@ class RunEnd(Part):
         parts = self.parts
         close_bars(self.trainer.callback_handler.callbacks)
         parts.checkpoint_writer.close_ignoring_errors()
-        if text := parts.checkpoint_saver.describe_saves():
+        if text := self.describe_saves():
             if isinstance(error, KeyboardInterrupt):
                 for line in text.splitlines():
                     add_note(error, f"[hftrainer] {line}")
@@ -85,6 +86,33 @@ class RunEnd(Part):
         if parts.upload_queue is not None and (parts.search_backend is None or not isinstance(error, Exception)):
             parts.upload_queue.drain(is_urgent=lambda: True)
         parts.storage_sync.finish_after_error()
+
+    def describe_saves(self) -> str:
+        """What an interrupted run has saved; empty in all but the main process, and with save_on_interrupt=False."""
+        run = self.run
+        step = self.trainer.state.global_step
+        if not self.trainer.is_world_process_zero():
+            return ""
+        if not self.parts.checkpoint_saver.should_save_on_interrupt():
+            is_empty = step and self.trainer.args.save_strategy == "no" and not run.checkpoints_written
+            place = f"step {step:,} of {self.trainer.state.max_steps:,}"
+            return f"Stopped at {place}; nothing was saved (save_strategy='no')." if is_empty else ""
+        since = f" since {run.resume_folder}" if run.resume_folder else ""
+        label = "Saved at the error" if run.has_saved_after_error else "Last checkpoint"
+        nan = summary.find_nan(self.trainer.state, run.loop.loss_accumulator.non_finite_since if run.loop else None)
+        earlier = summary.checkpoints_beside(run.resume_folder)
+        hint = summary.make_resume_hint(
+            run.checkpoints_written, is_complete=False, label=label, nan=nan, earlier=earlier
+        )
+        if not nan and run.has_saved_after_error and run.loop is not None and run.loop.batches.step_phase.has_begun:
+            hint = f"{hint.removesuffix('.')}, with other random numbers, since the error was within a step."
+        text = ""
+        if run.signal_listener.is_forced:
+            text = f"A second signal stopped the run at step {step}, before its save was complete. "
+        elif run.signal_listener.signal_number is not None and run.loop is not None and step > run.initial_step:
+            runtime = time.time() - run.loop.start_time
+            text = f"{summary.make_stop_message(self.trainer.state, runtime, run.loop.seconds_by_cause())}\n"
+        return text + (hint or f"No checkpoint was saved{since}.")
 
     def describe_failure(self, error: BaseException) -> tuple[str, str]:
         """The name and the message of what ended the run, for its journal. A signal has no message."""

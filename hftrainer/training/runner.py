@@ -144,7 +144,7 @@ class TrainingRunner(Part):
         parts = self.parts
         trainer.is_in_train = True
         saves = parts.checkpoint_saver.should_save_on_interrupt()
-        listener = SignalListener(saves, parts.checkpoint_saver.describe_saves, has_launcher=args.world_size > 1)
+        listener = SignalListener(saves, self.run_end.describe_saves, has_launcher=args.world_size > 1)
         self.run.signal_listener = listener
         failure = ("", "")
         try:

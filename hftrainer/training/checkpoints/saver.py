@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,6 @@ from hftrainer.errors import CheckpointNotWritten, RanksLost
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.parallel.rank_errors import read_first_error
-from hftrainer.reporting import summary
 from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training.checkpoints.progress_collection import collect_progress
 from hftrainer.training_args import without_tokens
@@ -148,33 +146,6 @@ class CheckpointSaver(Part):
         """Whether a signal or an error saves a checkpoint before the run ends."""
         args = self.trainer.args
         return args.enable_jit_checkpoint or (args.save_on_interrupt and args.save_strategy != SaveStrategy.NO)
-
-    def describe_saves(self) -> str:
-        """What an interrupted run has saved; empty in all but the main process, and with save_on_interrupt=False."""
-        run = self.run
-        step = self.trainer.state.global_step
-        if not self.trainer.is_world_process_zero():
-            return ""
-        if not self.should_save_on_interrupt():
-            is_empty = step and self.trainer.args.save_strategy == "no" and not run.checkpoints_written
-            place = f"step {step:,} of {self.trainer.state.max_steps:,}"
-            return f"Stopped at {place}; nothing was saved (save_strategy='no')." if is_empty else ""
-        since = f" since {run.resume_folder}" if run.resume_folder else ""
-        label = "Saved at the error" if run.has_saved_after_error else "Last checkpoint"
-        nan = summary.find_nan(self.trainer.state, run.loop.loss_accumulator.non_finite_since if run.loop else None)
-        earlier = summary.checkpoints_beside(run.resume_folder)
-        hint = summary.make_resume_hint(
-            run.checkpoints_written, is_complete=False, label=label, nan=nan, earlier=earlier
-        )
-        if not nan and run.has_saved_after_error and run.loop is not None and run.loop.batches.step_phase.has_begun:
-            hint = f"{hint.removesuffix('.')}, with other random numbers, since the error was within a step."
-        text = ""
-        if run.signal_listener.is_forced:
-            text = f"A second signal stopped the run at step {step}, before its save was complete. "
-        elif run.signal_listener.signal_number is not None and run.loop is not None and step > run.initial_step:
-            runtime = time.time() - run.loop.start_time
-            text = f"{summary.make_stop_message(self.trainer.state, runtime, run.loop.seconds_by_cause())}\n"
-        return text + (hint or f"No checkpoint was saved{since}.")
 
     def only_checkpoint(self) -> str | None:
         """The best checkpoint, if all others are deleted at the end."""
