@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.assembly import trainer_setup
+from hftrainer.assembly.trainer_setup import TrainerSetup
 from hftrainer.callbacks.state import has_saved_state
 from hftrainer.checkpointing.writing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
@@ -28,10 +28,13 @@ from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.storage.sync import StorageSync
 from hftrainer.strategies.strategy import Strategy
 from hftrainer.trackers.base_callbacks import LogFolder, TrackerCallback, reporting_callbacks
-from hftrainer.training import control_actions, runner
-from hftrainer.training.checkpoints import restorer, saver
+from hftrainer.training.checkpoints.restorer import CheckpointRestorer
+from hftrainer.training.checkpoints.saver import CheckpointSaver
+from hftrainer.training.control_actions import ControlActions
 from hftrainer.training.run import Run
-from hftrainer.training.steps import counters, loss
+from hftrainer.training.runner import TrainingRunner
+from hftrainer.training.steps.counters import Counters
+from hftrainer.training.steps.loss import LossComputer
 
 if TYPE_CHECKING:
     from hftrainer.hub.upload_queue import UploadQueue
@@ -101,19 +104,19 @@ class TrainerParts:
     lightning_callbacks: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.trainer_setup = trainer_setup.TrainerSetup(self)
+        self.trainer_setup = TrainerSetup(self)
         self.model_setup = ModelSetup(self)
         self.optimizer_setup = OptimizerSetup(self)
         self.loader_factory = LoaderFactory(self)
-        self.loss_computer = loss.LossComputer(self)
-        self.counters = counters.Counters(self)
-        self.checkpoint_saver = saver.CheckpointSaver(self)
-        self.checkpoint_restorer = restorer.CheckpointRestorer(self)
-        self.control_actions = control_actions.ControlActions(self)
+        self.loss_computer = LossComputer(self)
+        self.counters = Counters(self)
+        self.checkpoint_saver = CheckpointSaver(self)
+        self.checkpoint_restorer = CheckpointRestorer(self)
+        self.control_actions = ControlActions(self)
         self.evaluation_runner = EvaluationRunner(self)
         self.trainer_hub = TrainerHub(self)
         self.storage_sync = StorageSync(self)
-        self.training_runner = runner.TrainingRunner(self)
+        self.training_runner = TrainingRunner(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), **dict.fromkeys(_LOCAL_ATTRIBUTES)}
