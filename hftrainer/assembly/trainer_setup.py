@@ -95,8 +95,9 @@ class TrainerSetup(Part):
         trainer = self.trainer
         check_lightning_methods(type(trainer), {*EVENTS, *lightning_engine_module().HOOKS})
         trainer.is_in_train = False
-        trainer.hp_name = trainer.hp_search_backend = trainer.objective = trainer._mixed_mesh_grads = None
+        trainer.hp_name = trainer.hp_search_backend = trainer.objective = None
         trainer.hub_model_id = trainer.push_in_progress = None
+        trainer._mixed_mesh_grads = None
         self.copy_argument_values()
 
     def finish_init(self) -> None:

@@ -353,10 +353,9 @@ def missing_deepspeed_shard(folder: str) -> str | None:
     if not any(name.endswith(_MODEL_STATES) for name in file_names):
         return os.path.join(states, f"mp_rank_00_{_MODEL_STATES}")
     # Expect every kind of shard that any rank has written from each rank up to the highest.
-    kinds, last_rank = set(), -1
-    for match in filter(None, map(_SHARD_NAME.match, file_names)):
-        kinds.add((match.string[: match.start(1)], match[2]))
-        last_rank = max(last_rank, int(match[1]))
+    matches = [*filter(None, map(_SHARD_NAME.match, file_names))]
+    kinds = {(match.string[: match.start(1)], match[2]) for match in matches}
+    last_rank = max((int(match[1]) for match in matches), default=-1)
     expected = (f"{prefix}{rank}_{suffix}" for rank in range(last_rank + 1) for prefix, suffix in sorted(kinds))
     return next((os.path.join(states, name) for name in expected if name not in file_names), None)
 

@@ -82,9 +82,9 @@ class EvaluationPass:
             name: OutputCollector(args.eval_do_concat_batches, rows, None if name == "losses" else folder)
             for name in ("losses", "predictions", "label_ids", "inputs")
         }
-        self._gathers_rows = self._keeps_rows = self.returns_predictions
-        if isinstance(self.metrics, FunctionMetrics):
-            self._gathers_rows, self._keeps_rows = True, self._keeps_rows or not self.metrics.is_batchwise
+        self._gathers_rows = self.returns_predictions or isinstance(self.metrics, FunctionMetrics)
+        metrics_need_all_rows = isinstance(self.metrics, FunctionMetrics) and not self.metrics.is_batchwise
+        self._keeps_rows = self.returns_predictions or metrics_need_all_rows
         self._creation_time = time.time()
         self.metrics.reset()
 

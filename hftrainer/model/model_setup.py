@@ -72,10 +72,12 @@ class ModelSetup(Part):
 
     def align_special_tokens(self) -> None:
         """Set the processing class's special tokens in the model's configs, as the followed release does."""
-        policy, trainer = self.parts.policy, self.trainer
+        policy = self.parts.policy
+        trainer = self.trainer
         has_tokens = libraries.has_special_tokens(trainer.processing_class) and hasattr(trainer.model, "config")
         if policy.aligns_special_tokens and has_tokens:
-            model, all_tokens = self.parts.unwrapped_model, not policy.aligns_only_set_tokens
+            model = self.parts.unwrapped_model
+            all_tokens = not policy.aligns_only_set_tokens
             inspection.align_special_tokens(model, trainer.processing_class, all_tokens=all_tokens)
 
     def set_model(self, model: nn.Module) -> None:

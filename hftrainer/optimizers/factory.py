@@ -132,7 +132,8 @@ class OptimizerInputs:
         return values
 
     def _convert(self, name: str, convert: Callable[[str], Any]) -> Any:
-        text, value = self.options[name], None
+        text = self.options[name]
+        value = None
         with contextlib.suppress(ValueError):
             value = parse_bool(text) if convert is bool else convert(text)
         if value is None:

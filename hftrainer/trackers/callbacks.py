@@ -277,7 +277,8 @@ class MLflowCallback(TrackerCallback):
 
     def _make_loggers(self, args: TrainingArguments) -> list[Any]:
         """Use the active run, or start one."""
-        nested, experiment = env_flag("MLFLOW_NESTED_RUN"), os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        nested = env_flag("MLFLOW_NESTED_RUN")
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME")
         run = self._ml_flow.active_run()
         if run is None or nested or os.environ.get("MLFLOW_RUN_ID"):
             if experiment:
@@ -292,7 +293,8 @@ class MLflowCallback(TrackerCallback):
 
         MLflow cannot delete values, so existing values of later steps are not written again.
         """
-        self._stored_values, earlier_run = None, self._take_earlier_run()
+        self._stored_values = None
+        earlier_run = self._take_earlier_run()
         if earlier_run is None or os.environ.get("MLFLOW_RUN_ID"):
             return None
         run_id, step = earlier_run.ids["id"], earlier_run.step
@@ -434,7 +436,8 @@ class CometCallback(TrackerCallback):
         """Continue the checkpoint's experiment; False without an experiment that can continue."""
         import comet_ml
 
-        earlier_run, experiment = self._take_earlier_run(), comet_ml.get_running_experiment()
+        earlier_run = self._take_earlier_run()
+        experiment = comet_ml.get_running_experiment()
         is_chosen = os.environ.get("COMET_EXPERIMENT_KEY") or os.environ.get("COMET_MODE", "").lower() == "create"
         if earlier_run is None or is_chosen or not (experiment is None or experiment.ended):
             return False

@@ -48,7 +48,8 @@ class CheckpointFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.staging, self._replaced_folder = staging_folder(path), staging_folder(path, _REPLACED)
+        self.staging = staging_folder(path)
+        self._replaced_folder = staging_folder(path, _REPLACED)
 
     def begin(self) -> None:
         """Create an empty staging folder."""
