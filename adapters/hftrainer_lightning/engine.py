@@ -37,7 +37,7 @@ from hftrainer_lightning.strategies import StrategySettings, make_accelerator
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
     from hftrainer.trainer import Trainer
-    from hftrainer.training.finders import FinderSteps
+    from hftrainer.training.lightning_finders import FinderSteps
     from hftrainer.training.steps.loop import TrainingLoop
 
 #: Lightning's loops over an evaluation or test set.

@@ -23,7 +23,7 @@ from hftrainer.parallel import devices
 from hftrainer.trackers.base_callbacks import begin_runs
 from hftrainer.trainer_utils import TrainOutput
 from hftrainer.training.divergence import Diverged
-from hftrainer.training.finders import LightningFinders
+from hftrainer.training.lightning_finders import LightningFinders
 from hftrainer.training.planner import RunPlanner
 from hftrainer.training.restarts import Restarts
 from hftrainer.training.run import Attempt

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from hftrainer_lightning.private_api.trainer import quiet_lightning
 
 if TYPE_CHECKING:
-    from hftrainer.training.finders import FinderSteps
+    from hftrainer.training.lightning_finders import FinderSteps
 
 
 class _FinderModule(pl.LightningModule):

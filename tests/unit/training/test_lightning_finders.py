@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hftrainer.training import finders
-from hftrainer.training.finders import FinderSteps, LightningFinders
+from hftrainer.training.lightning_finders import FinderSteps, LightningFinders
 from hftrainer.training.run import Run
 
 
@@ -41,7 +40,8 @@ def test_schedule_begins_at_the_found_learning_rate(monkeypatch, found, is_own, 
     """The Trainer's own schedule is made again; that of a script goes on from there."""
     parts, again = make_parts(found, creates_scheduler=is_own), []
     scheduler = parts.trainer.lr_scheduler
-    monkeypatch.setattr(finders, "call_create_scheduler", lambda trainer, n: again.append((trainer.lr_scheduler, n)))
+    target = "hftrainer.training.lightning_finders.call_create_scheduler"
+    monkeypatch.setattr(target, lambda trainer, steps: again.append((trainer.lr_scheduler, steps)))
     LightningFinders(parts).apply_learning_rate_finder(9)
     group = parts.require_optimizer().param_groups[0]
     assert group["lr"] == group["initial_lr"] == rate
