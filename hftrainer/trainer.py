@@ -204,6 +204,7 @@ class Trainer(EarlierMethods):
             if (model is None) == (model_init is None):
                 problem = "neither" if model is None else "both"
                 raise InvalidSetup(f"Trainer needs either a model or a model_init, but got {problem}.")
+            # Wrong arguments must raise before `create_accelerator_and_postprocess` starts other processes.
             self._validate_args()
             registry.add_kubeflow_tracker(self.args)
             reports = registry.select_trackers(self.args.report_to)
@@ -219,6 +220,7 @@ class Trainer(EarlierMethods):
                 example = getattr(callbacks, "__name__", f"{type(callbacks).__name__}()")
                 raise NotACallback(f"callbacks takes a list: callbacks=[{example}].")
             trackers = registry.callback_classes(reports)
+            # The callback handler gets the model, and `on_init_end` sees a complete Trainer.
             parts.trainer_setup.init_callbacks([*trackers, *(callbacks or [])], further_loggers)
             parts.trainer_setup.finish_init()
             self._memory_tracker.stop_and_update_metrics()

@@ -166,7 +166,7 @@ class TrainerModule(WithoutBatchTransfer):
             self.training_loop.begin_epoch(self.current_epoch)
 
     def on_train_epoch_start(self) -> None:
-        """Begin an epoch."""
+        """Begin the epoch, before its data iterator is created."""
         self.training_loop.begin_epoch(self.current_epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

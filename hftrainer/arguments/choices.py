@@ -112,7 +112,7 @@ class HubStrategy(ExplicitEnum):
 
 
 class SchedulerType(ExplicitEnum):
-    """Names of learning-rate schedules."""
+    """Names of learning-rate schedules; `SCHEDULES` in `optimizers/schedules.py` has their functions."""
 
     LINEAR = "linear"
     COSINE = "cosine"
@@ -129,7 +129,7 @@ class SchedulerType(ExplicitEnum):
 
 
 class OptimizerNames(ExplicitEnum):
-    """Names of optimizers, of all releases."""
+    """Names of optimizers, of all releases; `OPTIMIZERS` in `optimizers/factory.py` has their functions."""
 
     ADAMW_HF = "adamw_hf"
     ADAMW_TORCH = "adamw_torch"

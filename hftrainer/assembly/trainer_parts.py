@@ -140,9 +140,9 @@ class TrainerParts:
         return self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
 
     def run_folder_without_override(self, trial: Any) -> str:
-        """The folder of the run, or of the trial, without the override that `TrainerSetup.run_folder` calls.
+        """The folder of the run, or of the trial; `output_dir` where a subclass overrides `_get_output_dir`.
 
-        An override may count its calls.
+        An override may count its calls, so this adds none.
         """
         has_override = is_overridden(self.trainer, "_get_output_dir")
         return str(self.trainer.args.output_dir) if has_override else self.trainer._get_output_dir(trial)

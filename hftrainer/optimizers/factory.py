@@ -279,7 +279,8 @@ def _stable_adamw(inputs: OptimizerInputs) -> OptimizerSpec:
 _RMSPROP: dict[str, Any] = {"momentum": float, "alpha": float, "eps": float, "weight_decay": float, "centered": bool}
 _TORCHAO: dict[str, Any] = {"block_size": (int, 256), "bf16_stochastic_round": (bool, False)}
 
-#: Optimizer name → function that returns its class and keyword arguments.
+#: Optimizer name → function that returns its class and keyword arguments. Each name is also a member of
+#: `OptimizerNames` in `arguments/choices.py`.
 OPTIMIZERS: dict[str, OptimizerBuilder] = {
     "adamw_hf": _adamw_hf,
     "adamw_torch": _make_builder("torch.optim", "AdamW"),

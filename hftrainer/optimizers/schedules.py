@@ -287,6 +287,7 @@ def add_missing_groups(scheduler: Any, optimizer: Optimizer) -> None:
         scheduler.lr_lambdas.append(lambda _, index=index: optimizer.param_groups[index]["lr"])
 
 
+#: Schedule → function that returns its scheduler. The names of the schedules are in `arguments/choices.py`.
 SCHEDULES: dict[SchedulerType, Callable[..., LRScheduler]] = {
     SchedulerType.LINEAR: get_linear_schedule_with_warmup,
     SchedulerType.COSINE: get_cosine_schedule_with_warmup,

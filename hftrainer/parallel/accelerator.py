@@ -1,4 +1,7 @@
-"""`trainer.accelerator`: the parts of accelerate's `Accelerator` that scripts and libraries use."""
+"""`trainer.accelerator`: the parts of accelerate's `Accelerator` that scripts and libraries use.
+
+Neither a device, for which see `devices.py`, nor Lightning's `Accelerator`, a device type.
+"""
 
 from __future__ import annotations
 

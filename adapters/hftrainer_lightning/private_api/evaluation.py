@@ -49,6 +49,7 @@ class _TrainerEvaluationLoop(_EvaluationLoop):
         if self.group is None:
             super()._on_evaluation_end(*args, **kwargs)
         else:
+            # The next set of the group must not add to the metrics of this one.
             self.trainer._logger_connector.reset_results()
 
 

@@ -90,7 +90,7 @@ class LaunchedXLAStrategy(XLAStrategy):
         self._launched = True
 
     def _configure_launcher(self) -> None:
-        pass
+        """Make no launcher: Lightning's would start the processes once more."""
 
 
 def start_script_again(environment: ClusterEnvironment, processes: int) -> Any:

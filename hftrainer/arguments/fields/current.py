@@ -1,4 +1,4 @@
-"""Arguments of the newest release, and those that scripts pass by position, with metadata.
+"""Arguments of the newest release of transformers, and those that scripts pass by position, with metadata.
 
 The stated releases are among v4.1, v4.15, v4.30, v4.40, v4.48, v4.57, v5.0 and v5.23, so an argument may be slightly
 older. Old arguments have their exact releases.

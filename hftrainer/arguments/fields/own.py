@@ -1,4 +1,4 @@
-"""Arguments that no release of transformers has."""
+"""Arguments of hftrainer alone: no release of transformers has them."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class MicroBatches(Part):
         return self.parts.engine.accumulation_steps_of(self.epoch, argument)
 
     def _get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
-        """What `Trainer.get_batch_samples` returns."""
+        """The micro-batches of the next window, and the number of items in them, from `Trainer.get_batch_samples`."""
         # The step has begun already if the end of a stream left it without all of its micro-batches.
         phase_before_reading = self.step_phase
         self.step_phase = StepPhase.BEGUN
