@@ -45,17 +45,16 @@ class _WindowedEpochLoop(_TrainingEpochLoop, LightningSteps):
         """Fetch a micro-batch, and count it. `TrainingLoop.run_micro_batch` calls the methods below in its order."""
         pl_trainer = self.trainer
         progress = self.batch_progress
-        self._batch, _, _ = next(data_fetcher)
-        self._index = progress.current.ready
+        inputs, _, _ = next(data_fetcher)
         progress.is_last_batch = data_fetcher.done
         progress.increment_ready()
         # Callbacks log within a step under its number, as in the Trainer's log lines. Lightning counts ended steps.
         self._batches_that_stepped = self.global_step + 1
         if self.has_listeners:
-            pl_trainer._logger_connector.on_batch_start(self._batch)
-            call._call_callback_hooks(pl_trainer, "on_train_batch_start", self._batch, self._index)
+            pl_trainer._logger_connector.on_batch_start(inputs)
+            call._call_callback_hooks(pl_trainer, "on_train_batch_start", inputs, self.batch_idx)
         progress.increment_started()
-        self.training_loop.run_micro_batch(pl_trainer.lightning_module.model, self._batch, self)
+        self.training_loop.run_micro_batch(pl_trainer.strategy.lightning_module.model, inputs, self)
         if self.training_loop.flag_sync.ends_training:
             pl_trainer.should_stop = True
         progress.increment_completed()
@@ -63,15 +62,15 @@ class _WindowedEpochLoop(_TrainingEpochLoop, LightningSteps):
             pl_trainer._logger_connector.on_batch_end()
             pl_trainer._logger_connector.update_train_step_metrics()
 
-    def call_training_step(self, batch: Any) -> torch.Tensor:
+    def forward_and_backward(self, inputs: Any, *, is_first: bool) -> torch.Tensor:
         """Run the module's training step, forward and backward; returns the loss."""
         if not self.has_listeners:
-            return self.trainer.strategy.training_step(batch, self._index)
-        if self.training_loop.batches.position.is_first:
+            return self.trainer.strategy.training_step(inputs, self.batch_idx)
+        if is_first:
             # Only announced: the run clears the gradients after the step.
             self.automatic_optimization._on_before_zero_grad(self.trainer.optimizers[0])
         with self.trainer.profiler.profile("run_training_batch"):
-            return call._call_strategy_hook(self.trainer, "training_step", batch, self._index)
+            return call._call_strategy_hook(self.trainer, "training_step", inputs, self.batch_idx)
 
     def complete_gradients(self) -> None:
         """Let the precision plugin unscale or average the gradients, and call the callbacks."""
@@ -94,16 +93,16 @@ class _WindowedEpochLoop(_TrainingEpochLoop, LightningSteps):
         configs = self.trainer.lr_scheduler_configs
         return scheduler is not None and not (configs and configs[0].scheduler is scheduler)
 
-    def announce_batch_end(self, loss: torch.Tensor) -> None:
-        """Count the step and the micro-batch, and call the callbacks."""
-        if self.training_loop.batches.position.is_last:
+    def announce_batch_end(self, inputs: Any, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Count the micro-batch, with the last of a window the step, and call the callbacks."""
+        if is_last:
             self.automatic_optimization.optim_progress.optimizer.step.increment_completed()
         self.batch_progress.increment_processed()
         if self.has_listeners:
             if self._num_ready_batches_reached():
                 # Schedulers that callbacks add. The run steps its own.
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-            call._call_callback_hooks(self.trainer, "on_train_batch_end", {"loss": loss}, self._batch, self._index)
+            call._call_callback_hooks(self.trainer, "on_train_batch_end", {"loss": loss}, inputs, self.batch_idx)
 
     def profile(self, hook: str) -> AbstractContextManager[Any]:
         """A context that a profiler records as a hook of the module."""

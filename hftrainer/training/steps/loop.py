@@ -38,8 +38,13 @@ logger = logging.getLogger(__name__)
 class LightningSteps(Protocol):
     """What `TrainingLoop.run_micro_batch` leaves to Lightning, whose callbacks and profilers follow it there."""
 
-    def call_training_step(self, batch: Any) -> torch.Tensor:
-        """Run `TrainerModule.training_step`, forward and backward, as Lightning's strategy does; returns the loss."""
+    def forward_and_backward(self, inputs: Any, *, is_first: bool) -> torch.Tensor:
+        """Run `TrainerModule.training_step` as Lightning's strategy does; returns the loss.
+
+        Args:
+            inputs: the micro-batch.
+            is_first: whether it is the first of its window.
+        """
 
     def complete_gradients(self) -> None:
         """Unscale the gradients of float16, or average those of TPU cores, and call Lightning's callbacks."""
@@ -50,8 +55,8 @@ class LightningSteps(Protocol):
     def is_schedule_replaced(self) -> bool:
         """Whether a Lightning callback sets the learning rate instead of the schedule."""
 
-    def announce_batch_end(self, loss: torch.Tensor) -> None:
-        """Count the step and the micro-batch, and call Lightning's callbacks."""
+    def announce_batch_end(self, inputs: Any, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Count the micro-batch, with the last of a window the step, and call Lightning's callbacks."""
 
     def profile(self, hook: str) -> contextlib.AbstractContextManager[Any]:
         """A context that profilers record under Lightning's name of a hook."""
@@ -201,7 +206,7 @@ class TrainingLoop(Part):
         self.trainer.accelerator.sync_gradients = position.is_last
         if position.is_first:
             self.parts.call_callbacks("on_step_begin")
-        loss = lightning.call_training_step(inputs)
+        loss = lightning.forward_and_backward(inputs, is_first=position.is_first)
         self._count_micro_batch(loss, inputs)
         if position.is_last:
             lightning.complete_gradients()
@@ -214,7 +219,7 @@ class TrainingLoop(Part):
             self.batches.step_phase = StepPhase.UNCOUNTED
             self.parts.call_callbacks("on_optimizer_step")
             self._step_schedule(is_skipped, lightning.is_schedule_replaced())
-        lightning.announce_batch_end(loss)
+        lightning.announce_batch_end(inputs, loss, is_last=position.is_last)
         with lightning.profile("on_train_batch_end"):
             if position.is_last:
                 self._end_step(model)

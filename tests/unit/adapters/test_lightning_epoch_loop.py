@@ -42,5 +42,5 @@ def test_step_is_counted_at_the_end_of_its_window(pl_trainer):
     for is_last, counted in ((False, 0), (True, 1)):
         loop.training_loop.batches.position.is_last = is_last
         assert loop._should_accumulate() is not is_last
-        loop.announce_batch_end(torch.ones(()))
+        loop.announce_batch_end(None, torch.ones(()), is_last=is_last)
         assert loop.automatic_optimization.optim_progress.optimizer.step.total.completed == counted
