@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from hftrainer.errors import UnsupportedArgument
-from hftrainer.training.steps.loop import LightningSteps, TrainingLoop
+from hftrainer.training.steps.loop import TrainingLoop
 from hftrainer_lightning.private_api.callback_hooks import call_hooks, needs_lightning_hooks
 from hftrainer_lightning.private_api.evaluation import make_evaluation_loop
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hftrainer.training.run import Attempt
 
 
-class _WindowedEpochLoop(_TrainingEpochLoop, LightningSteps):
+class _WindowedEpochLoop(_TrainingEpochLoop):
     """Runs micro-batches, and steps the optimizer after the last of an accumulation window.
 
     Lightning counts batches, and always steps after the last one. With data without a length, the next epoch completes
@@ -42,7 +42,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop, LightningSteps):
     has_listeners: bool
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
-        """Fetch a micro-batch, and count it. `TrainingLoop.run_micro_batch` calls the methods below in its order."""
+        """Fetch a micro-batch, and count it. `TrainingLoop.run_micro_batch` calls the `LightningSteps` in its order."""
         pl_trainer = self.trainer
         progress = self.batch_progress
         inputs, _, _ = next(data_fetcher)

@@ -36,7 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 class LightningSteps(Protocol):
-    """What `TrainingLoop.run_micro_batch` leaves to Lightning, whose callbacks and profilers follow it there."""
+    """What `TrainingLoop.run_micro_batch` leaves to Lightning, whose callbacks and profilers follow it there.
+
+    The adapter's epoch loop has these methods. It does not inherit them: one that it lacked would then return None.
+    """
 
     def forward_and_backward(self, inputs: Any, *, is_first: bool) -> torch.Tensor:
         """Run `TrainerModule.training_step` as Lightning's strategy does; returns the loss.
