@@ -205,6 +205,7 @@ class TrainingLoop(Part):
 
     def run_micro_batch(self, model: torch.nn.Module, inputs: Any, lightning: LightningSteps) -> None:
         """Run a micro-batch, and after the last of a window the optimizer step: all in the order of `Trainer`."""
+        # `MicroBatches.__iter__`, from which Lightning has just taken these inputs, has set it.
         position = self.batches.position
         self.trainer.accelerator.sync_gradients = position.is_last
         if position.is_first:

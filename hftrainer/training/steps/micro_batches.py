@@ -86,7 +86,8 @@ class Window(NamedTuple):
 class MicroBatches(Part):
     """An iterable over an epoch's micro-batches, which sets `position` for each.
 
-    Lightning's callbacks get the batch alone, and checkpoints, which are saved between batches, need the position too.
+    It yields no position with the batch: callbacks that iterate over Lightning's `train_dataloader`, which is this
+    object, expect batches alone. Lightning's hooks before `run_micro_batch`, and checkpoints after it, need it too.
 
     All micro-batches of a window are fetched before the first is used, as in `transformers.Trainer`: the number of
     items in a window must be known before its first loss. Lightning takes a micro-batch when it trains on it, and not
