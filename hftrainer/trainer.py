@@ -491,7 +491,7 @@ class Trainer(EarlierMethods):
             with unpacked_ckpt(resume_from_checkpoint) as checkpoint:
                 self._memory_tracker.start()
                 self._hftrainer.training_runner.prepare_call(checkpoint, trial)
-                return self._hftrainer.training_runner.train(trial, ignore_keys_for_eval)
+                return self._hftrainer.training_runner.run_attempts(trial, ignore_keys_for_eval)
 
     @overridable_property
     def fit(self) -> NoReturn:

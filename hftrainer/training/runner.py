@@ -95,7 +95,7 @@ class TrainingRunner(Part):
 
     # ---- Attempts ----------------------------------------------------------------------------------------------
 
-    def train(self, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
+    def run_attempts(self, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
         """Train until the end or a signal, from `run.resume_folder` if that is set.
 
         With `auto_find_batch_size`, restart with half the batch size if memory runs out; with
@@ -181,7 +181,7 @@ class TrainingRunner(Part):
         trainer.callback_handler.stopped_by = ""
         if resume_folder is None:
             self.finders.apply_batch_size_finder()
-        loop, model = self._make_loop(args, resume_folder, trial, ignore_keys)
+        loop, model = self._prepare_attempt(args, resume_folder, trial, ignore_keys)
         self._announce_run(loop)
         self.run.set_start_values(trainer.state, args.device)
         if self.run.resumed_progress is not None:
@@ -196,7 +196,7 @@ class TrainingRunner(Part):
         self.run.heartbeat.begin_activity("ended")
         return trainer._finalize_training(trial, loop.attempt.lengths.num_train_samples, loop.start_time)
 
-    def _make_loop(
+    def _prepare_attempt(
         self, args: TrainingArguments, resume_folder: str | None, trial: Any, ignore_keys: list[str] | None
     ) -> tuple[TrainingLoop, Any]:
         """Plan an attempt, and prepare its data, state, model and optimizer.
@@ -224,8 +224,8 @@ class TrainingRunner(Part):
         if resume_folder is None:
             self.finders.apply_learning_rate_finder(lengths.max_steps)
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
-        is_complete = resume_folder is not None and self.trainer.state.global_step >= lengths.max_steps
-        is_finished = is_complete or epoch >= lengths.num_train_epochs
+        has_all_steps = resume_folder is not None and self.trainer.state.global_step >= lengths.max_steps
+        is_finished = has_all_steps or epoch >= lengths.num_train_epochs
         attempt = Attempt(trial, ignore_keys, lengths, resume_folder, epoch, finished_micro_batches, is_finished)
         self.planner.log_start(attempt)
         self.run.loop = loop = TrainingLoop(self.parts, attempt, dataloader)
