@@ -97,8 +97,8 @@ def _to_cpu(leaf: Any) -> Any:
 class Restarts(Part):
     """Restarts the training of a run, and releases the objects of the previous attempt."""
 
-    def begin_run(self, trial: Any) -> None:
-        """Copy the initial state if the run may restart, and read which samples it skips."""
+    def read_skips_and_copy_state(self, trial: Any) -> None:
+        """Read which samples the run skips, and copy its initial state if it may restart from that."""
         args = self.trainer.args
         self.run.has_rolled_back = False
         skips = args.on_divergence is not None

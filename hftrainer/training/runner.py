@@ -106,7 +106,7 @@ class TrainingRunner(Part):
             ignore_keys: outputs of the model that evaluation leaves out.
         """
         with self._watch_overflow(), self._training_context():
-            self.restarts.begin_run(trial)
+            self.restarts.read_skips_and_copy_state(trial)
             optimizers = self.trainer.optimizer, self.trainer.lr_scheduler
             while True:
                 try:
