@@ -59,8 +59,9 @@ class Run:
         accumulation_steps: micro-batches in the current optimizer step.
         has_created_scheduler: True if the Trainer created the scheduler.
         trial: the hyperparameter trial, if any.
-        loop: the loop of the attempt, if one has been made. The engine is given it. What logs, saves and ends a run
-            finds it here, since Trainer's methods, which scripts override and call without a run, are between.
+        loop: the loop of the attempt, if one has been made. Code that logs, saves or ends a run reads it here. Methods
+            of the Trainer call that code, and have no argument for a loop: scripts override them, and call some
+            without a run.
         signal_listener: the signals that ask this run to stop.
         lengths: the planned lengths, for `Trainer._init_training_state`, which does not receive them.
         resumed_progress: our progress data in the checkpoint that the run resumes from, or None.
