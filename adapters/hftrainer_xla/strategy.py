@@ -51,7 +51,7 @@ class XlaStrategy(DdpStrategy):
         """Seed the device's generator."""
         devices.import_torch_xla().manual_seed(seed)
 
-    def run_recorded_operations(self) -> None:
+    def run_recorded_xla_operations(self) -> None:
         """Compile and run the recorded operations, without waiting for them.
 
         XLA compiles all operations between two calls as one graph, so call this once per step.

@@ -172,7 +172,7 @@ class EvaluationPass:
             rows = drop_all_rows(rows, lists_of_samples=self.args.eval_use_gather_object)
         else:
             self.seen_samples += find_batch_size(inputs) or 0
-        self.parts.strategy.run_recorded_operations()
+        self.parts.strategy.run_recorded_xla_operations()
         return rows
 
     def _main_input(self, inputs: Any) -> Any:

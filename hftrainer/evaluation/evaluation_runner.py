@@ -137,7 +137,7 @@ class EvaluationRunner(Part):
             # A subclass's `evaluate` may have set another function for this pass only.
             trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)
             # Lightning keeps logged numbers on the device.
-            self.parts.strategy.run_recorded_operations()
+            self.parts.strategy.run_recorded_xla_operations()
         return self._make_output(evaluation, description)
 
     def _make_output(self, evaluation: EvaluationPass, description: str) -> EvalLoopOutput:

@@ -217,7 +217,7 @@ class Strategy(ABC):
     def seed(self, seed: int) -> None:
         """Seed generators that `torch.manual_seed` does not seed."""
 
-    def run_recorded_operations(self) -> None:
+    def run_recorded_xla_operations(self) -> None:
         """Run the operations that the device has recorded. Only XLA records operations."""
 
     def to_cpu(self, state: Any) -> Any:

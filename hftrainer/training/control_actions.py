@@ -81,7 +81,7 @@ class ControlActions(Part):
         interval_loss, metrics = run.logged_metrics.pop(loss, steps)
         # As in transformers, NaN stays NaN, which `zero_()` would reset.
         tr_loss -= tr_loss
-        self.parts.strategy.run_recorded_operations()
+        self.parts.strategy.run_recorded_xla_operations()
         logs: dict[str, float] = {"loss": self.parts.policy.logged_loss(interval_loss / steps)}
         if grad_norm is not None:
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm

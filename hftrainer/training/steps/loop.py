@@ -118,7 +118,7 @@ class TrainingLoop(Part):
     def begin_training(self) -> None:
         """Call `on_train_begin`, evaluate with `eval_on_start`, and complete what was interrupted."""
         clear_gradients(self.trainer.model_wrapped)
-        self.parts.strategy.run_recorded_operations()
+        self.parts.strategy.run_recorded_xla_operations()
         self.parts.call_callbacks("on_train_begin")
         # `train_runtime` includes it, but journals begin with this event.
         self.run.seconds_by_activity["preparation"] = time.time() - self.start_time
@@ -228,7 +228,7 @@ class TrainingLoop(Part):
             if position.is_last:
                 self._end_step(model)
             else:
-                self.parts.strategy.run_recorded_operations()
+                self.parts.strategy.run_recorded_xla_operations()
                 self.parts.call_callbacks("on_substep_end")
 
     def _count_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
@@ -261,7 +261,7 @@ class TrainingLoop(Part):
         """Clear the gradients, count the step, call `on_step_end`, then log, evaluate, save or stop as requested."""
         state = self.trainer.state
         clear_gradients(model)
-        self.parts.strategy.run_recorded_operations()
+        self.parts.strategy.run_recorded_xla_operations()
         state.global_step += 1
         state.epoch = self.epoch_after_step()
         self.batches.step_phase = StepPhase.NOT_BEGUN
