@@ -211,15 +211,17 @@ class TrainingLoop(Part):
         if position.is_first:
             self.parts.call_callbacks("on_step_begin")
         loss = lightning.forward_and_backward(inputs, is_first=position.is_first)
-        self._count_micro_batch(loss, inputs)
+        self._record_micro_batch(loss, inputs)
         if position.is_last:
             lightning.complete_gradients()
             self.batches.step_phase = StepPhase.STEPPING
+            # The blocks hold what docs/guides/profiling.md lists for these names of Lightning's hooks.
             with lightning.profile("configure_gradient_clipping"):
                 self._clip_gradients(model)
                 self.divergence.check_step(model, self.grad_norm)
                 self.parts.call_callbacks("on_pre_optimizer_step")
-            is_skipped = self.trainer.accelerator.optimizer_step_was_skipped = lightning.step_optimizer()
+            is_skipped = lightning.step_optimizer()
+            self.trainer.accelerator.optimizer_step_was_skipped = is_skipped
             self.batches.step_phase = StepPhase.UNCOUNTED
             self.parts.call_callbacks("on_optimizer_step")
             self._step_schedule(is_skipped, lightning.is_schedule_replaced())
@@ -231,7 +233,7 @@ class TrainingLoop(Part):
                 self.parts.strategy.run_recorded_xla_operations()
                 self.parts.call_callbacks("on_substep_end")
 
-    def _count_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
+    def _record_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         self.divergence.add_loss(loss)
         self.monitors.add_micro_batch(self.loss_accumulator.add_loss(loss, inputs), inputs)
         self.step_end_values.add_micro_batch(loss, inputs)

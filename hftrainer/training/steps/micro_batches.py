@@ -215,7 +215,7 @@ class MicroBatches(Part):
         """The batches of the epoch; in the one in which the run resumes, the remaining ones."""
         if not self.resumes_epoch:
             return self.reader.open_epoch(self.epoch)
-        point = EpochStart(self.attempt.finished_micro_batches, self._restore_rng_once, self._data_state)
+        point = EpochStart(self.attempt.finished_micro_batches, self._restore_rng_while_reading, self._data_state)
         return self.reader.open_epoch(self.epoch, point)
 
     def _restore_rng_after_reading(self) -> None:
@@ -223,7 +223,8 @@ class MicroBatches(Part):
         if self.resumes_epoch and self.attempt.finished_micro_batches and self._data_state is None:
             self._restore_rng_states()
 
-    def _restore_rng_once(self) -> None:
+    def _restore_rng_while_reading(self) -> None:
+        """Restore the random states where the remaining batches begin, unless `restore_rng_before_reading` has."""
         if not self._has_restored_rng:
             self._restore_rng_states()
 
