@@ -90,7 +90,7 @@ _PREDICTION = "parity/test_evaluation.py::test_"
 _MONITORING = "unit/monitoring/"
 _DIVERGENCE = "unit/training/test_divergence.py::test_"
 _LEGACY = "unit/arguments/test_old_names.py::test_old_name_sets_the_new_argument"
-_SPELLINGS = "unit/arguments/test_old_spellings.py::test_"
+_OLD_CALLS = "unit/arguments/test_old_calls.py::test_"
 CASES: dict[str, Case] = {
     # Optimization.
     "num_train_epochs": _between(1),
@@ -282,8 +282,8 @@ CASES: dict[str, Case] = {
     "use_mps_device": _alone(True, "unit/parallel/test_devices.py::test_use_mps_device_without_mps_is_refused"),
     "tpu_num_cores": _alone(8, "unit/parallel/test_refused.py::test_unsupported_combination_is_refused"),
     "ray_scope": _alone("all", "adapters/ray/test_ray_search.py::test_ray_scope_chooses_the_last_or_best_objective"),
-    "fp16_backend": _alone("cpu_amp", f"{_SPELLINGS}apex_backend_becomes_torch_autocast"),
-    "half_precision_backend": _alone("cpu_amp", f"{_SPELLINGS}apex_backend_becomes_torch_autocast"),
+    "fp16_backend": _alone("cpu_amp", f"{_OLD_CALLS}apex_backend_becomes_torch_autocast"),
+    "half_precision_backend": _alone("cpu_amp", f"{_OLD_CALLS}apex_backend_becomes_torch_autocast"),
     "overwrite_output_dir": _alone(True, f"{_HERE}argument_without_effect_changes_nothing"),
     "jit_mode_eval": _alone(True, f"{_HERE}argument_without_effect_changes_nothing", STEPS),
     "use_ipex": _alone(True, f"{_HERE}argument_without_effect_changes_nothing", STEPS),

@@ -3,13 +3,14 @@
 import contextlib
 import os
 import shutil
+import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from hftrainer.checkpointing.writing import folder as folder_module
-from hftrainer.checkpointing.writing.folder import CheckpointFolder, clear_stale, staging_folder
+from hftrainer.checkpointing.writing.folder import CheckpointFolder, ScriptFiles, clear_stale, staging_folder
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import make_trainer
 from tests.support.jobs import names_in
@@ -104,3 +105,20 @@ def test_files_are_copied_where_folders_cannot_be_renamed(tmp_path, monkeypatch,
     order = [os.path.basename(call.args[1]) for call in copy.mock_calls]
     assert order[-2:] == ["hftrainer_manifest.json", "trainer_state.json"]
     assert "copying its files one by one" in caplog.text
+
+
+@pytest.mark.parametrize(("knows_folder", "files"), [(True, ["new", "old"]), (False, ["old"])])
+def test_new_files_of_the_script_are_added(tmp_path, monkeypatch, knows_folder, files):
+    """Those written before the run are not; where its folder is not known, their times tell."""
+    checkpoint = CheckpointFolder(tmp_path / "checkpoint-1")
+    for folder in (checkpoint.path, checkpoint.staging):
+        folder.mkdir()
+        (folder / "old").write_text(folder.name)
+    script_files, start = ScriptFiles(), time.time_ns() + 3_000_000_000
+    monkeypatch.setattr(time, "time_ns", lambda: start)
+    script_files.record_existing_files(str(tmp_path) if knows_folder else None)
+    (checkpoint.path / "new").touch()
+    (checkpoint.path / "old").write_text("changed, but the Trainer writes one too")
+    script_files.copy_to(checkpoint)
+    assert names_in(checkpoint.staging) == files
+    assert (checkpoint.staging / "old").read_text() == checkpoint.staging.name

@@ -1,15 +1,14 @@
-"""`CheckpointWriter` publishes, announces or discards a checkpoint; `ScriptFiles` finds the files of a script."""
+"""`CheckpointWriter` publishes, announces or discards a checkpoint."""
 
 import contextlib
 import errno
 import threading
-import time
 
 import pytest
 import torch
 
 from hftrainer.checkpointing.writing import writer as writer_module
-from hftrainer.checkpointing.writing.folder import CheckpointFolder, ScriptFiles
+from hftrainer.checkpointing.writing.folder import CheckpointFolder
 from hftrainer.checkpointing.writing.writer import CheckpointWriter, is_storage_error
 from hftrainer.errors import CheckpointNotWritten
 from tests.support.jobs import names_in
@@ -190,20 +189,3 @@ def test_closed_writer_logs_its_error_and_writes_again(make_recorded, caplog):
 )
 def test_storage_errors_are_told_from_others(error, is_of_storage):
     assert is_storage_error(error, "/out") is is_of_storage
-
-
-@pytest.mark.parametrize("knows_folder", [True, False])
-def test_new_files_of_the_script_are_added(tmp_path, monkeypatch, knows_folder):
-    """Those written before the run are not; where its folder is not known, their times tell."""
-    checkpoint = CheckpointFolder(tmp_path / "checkpoint-1")
-    for folder in (checkpoint.path, checkpoint.staging):
-        folder.mkdir()
-        (folder / "old").write_text(folder.name)
-    script_files, start = ScriptFiles(), time.time_ns() + 3_000_000_000
-    monkeypatch.setattr(time, "time_ns", lambda: start)
-    script_files.record_existing_files(str(tmp_path) if knows_folder else None)
-    (checkpoint.path / "new").touch()
-    (checkpoint.path / "old").write_text("changed, but the Trainer writes one too")
-    script_files.copy_to(checkpoint)
-    assert names_in(checkpoint.staging) == ["new"] * knows_folder + ["old"]
-    assert (checkpoint.staging / "old").read_text() == checkpoint.staging.name
