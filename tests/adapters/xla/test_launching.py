@@ -68,9 +68,10 @@ def test_two_processes_train_as_one(replicas, tmp_path):
     assert [each["place"]["launcher"] for each in found] == ["xla", "xla"]
     assert [each["place"]["rank"] for each in found] == [0, 1]
     assert found[0]["strategy"] == "XlaReplicas"
-    keys = ("loss", "eval_loss", "grad_norm", "learning_rate")
+    compared = ("loss", "eval_loss", "grad_norm", "learning_rate")
     for line, expected in zip(found[0]["numbers"], numbers(one), strict=True):
-        same = {key: value for key, value in expected.items() if key in keys}
+        assert line.keys() == expected.keys()
+        same = {key: value for key, value in expected.items() if key in compared}
         assert {key: line[key] for key in same} == pytest.approx(same, rel=2 * TOLERANCE)
     for name, value in weights(one).items():
         torch.testing.assert_close(found[0]["weights"][name], value, rtol=0, atol=5 * TOLERANCE, msg=name)
