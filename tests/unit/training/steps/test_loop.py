@@ -28,15 +28,23 @@ class StepSizes(TrainerCallback):
         self.since_step = 0
 
 
-def at(step, event, **changes):
-    """Set arguments or control flags at this step."""
+class SetFlag(TrainerCallback):
+    """Sets a control flag at an event of this step."""
 
-    def handler(self, args, state, control, **kwargs):
-        for name, value in changes.items():
-            if state.global_step == step:
-                setattr(control if hasattr(control, name) else args, name, value)
+    def __init__(self, flag, event, step):
+        self.flag, self.step = flag, step
+        setattr(self, event, self.set_at_step)
 
-    return {"callback": type("Changes", (TrainerCallback,), {event: handler})}
+    def set_at_step(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            setattr(control, self.flag, True)
+
+
+class AccumulateTwo(TrainerCallback):
+    """Changes the accumulation after the first step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        args.gradient_accumulation_steps = 2
 
 
 EPOCH = [2, 2, 1]
@@ -52,13 +60,22 @@ RUNS = {
     "what a stream leaves over joins the next step": ({"data": Stream(10), "max_steps": 4}, [[2, 2], [3, 2]]),
     # The next micro-batches have been read, and an epoch keeps its number of micro-batches.
     "a changed accumulation counts from the step after the next": (
-        {"gradient_accumulation_steps": 1, **at(1, "on_step_end", gradient_accumulation_steps=2)},
+        {"gradient_accumulation_steps": 1, "callback": AccumulateTwo()},
         [[1, 1, 2, 1], EPOCH],
     ),
-    "should_epoch_stop ends the epoch": (at(2, "on_step_end", should_epoch_stop=True), [[2, 2], EPOCH]),
-    "should_training_stop ends the training": (at(2, "on_step_end", should_training_stop=True), [[2, 2]]),
-    "a stop within a step gives it up": (at(1, "on_substep_end", should_training_stop=True), [[2]]),
-    "a stop before an epoch trains none of it": (at(3, "on_epoch_begin", should_training_stop=True), [EPOCH, []]),
+    "should_epoch_stop ends the epoch": (
+        {"callback": SetFlag("should_epoch_stop", "on_step_end", 2)},
+        [[2, 2], EPOCH],
+    ),
+    "should_training_stop ends the training": (
+        {"callback": SetFlag("should_training_stop", "on_step_end", 2)},
+        [[2, 2]],
+    ),
+    "a stop within a step gives it up": ({"callback": SetFlag("should_training_stop", "on_substep_end", 1)}, [[2]]),
+    "a stop before an epoch trains none of it": (
+        {"callback": SetFlag("should_training_stop", "on_epoch_begin", 3)},
+        [EPOCH, []],
+    ),
 }
 
 
@@ -81,11 +98,11 @@ def test_step_that_diverges_is_left_out(tmp_path):
     """Of eight steps the fifth diverges: the run goes back to its checkpoint of step 4, and skips the samples."""
     read, data = [], rows(8 * SIZE, [4 * SIZE])
 
-    class Reads(TrainerCallback):
+    class InputRecorder(TrainerCallback):
         def on_step_end(self, args, state, control, inputs=None, **kwargs):
             read.append(inputs["x"].clone())
 
-    fit(tmp_path, data, callbacks=[Reads()], max_steps=-1, num_train_epochs=1, on_divergence="rollback")
+    fit(tmp_path, data, callbacks=[InputRecorder()], max_steps=-1, num_train_epochs=1, on_divergence="rollback")
     assert [entry["step"] for entry in entries(tmp_path)] == [5]
     steps = [torch.stack([row["x"] for row in data[start : start + SIZE]]) for start in range(0, len(data), SIZE)]
     assert len(read) == 7
