@@ -1,63 +1,73 @@
 """`ControlActions` does what the control flags request, synchronizes ranks after each action, and judges metrics."""
 
-import contextlib
 import math
-from types import SimpleNamespace
 
 import pytest
 
-from hftrainer import TrainerControl, TrainerState
-from hftrainer.releases import followed
-from hftrainer.training.control_actions import ControlActions
-from hftrainer.training.run import Run
+from hftrainer import TrainerCallback
+from hftrainer.training.stopping import FlagSync
 
 
-def run_requested(*flags, is_best=True, save_strategy="steps", last_logged=4):
-    """The calls at step 5, in order, and the Trainer."""
-    calls = []
+class Requests(TrainerCallback):
+    """Sets control flags at the end of a step and of an epoch; `calls` has what is done, in order."""
 
-    def record(name, result=None):
-        return lambda *_, **__: calls.append(name) or result
+    def __init__(self, at_step_end, at_epoch_end):
+        self.at_step_end, self.at_epoch_end, self.calls = at_step_end, at_epoch_end, []
 
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(save_strategy=save_strategy),
-        state=TrainerState(global_step=5),
-        control=TrainerControl(**{f"should_{flag}": True for flag in flags}),
-        _evaluate=record("evaluate", {"eval_loss": 1.0}),
-        _determine_best_metric=record("judge", is_best),
-        _save_checkpoint=record("save"),
-    )
-    run = Run(last_logged_step=last_logged)
-    run.loop = SimpleNamespace(
-        **dict.fromkeys(("grad_norm", "learning_rate", "start_time")),
-        flag_sync=SimpleNamespace(sync_now=record("sync")),
-        monitors=SimpleNamespace(measure_activity=lambda name: contextlib.nullcontext(calls.append(name))),
-    )
-    saver = SimpleNamespace(call_on_save=record("on_save"))
-    actions = ControlActions(SimpleNamespace(trainer=trainer, run=run, checkpoint_saver=saver))
-    actions._log_training_loss = record("log")
-    actions.log_if_requested(None, None, None, None)
-    actions.save_if_requested(None, None, actions.evaluate_if_requested(None, None))
-    return calls, trainer
+    def on_step_end(self, args, state, control, **kwargs):
+        for flag in self.at_step_end:
+            setattr(control, f"should_{flag}", True)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.calls.append("epoch_end")
+        for flag in self.at_epoch_end:
+            setattr(control, f"should_{flag}", True)
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" in logs:
+            self.calls.append("log")
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.calls.append("evaluate")
+
+    def on_save(self, args, state, control, **kwargs):
+        self.calls.append("save")
 
 
-LOG, EVALUATE = ["log", "sync"], ["evaluation", "evaluate", "judge", "sync"]
-SAVE = ["saving", "save", "on_save", "sync"]
+@pytest.fixture
+def call_requested(make_trainer, monkeypatch):
+    """The calls in a run of one step, with these flags at its end."""
+
+    def call_requested(*at_step_end, at_epoch_end=(), metric=1.0, **settings):
+        requests = Requests(at_step_end, at_epoch_end)
+        # It does nothing in one process, but is called.
+        monkeypatch.setattr(FlagSync, "sync_now", lambda flag_sync: requests.calls.append("sync"))
+        judged = {"compute_metrics": lambda _: {"score": metric}, "metric_for_best_model": "score"}
+        trainer = make_trainer(callbacks=[requests], max_steps=1, logging_strategy="no", **judged, **settings)
+        trainer.train()
+        return requests.calls
+
+    return call_requested
 
 
-def test_log_evaluate_and_save_run_in_this_order():
-    assert run_requested()[0] == []
-    assert run_requested("log", "evaluate", "save")[0] == LOG + EVALUATE + SAVE
-    assert run_requested("evaluate")[0] == EVALUATE
-    # A step has one log line.
-    assert run_requested("log", "save", last_logged=5)[0] == SAVE
+LOG, EVALUATE, SAVE = ["log", "sync"], ["evaluate", "sync"], ["save", "sync"]
+END = ["epoch_end", "sync"]
 
 
-@pytest.mark.parametrize("is_best", [True, False])
-def test_best_metric_decides_about_saving(is_best):
-    calls, trainer = run_requested("evaluate", save_strategy="best", is_best=is_best)
-    assert calls == EVALUATE + (SAVE if is_best else []) and trainer.control.should_save is is_best
-    assert run_requested("evaluate", "save", is_best=is_best)[0] == EVALUATE + SAVE
+def test_log_evaluate_and_save_run_in_this_order(call_requested):
+    assert call_requested() == END
+    assert call_requested("save", "evaluate", "log") == LOG + EVALUATE + SAVE + END
+    assert call_requested("evaluate") == EVALUATE + END
+
+
+def test_step_has_one_log_line(call_requested):
+    assert call_requested("log", at_epoch_end=["log", "save"]) == LOG + END + SAVE
+
+
+@pytest.mark.parametrize(("metric", "saves"), [(1.0, SAVE), (math.nan, [])])
+def test_best_metric_decides_about_saving(call_requested, metric, saves):
+    assert call_requested("evaluate", metric=metric, save_strategy="best") == EVALUATE + saves + END
+    assert call_requested("evaluate", "save", metric=metric) == EVALUATE + SAVE + END
 
 
 @pytest.mark.parametrize(
@@ -70,10 +80,9 @@ def test_best_metric_decides_about_saving(is_best):
         *[(value, greater, False) for value in (1.0, math.nan) for greater in (False, True)],
     ],
 )
-def test_metric_is_the_best_if_it_is_better_than_all_before(value, greater_is_better, is_best):
-    args = SimpleNamespace(metric_for_best_model="loss", greater_is_better=greater_is_better, save_strategy="steps")
-    state = TrainerState(global_step=5, best_metric=1.0, best_global_step=3)
-    trainer = SimpleNamespace(args=args, state=state)
-    actions = ControlActions(SimpleNamespace(trainer=trainer, run=Run(), policy=followed.from_text("5.20")))
-    assert actions.determine_best_metric({"eval_loss": value}, None) is is_best
-    assert (state.best_metric, state.best_global_step) == ((value, 5) if is_best else (1.0, 3))
+def test_metric_is_the_best_if_it_is_better_than_all_before(make_trainer, value, greater_is_better, is_best):
+    settings = {"metric_for_best_model": "loss", "greater_is_better": greater_is_better, "save_strategy": "steps"}
+    trainer = make_trainer(**settings)
+    trainer.state.global_step, trainer.state.best_metric, trainer.state.best_global_step = 5, 1.0, 3
+    assert trainer._determine_best_metric({"eval_loss": value}, None) is is_best
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == ((value, 5) if is_best else (1.0, 3))
