@@ -18,15 +18,15 @@ def ask(port: str, path: str = "health") -> tuple[int, str]:
 
 def read_health(port: str) -> dict:
     status, text = ask(port)
-    said = json.loads(text)
-    assert status == (503 if said["status"] == "stalled" else 200)
-    return said
+    answer = json.loads(text)
+    assert status == (503 if answer["status"] == "stalled" else 200)
+    return answer
 
 
 def wait_until(port: str, holds: Callable[[dict], bool], seconds: float = 60.0) -> dict:
     """Ask until the answer is as wanted; the answer. `holds` may assert what no answer may be."""
     deadline = time.monotonic() + seconds
-    while not holds(said := read_health(port)):
-        assert time.monotonic() < deadline, said
+    while not holds(answer := read_health(port)):
+        assert time.monotonic() < deadline, answer
         time.sleep(0.02)
-    return said
+    return answer

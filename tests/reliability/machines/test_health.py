@@ -26,13 +26,13 @@ def check_hang(folder, kind, group, number):
     while not (folder / f"{kind}.hangs").exists():
         assert group.jobs[0].process.is_alive(), group.printed()
         time.sleep(0.05)
-    said = wait_until(number, lambda said: said["status"] == "stalled")
-    (late,) = said["late_ranks"]
+    answer = wait_until(number, lambda answer: answer["status"] == "stalled")
+    (late,) = answer["late_ranks"]
     assert (late["rank"], late["host"], late["pid"]) == (1, socket.gethostname(), group.jobs[1].process.pid)
     assert HANGS[kind] in late["stack"]
     assert bool(late["stack"]) == (kind != "stopped")
-    assert (said["step"], said["phase"], said["max_steps"]) == (5, "training", 9)
-    assert said["last_checkpoint"] == str(folder / kind / "checkpoint-3")
+    assert (answer["step"], answer["phase"], answer["max_steps"]) == (5, "training", 9)
+    assert answer["last_checkpoint"] == str(folder / kind / "checkpoint-3")
     assert "hftrainer_ranks_late 1.0" in ask(number, "metrics")[1]
 
 
@@ -54,11 +54,11 @@ def test_slow_ranks_are_not_reported_as_hung(tmp_path):
     longest = {}
     while group.jobs[0].process.is_alive():
         try:
-            said = read_health(number)
+            answer = read_health(number)
         except (urllib.error.URLError, ConnectionError):  # before the beginning, and after the end
             continue
-        assert said["status"] != "stalled", said
-        for rank in said["ranks"]:
+        assert answer["status"] != "stalled", answer
+        for rank in answer["ranks"]:
             key = rank["rank"], rank["phase"]
             longest[key] = max(longest.get(key, 0), rank["seconds_since_sign"])
         time.sleep(0.1)

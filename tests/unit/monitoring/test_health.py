@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import socket
 import sys
 import threading
@@ -34,42 +35,50 @@ class Clock:
         return cls.now
 
 
-@pytest.fixture
-def port(monkeypatch):
-    """A free port, and seconds that are right for steps of some milliseconds."""
+def use_short_seconds(monkeypatch):
+    """Set seconds that are right for steps of some milliseconds."""
     for name, seconds in {"_INTERVAL": 0.02, "_SHORTEST_LIMIT": 0.5, "_STACK_AFTER": 0.1, "time": Clock}.items():
         monkeypatch.setattr(health, name, seconds)
+
+
+@pytest.fixture
+def port(monkeypatch):
+    """A free port."""
+    use_short_seconds(monkeypatch)
     return free_port()
 
 
 def pass_time_until(port, holds):
     """Let the seconds between two records pass with each question."""
 
-    def holds_now(said):
+    def holds_now(answer):
         Clock.now += health._INTERVAL
-        return holds(said)
+        return holds(answer)
 
     return wait_until(port, holds_now)
 
 
-class Asks(TrainerCallback):
-    """Asks at some events; `said` and `metrics` have the last answers."""
+#: Event at which the server is asked → what the run does.
+PHASES = {"on_train_begin": "starting", "on_step_begin": "training", "on_prediction_step": "evaluation"}
+PHASES |= {"on_save": "saving", "on_train_end": "ended"}
+
+
+class AnswerRecorder(TrainerCallback):
+    """Asks the server at some events; `health` and `metrics` have the last answers."""
 
     def __init__(self, port):
-        self.port, self.said, self.metrics = port, {}, {}
-        for name in ("on_train_begin", "on_step_begin", "on_prediction_step", "on_save", "on_train_end"):
-            setattr(self, name, functools.partial(self.ask, name))
+        self.port, self.health, self.metrics = port, {}, {}
+        for event in PHASES:
+            setattr(self, event, functools.partial(self.ask, event))
 
-    def ask(self, name, args, state, control, **kwargs):
-        phases = {"on_train_begin": "starting", "on_step_begin": "training", "on_prediction_step": "evaluation"}
-        phase = {**phases, "on_save": "saving", "on_train_end": "ended"}[name]
-        if name == "on_step_begin" and state.global_step == 0:
+    def ask(self, event, args, state, control, **kwargs):
+        if event == "on_step_begin" and state.global_step == 0:
             return
-        record = {"rank": 0, "step": state.global_step, "phase": phase}
-        self.said[name] = wait_until(
-            self.port, lambda said: said["ranks"] and record.items() <= said["ranks"][0].items()
+        record = {"rank": 0, "step": state.global_step, "phase": PHASES[event]}
+        self.health[event] = wait_until(
+            self.port, lambda answer: answer["ranks"] and record.items() <= answer["ranks"][0].items()
         )
-        self.metrics[name] = ask(self.port, "metrics")[1]
+        self.metrics[event] = ask(self.port, "metrics")[1]
 
 
 def value_of(metrics, name):
@@ -77,36 +86,39 @@ def value_of(metrics, name):
     return float(line.split()[1])
 
 
-def test_health_and_metrics_follow_a_run(tmp_path, port):
-    asks = Asks(port)
-    trainer = make_trainer(tmp_path, callbacks=[asks], metrics_port=port, eval_strategy="steps", eval_steps=3)
-    trainer.train()
-    assert asks.said["on_train_begin"]["status"] == asks.said["on_train_begin"]["phase"] == "starting"
-    assert asks.said["on_train_begin"]["last_checkpoint"] is None
-    during = asks.said["on_step_begin"]
-    assert (during["status"], during["phase"], during["step"], during["max_steps"]) == ("ok", "training", 8, 9)
-    assert during["last_checkpoint"] == str(tmp_path / "checkpoint-6")
-    assert during["seconds_since_step"] < 60
-    assert len(during["ranks"]) == 1
-    assert during["late_ranks"] == []
-    assert asks.said["on_prediction_step"]["phase"] == "evaluation"
-    assert asks.said["on_save"]["phase"] == "saving"
-    assert asks.said["on_train_end"]["status"] == "ended"
-    metrics = asks.metrics["on_step_begin"]
-    assert value_of(metrics, "hftrainer_step") == value_of(metrics, "hftrainer_steps_total") == 8
-    assert value_of(metrics, "hftrainer_max_steps") == 9
-    assert value_of(metrics, "hftrainer_checkpoint_step") == 6
-    assert value_of(metrics, "hftrainer_ranks_late") == 0
-    assert value_of(metrics, "hftrainer_epoch") == pytest.approx(0.8)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A Trainer after its run of nine steps, and what the server answered meanwhile."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use_short_seconds(monkeypatch)
+        answers = AnswerRecorder(free_port())
+        settings = {"metrics_port": answers.port, "eval_strategy": "steps", "eval_steps": 3}
+        trainer = make_trainer(tmp_path_factory.mktemp("run"), callbacks=[answers], **settings)
+        trainer.train()
+    return trainer, answers
+
+
+def test_health_follows_a_run(finished):
+    trainer, answers = finished
+    assert {event: answer["phase"] for event, answer in answers.health.items()} == PHASES
+    begin, end = answers.health["on_train_begin"], answers.health["on_train_end"]
+    assert (begin["status"], begin["last_checkpoint"], end["status"]) == ("starting", None, "ended")
+    answer = answers.health["on_step_begin"]
+    assert (answer["status"], answer["step"], answer["max_steps"], answer["late_ranks"]) == ("ok", 8, 9, [])
+    assert answer["last_checkpoint"] == os.path.join(trainer.args.output_dir, "checkpoint-6")
+    assert answer["seconds_since_step"] < 60
+    assert len(answer["ranks"]) == 1
+
+
+def test_metrics_follow_a_run(finished):
+    trainer, answers = finished
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    assert value_of(metrics, "hftrainer_loss") == losses[1]
+    expected = {"step": 8, "steps_total": 8, "max_steps": 9, "checkpoint_step": 6, "ranks_late": 0, "loss": losses[1]}
+    expected |= {'phase{phase="training"}': 1, 'phase{phase="saving"}': 0}
+    metrics = answers.metrics["on_step_begin"]
+    assert {name: value_of(metrics, f"hftrainer_{name}") for name in expected} == expected
+    assert value_of(metrics, "hftrainer_epoch") == pytest.approx(0.8)
     assert value_of(metrics, 'hftrainer_log{name="eval_loss"}') > 0  # the last line is that of the evaluation
-    assert value_of(metrics, 'hftrainer_phase{phase="training"}') == 1
-    assert value_of(metrics, 'hftrainer_phase{phase="saving"}') == 0
-    with pytest.raises(urllib.error.URLError):
-        ask(port)
-    assert not (tmp_path / "_health").exists()
-    assert "health" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_no_server_without_metrics_port(tmp_path):
@@ -170,22 +182,22 @@ def test_missing_prometheus_client_is_named(tmp_path, port, monkeypatch):
         make_trainer(tmp_path, metrics_port=port).train()
 
 
-def hang_until_it_is_red(port, said):
-    said.append(pass_time_until(port, lambda said: said["status"] == "stalled" and said["late_ranks"][0]["stack"]))
+def hang_until_it_is_red(port):
+    return pass_time_until(port, lambda answer: answer["status"] == "stalled" and answer["late_ranks"][0]["stack"])
 
 
 def test_hanging_thread_turns_health_red_with_its_stack(tmp_path, port):
     """It hangs until /health is red, which then turns green again."""
-    said, metrics = [], []
+    answers, metrics = [], []
 
     def hang():
-        hang_until_it_is_red(port, said)
+        answers.append(hang_until_it_is_red(port))
         metrics.append(ask(port, "metrics")[1])
 
-    recovers = AtStep(7, lambda: said.append(wait_until(port, lambda said: said["status"] == "ok")))
+    recovers = AtStep(7, lambda: answers.append(wait_until(port, lambda answer: answer["status"] == "ok")))
     trainer = make_trainer(tmp_path, callbacks=[AtStep(5, hang), recovers], metrics_port=port, save_strategy="no")
     trainer.train()
-    red, green = said
+    red, green = answers
     assert (red["step"], red["phase"]) == (5, "training")
     (late,) = red["late_ranks"]
     assert (late["rank"], late["host"]) == (0, socket.gethostname())
@@ -207,9 +219,9 @@ def compile_something(port):
 def be_slow(port):
     """Wait until a rank that hangs would have turned /health red long ago."""
 
-    def is_long_quiet(said):
-        assert said["status"] != "stalled", said
-        return said["ranks"] and said["ranks"][0]["seconds_since_sign"] > 1.0
+    def is_long_quiet(answer):
+        assert answer["status"] != "stalled", answer
+        return answer["ranks"] and answer["ranks"][0]["seconds_since_sign"] > 1.0
 
     pass_time_until(port, is_long_quiet)
 
@@ -244,13 +256,25 @@ def test_slow_evaluation_batches_do_not_turn_health_red(tmp_path, port):
 
     def slowly():
         began = Clock.now
-        batches.append(pass_time_until(port, lambda said: Clock.now > began + 0.3)["status"])
+        batches.append(pass_time_until(port, lambda answer: Clock.now > began + 0.3)["status"])
 
     slow = TrainerCallback()
     slow.on_prediction_step = lambda *event, **kwargs: slowly()
     settings = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "per_device_eval_batch_size": 3}
     make_trainer(tmp_path, callbacks=[slow], metrics_port=port, **settings).train()
     assert batches == ["ok"] * 6
+
+
+def assert_server_has_ended(folder, port):
+    with pytest.raises(urllib.error.URLError):
+        ask(port)
+    assert not (folder / "_health").exists()
+    assert "health" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_completed_run_ends_the_server(tmp_path, port):
+    make_trainer(tmp_path, metrics_port=port, max_steps=1).train()
+    assert_server_has_ended(tmp_path, port)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
@@ -260,9 +284,7 @@ def test_failed_run_ends_the_server(tmp_path, port, error):
 
     with pytest.raises(error):
         make_trainer(tmp_path, callbacks=[AtStep(2, fail)], metrics_port=port, save_strategy="no").train()
-    with pytest.raises(urllib.error.URLError):
-        ask(port)
-    assert not (tmp_path / "_health").exists()
+    assert_server_has_ended(tmp_path, port)
 
 
 def test_next_run_listens_on_the_same_port(tmp_path, port):
@@ -283,7 +305,7 @@ def test_next_run_listens_on_the_same_port(tmp_path, port):
     stale.parent.mkdir()
     stale.write_text("{}")
     trainer.add_callback(
-        AtStep(1, lambda: wait_until(port, lambda said: len(said["ranks"]) == 1 and not stale.exists()))
+        AtStep(1, lambda: wait_until(port, lambda answer: len(answer["ranks"]) == 1 and not stale.exists()))
     )
     trainer.train()
 
@@ -297,7 +319,7 @@ def test_full_disk_removes_the_record_of_the_rank(tmp_path, port, monkeypatch):
         while (tmp_path / "_health" / "rank-0.json").exists():
             assert time.monotonic() < deadline
         monkeypatch.undo()
-        wait_until(port, lambda said: said["status"] == "ok")
+        wait_until(port, lambda answer: answer["status"] == "ok")
 
     make_trainer(tmp_path, callbacks=[AtStep(4, fill_disk)], metrics_port=port, save_strategy="no").train()
 
@@ -330,12 +352,12 @@ def test_rank_is_late_when_its_record_grows_old(tmp_path, monkeypatch, record, a
     reporter = health._Reporter(progress, TrainerState, lambda: None, paths)
     for then in (start, start + age, start + age + 4):
         now = then
-        for path, each in zip(paths, records, strict=True):
-            path.write_text(json.dumps({**each, "beat": then} if each["rank"] == 0 else each))
+        paths[0].write_text(json.dumps({**records[0], "beat": then}))
+        paths[1].write_text(json.dumps(records[1]))
         reporter.read_records()
         # A record that seems old may be about to be renewed.
         assert then == start + age + 4 or not reporter.report()["late_ranks"]
-    assert [each["rank"] for each in reporter.report()["late_ranks"]] == [1] * late
+    assert [rank["rank"] for rank in reporter.report()["late_ranks"]] == [1] * late
     paths[1].write_text(json.dumps({**records[1], "signs": 5}))  # it goes on: the other seems behind, for a moment
     reporter.read_records()
     assert not reporter.report()["late_ranks"]
