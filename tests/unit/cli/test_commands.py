@@ -106,10 +106,10 @@ def test_run_says_in_a_terminal_what_takes_seconds(tmp_path, monkeypatch, capsys
         monkeypatch.setattr(sys, name, value)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr("hftrainer.cli.install.install", lambda: print("imports", file=sys.stderr))
-    for is_terminal, said in ((True, [f"[hftrainer] Loading torch and transformers for {script}"]), (False, [])):
+    for is_terminal, expected in ((True, [f"[hftrainer] Loading torch and transformers for {script}"]), (False, [])):
         monkeypatch.setattr(sys.stderr, "isatty", lambda shown=is_terminal: shown, raising=False)
         run_script(str(script), [], "hftrainer run")
-        assert capsys.readouterr().err.splitlines() == [*said, "imports", "begins"]
+        assert capsys.readouterr().err.splitlines() == [*expected, "imports", "begins"]
 
 
 def test_errors_are_json_with_the_json_option(tmp_path, capsys):
