@@ -47,26 +47,39 @@ def trained_trainer(tmp_path_factory):
     return trainer
 
 
-def test_plain_module_card_has_results_table_and_plot(trained_trainer):
-    from markdown_it import MarkdownIt
+@pytest.fixture(scope="module")
+def plain_card(trained_trainer):
+    """The metadata and the text of the card of a plain module."""
+    return make_card(trained_trainer, tasks="tabular-classification", dataset_tags="me/blobs", license="mit")
 
-    metadata, text = make_card(trained_trainer, tasks="tabular-classification", dataset_tags="me/blobs", license="mit")
+
+def test_plain_module_card_has_metadata_of_the_run(trained_trainer, plain_card):
+    metadata, _ = plain_card
     assert "library_name" not in metadata and "base_model" not in metadata  # no library loads it
     assert metadata["license"] == "mit"
     assert metadata["tags"] == ["generated_from_trainer"]
     (result,) = metadata["model-index"][0]["results"]
     assert result["task"] == {"name": "Tabular Classification", "type": "tabular-classification"}
     assert result["metrics"][0]["value"] == trained_trainer.state.log_history[-2]["eval_accuracy"]
+
+
+def test_plain_module_card_describes_model_and_data(plain_card):
+    _, text = plain_card
     assert "A model of class `Plain`, trained on me/blobs." in text
     assert "- training: 38 samples\n- evaluation: 19 samples" in text
-    page = MarkdownIt().enable("table").render(text.split("\n---\n", 1)[1])
+    assert TOKEN not in text
+
+
+def test_plain_module_card_shows_results_in_a_table_and_a_plot(trained_trainer, plain_card):
+    from markdown_it import MarkdownIt
+
+    page = MarkdownIt().enable("table").render(plain_card[1].split("\n---\n", 1)[1])
     assert page.count("<h2>") == 4 and page.count("<tr>") == 3
     assert '<img src="training.png"' in page
     assert '<th style="text-align:center">Validation Loss</th>' in page
     folder = Path(trained_trainer.args.output_dir)
     assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(os.listdir(folder)) == ["README.md", "training.png"]
-    assert TOKEN not in text
 
 
 def test_card_without_training_has_no_results_table(tmp_path):
