@@ -77,6 +77,18 @@ class AtStep(TrainerCallback):
             self.act()
 
 
+class SetFlag(TrainerCallback):
+    """Sets a control flag at an event of this step."""
+
+    def __init__(self, flag: str, step: int, event: str = "on_step_end") -> None:
+        self.flag, self.step = flag, step
+        setattr(self, event, self._at)
+
+    def _at(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            setattr(control, self.flag, True)
+
+
 class KeepsState(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"count": 1}

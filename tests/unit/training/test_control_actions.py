@@ -6,22 +6,14 @@ import pytest
 
 from hftrainer import TrainerCallback
 from hftrainer.training.stopping import FlagSync
+from tests.support.checkpoints import SetFlag
 
 
-class Requests(TrainerCallback):
-    """Sets control flags at the end of a step and of an epoch; `calls` has what is done, in order."""
+class ActionRecorder(TrainerCallback):
+    """Records the actions of a run in order, and the end of its epoch."""
 
-    def __init__(self, at_step_end, at_epoch_end):
-        self.at_step_end, self.at_epoch_end, self.calls = at_step_end, at_epoch_end, []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        for flag in self.at_step_end:
-            setattr(control, f"should_{flag}", True)
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        self.calls.append("epoch_end")
-        for flag in self.at_epoch_end:
-            setattr(control, f"should_{flag}", True)
+    def __init__(self):
+        self.calls = []
 
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" in logs:
@@ -33,41 +25,44 @@ class Requests(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         self.calls.append("save")
 
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.calls.append("epoch_end")
+
 
 @pytest.fixture
-def call_requested(make_trainer, monkeypatch):
-    """The calls in a run of one step, with these flags at its end."""
+def run_requested(make_trainer, monkeypatch):
+    """The calls in a run of one step, at whose end these flags are set; some at the end of the epoch, after it."""
 
-    def call_requested(*at_step_end, at_epoch_end=(), metric=1.0, **settings):
-        requests = Requests(at_step_end, at_epoch_end)
+    def run_requested(*flags, at_epoch_end=(), metric=1.0, **settings):
+        recorder, later = ActionRecorder(), [SetFlag(flag, 1, "on_epoch_end") for flag in at_epoch_end]
         # It does nothing in one process, but is called.
-        monkeypatch.setattr(FlagSync, "sync_now", lambda flag_sync: requests.calls.append("sync"))
+        monkeypatch.setattr(FlagSync, "sync_now", lambda flag_sync: recorder.calls.append("sync"))
         judged = {"compute_metrics": lambda _: {"score": metric}, "metric_for_best_model": "score"}
-        trainer = make_trainer(callbacks=[requests], max_steps=1, logging_strategy="no", **judged, **settings)
-        trainer.train()
-        return requests.calls
+        callbacks = [recorder, *(SetFlag(flag, 1) for flag in flags), *later]
+        make_trainer(callbacks=callbacks, max_steps=1, logging_strategy="no", **judged, **settings).train()
+        return recorder.calls
 
-    return call_requested
+    return run_requested
 
 
 LOG, EVALUATE, SAVE = ["log", "sync"], ["evaluate", "sync"], ["save", "sync"]
 END = ["epoch_end", "sync"]
 
 
-def test_log_evaluate_and_save_run_in_this_order(call_requested):
-    assert call_requested() == END
-    assert call_requested("save", "evaluate", "log") == LOG + EVALUATE + SAVE + END
-    assert call_requested("evaluate") == EVALUATE + END
+def test_log_evaluate_and_save_run_in_this_order(run_requested):
+    assert run_requested() == END
+    assert run_requested("should_save", "should_evaluate", "should_log") == LOG + EVALUATE + SAVE + END
+    assert run_requested("should_evaluate") == EVALUATE + END
 
 
-def test_step_has_one_log_line(call_requested):
-    assert call_requested("log", at_epoch_end=["log", "save"]) == LOG + END + SAVE
+def test_step_has_one_log_line(run_requested):
+    assert run_requested("should_log", at_epoch_end=["should_log", "should_save"]) == LOG + END + SAVE
 
 
 @pytest.mark.parametrize(("metric", "saves"), [(1.0, SAVE), (math.nan, [])])
-def test_best_metric_decides_about_saving(call_requested, metric, saves):
-    assert call_requested("evaluate", metric=metric, save_strategy="best") == EVALUATE + saves + END
-    assert call_requested("evaluate", "save", metric=metric) == EVALUATE + SAVE + END
+def test_best_metric_decides_about_saving(run_requested, metric, saves):
+    assert run_requested("should_evaluate", metric=metric, save_strategy="best") == EVALUATE + saves + END
+    assert run_requested("should_evaluate", "should_save", metric=metric) == EVALUATE + SAVE + END
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 
 import hftrainer
 from hftrainer import TrainerCallback
-from tests.support.checkpoints import AtStep, make_trainer
+from tests.support.checkpoints import AtStep, SetFlag, make_trainer
 from tests.support.divergence import SIZE, entries, fit, rows
 from tests.support.parity import make_recorder
 from tests.support.tiny import Stream, plain_data
@@ -26,18 +26,6 @@ class StepSizes(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.epochs[-1].append(self.since_step + 1)
         self.since_step = 0
-
-
-class SetFlag(TrainerCallback):
-    """Sets a control flag at an event of this step."""
-
-    def __init__(self, flag, event, step):
-        self.flag, self.step = flag, step
-        setattr(self, event, self.set_at_step)
-
-    def set_at_step(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            setattr(control, self.flag, True)
 
 
 class AccumulateTwo(TrainerCallback):
@@ -63,17 +51,11 @@ RUNS = {
         {"gradient_accumulation_steps": 1, "callback": AccumulateTwo()},
         [[1, 1, 2, 1], EPOCH],
     ),
-    "should_epoch_stop ends the epoch": (
-        {"callback": SetFlag("should_epoch_stop", "on_step_end", 2)},
-        [[2, 2], EPOCH],
-    ),
-    "should_training_stop ends the training": (
-        {"callback": SetFlag("should_training_stop", "on_step_end", 2)},
-        [[2, 2]],
-    ),
-    "a stop within a step gives it up": ({"callback": SetFlag("should_training_stop", "on_substep_end", 1)}, [[2]]),
+    "should_epoch_stop ends the epoch": ({"callback": SetFlag("should_epoch_stop", 2)}, [[2, 2], EPOCH]),
+    "should_training_stop ends the training": ({"callback": SetFlag("should_training_stop", 2)}, [[2, 2]]),
+    "a stop within a step gives it up": ({"callback": SetFlag("should_training_stop", 1, "on_substep_end")}, [[2]]),
     "a stop before an epoch trains none of it": (
-        {"callback": SetFlag("should_training_stop", "on_epoch_begin", 3)},
+        {"callback": SetFlag("should_training_stop", 3, "on_epoch_begin")},
         [EPOCH, []],
     ),
 }
