@@ -5,34 +5,43 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-import torch
 
-from hftrainer import TrainerControl
-from hftrainer.training.run import Attempt, Run
+from hftrainer import Trainer
+from hftrainer.training.divergence import SkippedSamples
+from hftrainer.training.run import Attempt
 from hftrainer.training.run_lengths import RunLengths
 from hftrainer.training.steps.micro_batches import MicroBatches, MicroBatchPosition
 from hftrainer.training.stopping import FlagSync
 
 
-def make_batches(count, accumulation=2, *, start=(None, 0, 0), planned=None, length=None, progress=None):
-    """Micro-batches "0", "1" ...; `batches.trainer.calls` has what is read and restored."""
-    calls = []
+class RecordingTrainer(Trainer):
+    """Counts ten items in a micro-batch; `calls` has the micro-batches that are read, and what is restored."""
 
-    def get_batch_samples(iterator, num_batches, device):
+    def get_batch_samples(self, iterator, num_batches, device):
         window = list(itertools.islice(iterator, num_batches))
-        calls.extend(window)
+        self.calls.extend(window)
         return window, len(window) * 10
 
-    args = SimpleNamespace(gradient_accumulation_steps=accumulation, world_size=1)
-    trainer = SimpleNamespace(args=args, control=TrainerControl(), calls=calls, get_batch_samples=get_batch_samples)
-    trainer._load_rng_state = lambda folder: calls.append("restored")
-    run = Run(resumed_progress=progress)
-    run.loss_since_log = torch.zeros(())
-    engine = SimpleNamespace(accumulation_steps_of=lambda epoch, value=planned or accumulation: value)
-    model_setup = SimpleNamespace(check_accumulation=lambda value: None)
-    parts = SimpleNamespace(trainer=trainer, run=run, engine=engine, model_setup=model_setup)
-    lengths, loader = RunLengths(1, 0, 0, 0, 0, length or count, 0), [str(index) for index in range(count)]
-    return MicroBatches(parts, Attempt(None, None, lengths, *start), FlagSync(parts, calls.clear), loader)
+    def _load_rng_state(self, folder):
+        self.calls.append("restored")
+
+
+@pytest.fixture
+def make_batches(make_trainer):
+    """Makes the micro-batches "0", "1" ... of a run; a run plans another accumulation if a callback changes it."""
+
+    def make_batches(count, accumulation=2, *, start=(None, 0, 0), planned=None, length=None, data_state=None, ranks=1):
+        trainer = make_trainer(kind=RecordingTrainer, gradient_accumulation_steps=planned or accumulation)
+        trainer.args.gradient_accumulation_steps, trainer.calls = accumulation, []
+        parts = trainer._hftrainer
+        parts.run.resumed_progress = data_state and SimpleNamespace(data=data_state)
+        parts.run.set_start_values(trainer.state, trainer.args.device)
+        lengths, loader = RunLengths(1, 0, 0, 0, 0, length or count, 0), [str(index) for index in range(count)]
+        flag_sync = FlagSync(parts, trainer.calls.clear)
+        flag_sync.is_distributed = ranks > 1
+        return MicroBatches(parts, Attempt(None, None, lengths, *start), flag_sync, loader)
+
+    return make_batches
 
 
 class Window(NamedTuple):
@@ -71,13 +80,13 @@ def read_windows(batches):
         ({"count": 5, "start": ("checkpoint-3", 1, 2)}, [Window(2, 2, [2, 3]), Window(4, 1, [4])]),
     ],
 )
-def test_windows_have_as_many_micro_batches_as_a_step(settings, expected):
+def test_windows_have_as_many_micro_batches_as_a_step(make_batches, settings, expected):
     batches = make_batches(**settings)
     assert read_windows(batches) == expected
     assert batches.step_phase.has_begun == bool(expected)
 
 
-def test_window_is_read_whole_before_its_first_micro_batch():
+def test_window_is_read_whole_before_its_first_micro_batch(make_batches):
     batches = make_batches(4)
     assert batches.position == MicroBatchPosition(-1, 0, 0, None, is_first=False, is_last=True)
     iterator = iter(batches)
@@ -91,36 +100,41 @@ def test_window_is_read_whole_before_its_first_micro_batch():
 
 
 @pytest.mark.parametrize("flag", ["should_epoch_stop", "should_training_stop"])
-@pytest.mark.parametrize("is_agreed", [True, False])
-def test_flag_ends_the_epoch_once_all_ranks_know_it(flag, is_agreed):
-    batches = make_batches(3)
+@pytest.mark.parametrize(("ranks", "trained"), [(1, ["0"]), (2, ["0", "1", "2"])])
+def test_flag_ends_the_epoch_once_all_ranks_know_it(make_batches, flag, ranks, trained):
+    """In several processes, this rank's flag alone ends nothing."""
+    batches = make_batches(3, ranks=ranks)
     setattr(batches.trainer.control, flag, True)
-    batches._flag_sync.is_distributed = not is_agreed
-    assert list(batches) == (["0"] if is_agreed else ["0", "1", "2"])
+    assert list(batches) == trained
 
 
-def test_skipped_window_is_read_but_belongs_to_no_step():
+def test_skipped_window_is_read_but_belongs_to_no_step(make_batches):
     batches = make_batches(6)
-    batches.run.skipped_samples = SimpleNamespace(windows={(0, 4), (1, 0)})
+    batches.run.skipped_samples = SkippedSamples(batches.trainer, None, None)
+    batches.run.skipped_samples.windows = {(0, 4): 1, (1, 0): 1}
     assert list(batches) == ["0", "1", "2", "3"]
     assert not batches.step_phase.has_begun
     assert batches.position == MicroBatchPosition(5, 4, 2, 20)
 
 
 @pytest.mark.parametrize(
-    ("finished", "saved", "is_early", "calls"),
+    ("finished", "has_data_state", "is_early", "calls"),
     [
-        (2, None, False, ["2", "3", "restored"]),  # transformers saves the states after the window is read
-        (2, {"opened": None, "held": "states"}, False, ["restored", "states", "2", "3"]),
-        (0, None, False, ["restored", "0", "1"]),
-        (0, None, True, ["restored", "0", "1"]),
+        (2, False, False, ["2", "3", "restored"]),  # transformers saves the states after the window is read
+        (2, True, False, ["restored", "generators", "2", "3"]),
+        (0, False, False, ["restored", "0", "1"]),
+        (0, False, True, ["restored", "0", "1"]),
     ],
 )
-def test_random_states_are_restored_once_and_only_in_the_resumed_epoch(finished, saved, is_early, calls):
-    batches = make_batches(4, start=("folder", 1, finished), progress=saved and SimpleNamespace(data=saved))
+def test_random_states_are_restored_once_and_only_in_the_resumed_epoch(
+    make_batches, monkeypatch, finished, has_data_state, is_early, calls
+):
+    reader = make_batches(4).reader
+    reader.open_epoch(1)
+    data_state = reader.state_dict() if has_data_state else None
+    batches = make_batches(4, start=("folder", 1, finished), data_state=data_state)
     seen = batches.trainer.calls
-    restore = {"restore": lambda state: None, "restore_generators": seen.append, "capture": dict}
-    batches.reader._generators = SimpleNamespace(**restore)
+    monkeypatch.setattr(batches.reader, "restore_generators", lambda state: seen.append("generators"))
     if is_early:
         batches.restore_rng_before_reading()
     next(iter(batches))
