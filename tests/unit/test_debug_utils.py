@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from hftrainer import Trainer, TrainingArguments
 from tests.support.parity import assert_same, build, train
 from tests.support.tiny import Plain, plain_data
 
@@ -25,24 +24,22 @@ def test_memory_metric_names_match_transformers(tmp_path):
     assert "init_mem_cpu_alloc_delta" in names[0][0]
 
 
-def test_memory_report_counts_a_large_tensor(tmp_path):
+def test_memory_report_counts_a_large_tensor(make_trainer):
     class Hungry(Plain):
         def forward(self, x, labels=None):
             big = torch.ones(40_000_000)  # 160 MB for a moment
             assert big.sum() > 0
             return super().forward(x, labels)
 
-    args = TrainingArguments(str(tmp_path), max_steps=5, skip_memory_metrics=False, use_cpu=True, disable_tqdm=True)
-    metrics = Trainer(Hungry(), args, train_dataset=plain_data()).train().metrics
+    metrics = make_trainer(Hungry(), max_steps=5, skip_memory_metrics=False).train().metrics
     assert metrics["train_mem_cpu_alloc_delta"] + metrics["train_mem_cpu_peaked_delta"] > 100 << 20
     assert metrics["before_init_mem_cpu"] > 50 << 20
 
 
-def test_memory_report_needs_psutil(tmp_path, monkeypatch):
+def test_memory_report_needs_psutil(make_trainer, monkeypatch):
     monkeypatch.setitem(sys.modules, "psutil", None)
-    args = TrainingArguments(str(tmp_path), skip_memory_metrics=False, use_cpu=True)
     with pytest.raises(ImportError, match="pip install psutil"):
-        Trainer(Plain(), args)
+        make_trainer(skip_memory_metrics=False)
 
 
 class Explodes(nn.Module):
@@ -59,9 +56,8 @@ class Explodes(nn.Module):
         return nn.functional.cross_entropy(logits, labels), logits
 
 
-def test_underflow_overflow_names_the_bad_module(tmp_path):
-    args = TrainingArguments(str(tmp_path), max_steps=5, debug="underflow_overflow", use_cpu=True, disable_tqdm=True)
-    trainer = Trainer(Explodes(), args, train_dataset=plain_data())
+def test_underflow_overflow_names_the_bad_module(make_trainer):
+    trainer = make_trainer(Explodes(), max_steps=5, debug="underflow_overflow")
     words = r"^second \(Linear\): input\[0\] has (inf|nan), output has (inf|nan)"
     with pytest.raises(ValueError, match=words) as caught:
         trainer.train()

@@ -1,6 +1,7 @@
 """Which progress bar a Trainer has, and what it writes to a terminal and to a file."""
 
 import fcntl
+import functools
 import importlib
 import io
 import os
@@ -23,7 +24,7 @@ from hftrainer.callbacks.notebook import _find_callback
 from hftrainer.callbacks.progress_bar import _make_bar
 from hftrainer.training.stopping import SignalListener
 from tests.support.parity import comparable
-from tests.support.tiny import make_plain, plain_data
+from tests.support.tiny import plain_data
 
 SCRIPT = """
     import logging, os, sys
@@ -127,10 +128,9 @@ def test_columns_keep_their_places():
     assert first == second
 
 
-def make_trainer(tmp_path, *callbacks, **settings):
-    settings = {"max_steps": 2, "use_cpu": True, "save_strategy": "no", "logging_steps": 1, **settings}
-    args = TrainingArguments(str(tmp_path), **settings)
-    return Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=list(callbacks))
+@pytest.fixture
+def make_trainer(make_trainer):
+    return functools.partial(make_trainer, logging_steps=1, disable_tqdm=False)
 
 
 def callback_names(trainer):
@@ -256,11 +256,11 @@ def test_plain_evaluation_takes_a_row_of_a_terminal(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", "ProgressCallback PrinterCallback DefaultFlowCallback EarlyStoppingCallback".split())
-def test_transformers_class_removes_our_callback(tmp_path, name):
+def test_transformers_class_removes_our_callback(make_trainer, name):
     theirs = getattr(transformers.trainer_callback, name)
     ours = getattr(hftrainer, name)
     for remove in (Trainer.remove_callback, Trainer.pop_callback):
-        trainer = make_trainer(tmp_path, hftrainer.EarlyStoppingCallback(), disable_tqdm=name == "PrinterCallback")
+        trainer = make_trainer(callbacks=[hftrainer.EarlyStoppingCallback()], disable_tqdm=name == "PrinterCallback")
         assert name in callback_names(trainer)
         removed = remove(trainer, theirs)
         assert name not in callback_names(trainer)
@@ -268,21 +268,21 @@ def test_transformers_class_removes_our_callback(tmp_path, name):
         assert trainer.pop_callback(theirs) is None
 
 
-def test_notebook_callback_of_transformers_replaces_the_bar(tmp_path, monkeypatch):
+def test_notebook_callback_of_transformers_replaces_the_bar(make_trainer, monkeypatch):
     """Where it cannot be imported, our bar is used."""
     pytest.importorskip("IPython")
     theirs = pytest.importorskip("transformers.utils.notebook").NotebookProgressCallback
     assert hftrainer.NotebookProgressCallback is theirs
-    assert "ProgressCallback" not in callback_names(make_trainer(tmp_path, theirs))
+    assert "ProgressCallback" not in callback_names(make_trainer(callbacks=[theirs]))
     monkeypatch.setitem(sys.modules, "transformers.utils.notebook", None)
     assert _find_callback() is hftrainer.ProgressCallback
 
 
-def test_user_class_of_the_same_name_is_kept_apart(tmp_path):
+def test_user_class_of_the_same_name_is_kept_apart(make_trainer):
     class ProgressCallback(hftrainer.TrainerCallback):
         pass
 
-    trainer = make_trainer(tmp_path, ProgressCallback)
+    trainer = make_trainer(callbacks=[ProgressCallback])
     assert callback_names(trainer).count("ProgressCallback") == 2
     trainer.remove_callback(ProgressCallback)
     assert callback_names(trainer).count("ProgressCallback") == 1
@@ -291,9 +291,9 @@ def test_user_class_of_the_same_name_is_kept_apart(tmp_path):
 
 @pytest.mark.parametrize("library", ["hftrainer", "transformers"])
 @pytest.mark.parametrize("later", [False, True])
-def test_given_progress_callback_replaces_the_default(tmp_path, library, later, capfd):
+def test_given_progress_callback_replaces_the_default(make_trainer, library, later, capfd):
     callback = importlib.import_module(f"{library}.trainer_callback").ProgressCallback(max_str_len=7)
-    trainer = make_trainer(tmp_path, *[] if later else [callback])
+    trainer = make_trainer(callbacks=[] if later else [callback])
     if later:
         trainer.add_callback(callback)
     assert [it for it in trainer.callback_handler.callbacks if type(it).__name__ == "ProgressCallback"] == [callback]
@@ -301,19 +301,19 @@ def test_given_progress_callback_replaces_the_default(tmp_path, library, later, 
     assert capfd.readouterr().out.count("train_loss") == 1
 
 
-def test_default_flow_callback_of_transformers_acts_once(tmp_path):
-    trainer = make_trainer(tmp_path, transformers.DefaultFlowCallback, save_strategy="steps", save_steps=1)
+def test_default_flow_callback_of_transformers_acts_once(make_trainer, tmp_path):
+    trainer = make_trainer(callbacks=[transformers.DefaultFlowCallback], save_strategy="steps", save_steps=1)
     trainer.train()
     assert [line["step"] for line in trainer.state.log_history] == [1, 2, 2]
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    assert sorted(path.name for path in tmp_path.glob("out/checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
     trainer.remove_callback(hftrainer.DefaultFlowCallback)
     assert trainer.train().global_step == 2  # theirs does it alone
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 @pytest.mark.parametrize("later", [False, True])
-def test_lightning_bar_replaces_ours(tmp_path, bar, later, caplog, capfd):
-    trainer = make_trainer(tmp_path, *[] if later else [bar])
+def test_lightning_bar_replaces_ours(make_trainer, bar, later, caplog, capfd):
+    trainer = make_trainer(callbacks=[] if later else [bar])
     if later:
         assert "ProgressCallback" in callback_names(trainer)
         trainer.add_callback(bar())
@@ -326,8 +326,8 @@ def test_lightning_bar_replaces_ours(tmp_path, bar, later, caplog, capfd):
     assert "Epoch 0" in capfd.readouterr().out
 
 
-def test_lightning_bar_stays_with_disable_tqdm(tmp_path, caplog, capfd):
-    trainer = make_trainer(tmp_path, TQDMProgressBar(), disable_tqdm=True)
+def test_lightning_bar_stays_with_disable_tqdm(make_trainer, caplog, capfd):
+    trainer = make_trainer(callbacks=[TQDMProgressBar()], disable_tqdm=True)
     assert callback_names(trainer) == ["DefaultFlowCallback", "PrinterCallback"]
     assert "replaces the Trainer's" not in caplog.text
     trainer.train()
@@ -344,8 +344,8 @@ def test_trainer_callback_module_has_the_names_of_transformers():
         module.Absent  # noqa: B018
 
 
-def test_only_the_main_process_prints(tmp_path, capfd):
-    trainer = make_trainer(tmp_path)
+def test_only_the_main_process_prints(make_trainer, capfd):
+    trainer = make_trainer()
     trainer.state.is_world_process_zero = False
     events, event_args = trainer.callback_handler, (trainer.args, trainer.state, trainer.control)
     events.eval_dataloader = [1, 2]
@@ -355,7 +355,7 @@ def test_only_the_main_process_prints(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_callback_classes_of_transformers_change_nothing(tmp_path):
+def test_callback_classes_of_transformers_change_nothing(make_trainer):
     """A run with all of them, and a user's, given as classes is the run without them."""
     counted = []
 
@@ -366,11 +366,10 @@ def test_callback_classes_of_transformers_change_nothing(tmp_path):
     names = ("DefaultFlowCallback", "ProgressCallback", "PrinterCallback", "EarlyStoppingCallback")
     classes = [*(getattr(transformers.trainer_callback, name) for name in names), Counting]
     settings = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+    settings |= {"max_steps": 3, "save_steps": 1, "per_device_train_batch_size": 8, "eval_dataset": plain_data()}
     histories = []
     for callbacks in (classes, []):
-        args = TrainingArguments(str(tmp_path), max_steps=3, use_cpu=True, save_steps=1, logging_steps=1, **settings)
-        data = plain_data()
-        trainer = Trainer(make_plain(), args, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
+        trainer = make_trainer(callbacks=list(callbacks), **settings)
         trainer.train()
         histories.append(comparable(trainer.state.log_history))
     assert histories[0] == histories[1]

@@ -16,12 +16,11 @@ import time
 import pytest
 from rich.console import Console
 
-from hftrainer import Trainer, TrainingArguments
 from hftrainer.__main__ import main
 from hftrainer.cli import watch
 from hftrainer.monitoring.journal import JOURNAL_NAME, Journal, read_events, remove_undone_steps
 from hftrainer.monitoring.run_page import SILENCE, WatchedRun
-from tests.support.tiny import make_plain, plain_data
+from tests.support.checkpoints import make_trainer
 
 SECONDS = {"steps": 6.0, "data": 2.0, "evaluation": 1.0, "saving": 1.0}
 
@@ -39,11 +38,6 @@ def train(journal, *steps, loss=2.0, seconds=SECONDS):
         logs = {"loss": loss, "learning_rate": 3e-4, "tokens_per_second": 12_345.6, "data_wait": 0.2, "step": step}
         journal.write("log", step, logs=logs)
         journal.write("interval", step, steps=10, seconds=seconds)
-
-
-def run_trainer(folder, **settings):
-    settings |= {"max_steps": 4, "use_cpu": True, "save_steps": 2, "logging_steps": 1, "disable_tqdm": True}
-    Trainer(make_plain(), TrainingArguments(str(folder), **settings), train_dataset=plain_data()).train()
 
 
 def evaluate(journal, step, **metrics):
@@ -345,7 +339,7 @@ def test_run_without_log_lines_is_waited_for(tmp_path, capsys, monkeypatch):
 
 
 def test_run_without_a_journal_is_shown_from_its_checkpoints(tmp_path, capsys, monkeypatch):
-    run_trainer(tmp_path)
+    make_trainer(tmp_path, max_steps=4, save_steps=2, logging_steps=1).train()
     capsys.readouterr()
     (tmp_path / JOURNAL_NAME).unlink(missing_ok=True)
     page = show(capsys, monkeypatch, tmp_path)
@@ -362,7 +356,7 @@ def test_run_without_a_journal_is_shown_from_its_checkpoints(tmp_path, capsys, m
 
 def test_journal_written_by_a_trainer_is_shown(tmp_path, capsys, monkeypatch):
     """What the Trainer writes is what the page reads."""
-    run_trainer(tmp_path, observe=True)
+    make_trainer(tmp_path, max_steps=4, save_steps=2, logging_steps=1, observe=True).train()
     capsys.readouterr()
     page = WatchedRun(str(tmp_path)).read()
     assert page["state"] == "complete" and page["step"] == page["max_steps"] == 4

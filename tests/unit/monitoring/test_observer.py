@@ -331,11 +331,9 @@ class Failing:
         return Failing, ()
 
 
-def test_copies_have_no_observer_and_errors_end_the_journal(tmp_path):
+def test_copies_have_no_observer_and_errors_end_the_journal(make_trainer):
     """A copy of a Trainer in the middle of a run holds no observer of it; an error ends the journal with its name."""
-
-    args = TrainingArguments(str(tmp_path), observe=True, use_cpu=True, disable_tqdm=True, save_strategy="no")
-    trainer = Trainer(make_plain(), args, train_dataset=plain_data(8), compute_metrics=None)
+    trainer = make_trainer(observe=True)
 
     def fail(*_):
         for made in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
@@ -345,7 +343,7 @@ def test_copies_have_no_observer_and_errors_end_the_journal(tmp_path):
     trainer.data_collator = Failing(fail)
     with pytest.raises(ValueError, match="enough"):
         trainer.train()
-    end = read_events(str(tmp_path))[-1]
+    end = read_events(trainer.args.output_dir)[-1]
     assert end["reason"] == "ValueError" and end["message"].endswith("enough")
     assert not any(type(handler).__name__ == "_JournalHandler" for handler in logging.getLogger("hftrainer").handlers)
 

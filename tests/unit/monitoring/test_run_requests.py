@@ -8,12 +8,13 @@ import threading
 
 import pytest
 
-from hftrainer import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from hftrainer import TrainerCallback, TrainerState
 from hftrainer.__main__ import main
 from hftrainer.monitoring import run_requests
 from hftrainer.monitoring.journal import Journal
 from hftrainer.monitoring.run_requests import FOLDER, send_request
-from tests.support.tiny import make_plain, plain_data
+from tests.support.checkpoints import make_trainer
+from tests.support.tiny import plain_data
 
 
 class AsksAt(TrainerCallback):
@@ -43,11 +44,9 @@ def run_with_request(tmp_path, monkeypatch):
 
     def run(request, step=3, **settings):
         callback = AsksAt(tmp_path, request, step)
-        trainer_kwargs = {"eval_dataset": plain_data(8), **settings.pop("trainer", {})}
-        args = TrainingArguments(
-            str(tmp_path), **{"max_steps": 20, "save_steps": 100, "use_cpu": True, "disable_tqdm": True, **settings}
-        )
-        trainer = Trainer(make_plain(), args, train_dataset=plain_data(200), callbacks=[callback], **trainer_kwargs)
+        data = {"train_dataset": plain_data(200), "eval_dataset": plain_data(8), **settings.pop("trainer", {})}
+        defaults = {"max_steps": 20, "save_steps": 100}
+        trainer = make_trainer(tmp_path, callbacks=[callback], trainer=data, **{**defaults, **settings})
         trainer.train()
         callback.asking.join()
         return trainer, callback
@@ -61,10 +60,8 @@ def checkpoints(folder):
 
 def test_save_request_saves_at_that_step(run_with_request, tmp_path):
     _, callback = run_with_request("save")
-    assert callback.answer == f"at step 3, in {tmp_path / 'checkpoint-3'}" and checkpoints(tmp_path) == [
-        "checkpoint-20",
-        "checkpoint-3",
-    ]
+    assert callback.answer == f"at step 3, in {tmp_path / 'checkpoint-3'}"
+    assert checkpoints(tmp_path) == ["checkpoint-20", "checkpoint-3"]
     assert not list((tmp_path / FOLDER).iterdir())
 
 
@@ -148,9 +145,9 @@ def run_by_minutes(tmp_path, monkeypatch):
 
     def run(steps, resume=None, **settings):
         callback = Passes(clock)
-        args = TrainingArguments(str(tmp_path), max_steps=steps, use_cpu=True, disable_tqdm=True, **settings)
-        trainer_kwargs = {"train_dataset": plain_data(200), "eval_dataset": plain_data(8), "callbacks": [callback]}
-        Trainer(make_plain(), args, **trainer_kwargs).train(resume_from_checkpoint=resume)
+        data = {"train_dataset": plain_data(200), "eval_dataset": plain_data(8)}
+        trainer = make_trainer(tmp_path, callbacks=[callback], trainer=data, max_steps=steps, **settings)
+        trainer.train(resume_from_checkpoint=resume)
         return callback.evaluated
 
     return run

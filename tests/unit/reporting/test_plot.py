@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from hftrainer import PlotCallback, Trainer, TrainerCallback, TrainingArguments
+from hftrainer import PlotCallback, TrainingArguments
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.reporting.curves import curves_of_run, read_curves
 from hftrainer.reporting.metrics import PANELS, SHARES
 from hftrainer.reporting.plot import plot
+from tests.support.checkpoints import AtStep
 from tests.support.run_logs import SPEEDS, texts_in_svg, train_two_runs, write_log, write_observed_run
-from tests.support.tiny import make_plain, plain_data
+from tests.support.tiny import make_plain
 
 
 @pytest.fixture(scope="module")
@@ -81,31 +82,24 @@ def test_observed_run_has_panels_for_speeds_and_shares(tmp_path):
     assert [text for text in texts_in_svg(picture) if "memory" in text] == ["peak memory (MB): at most 814"]
 
 
-def test_journal_knows_the_step_of_the_first_loss_that_is_not_finite(tmp_path):
+def test_journal_knows_the_step_of_the_first_loss_that_is_not_finite(make_trainer, tmp_path):
     """Of a log line it is known that it was by then."""
-    settings = {"max_steps": 8, "logging_steps": 4, "observe": True, "save_strategy": "no", "use_cpu": True}
     model = make_plain()
-
-    def break_model(args, state, control, **kwargs):
-        if state.global_step == 2:
-            next(model.parameters()).data.fill_(math.nan)
-
-    callback = TrainerCallback()
-    callback.on_step_end = break_model
-    args = TrainingArguments(str(tmp_path), disable_tqdm=True, report_to="none", **settings)
-    Trainer(model, args, train_dataset=plain_data(), callbacks=[callback]).train()
+    break_model = AtStep(2, lambda: next(model.parameters()).data.fill_(math.nan))
+    trainer = make_trainer(model, max_steps=8, logging_steps=4, observe=True, callbacks=[break_model])
+    trainer.train()
     for x in ("step", "epoch", "time"):
-        plot([str(tmp_path)], x=x, out=str(tmp_path / "a.svg"))
+        plot([trainer.args.output_dir], x=x, out=str(tmp_path / "a.svg"))
         texts = {*texts_in_svg(tmp_path / "a.svg")}
         assert {"loss is not finite at step 3", "gradient norm is not finite by step 4"} <= texts
 
 
-def test_evaluation_that_the_last_checkpoint_lacks_is_named(tmp_path):
+def test_evaluation_that_the_last_checkpoint_lacks_is_named(make_trainer, tmp_path):
     """As of transformers: the checkpoint of the last step is written before the evaluation of the epoch."""
-    settings = {"num_train_epochs": 1, "eval_strategy": "epoch", "logging_steps": 1, "use_cpu": True}
-    args = TrainingArguments(str(tmp_path), disable_tqdm=True, report_to="none", **settings)
-    Trainer(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data()).train()
-    plot([str(tmp_path)], out=str(tmp_path / "a.svg"))
+    settings = {"num_train_epochs": 1, "max_steps": -1, "save_strategy": "steps"}
+    trainer = make_trainer(eval_strategy="epoch", logging_steps=1, **settings)
+    trainer.train()
+    plot([trainer.args.output_dir], out=str(tmp_path / "a.svg"))
     assert "the evaluation after epoch 1 was not saved (observe=True keeps it)" in texts_in_svg(tmp_path / "a.svg")
 
 
@@ -131,27 +125,21 @@ def test_several_runs_show_the_share_of_time_spent_training(tmp_path):
     plot([write_log(tmp_path / "uneven", [*log, {"step": 2, "data_wait": 0.1}])], html=True)
 
 
-def make_trainer(tmp_path, **settings):
-    settings |= {"max_steps": 4, "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
-    args = TrainingArguments(str(tmp_path / "out"), **settings)
-    return Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=[PlotCallback])
-
-
-def test_callback_draws_when_training_ends(tmp_path):
-    trainer = make_trainer(tmp_path, logging_steps=1)
+def test_callback_draws_when_training_ends(make_trainer, tmp_path):
+    trainer = make_trainer(callbacks=[PlotCallback], logging_steps=1)
     trainer.train()
     assert (tmp_path / "out" / "training.png").read_bytes().startswith(b"\x89PNG")
     assert {line.label for line in curves_of_run(trainer.state)} == {"loss", "learning rate", "gradient norm"}
 
 
-def test_callback_warns_when_nothing_was_logged(tmp_path, caplog):
-    make_trainer(tmp_path, logging_strategy="no").train()
+def test_callback_warns_when_nothing_was_logged(make_trainer, tmp_path, caplog):
+    make_trainer(callbacks=[PlotCallback], logging_strategy="no").train()
     assert "PlotCallback: the log of the run has nothing" in caplog.text
     assert not (tmp_path / "out" / "training.png").exists()
 
 
-def test_callback_draws_on_the_main_process_only(tmp_path):
-    trainer = make_trainer(tmp_path, logging_steps=1)
+def test_callback_draws_on_the_main_process_only(make_trainer, tmp_path):
+    trainer = make_trainer(callbacks=[PlotCallback], logging_steps=1)
     trainer.is_world_process_zero = lambda: False
     trainer.train()
     assert not (tmp_path / "out" / "training.png").exists()

@@ -4,23 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
-from hftrainer.training.run import Run
-from hftrainer.training.steps.counters import Counters, count_batch
+from hftrainer.training.steps.counters import count_batch
+from tests.support.tiny import make_bert
 
 
-def test_operations_are_counted_once():
-    model = nn.Linear(2, 3)
-    model.num_parameters = lambda **_: 9
-    args, state = SimpleNamespace(world_size=1), SimpleNamespace(total_flos=1.0)
-    trainer = SimpleNamespace(model=model, args=args, state=state)
-    run, policy = Run(), SimpleNamespace(estimates_total_flos=True)
-    counters = Counters(SimpleNamespace(trainer=trainer, run=run, policy=policy))
-    run.flos = counters.floating_point_ops({"input_ids": torch.ones(2, 5)})
+def test_operations_are_counted_once(make_trainer):
+    trainer = make_trainer(make_bert())
+    trainer.state.total_flos = 1.0
+    trainer._hftrainer.run.flos = operations = trainer.floating_point_ops({"input_ids": torch.ones(2, 5)})
     for _ in range(2):
-        counters.store_flos()
-    assert (state.total_flos, run.flos) == (1 + 6 * 9 * 2 * 5, 0)
+        trainer.store_flos()
+    assert (trainer.state.total_flos, trainer._hftrainer.run.flos) == (1 + operations, 0)
+    assert operations == 6 * trainer.model.num_parameters(exclude_embeddings=True) * 2 * 5
 
 
 @pytest.mark.parametrize(
