@@ -7,6 +7,7 @@ import torch
 
 import hftrainer
 from hftrainer.trainer_utils import get_last_checkpoint
+from tests.support.checkpoints import SetFlag
 from tests.support.mixture_sources import WEIGHTS, make_sources
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_plain, without_dropout
@@ -28,18 +29,14 @@ def train(folder, kind, stops_at, settings):
     args.gradient_accumulation_steps = GLOBAL_BATCH // 2 // args.world_size
     samples = {}
 
-    class Reads(hftrainer.Trainer):
+    class RecordingTrainer(hftrainer.Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
             step = samples.setdefault(self.state.global_step + 1, [])
             step += inputs["x"][:, 0].int().tolist()
             inputs["x"][:, 0] = 0
             return super().training_step(model, inputs, num_items_in_batch)
 
-    class Stops(hftrainer.TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop |= state.global_step == stops_at
-
-    trainer = Reads(
+    trainer = RecordingTrainer(
         without_dropout(make_plain)().double(),
         args,
         lambda rows: {
@@ -47,7 +44,7 @@ def train(folder, kind, stops_at, settings):
             "labels": torch.stack([row["labels"] for row in rows]),
         },
         make_sources(kind),
-        callbacks=[Stops()],
+        callbacks=[SetFlag("should_training_stop", stops_at)],
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.exists() else None)
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}

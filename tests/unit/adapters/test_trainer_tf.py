@@ -14,9 +14,9 @@ from torch import nn
 from hftrainer import HfArgumentParser, TFTrainer, TFTrainingArguments, create_optimizer
 from hftrainer.errors import InvalidArgument, UnknownKey, UnsupportedArgument
 from hftrainer.optimization_tf import AdamWeightDecay, PolynomialDecay, WarmUp
-from hftrainer.trainer_callback import TrainerCallback
 from hftrainer_tensorflow import optimizers
 from hftrainer_tensorflow.pipelines import Batches, RowDataset
+from tests.support.checkpoints import SetFlag
 from tests.support.parity import assert_same_weights
 from tests.support.tf_models import DenseModel, RecordingTrainer, rows
 from tests.support.tiny import make_plain
@@ -108,12 +108,7 @@ def test_resume_within_an_epoch_is_exact(make, tmp_path):
     settings = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 7, "eval_strategy": "epoch"}
     whole, part, resumed = (make(rows(), rows(6), folder=tmp_path / of, **settings) for of in ("whole", "part", "part"))
     whole.train()
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 7
-
-    part._engine.add_callback(Stop())
+    part._engine.add_callback(SetFlag("should_training_stop", 7))
     part.train()
     resumed.train()
     assert resumed.global_step == 15

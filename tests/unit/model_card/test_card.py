@@ -63,17 +63,14 @@ def test_plain_module_card_has_metadata_of_the_run(trained_trainer, plain_card):
     assert result["metrics"][0]["value"] == trained_trainer.state.log_history[-2]["eval_accuracy"]
 
 
-def test_plain_module_card_describes_model_and_data(plain_card):
+def test_plain_module_card_describes_the_run_with_a_table_and_a_plot(trained_trainer, plain_card):
+    from markdown_it import MarkdownIt
+
     _, text = plain_card
     assert "A model of class `Plain`, trained on me/blobs." in text
     assert "- training: 38 samples\n- evaluation: 19 samples" in text
     assert TOKEN not in text
-
-
-def test_plain_module_card_shows_results_in_a_table_and_a_plot(trained_trainer, plain_card):
-    from markdown_it import MarkdownIt
-
-    page = MarkdownIt().enable("table").render(plain_card[1].split("\n---\n", 1)[1])
+    page = MarkdownIt().enable("table").render(text.split("\n---\n", 1)[1])
     assert page.count("<h2>") == 4 and page.count("<tr>") == 3
     assert '<img src="training.png"' in page
     assert '<th style="text-align:center">Validation Loss</th>' in page

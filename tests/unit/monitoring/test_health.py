@@ -122,14 +122,10 @@ def test_metrics_follow_a_run(finished):
 
 
 def test_no_server_without_metrics_port(tmp_path):
-    seen = []
-
-    def look():
-        seen.extend(thread for thread in threading.enumerate() if thread.name == "health")
-
-    trainer = make_trainer(tmp_path, callbacks=[AtStep(2, look)], max_steps=3, save_strategy="no")
-    trainer.train()
-    assert seen == []
+    threads = []
+    look = AtStep(2, lambda: threads.extend(threading.enumerate()))
+    make_trainer(tmp_path, callbacks=[look], max_steps=3, save_strategy="no").train()
+    assert threads and "health" not in {thread.name for thread in threads}
     assert not (tmp_path / "_health").exists()
 
 
@@ -289,16 +285,9 @@ def test_failed_run_ends_the_server(tmp_path, port, error):
 
 def test_next_run_listens_on_the_same_port(tmp_path, port):
     """While loading processes still have a copy of the socket, and beside files of a killed run."""
-    trainer = make_trainer(
-        tmp_path,
-        metrics_port=port,
-        max_steps=2,
-        save_strategy="no",
-        dataloader_num_workers=1,
-        dataloader_persistent_workers=True,
-        eval_strategy="steps",
-        eval_steps=1,
-    )
+    settings = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 1}
+    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    trainer = make_trainer(tmp_path, metrics_port=port, **settings, **workers)
     trainer.train()
     assert trainer._eval_dataloaders
     stale = tmp_path / "_health" / "rank-1.json"

@@ -22,7 +22,7 @@ from hftrainer.monitoring import run_requests
 from hftrainer.monitoring.journal import JOURNAL_NAME
 from hftrainer.reporting import summary
 from hftrainer.training.steps import loop
-from tests.support.checkpoints import AtStep
+from tests.support.checkpoints import AtStep, SetFlag
 from tests.support.parity import accuracy
 from tests.support.tiny import make_plain, plain_data
 
@@ -78,12 +78,9 @@ def test_best_value_without_a_checkpoint_is_told(tmp_path, run_messages, loads):
     assert sentence + (f" Loaded: {tmp_path}/checkpoint-2." if loads else "") in run_messages()
 
 
-class Stop(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == 3
-
-
-@pytest.mark.parametrize("callback", [Stop(), EarlyStopping("eval_loss", stopping_threshold=99.0)])
+@pytest.mark.parametrize(
+    "callback", [SetFlag("should_training_stop", 3), EarlyStopping("eval_loss", stopping_threshold=99.0)]
+)
 def test_run_stopped_by_a_callback_names_it(tmp_path, run_messages, callback):
     """The stop is intended, so nothing is said of how to continue."""
     train(tmp_path, callbacks=[callback], **{**SAVED, "eval_steps": 3, "max_steps": 40, "num_train_epochs": 9})
