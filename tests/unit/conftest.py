@@ -29,14 +29,13 @@ def make_args(tmp_path):
 
 
 @pytest.fixture
-def make_trainer(tmp_path):
+def make_trainer(make_args):
     """Makes a Trainer of two steps. Settings that are no training arguments are the Trainer's own."""
 
     def make(model=None, data=None, kind=Trainer, **settings):
         own = {name: settings.pop(name) for name in [*settings] if name not in TrainingArguments.__dataclass_fields__}
-        defaults = {"max_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
-        quiet = {"disable_tqdm": True, "use_cpu": True, "report_to": "none", "save_strategy": "no"}
-        args = TrainingArguments(str(tmp_path / "out"), **{**defaults, **quiet, **settings})
+        defaults = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "report_to": "none"}
+        args = make_args(**{**defaults, **settings})
         data = plain_data() if data is None else data
         model = make_plain() if model is None and "model_init" not in own else model
         return kind(model, args, train_dataset=data, **{"eval_dataset": plain_data(9), **own})

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from hftrainer import TrainerCallback
+import hftrainer
 from hftrainer.evaluation.collecting import OutputCollector
+from tests.support.parity import make_recorder
 
 
 @pytest.mark.parametrize("replaced", ["accelerator.gather", "gather_function", "both"])
@@ -69,19 +70,14 @@ def test_prediction_step_may_return_an_array_as_loss(make_trainer, loss, mean):
 
 @pytest.mark.parametrize(("accumulation", "moved_after"), [(None, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (9, [5])])
 def test_rows_are_moved_to_the_cpu_after_each_accumulation(make_trainer, monkeypatch, accumulation, moved_after):
-    batches, moves = [], []
-
-    class Counts(TrainerCallback):
-        def on_prediction_step(self, *args, **kwargs):
-            batches.append(1)
-
+    recorder, moves = make_recorder(hftrainer), []
     move_to_cpu = OutputCollector.move_to_cpu
 
     def record(collector):
-        moves.append(len(batches))
+        moves.append(sum(event == "on_prediction_step" for event, *_ in recorder.events))
         move_to_cpu(collector)
 
     monkeypatch.setattr(OutputCollector, "move_to_cpu", record)
     # The fifth batch, of three rows, is the last one.
-    make_trainer(eval_accumulation_steps=accumulation, callbacks=[Counts()]).evaluate()
+    make_trainer(eval_accumulation_steps=accumulation, callbacks=[recorder]).evaluate()
     assert list(dict.fromkeys(moves)) == moved_after

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+import hftrainer
 from hftrainer import Trainer, TrainerCallback
 from hftrainer.training.run import Run
 from hftrainer.training.steps.sums import LoggedMetrics, LossAccumulator, StepEndValues
 from tests.support.checkpoints import make_trainer
-from tests.support.parity import build, train
+from tests.support.parity import build, make_recorder, train
 from tests.support.tiny import Plain, make_plain
 
 
@@ -38,7 +39,7 @@ def test_logged_values_are_means_over_their_counts_or_else_over_the_steps():
     assert metrics.pop(torch.tensor(8.0), 4) == (8.0, {})
 
 
-class Asks(TrainerCallback):
+class StepEndRecorder(TrainerCallback):
     def __init__(self):
         self.steps = []
 
@@ -46,15 +47,7 @@ class Asks(TrainerCallback):
         self.steps.append((loss, inputs, outputs))
 
 
-class AsksNothing(TrainerCallback):
-    def __init__(self):
-        self.seen = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.seen.append(sorted(kwargs.keys() & {"loss", "inputs", "outputs"}))
-
-
-class AsksForLoss(TrainerCallback):
+class RequiresLoss(TrainerCallback):
     def on_step_end(self, args, state, control, loss, **kwargs):
         assert loss.ndim == 0
 
@@ -67,15 +60,15 @@ class OwnStep(Trainer):
 @pytest.mark.parametrize("kind", [Trainer, OwnStep], ids=["automatic", "manual"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_on_step_end_gets_loss_inputs_and_outputs(tmp_path, kind, accumulation):
-    asks = Asks()
+    recorder = StepEndRecorder()
     settings = {"max_steps": 3, "logging_steps": 1, "gradient_accumulation_steps": accumulation}
     settings |= {"eval_strategy": "steps", "eval_steps": 1}
     trainer, _ = build("hftrainer", "plain", tmp_path, trainer_class=lambda _: kind, **settings)
-    trainer.add_callback(asks)
+    trainer.add_callback(recorder)
     trainer.train()
     logged = [line["loss"] for line in trainer.state.log_history if "learning_rate" in line]
-    assert [loss.item() for loss, _, _ in asks.steps] == pytest.approx(logged)
-    for loss, inputs, outputs in asks.steps:
+    assert [loss.item() for loss, _, _ in recorder.steps] == pytest.approx(logged)
+    for loss, inputs, outputs in recorder.steps:
         assert isinstance(loss, torch.Tensor) and not loss.requires_grad
         assert sorted(inputs) == ["labels", "x"] and inputs["x"].shape == (4, 8)
         assert outputs["logits"].shape == (4, 3)  # of training's micro-batch, not of an evaluation's batch of 8
@@ -84,21 +77,22 @@ def test_on_step_end_gets_loss_inputs_and_outputs(tmp_path, kind, accumulation):
 
 
 def test_only_requested_values_are_recorded(tmp_path, monkeypatch):
-    nothing, some = AsksNothing(), AsksForLoss()
-    assert StepEndValues([nothing]).requested_names == set()
-    assert StepEndValues([nothing, some]).requested_names == {"loss"}
+    recorder, requires_loss = make_recorder(hftrainer), RequiresLoss()
+    assert StepEndValues([recorder]).requested_names == set()
+    assert StepEndValues([recorder, requires_loss]).requested_names == {"loss"}
     trainer, _ = build("hftrainer", "plain", tmp_path, max_steps=2)
-    trainer.add_callback(nothing)
+    trainer.add_callback(recorder)
     monkeypatch.setattr(Plain, "register_forward_hook", lambda *_: pytest.fail("outputs are recorded"))
     trainer.train()
-    trainer.add_callback(some)
+    trainer.add_callback(requires_loss)
     trainer.train()
-    assert nothing.seen == [[], [], ["loss"], ["loss"]]  # all callbacks get what one asks for
+    given = [{"loss", "inputs", "outputs"} & {*names} for event, *_, names in recorder.events if event == "on_step_end"]
+    assert given == [set(), set(), {"loss"}, {"loss"}]  # all callbacks get what one asks for
 
 
 def test_requesting_values_does_not_change_the_run(tmp_path):
     plain = train("hftrainer", "bert", tmp_path / "a", max_steps=4)
-    asked = train("hftrainer", "bert", tmp_path / "b", max_steps=4, trainer={"callbacks": [Asks()]})
+    asked = train("hftrainer", "bert", tmp_path / "b", max_steps=4, trainer={"callbacks": [StepEndRecorder()]})
     assert plain.logs == asked.logs
     assert all(torch.equal(plain.weights[name], asked.weights[name]) for name in plain.weights)
 
