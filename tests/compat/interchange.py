@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from tests.support.parity import EVERY_STEP, build, comparable
-from tests.support.tiny import make_peft
+from tests.support.small_models import make_peft
 
 #: model → micro-batches in a step, steps between checkpoints, the step to resume from. BERT does not accumulate, since
 #: the model of v5 leaves its loss undivided then.
@@ -37,7 +37,7 @@ def make_tied():
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True))
 
 
-#: Models that tests.support.tiny lacks, each with the one there whose data it takes.
+#: Models that tests.support.small_models lacks, each with the one there whose data it takes.
 OWN_MODELS = {"adapters": (make_adapters, "peft"), "tied": (make_tied, "llama")}
 
 

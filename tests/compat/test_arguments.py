@@ -16,7 +16,7 @@ from hftrainer.arguments.old_names import FIELDS
 from tests.support.arguments import CASES, words_for
 from tests.support.parity import LIBRARIES, assert_agree, comparable
 from tests.support.releases import TRANSFORMERS
-from tests.support.tiny import make_llama, pad, varied_language_data
+from tests.support.small_models import make_llama, pad, varied_language_data
 
 BEFORE_5 = TRANSFORMERS < (5,)
 THEIRS = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments) if field.init}

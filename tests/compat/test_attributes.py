@@ -22,7 +22,7 @@ from tests.compat.names_in_use import ABSENT, READ
 from tests.support.changed_trainers import Doubled, assert_changed_alike, library_of, parent, run_changed
 from tests.support.parity import EVENTS, EVERY_STEP, LIBRARIES, accuracy, assert_agree, build, comparable
 from tests.support.releases import TRANSFORMERS, pinned
-from tests.support.tiny import make_bert, make_plain
+from tests.support.small_models import make_bert, make_plain
 
 pytestmark = pytest.mark.usefixtures("as_installed")
 IS_NEWEST = pinned("transformers") <= TRANSFORMERS

@@ -135,7 +135,7 @@ from transformers.trainer_utils import IntervalStrategy, PredictionOutput
 import hftrainer
 warnings.simplefilter("ignore")
 hftrainer.install()
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 args = TrainingArguments("out", max_steps=2, save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True)
 for copied in (copy.copy(args), copy.deepcopy(args)):
     assert type(copied) is TrainingArguments and copied.max_steps == 2

@@ -11,7 +11,7 @@ import transformers
 import hftrainer
 from tests.support.known_differences import ATTRIBUTES
 from tests.support.releases import TRANSFORMERS
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 Theirs = transformers.TrainingArguments
 #: Our own arguments, and attributes of either implementation.

@@ -16,7 +16,7 @@ import logging, os, sys
 {before}
 import importlib
 library = importlib.import_module({library!r})
-from tests.support.tiny import make_bert, make_plain, plain_data, text_data
+from tests.support.small_models import make_bert, make_plain, plain_data, text_data
 {after}
 
 def make(**settings):

@@ -17,7 +17,7 @@ SETUP = """
     sys.path[:0] = {paths!r}
     import importlib
     from hftrainer.releases import followed
-    from tests.support.tiny import make_plain, plain_data
+    from tests.support.small_models import make_plain, plain_data
 
     followed.follow(followed.installed_release())  # as after install(): it is compared with that release
 

@@ -23,7 +23,7 @@ from tests.support.hub_runs import hub as hub, make_pushing
 from tests.support.known_differences import NOT_CALLED_ALIKE
 from tests.support.parity import EVERY_STEP, assert_agree, build, record
 from tests.support.releases import TRANSFORMERS, pinned
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 pytestmark = pytest.mark.usefixtures("as_installed")
 #: A run that reads, steps, accumulates, logs, evaluates, saves and loads its best model.

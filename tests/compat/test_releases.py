@@ -20,10 +20,10 @@ import transformers
 import hftrainer
 from hftrainer.releases import followed
 from hftrainer.releases.earlier import POLICIES
-from tests.support import tiny
+from tests.support import small_models
 from tests.support.parity import Record, accuracy, assert_same, build, record, train
 from tests.support.releases import TRANSFORMERS
-from tests.support.tiny import Plain, make_bert, make_plain, pad, plain_data, tokenizer
+from tests.support.small_models import Plain, make_bert, make_plain, pad, plain_data, tokenizer
 
 STEPS = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
 ACCUMULATING = {"gradient_accumulation_steps": 4}  # 10 micro-batches: the last window has 2
@@ -161,7 +161,7 @@ def special_tokens_and_printed_lines(folder, capsys, bos=7, eos=8):
 
 
 def the_cache_of_a_config(folder):
-    model = tiny.make_llama()
+    model = small_models.make_llama()
     trainer, recorder = build("transformers", "llama", folder, trainer={"model": model}, max_steps=1)
     trainer.train()
     return record(trainer, recorder, folder, use_cache=model.config.use_cache)
@@ -221,7 +221,7 @@ def an_infinite_loss(folder):
 
 def grouped_by_length(folder):
     """Which random numbers an evaluation draws, and so what training draws after it."""
-    rows = tiny.varied_language_data(38)
+    rows = small_models.varied_language_data(38)
     trainer_kwargs = {"train_dataset": rows, "eval_dataset": rows[:19], "data_collator": pad}
     return train("transformers", "llama", folder, trainer=trainer_kwargs, **STEPS, **by_length)
 

@@ -17,7 +17,7 @@ from transformers import Adafactor, SchedulerType, Trainer, TrainerCallback, Tra
 from transformers.debug_utils import DebugOption
 from transformers.trainer_utils import HPSearchBackend, HubStrategy, IntervalStrategy, SaveStrategy
 from transformers.training_args import OptimizerNames, ParallelMode
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 import torch
 import transformers.optimization
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hftrainer import Trainer, TrainingArguments
 from tests.support.rank_messages import error_of
-from tests.support.tiny import make_plain, plain_data, without_dropout
+from tests.support.small_models import make_plain, plain_data, without_dropout
 
 
 def make_trainer(folder, kind=Trainer, **settings):

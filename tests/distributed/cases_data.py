@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.parity import build, record
 from tests.support.rank_messages import Messages, error_of
-from tests.support.tiny import language_data, pad, plain_data
+from tests.support.small_models import language_data, pad, plain_data
 
 
 class Noisy(Dataset):

@@ -10,7 +10,7 @@ from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
 
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.support.tiny import make_plain, plain_data, without_dropout
+from tests.support.small_models import make_plain, plain_data, without_dropout
 
 SAMPLES = 40
 STRATEGIES = {"replicas": {}, "fsdp": {"fsdp": True}}

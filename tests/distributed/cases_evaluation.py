@@ -6,9 +6,9 @@ from torchmetrics import MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
 from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, TorchMetrics, Trainer
-from tests.support import tiny
+from tests.support import small_models
 from tests.support.rank_messages import error_of
-from tests.support.tiny import Stream, make_llama, plain_data
+from tests.support.small_models import Stream, make_llama, plain_data
 
 #: Batches have 2 samples: up to two rounds of two ranks, whole or not, and one of more.
 SIZES = (*range(1, 9), 13)
@@ -16,7 +16,7 @@ SIZES = (*range(1, 9), 13)
 SOME = (1, 4, 7, 13)
 
 
-def make(make_model=tiny.make_plain, kind=Trainer, settings=None, **trainer_kwargs):
+def make(make_model=small_models.make_plain, kind=Trainer, settings=None, **trainer_kwargs):
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
     args = Seq2SeqTrainingArguments("out", per_device_eval_batch_size=2, **quiet, **(settings or {}))
     return kind(make_model(), args, **trainer_kwargs)
@@ -92,14 +92,14 @@ def sum_and_losses(prediction):
     return {"sum": float(prediction.predictions.sum()), "losses": [float(loss) for loss in prediction.losses]}
 
 
-VARIED = {"make_model": make_llama, "data_collator": tiny.pad, "compute_metrics": all_of_it}
+VARIED = {"make_model": make_llama, "data_collator": small_models.pad, "compute_metrics": all_of_it}
 GENERATES = {"predict_with_generate": True}
 #: Name → settings of the Trainer, a function that makes data of a size, and the sizes if not `SIZES`.
 CASES = {
     "plain": ({"settings": {"include_for_metrics": ["loss"]}, "compute_metrics": sum_and_losses}, plain_data),
     "stream": ({}, Stream),
-    "varied lengths": (VARIED, tiny.varied_language_data),
-    "nested": ({"make_model": tiny.make_detector}, tiny.detection_data, SOME),
+    "varied lengths": (VARIED, small_models.varied_language_data),
+    "nested": ({"make_model": small_models.make_detector}, small_models.detection_data, SOME),
     "torchmetrics": ({"compute_metrics": torchmetrics()}, plain_data, SOME),
     "without a cache": (
         {"compute_metrics": TorchMetrics(MulticlassAccuracy(3, average="micro", compute_with_cache=False))},
@@ -116,14 +116,23 @@ CASES = {
     "stream by a worker": ({"settings": {"dataloader_num_workers": 1}}, Stream, (1, 4, 7)),
     "stream by two workers": ({"settings": {"dataloader_num_workers": 2}}, Halves, (5, 11)),
     "generation": (
-        {"make_model": tiny.make_t5, "kind": Seq2SeqTrainer, "settings": {**GENERATES, "generation_max_length": 7}}
+        {
+            "make_model": small_models.make_t5,
+            "kind": Seq2SeqTrainer,
+            "settings": {**GENERATES, "generation_max_length": 7},
+        }
         | {"compute_metrics": lambda p: {"sum": int(p.predictions.sum())}},
-        tiny.t5_data,
+        small_models.t5_data,
         (1, 4, 5),
     ),
     "generation of uneven lengths": (
-        {"make_model": make_decoder, "kind": Seq2SeqTrainer, "settings": GENERATES, "data_collator": tiny.pad_left},
-        lambda count: [{**row, "labels": row["input_ids"]} for row in tiny.varied_language_data(count)],
+        {
+            "make_model": make_decoder,
+            "kind": Seq2SeqTrainer,
+            "settings": GENERATES,
+            "data_collator": small_models.pad_left,
+        },
+        lambda count: [{**row, "labels": row["input_ids"]} for row in small_models.varied_language_data(count)],
         SOME,
     ),
 }
@@ -143,9 +152,9 @@ def predict_objects():
 
 
 def evaluate_loss():
-    apart = make(make_llama, settings={"eval_do_concat_batches": False}, data_collator=tiny.pad)
+    apart = make(make_llama, settings={"eval_do_concat_batches": False}, data_collator=small_models.pad)
     for size in SOME:
-        yield size, apart.evaluate(tiny.varied_language_data(size))["eval_loss"]
+        yield size, apart.evaluate(small_models.varied_language_data(size))["eval_loss"]
 
 
 def gather_in_the_step():

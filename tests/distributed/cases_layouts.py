@@ -11,7 +11,7 @@ from torchmetrics import SumMetric
 
 from hftrainer.evaluation.metrics import TorchMetrics
 from tests.support.parity import build
-from tests.support.tiny import MODELS, language_data, make_llama, without_dropout
+from tests.support.small_models import MODELS, language_data, make_llama, without_dropout
 
 SAMPLES, EVALUATED, GLOBAL_BATCH, SAVED_AT = 40, 10, 8, 3
 #: Processes → name → sizes of `parallelism_config`.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.monitoring import run_requests
-from tests.support.tiny import make_llama
+from tests.support.small_models import make_llama
 
 #: Samples of 5 tokens for one rank and 7 for the other, 2 of each in a step.
 LENGTHS = (5, 7)

@@ -7,7 +7,7 @@ import optuna
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 
 def of_trial(trial):

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from tests.support.parity import build
-from tests.support.tiny import MODELS, make_t5, t5_data, without_dropout
+from tests.support.small_models import MODELS, make_t5, t5_data, without_dropout
 
 #: Samples in a step of all processes; 40 of them make five steps an epoch, or two with accumulation.
 GLOBAL_BATCH = 8

@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import broadcast_object_list, gather, gather_object, pad_across_processes, reduce
 
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 
 def states_of_arguments(args, folder):

@@ -14,7 +14,7 @@ from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import CheckpointNotFound
 from tests.support.parity import EVALUATED, EVERY_STEP, build, comparable, train
 from tests.support.rank_messages import error_of
-from tests.support.tiny import MODELS, Plain, make_plain, plain_data
+from tests.support.small_models import MODELS, Plain, make_plain, plain_data
 
 
 def own_files(library):

@@ -10,7 +10,7 @@ from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import SetFlag
 from tests.support.mixture_sources import WEIGHTS, make_sources
 from tests.support.parity import assert_same_weights
-from tests.support.tiny import make_plain, without_dropout
+from tests.support.small_models import make_plain, without_dropout
 
 #: Samples of a step.
 GLOBAL_BATCH = 8

@@ -5,7 +5,7 @@ import torch
 
 from hftrainer.errors import UnsupportedArgument
 from tests.support.parity import build
-from tests.support.tiny import MODELS, make_llama, without_dropout
+from tests.support.small_models import MODELS, make_llama, without_dropout
 
 GROUPS = [{"pattern": "*.embed*", "lr": 1e-3, "weight_decay": 0.0}, {"pattern": "*.mlp.*", "lr_scale": 0.5}]
 #: The same settings in other groups.

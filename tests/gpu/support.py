@@ -10,7 +10,7 @@ from transformers.utils import import_utils
 
 from hftrainer import TrainerCallback
 from tests.support.parity import assert_same, assert_same_weights, build, comparable, record, train
-from tests.support.tiny import MODELS, language_data, make_llama, make_plain, plain_data, without_dropout
+from tests.support.small_models import MODELS, language_data, make_llama, make_plain, plain_data, without_dropout
 
 #: For the tests.
 __all__ = ["assert_same", "assert_same_weights", "build", "comparable", "plain_data", "record", "train"]

@@ -9,7 +9,15 @@ from hftrainer import Trainer, TrainingArguments
 from tests.gpu.support import HERE, ON_GPU, ForbidWaiting, build, needs_gpu, train
 from tests.support.checkpoints import assert_same_end
 from tests.support.divergence import FAULTS, SIZE, STEPS, fit, rows, rows_without
-from tests.support.tiny import make_bert, make_llama, make_plain, pad, text_data, varied_language_data, without_dropout
+from tests.support.small_models import (
+    make_bert,
+    make_llama,
+    make_plain,
+    pad,
+    text_data,
+    varied_language_data,
+    without_dropout,
+)
 
 FP16 = pytest.param("fp16", marks=needs_gpu("transformers trains in float32 there"))
 

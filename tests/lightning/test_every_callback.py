@@ -19,7 +19,7 @@ from hftrainer import Trainer
 from hftrainer.errors import UnsupportedArgument
 from tests.support import checkpoints
 from tests.support.known_differences import LIGHTNING_CALLBACKS
-from tests.support.tiny import Plain, plain_data
+from tests.support.small_models import Plain, plain_data
 
 
 class Model(Plain):

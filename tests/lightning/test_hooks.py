@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 
 from tests.support.parity import EVALUATED, build
-from tests.support.tiny import Stream, plain_data
+from tests.support.small_models import Stream, plain_data
 
 SETS = {"first": plain_data(9), "second": plain_data(20)[9:]}
 

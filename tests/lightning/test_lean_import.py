@@ -5,7 +5,7 @@ import pytest
 TRAIN = """
 import gc, sys
 from hftrainer import Trainer, TrainingArguments
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 quiet = dict(report_to="none", disable_tqdm=True, save_strategy="no", use_cpu=True)
 Trainer(make_plain(), TrainingArguments("unused", max_steps=1, **quiet), train_dataset=plain_data(2)).train()

@@ -15,7 +15,7 @@ NOISE = re.compile(
 SCRIPT = """
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, Timer
     from hftrainer import Trainer, TrainingArguments
-    from tests.support.tiny import make_plain, plain_data
+    from tests.support.small_models import make_plain, plain_data
 
     def make(*callbacks, **settings):
         args = TrainingArguments({folder!r}, max_steps=4, logging_steps=2, use_cpu=True, report_to="none", **settings)

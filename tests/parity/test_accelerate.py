@@ -20,7 +20,7 @@ from hftrainer.arguments import accelerate as accelerate_arguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.parity import assert_agree, assert_same_weights, build, callback, compare, train
-from tests.support.tiny import Stream, make_plain, plain_data
+from tests.support.small_models import Stream, make_plain, plain_data
 
 KEEP_STATE = {"use_configured_state": True}
 both_libraries = pytest.mark.parametrize("library", [hftrainer, transformers], ids=lambda library: library.__name__)

@@ -16,7 +16,7 @@ import transformers
 import hftrainer
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnknownKey, UnsupportedArgument
 from hftrainer.trainer_pt_utils import AcceleratorConfig
-from tests.support.tiny import make_llama, make_plain, plain_data, tokenizer
+from tests.support.small_models import make_llama, make_plain, plain_data, tokenizer
 from tests.support.tracking import mlflow_database
 
 LIBRARIES = (hftrainer, transformers)

@@ -18,7 +18,7 @@ from tests.support import parity
 from tests.support.arguments import CASES, DEFAULTS, TIMES, make_quiet_trainer
 from tests.support.known_differences import OWN_FILES
 from tests.support.parity import EVALUATED, EVERY_STEP, accuracy, assert_agree, comparable, compare, record
-from tests.support.tiny import MODELS, make_plain, plain_data
+from tests.support.small_models import MODELS, make_plain, plain_data
 
 ROOT = Path(__file__).parents[2]
 READ_ONCE = {name for name, about in ARGUMENTS.items() if about.read_once}

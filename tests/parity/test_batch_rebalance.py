@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.parity import EVERY_STEP, assert_same_weights, build, compare, train
-from tests.support.tiny import make_llama, pad, varied_language_data
+from tests.support.small_models import make_llama, pad, varied_language_data
 
 pytestmark = pytest.mark.newest_peer
 SETTINGS = {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2, **EVERY_STEP}

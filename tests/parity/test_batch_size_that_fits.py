@@ -10,7 +10,7 @@ from torch import nn
 from hftrainer import TrainerState
 from hftrainer.errors import InvalidArgument
 from tests.support.parity import EVALUATED, assert_same_weights, build, record, subclass
-from tests.support.tiny import Plain, plain_data
+from tests.support.small_models import Plain, plain_data
 
 
 def run_out_of_memory():

@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler as TheirLengthGro
 
 from hftrainer.data.samplers import LengthGroupedSampler
 from tests.support.parity import EVERY_STEP, accuracy, compare, subclass
-from tests.support.tiny import SizedStream, Stream, make_bert, plain_data
+from tests.support.small_models import SizedStream, Stream, make_bert, plain_data
 
 
 class Noisy(Dataset):

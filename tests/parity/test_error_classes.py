@@ -16,7 +16,7 @@ import transformers.trainer_optimizer
 import transformers.trainer_pt_utils
 
 from tests.support.parity import LIBRARIES
-from tests.support.tiny import Stream, make_plain, plain_data
+from tests.support.small_models import Stream, make_plain, plain_data
 
 
 def build_arguments(library, folder, **settings):

@@ -11,9 +11,9 @@ from datasets import Dataset
 from torch import nn
 
 from hftrainer import Trainer, TrainingArguments
-from tests.support import parity, tiny
+from tests.support import parity, small_models
 from tests.support.parity import EVALUATED, array_bytes, build, comparable, compare, leaves, subclass, train
-from tests.support.tiny import SizedStream, Stream, make_llama, pad, plain_data, varied_language_data
+from tests.support.small_models import SizedStream, Stream, make_llama, pad, plain_data, varied_language_data
 
 
 class Clip(nn.Module):
@@ -36,18 +36,18 @@ def data_without_labels(count=19):
 
 
 def answer_data(count=19):
-    for i, row in enumerate(rows := tiny.text_data(count)):
+    for i, row in enumerate(rows := small_models.text_data(count)):
         del row["label"]
         row |= {"start_positions": 2, "end_positions": 3 + i % 4}
     return rows
 
 
 CASES = {
-    **{name: tiny.MODELS[name] for name in ("plain", "tuple", "bert", "llama")},
-    "detector": (tiny.make_detector, tiny.detection_data),
+    **{name: small_models.MODELS[name] for name in ("plain", "tuple", "bert", "llama")},
+    "detector": (small_models.make_detector, small_models.detection_data),
     "clip": (make_clip, data_without_labels),
-    "answerer": (lambda: tiny.make_bert("BertForQuestionAnswering", 2), answer_data),
-    "t5": (tiny.make_t5, tiny.t5_data),
+    "answerer": (lambda: small_models.make_bert("BertForQuestionAnswering", 2), answer_data),
+    "t5": (small_models.make_t5, small_models.t5_data),
     "varied": (make_llama, varied_language_data),
 }
 
@@ -200,7 +200,7 @@ def test_full_eval_in_half_precision(tmp_path, dtype):
     [*itertools.product(["all", "non_padding", True], [True], [1, 3]), ("all", False, 1), ("non_padding", False, 1)],
 )
 def test_input_tokens_are_counted_alike_also_after_resuming(tmp_path, how, masked, accumulation):
-    data = tiny.language_data()
+    data = small_models.language_data()
     for i, row in enumerate(data):
         row["attention_mask"] = (torch.arange(12) < 5 + i % 8).long()
         if not masked:

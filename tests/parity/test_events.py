@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import parity
 from tests.support.parity import EVERY_STEP, LIBRARIES, accuracy, array_bytes, build, callback, comparable, compare
-from tests.support.tiny import plain_data
+from tests.support.small_models import plain_data
 
 ALL_EVENTS = (*parity.EVENTS, "on_push_begin")
 

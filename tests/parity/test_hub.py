@@ -12,7 +12,7 @@ from tests.support.hub_runs import TOKEN, hub as hub, make_pushing
 from tests.support.hub_server import Commit, Repo
 from tests.support.known_differences import OWN_FILES
 from tests.support.parity import assert_agree
-from tests.support.tiny import tokenizer
+from tests.support.small_models import tokenizer
 
 #: Files whose contents are the same in both libraries.
 SAME_BYTES = (".safetensors", "config.json", "tokenizer.json", "notes.txt", "modules.json")

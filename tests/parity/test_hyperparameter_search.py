@@ -9,7 +9,7 @@ import torch
 from tests.support.known_differences import OWN_FILES
 from tests.support.parity import accuracy, assert_agree, build, callback, comparable
 from tests.support.searches import plain_of_width
-from tests.support.tiny import Plain
+from tests.support.small_models import Plain
 from tests.support.tracking import scalars
 
 

@@ -13,7 +13,7 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import read_events
 from tests.support import parity
 from tests.support.parity import EVALUATED, EVERY_STEP, assert_same_weights, build, compare, subclass, train
-from tests.support.tiny import Plain, language_data, make_llama, make_plain, make_t5, plain_data, t5_data
+from tests.support.small_models import Plain, language_data, make_llama, make_plain, make_t5, plain_data, t5_data
 
 
 def make_without_loss():

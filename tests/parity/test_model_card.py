@@ -11,7 +11,7 @@ from huggingface_hub import metadata_load
 from hftrainer import TrainingSummary
 from hftrainer.model_card import card_contents
 from tests.support.parity import LIBRARIES, accuracy, build, comparable
-from tests.support.tiny import make_bert, make_peft, text_data
+from tests.support.small_models import make_bert, make_peft, text_data
 
 
 def named_dataset():

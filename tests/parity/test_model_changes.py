@@ -11,7 +11,7 @@ from torch import nn
 
 from hftrainer.errors import InvalidArgument, MissingPackage
 from tests.support.parity import EVALUATED, EVERY_STEP, assert_same_weights, build, compare, train
-from tests.support.tiny import Plain, language_data, make_llama, make_plain, plain_data
+from tests.support.small_models import Plain, language_data, make_llama, make_plain, plain_data
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -17,7 +17,7 @@ from hftrainer.trainer_utils import SchedulerType
 from hftrainer.training_args import OptimizerNames
 from tests.support import parity
 from tests.support.parity import EVALUATED, assert_agree, assert_same_weights, build, compare, train
-from tests.support.tiny import make_llama, make_plain
+from tests.support.small_models import make_llama, make_plain
 
 transformers = importlib.import_module("transformers")
 LOW_RANK = {"optim_target_modules": ["q_proj", "v_proj"], "optim_args": "rank=4,update_proj_gap=2"}

@@ -28,7 +28,7 @@ from tests.support.changed_trainers import (
     run_plain,
 )
 from tests.support.parity import LIBRARIES, accuracy, assert_agree, assert_same, build, seq2seq, train
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 
 SAVED = {"save_strategy": "steps", "save_steps": 4}
 ROWS = {"compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
@@ -270,7 +270,7 @@ def test_method_replaced_before_seq2seq_is_imported_is_called(tmp_path, processe
     """As by a library that patches `Trainer.training_step` when it is imported."""
     script = f"""
 import hftrainer
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 original = hftrainer.Trainer.training_step
 hftrainer.Trainer.training_step = lambda *args, **kwargs: (print("called"), original(*args, **kwargs))[1]

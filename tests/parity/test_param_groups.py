@@ -8,7 +8,7 @@ import torch
 
 from hftrainer import HfArgumentParser, TrainerCallback, TrainingArguments
 from tests.support.parity import EVERY_STEP, assert_same_weights, build, train
-from tests.support.tiny import MODELS, make_llama, make_plain
+from tests.support.small_models import MODELS, make_llama, make_plain
 
 STEPS = {"max_steps": 6, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2}
 EMBEDDINGS = {"pattern": "*.embed*", "lr": 1e-3, "weight_decay": 0.0}

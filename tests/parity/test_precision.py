@@ -7,7 +7,7 @@ import torch
 
 from hftrainer.errors import UnsupportedArgument
 from tests.support.parity import assert_agree, assert_same_weights, build, compare, record, train, with_own_step
-from tests.support.tiny import plain_data
+from tests.support.small_models import plain_data
 
 
 def test_precision_variable_of_accelerate_sets_bf16(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from tests.compat.interchange import make_adapters, make_tied
 from tests.support import parity
 from tests.support.known_differences import OWN_FILES
 from tests.support.parity import assert_agree, assert_same_weights, build, copy_checkpoint, train
-from tests.support.tiny import MODELS, language_data, make_llama, make_peft
+from tests.support.small_models import MODELS, language_data, make_llama, make_peft
 
 #: Way → writer and reader.
 WAYS = {

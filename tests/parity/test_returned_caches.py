@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.parity import assert_agree, build
-from tests.support.tiny import language_data, make_llama, make_t5, plain_data, t5_data
+from tests.support.small_models import language_data, make_llama, make_t5, plain_data, t5_data
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1}

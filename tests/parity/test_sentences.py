@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.parity import LIBRARIES, build, seq2seq
-from tests.support.tiny import Plain, Stream, make_bert, make_t5, plain_data, t5_data
+from tests.support.small_models import Plain, Stream, make_bert, make_t5, plain_data, t5_data
 
 
 def make(model="plain", **settings):

@@ -6,7 +6,7 @@ import transformers
 
 from hftrainer.errors import InvalidArgument
 from tests.support.parity import EVALUATED, array_bytes, build, comparable, compare, seq2seq
-from tests.support.tiny import make_t5, pad_left, t5_data
+from tests.support.small_models import make_t5, pad_left, t5_data
 
 T5 = (make_t5, t5_data)
 GENERATES = {"predict_with_generate": True}

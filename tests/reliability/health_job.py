@@ -12,7 +12,7 @@ from hftrainer import TrainerCallback
 from hftrainer.data.collators import default_data_collator
 from tests.reliability.hang_job import stop
 from tests.support.checkpoints import make_trainer
-from tests.support.tiny import Plain, plain_data
+from tests.support.small_models import Plain, plain_data
 
 #: Seconds for which no rank may be without progress in the middle of an epoch.
 SLOW = 20

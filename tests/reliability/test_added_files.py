@@ -16,7 +16,7 @@ from hftrainer.checkpointing.writing.folder import staging_folder
 from tests.support.checkpoints import BACKGROUND, OnSave, train_to_end
 from tests.support.known_differences import files_in
 from tests.support.parity import assert_agree, assert_same_weights, build
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 
 
 def make_class(before=None, after=lambda folder: None, asks=False):

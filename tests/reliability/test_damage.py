@@ -21,7 +21,7 @@ from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import BEST, HARM, OnSave, flip, grow, make_trainer, train_to_end, truncate, weights_of
 from tests.support.jobs import names_in
 from tests.support.parity import assert_same_weights
-from tests.support.tiny import make_bert
+from tests.support.small_models import make_bert
 
 CHANGED = "has changed since it was written"
 NEEDED = ("model.safetensors", "trainer_state.json")

@@ -12,7 +12,7 @@ import hftrainer
 from hftrainer import Trainer, default_data_collator
 from tests.support.checkpoints import make_trainer, train_to_end
 from tests.support.parity import EVALUATED, assert_same_weights, comparable, with_own_step
-from tests.support.tiny import Plain, plain_data, tokenizer
+from tests.support.small_models import Plain, plain_data, tokenizer
 
 #: Generator → what is drawn from it. NumPy keeps every other normal number for the next call.
 DRAWS = {"torch": lambda: torch.randn(8), "numpy": lambda: float(np.random.randn()), "python": random.random}

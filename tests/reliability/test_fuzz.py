@@ -31,7 +31,7 @@ from tests.support.hub_runs import TOKEN, hub as hub
 from tests.support.hub_server import Commit, Repo
 from tests.support.jobs import names_in
 from tests.support.sharded_checkpoints import make_stepped, write_shards
-from tests.support.tiny import make_bert
+from tests.support.small_models import make_bert
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 HUB_ARGS = SimpleNamespace(hub_token=TOKEN, hub_model_id=None, hub_revision=None)

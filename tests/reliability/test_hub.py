@@ -22,7 +22,7 @@ from tests.support.checkpoints import AtStep, OnSave
 from tests.support.hub_runs import READ_TOKEN, STEPS, TOKEN, environment, hub as hub, make_uploading
 from tests.support.hub_server import Commit, Repo, cut, fail
 from tests.support.parity import assert_same_weights
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 
 
 @pytest.fixture(autouse=True)

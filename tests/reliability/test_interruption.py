@@ -16,7 +16,7 @@ from tests.reliability import job
 from tests.support.checkpoints import BACKGROUND, BEST, AtStep, assert_same_end, make_trainer, train_to_end
 from tests.support.faults import FailsOnce
 from tests.support.jobs import Job, assert_same, final_weights, names_in
-from tests.support.tiny import Plain
+from tests.support.small_models import Plain
 
 NAMES = {signal.SIGINT: "Ctrl-C"}
 STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: -signal.SIGINT}

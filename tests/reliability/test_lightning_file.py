@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from hftrainer import Trainer
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from tests.support.checkpoints import AtStep, assert_same_end, make_trainer, train_to_end
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 
 
 @pytest.mark.parametrize("model", ["plain", "bert", "peft"])

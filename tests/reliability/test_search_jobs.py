@@ -17,7 +17,7 @@ from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.search import workers
 from tests.reliability.search_job import rate
 from tests.support.checkpoints import make_trainer
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from hftrainer.checkpointing.writing import files, writer
 from hftrainer.checkpointing.writing.writer_process import CannotUnpack, SharedCopies, WriterProcess
 from tests.support.checkpoints import BACKGROUND, AtStep, make_trainer, train_to_end
 from tests.support.jobs import names_in
-from tests.support.tiny import MODELS
+from tests.support.small_models import MODELS
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
-from tests.support.tiny import MODELS
+from tests.support.small_models import MODELS
 
 #: When a script sets an argument: in the constructor, before the first run, before the second, in `on_train_begin`.
 TIMES = ("given", "before", "between", "at the start")
@@ -28,7 +28,7 @@ class Case:
 
     Attributes:
         value: unlike its default.
-        needs: what else is set, with the value and without it; `model` is one of `tests.support.tiny.MODELS`.
+        needs: what else is set, with the value and without it; `model` is one of `tests.support.small_models.MODELS`.
         until: the last of `TIMES` at which it has an effect on a tiny run; None if it has none on one CPU.
         shown: the test that shows the effect, if a tiny run does not.
         alone: whether only that test runs with the value.

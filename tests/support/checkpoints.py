@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.checkpointing.layout import MANIFEST_NAME
-from tests.support import tiny
+from tests.support import small_models
 from tests.support.parity import assert_same_weights
 
 BACKGROUND = {"lightning_config": {"async_checkpoint": True}}
@@ -20,14 +20,14 @@ BEST = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": Tru
 
 
 def make_tied() -> torch.nn.Module:
-    model = tiny.make_plain()
+    model = small_models.make_plain()
     model.twin = torch.nn.Linear(8, 16)
     model.twin.weight = model.layers[0].weight
     return model
 
 
-MODELS = {name: tiny.MODELS[name] for name in ("plain", "bert", "llama", "peft")}
-MODELS["tied"] = (make_tied, tiny.plain_data)
+MODELS = {name: small_models.MODELS[name] for name in ("plain", "bert", "llama", "peft")}
+MODELS["tied"] = (make_tied, small_models.plain_data)
 
 
 def make_trainer(folder: Path, model: str = "plain", callbacks=(), trainer_class=Trainer, **settings: Any) -> Any:

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from tests.support.checkpoints import make_trainer, train_to_end
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 SEQUENTIAL = {"train_sampling_strategy": "sequential", "save_steps": 2, "logging_steps": 1}
 #: Optimizer steps that the data has.

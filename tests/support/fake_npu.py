@@ -119,7 +119,7 @@ def plug_in(name: str, module: backend_registration._DummyBackendModule) -> list
 def main(folder: Path, fp16: bool = True) -> None:
     """Train on both devices, also with an infinite loss; resume on the plug-in, and train there with a scaled loss."""
     from hftrainer import Trainer, TrainingArguments
-    from tests.support.tiny import make_plain, plain_data
+    from tests.support.small_models import make_plain, plain_data
 
     class InfiniteOnce(Trainer):
         def compute_loss(self, model, inputs, **kwargs):

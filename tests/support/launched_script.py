@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hftrainer import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
-from tests.support.tiny import MODELS
+from tests.support.small_models import MODELS
 
 
 class Misbehaving(TrainerCallback):

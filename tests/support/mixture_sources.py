@@ -2,7 +2,7 @@
 
 from torch.utils.data import IterableDataset
 
-from tests.support.tiny import plain_data
+from tests.support.small_models import plain_data
 
 WEIGHTS = {"code": 0.7, "chat": 0.3}
 SIZES = {"code": 20, "chat": 7}

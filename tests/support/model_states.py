@@ -20,7 +20,7 @@ from hftrainer.checkpointing.writing.folder import CheckpointFolder
 from hftrainer.strategies.strategy import Strategy
 from tests.support import processes
 from tests.support.processes import ROOT
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 #: The file of a plain module's weights.
 FULL = "pytorch_model.bin"

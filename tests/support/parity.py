@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from tests.support.known_differences import MEASURED, OWN_FILES
-from tests.support.tiny import MODELS
+from tests.support.small_models import MODELS
 
 LIBRARIES = ("transformers", "hftrainer")
 EVENTS = """
     on_init_end on_train_begin on_train_end on_epoch_begin on_epoch_end on_step_begin on_pre_optimizer_step
     on_optimizer_step on_substep_end on_step_end on_evaluate on_predict on_save on_log on_prediction_step
 """.split()
-#: Functions that make a model and its data, or their key in `tests.support.tiny.MODELS`.
+#: Functions that make a model and its data, or their key in `tests.support.small_models.MODELS`.
 Model = str | tuple[Callable[[], Any], Callable[[], Any]]
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 EVERY_STEP = {**EVALUATED, "save_strategy": "steps", "save_steps": 2}

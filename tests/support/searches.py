@@ -9,7 +9,7 @@ import torch
 
 from hftrainer import TrainerCallback
 from hftrainer.errors import InvalidArgument, SearchFailed, UnknownArgument, UnsupportedArgument
-from tests.support.tiny import Plain, make_plain, plain_data
+from tests.support.small_models import Plain, make_plain, plain_data
 
 
 def make_search_trainer(folder, trainer=(), model_init=make_plain, library="hftrainer", **settings: Any) -> Any:

@@ -3,7 +3,7 @@
 import torch
 
 from hftrainer.checkpointing.sharded import model_state, optimizer_state, save_shards
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 
 
 def make_stepped():

@@ -17,7 +17,7 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from tests.support.known_differences import MEASURED
-from tests.support.tiny import MODELS
+from tests.support.small_models import MODELS
 
 
 def make_tracked_trainer(library: str, folder: Path, model: str = "bert", trainer: Any = None, **settings: Any) -> Any:

@@ -3,7 +3,7 @@ import importlib.util
 import pytest
 
 from hftrainer import Trainer, TrainingArguments
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.support.parity import assert_same, build, train
-from tests.support.tiny import Plain, plain_data
+from tests.support.small_models import Plain, plain_data
 
 
 def test_memory_metric_names_match_transformers(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 
 from hftrainer import HfArgumentParser, Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from tests.support.tiny import make_bert, text_data
+from tests.support.small_models import make_bert, text_data
 
 transformers = importlib.import_module("transformers")
 theirs = transformers.HfArgumentParser

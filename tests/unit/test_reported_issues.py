@@ -15,7 +15,7 @@ from torch import nn
 import hftrainer
 from hftrainer import EarlyStoppingCallback, TrainerCallback
 from hftrainer.errors import InvalidSetup
-from tests.support.tiny import (
+from tests.support.small_models import (
     Stream,
     language_data,
     make_bert,

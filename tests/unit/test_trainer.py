@@ -13,7 +13,15 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import CheckpointNotFound
 from tests.support.checkpoints import make_tied
 from tests.support.parity import assert_same_weights
-from tests.support.tiny import language_data, make_bert, make_llama, make_peft, make_plain, plain_data, text_data
+from tests.support.small_models import (
+    language_data,
+    make_bert,
+    make_llama,
+    make_peft,
+    make_plain,
+    plain_data,
+    text_data,
+)
 
 transformers = importlib.import_module("transformers")
 
@@ -136,7 +144,7 @@ def test_first_trainer_of_a_process_is_seeded(processes):
     code = """
 import random, tempfile
 from hftrainer import Trainer, TrainingArguments
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 Trainer(make_plain(), TrainingArguments(tempfile.mkdtemp(), save_strategy="no", report_to="none", use_cpu=True))
 drawn = random.getstate()
 random.seed(42)

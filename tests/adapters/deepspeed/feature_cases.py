@@ -20,7 +20,7 @@ from hftrainer.errors import UnsupportedArgument
 from tests.adapters.deepspeed.training_cases import OF_CONFIGURATION, STAGES, offloaded, without_compiler
 from tests.support.parity import build
 from tests.support.rank_messages import error_of
-from tests.support.tiny import language_data, make_llama, make_plain, make_t5, plain_data, t5_data
+from tests.support.small_models import language_data, make_llama, make_plain, make_t5, plain_data, t5_data
 
 RANK = int(os.environ.get("RANK", "0"))
 SHARDED = {**STAGES[3], "zero_optimization": {"stage": 3}}

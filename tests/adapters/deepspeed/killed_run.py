@@ -10,7 +10,7 @@ import torch
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.adapters.deepspeed.training_cases import without_compiler
-from tests.support.tiny import language_data, make_llama
+from tests.support.small_models import language_data, make_llama
 
 
 class Killed(TrainerCallback):

@@ -16,7 +16,7 @@ from tests.adapters.deepspeed.training_cases import STAGES
 from tests.docs.documents import running
 from tests.docs.documents.running import losses, make_args
 from tests.support.launchers import END_OF_FILE, free_port
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 #: 292 and 349.
 ZERO = """{"zero_optimization": {

@@ -8,7 +8,7 @@ import pytest
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import InvalidConfig
 from tests.adapters.deepspeed.training_cases import STAGES
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 pytestmark = pytest.mark.usefixtures("one_process")
 ZERO = {"stage": 2}

@@ -14,7 +14,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from hftrainer.checkpointing.layout import MANIFEST_NAME
 from hftrainer.errors import InvalidConfig
 from tests.adapters.deepspeed.training_cases import AUTO, forget
-from tests.support.tiny import language_data, make_llama
+from tests.support.small_models import language_data, make_llama
 
 pytestmark = pytest.mark.usefixtures("one_process")
 #: No parameter is small enough to stay unsharded.

@@ -9,7 +9,7 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.checkpointing.layout import MANIFEST_NAME
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 from tests.support import random_files
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 pytestmark = pytest.mark.usefixtures("one_process")
 CONFIG = {

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tests.support.parity import build, record
-from tests.support.tiny import plain_data
+from tests.support.small_models import plain_data
 
 AUTO = dict.fromkeys(
     ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"

@@ -13,7 +13,7 @@ from ray.train.torch import TorchTrainer
 
 from tests.adapters.ray.train_worker import train, train_alone
 from tests.support.page_blocks import ROOT, run_page
-from tests.support.tiny import plain_data
+from tests.support.small_models import plain_data
 
 
 def fit(folder, datasets=None, workers=2, **config):

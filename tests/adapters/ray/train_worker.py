@@ -10,7 +10,7 @@ import torch
 from ray.train.huggingface.transformers import RayTrainReportCallback, prepare_trainer
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 
 class Falls(TrainerCallback):

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from hftrainer import Trainer, TrainingArguments
-from tests.support import processes, tiny
+from tests.support import processes, small_models
 
 ROOT = Path(__file__).parents[3]
 #: XLA sums up the products of a matrix in another order than torch's kernels, and fuses multiplications with additions:
 #: float32 numbers of one step differ by a unit or two in the last place, which dozens of optimizer steps make 1e-5.
 TOLERANCE = 2e-5
-MODELS = {name: tiny.MODELS[name] for name in ("plain", "bert", "llama", "peft")}
+MODELS = {name: small_models.MODELS[name] for name in ("plain", "bert", "llama", "peft")}
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from tests.support.launchers import free_port
 SCRIPT = """
 import os, sys
 from transformers import Trainer, TrainingArguments
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 args = TrainingArguments(sys.argv[1], max_steps=2, disable_tqdm=True, save_strategy="no", report_to="none")
 trainer = Trainer(make_plain(), args, train_dataset=plain_data())
 trainer.train()

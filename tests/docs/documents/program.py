@@ -18,7 +18,7 @@ import torch
 import transformers
 
 import hftrainer
-from tests.support.tiny import make_bert, make_plain, make_t5, plain_data, t5_data, text_data, without_dropout
+from tests.support.small_models import make_bert, make_plain, make_t5, plain_data, t5_data, text_data, without_dropout
 
 if "INSTALL" in os.environ:
     hftrainer.install()

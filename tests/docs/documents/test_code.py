@@ -15,15 +15,17 @@ from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, Trainer
 from hftrainer.arguments.fields import table
 from hftrainer.trainer_callback import ProgressCallback
 from tests.docs.documents.running import losses, make_args
-from tests.support import tiny
+from tests.support import small_models
 from tests.support.parity import assert_agree, assert_same_weights, build
 
 
 def make_trainer(folder, trainer_class=Trainer, model=None, data=8, **trainer_kwargs):
     fields = TrainingArguments.__dataclass_fields__
     settings = {name: trainer_kwargs.pop(name) for name in list(trainer_kwargs) if name in fields}
-    trainer_kwargs.setdefault("train_dataset", tiny.plain_data(data))
-    return trainer_class(tiny.make_plain() if model is None else model, make_args(folder, **settings), **trainer_kwargs)
+    trainer_kwargs.setdefault("train_dataset", small_models.plain_data(data))
+    return trainer_class(
+        small_models.make_plain() if model is None else model, make_args(folder, **settings), **trainer_kwargs
+    )
 
 
 def my_custom_loss(logits, labels):
@@ -76,7 +78,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_overridden_compute_loss_is_used_by_training_and_evaluation(kind, tmp_path):
-    model, data = tiny.without_dropout(tiny.make_bert)(), tiny.text_data(8)
+    model, data = small_models.without_dropout(small_models.make_bert)(), small_models.text_data(8)
     for row in data:
         row["labels"] = torch.tensor(row.pop("label"))
         if kind is MultilabelTrainer:
@@ -171,7 +173,7 @@ def test_trainer_accepts_documented_parameters():
 
 def test_generation_settings_by_position_and_by_name(tmp_path, monkeypatch):
     """`max_length` and `num_beams`, for one call; the prefix of predict() is that of later releases."""
-    model, data, asked = tiny.make_t5(), tiny.t5_data(4), []
+    model, data, asked = small_models.make_t5(), small_models.t5_data(4), []
     generate = model.generate
 
     def generate_and_record(*inputs, **settings):
@@ -228,7 +230,7 @@ def test_documented_defaults_change_nothing(kind):
 
 
 def test_default_output_dir_is_tmp_trainer():
-    assert Trainer(tiny.make_plain()).args.output_dir == "tmp_trainer"
+    assert Trainer(small_models.make_plain()).args.output_dir == "tmp_trainer"
 
 
 class OwnCallback(TrainerCallback):
@@ -268,7 +270,7 @@ def test_resume_from_latest_named_and_hub_checkpoint():
         assert losses(trainer.state.log_history) == losses(first.state.log_history)
 
 
-class TwoOutputs(tiny.Plain):
+class TwoOutputs(small_models.Plain):
     def forward(self, x, labels=None):
         outputs = super().forward(x, labels)
         return {**outputs, "hidden": outputs["logits"].exp()}
@@ -277,7 +279,7 @@ class TwoOutputs(tiny.Plain):
 def test_ignore_keys_drop_outputs_from_predictions(tmp_path):
     shapes = []
     trainer_kwargs = {"compute_metrics": lambda prediction: shapes.append(np.shape(prediction.predictions)) or {}}
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": tiny.plain_data(4)}
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": small_models.plain_data(4)}
     trainer = make_trainer(tmp_path, model=TwoOutputs(), **trainer_kwargs, **settings)
     trainer.train(ignore_keys_for_eval=["hidden"])
     trainer.evaluate(ignore_keys=["hidden"])
@@ -288,7 +290,7 @@ def test_ignore_keys_drop_outputs_from_predictions(tmp_path):
 def test_preprocess_logits_gets_none_without_labels(tmp_path):
     seen = []
     trainer = make_trainer(tmp_path, preprocess_logits_for_metrics=lambda x, y: seen.append(y) or x.argmax(-1))
-    for data in ([{"x": row["x"]} for row in tiny.plain_data(4)], tiny.plain_data(4)):
+    for data in ([{"x": row["x"]} for row in small_models.plain_data(4)], small_models.plain_data(4)):
         assert trainer.predict(data).predictions.shape == (4,)
     assert seen[0] is None
     assert len(seen[1]) == 4

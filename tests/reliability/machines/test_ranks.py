@@ -84,7 +84,7 @@ ENDS_BUSY = """
 import torch
 from torch import distributed
 from hftrainer import Trainer, TrainingArguments
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 args = TrainingArguments("out", max_steps=1, use_cpu=True, disable_tqdm=True, save_strategy="no", report_to="none")
 trainer = Trainer(make_plain(), args, train_dataset=plain_data())

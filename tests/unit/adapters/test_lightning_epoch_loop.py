@@ -10,7 +10,7 @@ from hftrainer.training.run import Attempt
 from hftrainer.training.run_lengths import RunLengths
 from hftrainer.training.steps.micro_batches import MicroBatchPosition
 from hftrainer_lightning.private_api import epoch_loop
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 
 
 @pytest.fixture

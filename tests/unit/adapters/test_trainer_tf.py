@@ -18,8 +18,8 @@ from hftrainer_tensorflow import optimizers
 from hftrainer_tensorflow.pipelines import Batches, RowDataset
 from tests.support.checkpoints import SetFlag
 from tests.support.parity import assert_same_weights
+from tests.support.small_models import make_plain
 from tests.support.tf_models import DenseModel, RecordingTrainer, rows
-from tests.support.tiny import make_plain
 
 
 def make_args(folder, **settings):

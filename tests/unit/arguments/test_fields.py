@@ -20,7 +20,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.arguments import CASES
 from tests.support.releases import TRANSFORMERS, pinned
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 
 transformers = importlib.import_module("transformers")
 OURS = {field.name: field for field in dataclasses.fields(TrainingArguments)}

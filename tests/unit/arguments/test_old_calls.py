@@ -15,7 +15,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnknownArgument
 from tests.support.arguments import make_quiet_trainer
 from tests.support.parity import assert_same_weights
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 
 
 def files_of_warnings(caught, text):

@@ -15,7 +15,7 @@ from hftrainer.arguments.old_names import FIELDS, KEPT, RENAMED
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument
 from tests.support.arguments import CASES, make_quiet_trainer
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 
 #: Each value of an old name, the new name and its value.
 MEANINGS = [(old, value, case.new, now) for old, case in CASES.items() for value, now in case.meanings]

@@ -12,7 +12,7 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.checks.unsupported import check_supported
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnknownArgument, UnsupportedArgument, WrongObject
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
 

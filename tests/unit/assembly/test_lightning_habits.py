@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from hftrainer import Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import UnknownArgument, WrongObject
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 
 def test_lightning_methods_and_keywords_get_a_hint(make_args):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from hftrainer import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
 from hftrainer.assembly.object_checks import check_consistency
 from hftrainer.errors import InvalidArgument, UnknownArgument, WrongObject
-from tests.support.tiny import Plain, make_plain, plain_data
+from tests.support.small_models import Plain, make_plain, plain_data
 
 
 class NeedsPath(TrainerCallback):

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from hftrainer.base.safe_loading import load_torch_file, read_weights
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 from tests.support.checkpoints import KeepsState, MaliciousPickle, copy_without_manifest, make_trainer, train_to_end
-from tests.support.tiny import Note
+from tests.support.small_models import Note
 
 make = functools.partial(make_trainer, callbacks=[KeepsState()], max_steps=4, save_steps=2)
 FILES = {

@@ -19,7 +19,7 @@ from hftrainer.cli import run
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage
 from hftrainer.monitoring.journal import read_events
 from hftrainer.reporting import panels
-from tests.support.tiny import Plain, language_data, make_bert, make_llama, make_plain, plain_data, text_data
+from tests.support.small_models import Plain, language_data, make_bert, make_llama, make_plain, plain_data, text_data
 
 
 class Fails(Plain):

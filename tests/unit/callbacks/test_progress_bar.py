@@ -24,7 +24,7 @@ from hftrainer.callbacks.notebook import _find_callback
 from hftrainer.callbacks.progress_bar import _make_bar
 from hftrainer.training.stopping import SignalListener
 from tests.support.parity import comparable
-from tests.support.tiny import plain_data
+from tests.support.small_models import plain_data
 
 SCRIPT = """
     import logging, os, sys
@@ -35,7 +35,7 @@ SCRIPT = """
         os.close(terminal)
         print("begins", flush=True)
     from hftrainer import Trainer, TrainerCallback, TrainingArguments
-    from tests.support.tiny import make_plain, plain_data
+    from tests.support.small_models import make_plain, plain_data
 
     class Warns(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -9,7 +9,7 @@ from hftrainer import Trainer, TrainerState, TrainingArguments
 from hftrainer.checkpointing.file_checks import check_optimizer_state
 from hftrainer.checkpointing.resume import warn_about_changed_arguments
 from tests.support.sharded_checkpoints import make_stepped
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 
 @pytest.mark.parametrize("name", ["logging_steps", "eval_steps", "save_steps"])

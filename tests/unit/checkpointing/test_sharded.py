@@ -14,7 +14,7 @@ from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, UnsupportedArg
 from tests.support.checkpoints import MaliciousPickle
 from tests.support.parity import assert_same_weights
 from tests.support.sharded_checkpoints import make_stepped, write_shards
-from tests.support.tiny import Note, make_plain
+from tests.support.small_models import Note, make_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

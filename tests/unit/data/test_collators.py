@@ -9,7 +9,7 @@ import transformers
 import hftrainer
 from hftrainer.errors import InvalidSetup, RemovedColumn
 from tests.support.parity import assert_same_weights, build
-from tests.support.tiny import make_bert, make_plain, plain_data
+from tests.support.small_models import make_bert, make_plain, plain_data
 
 ROWS = [{**row, "x": row["x"].tolist(), "weight": 2.0} for row in plain_data(8)]
 

@@ -18,7 +18,7 @@ from hftrainer.data.epoch_reader import EpochReader, EpochStart
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import LengthGroupedSampler, ShardSpec
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from tests.support.tiny import language_data, make_bert, make_llama, text_data, without_dropout
+from tests.support.small_models import language_data, make_bert, make_llama, text_data, without_dropout
 
 #: `make soak` makes more of them.
 RUNS = int(os.environ.get("FUZZ", "4"))

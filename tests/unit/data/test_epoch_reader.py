@@ -14,7 +14,7 @@ from hftrainer.data.collators import RemoveColumnsCollator
 from hftrainer.data.epoch_reader import EpochReader, EpochStart, may_draw
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.randomness import cpu_rng_state, set_cpu_rng_state
-from tests.support.tiny import tokenizer
+from tests.support.small_models import tokenizer
 
 ROWS = [{"input_ids": [1, 2], "labels": 0}] * 8
 ROWS_OF_DATASETS = datasets.Dataset.from_list(ROWS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hftrainer.data.loader_plan import group_batches, split_groups
-from tests.support.tiny import Numbers
+from tests.support.small_models import Numbers
 
 
 def dispatched_by_accelerate(count, size, processes, split, drop_last):

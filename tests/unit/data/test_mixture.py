@@ -13,7 +13,7 @@ from hftrainer.data.mixture import MixtureBatchSampler, MixtureDataset, MixtureP
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.mixture_sources import SIZES, WEIGHTS, Stream, make_sources
 from tests.support.parity import assert_same_weights
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 
 def more_chat_later(step):

@@ -14,7 +14,7 @@ from hftrainer.data.samplers import (
     ShardSpec,
 )
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from tests.support.tiny import Numbers
+from tests.support.small_models import Numbers
 
 
 def in_order(count, size, drop_last):

@@ -2,7 +2,7 @@ import functools
 
 import pytest
 
-from tests.support.tiny import plain_data
+from tests.support.small_models import plain_data
 
 
 @pytest.fixture

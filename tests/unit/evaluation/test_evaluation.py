@@ -15,8 +15,8 @@ from hftrainer import PredictionOutput, TorchMetrics, Trainer, TrainerCallback
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collecting import GrowingArray
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
-from tests.support import tiny
-from tests.support.tiny import detection_data, make_detector, make_plain, pad, plain_data
+from tests.support import small_models
+from tests.support.small_models import detection_data, make_detector, make_plain, pad, plain_data
 
 EVALUATED = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
 METRICS = {
@@ -166,7 +166,7 @@ def test_growing_array_refuses_other_shapes(shape):
 
 
 def test_memory_mapped_predictions_equal_those_in_memory(make_trainer, tmp_path):
-    model, data = tiny.make_llama(), tiny.varied_language_data()
+    model, data = small_models.make_llama(), small_models.varied_language_data()
     plain = make_trainer(model, eval_dataset=data, data_collator=pad).predict(data)
     mapped = make_trainer(model, eval_dataset=data, data_collator=pad, eval_memmap_dir=str(tmp_path)).predict(data)
     assert isinstance(mapped.predictions, np.memmap) and isinstance(mapped.label_ids, np.memmap)

@@ -5,7 +5,7 @@ import torch
 
 from hftrainer.evaluation.evaluation_runner import cast_weights
 from tests.support.parity import assert_same_weights, build
-from tests.support.tiny import make_bert, make_plain, text_data, without_dropout
+from tests.support.small_models import make_bert, make_plain, text_data, without_dropout
 
 
 @pytest.mark.parametrize("method", ["evaluate", "predict"])

@@ -6,7 +6,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from hftrainer import Trainer
 from hftrainer.errors import InvalidArgument
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 
 @pytest.mark.parametrize(

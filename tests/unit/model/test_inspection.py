@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hftrainer.model import inspection
-from tests.support.tiny import make_peft, make_plain
+from tests.support.small_models import make_peft, make_plain
 
 
 class OwnParameters(nn.Linear):

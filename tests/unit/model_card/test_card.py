@@ -23,7 +23,7 @@ from hftrainer.model_card import card_contents
 from hftrainer.model_card.card_contents import evaluation_rows, final_results, markdown_table
 from tests.support.parity import EVERY_STEP, accuracy, build
 from tests.support.releases import pinned, release_of
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 TOKEN = "hf_this-is-the-secret"
 MEASURED = {"compute_metrics": accuracy}
@@ -274,7 +274,7 @@ def find_spec(name, *more):
     return None if name.split(".")[0] in ABSENT else find(name, *more)
 importlib.machinery.PathFinder.find_spec = staticmethod(find_spec)
 importlib.metadata.distribution = lambda name: installed("absent" if name in ABSENT else name)
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 from hftrainer import Trainer, TrainingArguments
 args = TrainingArguments(sys.argv[1], max_steps=2, use_cpu=True, save_strategy="no", logging_steps=1)
 trainer = Trainer(make_plain(), args, train_dataset=plain_data())

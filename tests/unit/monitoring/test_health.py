@@ -21,7 +21,7 @@ from hftrainer.monitoring import health
 from tests.support.checkpoints import AtStep, make_trainer
 from tests.support.health_client import ask, wait_until
 from tests.support.launchers import free_port
-from tests.support.tiny import plain_data
+from tests.support.small_models import plain_data
 
 
 class Clock:

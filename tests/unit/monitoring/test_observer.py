@@ -20,7 +20,16 @@ from hftrainer.monitoring.journal import Journal, goodput, read_events, remove_u
 from hftrainer.training import monitors
 from tests.support.checkpoints import AtStep
 from tests.support.parity import assert_same_weights
-from tests.support.tiny import language_data, make_bert, make_llama, make_plain, make_t5, plain_data, t5_data, text_data
+from tests.support.small_models import (
+    language_data,
+    make_bert,
+    make_llama,
+    make_plain,
+    make_t5,
+    plain_data,
+    t5_data,
+    text_data,
+)
 
 SPEED = {"samples_per_second", "step_seconds"}
 SHARES = {"data_wait", "eval_share", "save_share"}

@@ -14,7 +14,7 @@ from hftrainer.monitoring import run_requests
 from hftrainer.monitoring.journal import Journal
 from hftrainer.monitoring.run_requests import FOLDER, send_request
 from tests.support.checkpoints import make_trainer
-from tests.support.tiny import plain_data
+from tests.support.small_models import plain_data
 
 
 class AsksAt(TrainerCallback):

@@ -6,7 +6,7 @@ import torch
 import hftrainer.optimization
 from hftrainer.errors import InvalidArgument
 from tests.support.parity import train
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 
 WRONG = [
     ({"optim": "adamw"}, "adamw.*did you mean"),

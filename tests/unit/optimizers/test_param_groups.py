@@ -8,7 +8,7 @@ from hftrainer import TrainingArguments
 from hftrainer.errors import InvalidArgument
 from hftrainer.optimizers.param_groups import select_groups
 from tests.support.parity import build
-from tests.support.tiny import MODELS, make_bert, make_llama, make_peft
+from tests.support.small_models import MODELS, make_bert, make_llama, make_peft
 
 EMBEDDINGS = {"pattern": "*.embed*", "lr": 1e-3, "weight_decay": 0.0}
 

@@ -18,7 +18,7 @@ from hftrainer_lightning.precision import make_precision_plugin
 from tests.support.processes import ROOT
 from tests.support.refusals import assert_refused, make, plan_of, problems
 from tests.support.releases import TORCH
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 NO_OPERATOR = (
     "The operator 'aten::foo' is not currently implemented for the MPS device. As a temporary fix, you can set the "

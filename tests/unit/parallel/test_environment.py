@@ -16,7 +16,7 @@ from hftrainer.errors import UnsupportedArgument
 from hftrainer.model.apply_arguments import compile_model
 from hftrainer.parallel.environment import LAUNCHERS, first_host, tasks_per_node
 from tests.support.refusals import assert_refused, plan_of, problems
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 
 PREFIXES = ("SLURM_", "OMPI_", "PMI_", "MV2_", "MPI_", "MASTER_", "ACCELERATE_", "HFTRAINER_", "LOCAL_", "CROSS_")
 NAMES = ("RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")

@@ -8,7 +8,7 @@ import pytest
 from hftrainer import TrainingArguments
 from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.plan import ParallelLayout, check_model_layout, read_layout
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 
 
 def load(**sizes):

@@ -16,7 +16,7 @@ from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect_launcher
 from hftrainer.training_args import ParallelMode
 from hftrainer_xla import devices as xla
 from tests.support.refusals import assert_refused, make, plan_of, problems
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 
 UNDEFINED = "_XLAC.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE"
 count_chips = devices.count_tpu_chips.__wrapped__

@@ -17,7 +17,7 @@ from hftrainer.reporting.metrics import PANELS, SHARES
 from hftrainer.reporting.plot import plot
 from tests.support.checkpoints import AtStep
 from tests.support.run_logs import SPEEDS, texts_in_svg, train_two_runs, write_log, write_observed_run
-from tests.support.tiny import make_plain
+from tests.support.small_models import make_plain
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from hftrainer.reporting import summary
 from hftrainer.training.steps import loop
 from tests.support.checkpoints import AtStep, SetFlag
 from tests.support.parity import accuracy
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 GOES_ON = "trainer.train(resume_from_checkpoint=True) resumes from it."
 SAVED = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
@@ -225,7 +225,7 @@ def test_log_level_error_silences_the_summary(tmp_path, run_messages, log_level)
 SCRIPT = """
     import os, signal
     from hftrainer import Trainer, TrainerCallback, TrainingArguments
-    from tests.support.tiny import make_plain, plain_data
+    from tests.support.small_models import make_plain, plain_data
 
     class CtrlC(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -19,7 +19,7 @@ from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, RETRY_OF, Trial
 from hftrainer.trainer_utils import default_compute_objective
 from hftrainer_ray.search import RaySearch
 from tests.support.searches import SearchBackend, make_search_trainer, return_none
-from tests.support.tiny import Plain, make_plain
+from tests.support.small_models import Plain, make_plain
 
 HOST = process_identifier().split(" ")[0]
 #: A process of this machine that has ended.

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hftrainer import EarlyStoppingCallback, Trainer, TrainerCallback
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, MetricNotFound, UnknownKey, WrongObject
-from tests.support.tiny import Plain, SizedStream, Stream, make_plain, plain_data
+from tests.support.small_models import Plain, SizedStream, Stream, make_plain, plain_data
 
 STEPS = {"eval_strategy": "steps", "save_strategy": "steps"}
 

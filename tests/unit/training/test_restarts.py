@@ -8,7 +8,7 @@ import torch
 from hftrainer import Trainer
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.training.restarts import InitialStateSnapshot
-from tests.support.tiny import make_plain, plain_data
+from tests.support.small_models import make_plain, plain_data
 
 
 def test_initial_state_is_restored_after_training(make_args):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hftrainer.training.steps.counters import count_batch
-from tests.support.tiny import make_bert
+from tests.support.small_models import make_bert
 
 
 def test_operations_are_counted_once(make_trainer):

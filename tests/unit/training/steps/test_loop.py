@@ -8,7 +8,7 @@ from hftrainer import TrainerCallback
 from tests.support.checkpoints import AtStep, SetFlag, make_trainer
 from tests.support.divergence import SIZE, entries, fit, rows
 from tests.support.parity import make_recorder
-from tests.support.tiny import Stream, plain_data
+from tests.support.small_models import Stream, plain_data
 
 
 class StepSizes(TrainerCallback):

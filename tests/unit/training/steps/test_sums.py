@@ -9,7 +9,7 @@ from hftrainer.training.run import Run
 from hftrainer.training.steps.sums import LoggedMetrics, LossAccumulator, StepEndValues
 from tests.support.checkpoints import make_trainer
 from tests.support.parity import build, make_recorder, train
-from tests.support.tiny import Plain, make_plain
+from tests.support.small_models import Plain, make_plain
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
