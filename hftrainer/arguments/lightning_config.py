@@ -41,6 +41,8 @@ RESERVED = {
     "use_distributed_sampler": "_get_train_sampler",
     "val_check_interval": "eval_strategy and eval_steps",
 }
+#: The same, and keyword arguments of `lightning.Trainer.fit`.
+_REPLACEMENTS = RESERVED | {"datamodule": "its datasets: data.setup('fit'), Trainer(..., train_dataset=data.train)"}
 #: Other keyword arguments → their allowed values. The last three are hftrainer's, the others Lightning's.
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "barebones": (False, None),
@@ -65,8 +67,8 @@ def explain_keyword(name: str, value: Any, known_names: Iterable[str], otherwise
         if problems := check_keywords({name: value}):
             return f": it is a key of lightning_config; there, {problems[0]}"
         return f": pass TrainingArguments(..., lightning_config={{{name!r}: {value!r}}})"
-    is_reserved = name in RESERVED and name not in SYNONYMS and name not in BaseArguments.__dataclass_fields__
-    return f": use {RESERVED[name]}" if is_reserved else suggest(name, known_names, otherwise)
+    is_replaced = name in _REPLACEMENTS and name not in SYNONYMS and name not in BaseArguments.__dataclass_fields__
+    return f": use {_REPLACEMENTS[name]}" if is_replaced else suggest(name, known_names, otherwise)
 
 
 def check_keywords(config: Mapping[str, Any]) -> list[str]:

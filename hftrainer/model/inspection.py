@@ -112,6 +112,7 @@ _LIGHTNING_REPLACEMENTS = {
     "test_step": "trainer.predict(dataset)",
     "predict_step": "trainer.predict(dataset)",
     "configure_optimizers": "the arguments optim, learning_rate and lr_scheduler_type, or Trainer(optimizers=...)",
+    "configure_callbacks": "Trainer(callbacks=[...])",
     "train_dataloader": "Trainer(train_dataset=...)",
     "val_dataloader": "Trainer(eval_dataset=...)",
 }

@@ -77,6 +77,7 @@ def test_missing_attribute_of_lightnings_trainer_keeps_its_message(make_args):
         ("profiler", "simple", "lightning_config={'profiler': 'simple'})"),
         ("accelerator", "gpu", "use use_cpu=True for the CPU; other devices are found"),
         ("logger", True, "use report_to or Trainer(loggers=[...])"),
+        ("datamodule", None, "use its datasets: data.setup('fit'), Trainer(..., train_dataset=data.train)"),
     ],
 )
 def test_keywords_of_lightnings_trainer_get_a_hint(make_args, name, value, hint):
@@ -97,9 +98,12 @@ def test_lightning_module_with_a_forward_trains(make_args, caplog):
         def configure_optimizers(self):
             raise AssertionError
 
+        configure_callbacks = configure_optimizers
+
     Trainer(Lit(), make_args(), train_dataset=plain_data()).train()
     assert "Lit is a LightningModule, but a Trainer calls only its forward" in caplog.text
     assert "\n- configure_optimizers: the arguments optim, learning_rate and lr_scheduler_type" in caplog.text
+    assert "\n- configure_callbacks: Trainer(callbacks=[...])" in caplog.text
 
 
 def test_lightning_module_step_may_serve_as_compute_loss(make_args):
