@@ -38,8 +38,7 @@ Three differences that many scripts meet:
 - SIGTERM and Ctrl-C save a checkpoint first.
 - `resume_from_checkpoint=True` takes the newest *whole* checkpoint.
 
-**Your numbers stay the same to the last bit** (losses, weights, metrics, predictions), unless your script meets one
-of the cases below. None of them concerns a script that
+**Your numbers stay the same to the last bit** (losses, weights, metrics, predictions) if your script
 
 - trains one model in float32, and sees at most one GPU;
 - has the default optimizer, loss and loaders;
@@ -47,7 +46,7 @@ of the cases below. None of them concerns a script that
 - uses no argument or method that is named in [What changes numbers](#what-changes-numbers);
 - is compared with transformers 4.52 or newer under `run` and `install()`, or with 5.24 if it imports hftrainer.
 
-For another script, read the parts that concern it. They say what differs, and often what to do about it:
+If one of these does not hold, read the parts that concern your script. They say what differs, and often what to do:
 
 """
 #: What a difference changes → its heading, and a sentence.
