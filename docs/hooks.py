@@ -31,7 +31,10 @@ _MOST_USED = (
     *("eval_strategy", "save_strategy", "save_total_limit", "load_best_model_at_end", "metric_for_best_model"),
     *("logging_steps", "report_to", "seed"),
 )
-_ABOUT_ARGUMENTS = "What `TrainingArguments` takes, by subject. [How arguments are checked](concepts/arguments.md)."
+_ABOUT_ARGUMENTS = (
+    "What `TrainingArguments` takes, by subject. [How arguments are checked](concepts/arguments.md). "
+    "Arguments of transformers are in 4.1 and newer, unless a row names other releases."
+)
 
 
 class RefusedKeywords(griffe.Extension):
@@ -114,7 +117,7 @@ def _arguments(text: str) -> str:
             text = re.sub(r" One of '.*'\.", " The names are in the guide.", text)
         if name in guides:
             text += f" Guide: {guides[name]}"
-        if not is_own:
+        if not is_own and since != "4.1":
             about += f", in transformers {since}" + ("" if " to " in since else " and newer")
         # A name is a heading, so that the search finds its row.
         link = f'<a class="headerlink" href="#{name}" title="Permanent link">&para;</a>'
@@ -188,6 +191,14 @@ def _first_sentence(markdown: str) -> str:
     paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\n+", markdown))
     sentence = re.split(r"(?<=[.:])\s", next(filter(re.compile(r"(?!```)[\w*`]").match, paragraphs), ""))[0]
     return re.sub(r"\[(.*?)\]\(.*?\)|[`*\"]", r"\1", sentence).replace(":", ".")
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """List only the sections of the page of Trainer beside it, not its 40 methods."""
+    if page.file.src_uri == "api/trainer.md":
+        for section in [section for title in page.toc for section in title.children]:
+            section.children.clear()
+    return html
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
