@@ -21,7 +21,7 @@ OURS |= {f"/{path.name}" for path in ROOT.iterdir()}
 #: Files that runs and other libraries write, and those of readers.
 WRITTEN = re.compile(
     r"(trainer_state|hftrainer_manifest|config|\w+_results|adapter_config|model\.safetensors\.index)\.json|"
-    r"(args|epoch_loss|spmd)\.json|README\.md|(train|script|quickstart|zero_to_fp32)\.py|.*\*.*|.*\.pt|"
+    r"(args|epoch_loss|spmd)\.json|README\.md|(train|script|quickstart|stopped|zero_to_fp32)\.py|.*\*.*|.*\.pt|"
     r"(build|output_dir|out|checkpoint-.*|(pytorch_model_fsdp|optimizer)_0|mlruns|global_stepN)/.*"
 )
 
