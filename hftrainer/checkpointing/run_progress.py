@@ -156,11 +156,12 @@ class RunProgress:
             effect = POSITION_SETTINGS[name]
             logger.warning("Resuming with %s=%s, was %s: %s.", name, settings[name], self.settings[name], effect)
         if data_changes := [name for name in changes if name not in _SAME_SAMPLES]:
-            changes_step = bool(set(data_changes) & {*STEP_SETTINGS})
+            changes_step = not settings["elastic"] and bool(set(data_changes) & {*STEP_SETTINGS})
+            hint = " elastic=True, or a per_device_train_batch_size that fits, keeps the size of a step."
             logger.warning(
                 "Samples may be repeated or skipped in this epoch, and the run may not complete all epochs: %s.%s",
                 ", ".join(data_changes),
-                " elastic=True keeps the samples of a step." if changes_step and not settings["elastic"] else "",
+                hint if changes_step else "",
             )
 
     def _convert_position(self, settings: dict[str, Any]) -> None:
