@@ -167,7 +167,7 @@ CASES: dict[str, Case] = {
     "trackio_space_id": _alone("space", _TRACKERS),
     "trackio_bucket_id": _alone("bucket", _TRACKERS),
     "trackio_static_space_id": _alone("space", _TRACKERS),
-    "metrics_port": _alone(9400, "unit/monitoring/test_health.py::test_health_and_metrics_follow_a_run"),
+    "metrics_port": _alone(9400, "unit/monitoring/test_health.py::test_metrics_follow_a_run"),
     # Evaluation.
     "eval_strategy": _always("epoch"),
     "eval_steps": _between(3, {"eval_strategy": "steps"}),

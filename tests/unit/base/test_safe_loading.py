@@ -62,7 +62,7 @@ def test_class_allowed_by_the_user_is_loaded(checkpoint):
     held = torch.load(folder / "optimizer.pt")
     held["param_groups"][0]["note"] = Note()
     torch.save(held, folder / "optimizer.pt")
-    with pytest.raises(UnsafeCheckpoint, match=r"tiny\.Note"):
+    with pytest.raises(UnsafeCheckpoint, match=r"small_models\.Note"):
         train_to_end(make(folder.parent), folder)
     with torch.serialization.safe_globals([Note]):
         trainer = train_to_end(make(folder.parent), folder)
