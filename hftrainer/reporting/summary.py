@@ -107,7 +107,8 @@ def _describe_training(run: FinishedRun) -> Iterator[tuple[str, int]]:
     if run.non_finite_since is not None:
         place = f"since step {format_span(*nan)} of {state.max_steps:,}" if nan else ""
         lasting = f"is not finite {place}: the last weights may be unusable"
-        hidden = ". In log_history, train_loss leaves them out, so is too low" if args.logging_nan_inf_filter else ""
+        means = ". In log_history, loss and train_loss leave such steps out, so are too low"
+        hidden = means if args.logging_nan_inf_filter else ""
         text = f"The loss {lasting if nan else 'was not finite in some steps'}{hidden}."
         yield text, logging.WARNING
 

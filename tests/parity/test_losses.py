@@ -114,10 +114,10 @@ def test_bad_loss_is_reported_with_its_step_and_advice(tmp_path, caplog, capsys,
     model.factor = factor
     with caplog.at_level(logging.INFO, logger="hftrainer"):
         (trainer := build("hftrainer", "plain", tmp_path, trainer={"model": model}, **settings)[0]).train()
-    assert f"{summary}{'. In log_history, train_loss leaves them out' if filtered else '.'}" in caplog.text
+    assert f"{summary}{'. In log_history, loss and train_loss leave such steps out' if filtered else '.'}" in caplog.text
     (said,) = [text for text in caplog.messages if f"The loss is {math.inf * factor} at step" in text]
     assert all(words in said for words in ("step 3", "learning_rate", "underflow_overflow"))
-    assert ("logging_nan_inf_filter leaves it out" in said) == filtered
+    assert ("log_history leaves it out of its means" in said) == filtered
     lines = [event for event in read_events(trainer.args.output_dir) if "loss" in event.get("logs", ())]
     assert [line.get("is_partial", False) for line in lines] == [False, True, True]
     # A log line of losses that are all NaN shows that.
@@ -127,7 +127,7 @@ def test_bad_loss_is_reported_with_its_step_and_advice(tmp_path, caplog, capsys,
 def test_nan_in_the_data_is_named(tmp_path, caplog):
     data = [{**row, "x": row["x"] * float("nan")} for row in plain_data()]
     build("hftrainer", "plain", tmp_path, trainer={"train_dataset": data}, max_steps=1)[0].train()
-    assert "out of the log. The batch's 'x' contains NaN (32 of 32 values): clean the data." in caplog.text
+    assert "shows NaN. The batch's 'x' contains NaN (32 of 32 values): clean the data." in caplog.text
 
 
 def decoder_data(count=38):

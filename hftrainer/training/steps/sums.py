@@ -155,7 +155,7 @@ class LossAccumulator:
     def _warn_about_non_finite_loss(self, problem: str, step: int, inputs: Any = None) -> None:
         """Warn once of such losses, which the logged mean may hide, unless `on_divergence` reports them."""
         if not self.has_warned and self.trainer.args.on_divergence is None:
-            effect = "; logging_nan_inf_filter leaves it out of the log"
+            effect = ": log_history leaves it out of its means, as in transformers; a terminal shows NaN"
             problem = f"{problem} at step {step:,}{effect if self.trainer.args.logging_nan_inf_filter else ''}"
             # Without inputs, the step is that of the log line.
             values = None if inputs is None else {"non_finite_step": step}
