@@ -12,6 +12,7 @@ import functools
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -164,8 +165,8 @@ def wrap_text(text: str, stream: Any) -> str:
         return text
     width = shutil.get_terminal_size().columns
     options: dict[str, Any] = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
-    # Keep a key and its value on one line.
-    unbroken_text = text.replace("': ", "':\xa0")
+    # Keep a key and its value on one line, and a number and its unit.
+    unbroken_text = re.sub(r"(\d%?) (?=[A-Za-z])", "\\1\xa0", text.replace("': ", "':\xa0"))
     return "\n".join(textwrap.fill(line, width, **options) for line in unbroken_text.splitlines()).replace("\xa0", " ")
 
 

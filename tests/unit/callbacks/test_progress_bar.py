@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 import hftrainer
 from hftrainer import ProgressCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
+from hftrainer.base.messages import wrap_text
 from hftrainer.callbacks.log_lines import format_log_line
 from hftrainer.callbacks.notebook import _find_callback
 from hftrainer.callbacks.progress_bar import _make_bar
@@ -203,6 +204,12 @@ def test_narrow_bar_leaves_out_losses(monkeypatch, columns, losses):
     drawn = terminal.getvalue().split("\r")[-1].rstrip()
     assert drawn.endswith(f"{', ' * bool(losses)}{losses}]") and len(drawn) == columns - 3
     assert len(drawn.split("|")[1]) >= 15
+
+
+def test_message_keeps_a_number_with_its_unit(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "18")
+    text = wrap_text("Peak memory is 16 MB, with 10% saving.", Terminal())
+    assert text.splitlines() == ["Peak memory is", "    16 MB, with", "    10% saving."]
 
 
 @pytest.mark.parametrize("steps", [4, 9])
