@@ -305,7 +305,7 @@ def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
     if page["resumed_from"]:
         yield f"resumed from {os.path.basename(page['resumed_from'])}"
     if (goodput := kept_goodput(page)) is not None:
-        yield f"goodput {goodput:.0%} (kept steps and data)"
+        yield f"goodput {goodput:.0%} (steps that were kept)"
     if page["downtime"]:
         yield f"downtime {format_duration(page['downtime'])} (pauses after failures)"
 

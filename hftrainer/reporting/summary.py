@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from hftrainer.arguments.choices import as_text
@@ -17,7 +18,7 @@ from hftrainer.base.messages import command_name, count_of, format_bytes, format
 from hftrainer.callbacks.log_lines import unfilter
 from hftrainer.callbacks.state import TrainerState, evaluation_key
 from hftrainer.checkpointing.layout import checkpoints_newest_first, step_of
-from hftrainer.monitoring.journal import goodput, select_last_run
+from hftrainer.monitoring.journal import CHOSEN, goodput, select_last_run
 from hftrainer.parallel import devices
 from hftrainer.reporting.memory import peak_process_memory
 from hftrainer.reporting.metrics import Span, logged_curves, nan_span
@@ -89,7 +90,8 @@ def _describe_training(run: FinishedRun) -> Iterator[tuple[str, int]]:
     runtime = float(metrics["train_runtime"])
     speeds = {"samples": "train_samples_per_second", "tokens": "train_tokens_per_second"}
     speed = [f"{format_number(metrics[key] * run.share)} {name}/s" for name, key in speeds.items() if metrics.get(key)]
-    facts = ", ".join([*speed, f"peak memory {_memory()}"])
+    # As in transformers, the speeds are over the whole time.
+    facts = f"{' and '.join(speed)} overall, " * bool(speed) + f"peak memory {_memory()}"
     yield f"Trained {count_of(run.steps, 'steps')} in {describe_times(runtime, run.seconds)}: {facts}.", logging.INFO
     if state.global_step < state.max_steps:
         place = f"step {state.global_step:,} of {state.max_steps:,}"
@@ -114,8 +116,9 @@ def _describe_training(run: FinishedRun) -> Iterator[tuple[str, int]]:
 
 
 def describe_times(runtime: float, seconds: Mapping[str, float]) -> str:
-    """The time of a run, and the shares of what was not training."""
-    shares = [f"{time / runtime:.0%} {name}" for name, time in seconds.items() if time >= 0.01 * runtime > 0]
+    """The time of a run, and the shares of training and of the other activities in `seconds`."""
+    parts = {"training": runtime - sum(seconds.values()), **seconds}
+    shares = [f"{time / runtime:.0%} {name}" for name, time in parts.items() if time >= 0.01 * runtime > 0]
     return format_duration(runtime) + (f" ({', '.join(shares)})" if shares else "")
 
 
@@ -155,7 +158,10 @@ def make_goodput_message(events: list[dict[str, Any]]) -> str:
     share, starts = goodput(events), sum(event["event"] == "begin" for event in select_last_run(events))
     if share is None or starts < 2:
         return ""
-    return f"Goodput: {share:.0%} of the time, with pauses after failures, in kept steps ({starts} starts)."
+    pairs = pairwise(select_last_run(events))
+    has_failed = any(now["event"] == "begin" and before.get("reason") not in CHOSEN for before, now in pairs)
+    time = f"{share:.0%} of the time{', with pauses after failures,' * has_failed}"
+    return f"Goodput: {time} went into steps that were kept ({starts} starts)."
 
 
 def find_nan(state: TrainerState, since: int | None = None) -> Span:

@@ -75,7 +75,7 @@ def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys, monkey
     titles = ["steps", "state", "last loss", "best loss", "samples per second", "tokens per second", "time"]
     assert re.split("  +", header.strip()) == [*titles, "goodput"] and read == runs  # once
     assert (
-        explanation == "time: without pauses; goodput: kept steps / time; speeds: medians"
+        explanation == "time: without pauses and preparation; goodput: steps that were kept / time; speeds: medians"
     )  # only the columns that it has
     assert [row.split()[:7] for row in rows] == [[name, "20", "running", "2", "1", "26.25", "9,000"] for name in "ab"]
     main(["plot", *runs, "--output", str(tmp_path / "a.png"), "--json"])

@@ -208,12 +208,12 @@ def test_goodput_is_kept_steps_by_all_time(tmp_path, capsys, monkeypatch):
         event["time"] = 1e9 + at
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     assert WatchedRun(str(tmp_path)).read()["goodput"] == 0.8
-    assert "goodput 80% (kept steps and data)" in show(capsys, monkeypatch, tmp_path)
+    assert "goodput 80% (steps that were kept)" in show(capsys, monkeypatch, tmp_path)
     journal = begin(tmp_path, 20)
     assert re.search(r"downtime [\d,]+ h .*\(pauses after failures\)", show(capsys, monkeypatch, tmp_path, width=160))
     # A run that ends early without a checkpoint has kept no steps.
     journal.write("end", 20, reason="Ctrl-C")
-    assert "kept steps and data" not in show(capsys, monkeypatch, tmp_path)
+    assert "steps that were kept" not in show(capsys, monkeypatch, tmp_path)
 
 
 def test_only_appended_lines_are_read(tmp_path):
