@@ -49,16 +49,16 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "step_seconds": lambda value: f"{_duration(value)}/step",
     "steps_per_second": _rate("steps/s"),
     "model_preparation_time": lambda value: f"prepare {format_duration(value)}",
-    "data_wait": "data {:.0%}".format,
+    "data_wait": "data {:>4.0%}".format,
 }
 #: Not in lines. The summary of the run has the time of evaluations and saves.
 _HIDDEN = ("total_flos", "eval_share", "save_share")
 #: What the summary of a run repeats, with more digits.
 _IN_SUMMARY = ("runtime", "samples_per_second", "tokens_per_second", "steps_per_second")
-#: What a narrow terminal leaves out, in this order: first what follows from other parts, the data wait last.
+#: What a narrow terminal leaves out, in this order: first what follows from other parts, the speeds last.
 _LEFT_OUT = (
-    "model_preparation_time of_time steps_per_second step_seconds runtime epoch peak_memory_mb learning_rate mfu "
-    "grad_norm samples_per_second tokens_per_second data_wait"
+    "model_preparation_time of_time steps_per_second step_seconds runtime peak_memory_mb mfu data_wait learning_rate "
+    "epoch grad_norm samples_per_second tokens_per_second"
 ).split()
 
 
@@ -75,16 +75,17 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
     parts |= format_values(values)
     if "data_wait" in parts:
         parts["of_time"] = "of time"
-    # At the end, so that the columns stay.
-    parts |= {" note": note} if (note := _note_nan(values, state)) else {}
     # Trials have no summary.
     repeated = _IN_SUMMARY if "train_runtime" in logs and not state.is_hyper_param_search else ()
-    # A note takes the place of the last column, so that the others stay.
-    replaced = ["of_time", "data_wait"] if note else []
-    for name in (*repeated, *replaced, *_LEFT_OUT):
-        if name in repeated or (width is not None and len(_join(parts)) > width):
+    for name in (*repeated, *_LEFT_OUT):
+        if name in repeated or (width is not None and _width(parts) > width):
             parts.pop(name, None)
-    if width is None or len(_join(parts)) <= width:
+    # A note takes the place of the last column or a line, so that the other columns stay.
+    parts |= {" note": note} if (note := _note_nan(values, state)) else {}
+    for name in ("of_time", "data_wait"):
+        if note and width is not None and _width(parts) > width:
+            parts.pop(name, None)
+    if width is None or _width(parts) <= width:
         return _join(parts)
     # No line ends between a name and its value, unless these are longer than a line that is not very narrow.
     start = f"{place}  " if (place := parts.pop("", "")) else ""
@@ -92,6 +93,11 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
     words = (word for part in parts.values() for word in textwrap.wrap(part.replace(" ", "\xa0"), longest))
     wrap = textwrap.TextWrapper(width, start, " " * (len(start) or 4), break_long_words=False, break_on_hyphens=False)
     return "\n".join(line.replace("\xa0", " ").rstrip() for line in wrap.wrap("  ".join(words)))
+
+
+def _width(parts: Mapping[str, str]) -> int:
+    """The width of a line with its padding, so that lines of the same parts leave out the same ones."""
+    return len("  ".join(parts.values()))
 
 
 def _join(parts: Mapping[str, str]) -> str:

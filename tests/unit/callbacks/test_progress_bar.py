@@ -71,7 +71,7 @@ FILTERED = {"loss": 0.0, "grad_norm": float("nan")}
         ),
         (
             {"loss": 1.0, "data_wait": 0.25, "eval_share": 0.05, "save_share": 0.001, "mfu": 0.417, "total_flos": 1e9},
-            "   20/1,000  loss 1.000    41.7% MFU  data 25% of time",
+            "   20/1,000  loss 1.000    41.7% MFU  data  25% of time",
         ),
         (
             {"eval_loss": 2.5, "eval_text": "a b", "eval_runtime": 0.5, "eval_samples_per_second": 64.0},
@@ -92,9 +92,11 @@ def test_log_line_shows_measurements(logs, line):
     ("width", "shown"),
     [
         (10, "20/40  loss 1.000"),
-        (71, "20/40  loss 1.000    grad 0.500    12,346 tokens/s  data 3%"),
-        (72, "20/40  loss 1.000    grad 0.500   lr 5.00e-05   12,346 tokens/s  data 3%"),
-        (None, "20/40  loss 1.000    grad 0.500   lr 5.00e-05  ep 6.67     12,346 tokens/s  data 3% of time"),
+        (60, "20/40  loss 1.000    grad 0.500    12,346 tokens/s"),
+        (73, "20/40  loss 1.000    grad 0.500   ep 6.67     12,346 tokens/s"),
+        (74, "20/40  loss 1.000    grad 0.500   lr 5.00e-05  ep 6.67     12,346 tokens/s"),
+        (85, "20/40  loss 1.000    grad 0.500   lr 5.00e-05  ep 6.67     12,346 tokens/s  data   3%"),
+        (None, "20/40  loss 1.000    grad 0.500   lr 5.00e-05  ep 6.67     12,346 tokens/s  data   3% of time"),
     ],
 )
 def test_narrow_terminal_keeps_the_most_useful_parts(width, shown):
@@ -103,8 +105,11 @@ def test_narrow_terminal_keeps_the_most_useful_parts(width, shown):
     state = TrainerState(global_step=20, max_steps=40)
     assert format_log_line(logs, state, width) == shown
     assert format_log_line(logs | {"eval_share": 0.4, "save_share": 0.12}, state, width) == shown
+    wide = format_log_line(logs | {"data_wait": 1.0, "epoch": 123.45}, state, width)
+    assert wide == shown.replace("  3%", "100%").replace("6.67  ", "123.45")
     state.non_finite_step = 12
-    assert format_log_line(logs, state, 80).endswith("lr 5.00e-05   12,346 tokens/s  NaN at step 12")
+    assert format_log_line(logs, state, 80).endswith("ep 6.67     12,346 tokens/s\n       NaN at step 12")
+    assert format_log_line(logs, state, 90).endswith("ep 6.67     12,346 tokens/s  NaN at step 12")
 
 
 def test_metrics_continue_below_each_other():
