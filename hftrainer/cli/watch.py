@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import math
 import operator
@@ -77,22 +78,34 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     try:
         console = None if options.json else _console()
         is_live = console is not None and sys.stdout.isatty() and not options.once
-        for folder in options.folders:
-            # A live page waits for a run that has not made its folder.
-            if not is_live or os.path.exists(folder) or explain_unreadable_url(folder):
-                check_folder(folder)
         if console is not None and is_live:
+            for folder in options.folders:
+                # A live page waits for a run that has not made its folder.
+                if os.path.exists(folder) or explain_unreadable_url(folder):
+                    check_folder(folder)
             _show(console, runs, names, options.every)
             return
-        pages = [run.read() for run in runs]
     except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
+    pages, shown, errors = [], [], list[Exception]()
+    for name, run in zip(names, runs, strict=True):
+        try:
+            check_folder(run.folder)
+            pages.append(run.read())
+            shown.append(name)
+        except (InvalidArgument, OSError) as error:
+            errors.append(error)
+    if errors and (console is None or not pages):
+        parser.fail(errors[0])
     if console is None:
         # NaN is not JSON.
         strict = json.loads(json.dumps(pages), parse_constant=lambda _: None)
         print(json.dumps({"runs": strict}, indent=2))
     else:
-        console.print(_make_page(console, names, pages, None))
+        console.print(_make_page(console, shown, pages, None))
+        # The other runs are above the error.
+        if errors:
+            parser.fail(errors[0])
 
 
 def _console() -> Console:
@@ -172,16 +185,20 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     texts = 5 if height is None or height > 40 else 2
 
     def make_parts(left_out: int) -> tuple[list[RenderableType], int]:
-        """The parts without the last `left_out` metrics, and their lines."""
+        """The parts that `_parts` makes, and their lines."""
         parts = [*_parts(page, inner, colour, texts, left_out)]
         return parts, len(console.render_lines(Group(*parts), console.options.update(width=inner)))
 
-    parts, lines = make_parts(left_out := 0)
-    # A low page keeps a chart rather than all metrics and warnings.
-    while height is not None and lines + LOW_ROWS + 4 > height and left_out < len(page.get("metrics", ())) - 1:
-        parts, lines = make_parts(left_out := left_out + 1)
     # A point is no curve, unless NaN follows or precedes it.
     curves = {name: each for name, each in page.get("curves", {}).items() if _finite(each) and len(each["values"]) > 1}
+    parts, lines = make_parts(0)
+    with_chart = lines + (LOW_ROWS + 4 if curves else 2)
+    if height is not None and with_chart > height:
+        levels = [make_parts(left_out) for left_out in range(max(5, len(page["metrics"]) + 4))]
+        # A low page keeps three metrics and a chart rather than all else; where no chart fits, as much as fits.
+        charted = (made for made in levels[: max(5, len(levels) - 2)] if made[1] + with_chart - lines <= height)
+        fitting = (made for made in levels if made[1] + 2 <= height)
+        parts, lines = next(itertools.chain(charted, fitting), levels[4])
     is_flat = all(len({*_finite(curve)}) < 2 for curve in curves.values())
     rows = min(1 if is_flat else MAX_ROWS, ROWS if height is None else height - lines - 4)
     if rows > (not is_flat) and curves:
@@ -218,7 +235,11 @@ def _state(page: dict[str, Any]) -> str:
 
 
 def _parts(page: dict[str, Any], width: int, colour: str, lines: int, left_out: int) -> Iterator[RenderableType]:
-    """The lines above the curves, without the last `left_out` metrics; a message has at most `lines` lines."""
+    """The lines above the curves; a message has at most `lines` lines.
+
+    With `left_out` 1, there are only the first line of the facts and the last warning; with 2, no times by activity;
+    with 3, no other values; with 4, no checkpoints; and above that, not the last `left_out - 4` metrics.
+    """
     from rich.text import Text
 
     from hftrainer.callbacks.log_lines import format_values
@@ -230,27 +251,29 @@ def _parts(page: dict[str, Any], width: int, colour: str, lines: int, left_out: 
     hidden = (*SPEEDS[SHARES], *(name for name in values if name.startswith("train_") and "step_seconds" in values))
     yield _make_progress(page, colour)
     if facts := _join(_facts(page, now), width):
-        yield Text(facts, "dim")
+        yield Text(facts.split("\n")[0] if left_out else facts, "dim")
     titles = {"last": "last", "best": "best", "best_step": "at step"}
     if page["message"]:
         yield Text(_clean(f"{page['reason']}: {page['message']}", lines * width), "red")
     rows = [(name, *(format_number(metric[title]) for title in titles)) for name, metric in page["metrics"].items()]
     if rows:
-        more = [(f"+{left_out} more",)] if left_out else []
-        yield _make_table(["", *titles.values()], [*rows[: len(rows) - left_out], *more])
+        hidden_rows = max(0, left_out - 4)
+        more = [(f"+{hidden_rows} more",)] if hidden_rows else []
+        yield _make_table(["", *titles.values()], [*rows[: len(rows) - hidden_rows], *more])
     elif page["state"] == "running":
         interval = f" (logging_steps={page['logging_steps']:g})" if page["logging_steps"] else ""
         yield Text(f"waiting for the first log line{interval}")
-    if parts := format_values({name: value for name, value in values.items() if name not in hidden}):
+    parts = format_values({name: value for name, value in values.items() if name not in hidden})
+    if parts and left_out < 3:
         yield Text(_join(map(str.strip, parts.values()), width))
-    if any(page["seconds"]["all"].values()):
+    if any(page["seconds"]["all"].values()) and left_out < 2:
         yield _seconds_by_activity(page["seconds"])
     checkpoints = page["checkpoints"][: -MAX_EVENTS - 1 : -1]
     # The weights before the first loss that is NaN may be its cause.
     first_bad = nan[0] - 1 if (nan := find_nan(page)) else math.inf
     if saves := [
         f"{os.path.basename(save['folder'])} {_format_age(now, save['time'])}{', NaN' * (save['step'] >= first_bad)}"
-        for save in checkpoints
+        for save in checkpoints[: MAX_EVENTS if left_out < 4 else 0]
     ]:
         yield Text(_join([f"saved: {saves[0]}", *saves[1:]], width))
     usable = [save["folder"] for save in page["checkpoints"] if save["step"] < first_bad]
@@ -258,6 +281,8 @@ def _parts(page: dict[str, Any], width: int, colour: str, lines: int, left_out: 
     if page["state"] in ("stopped", "killed", "failed") and page["reason"] != "stopped" and usable:
         path = os.path.join(page["folder"], os.path.basename(usable[-1]))
         yield Text(f"to resume: trainer.train(resume_from_checkpoint={path!r})", "dim")
+    elif page["state"] == "killed" and not page["checkpoints"]:
+        yield Text("no checkpoint yet: start it again", "dim")
     for warning in page["warnings"][-1 if left_out else -MAX_EVENTS :]:
         # The warning may be of a step that has begun since, and name it.
         place = "" if re.search(r"(?i)\bstep \d", warning["text"]) else f", after step {warning['step']:,}"

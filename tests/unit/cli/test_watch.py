@@ -136,7 +136,8 @@ def test_killed_process_is_reported(tmp_path, capsys, monkeypatch):
     process.wait()
     train(begin(tmp_path, pid=process.pid), 10)
     make_older(tmp_path, 200)
-    assert f"killed: process {process.pid} on " in show(capsys, monkeypatch, tmp_path, width=160)
+    page = show(capsys, monkeypatch, tmp_path, width=160)
+    assert f"killed: process {process.pid} on " in page and "no checkpoint yet: start it again" in page
     assert WatchedRun(str(tmp_path)).read()["seconds_left"] is None
 
 
@@ -216,6 +217,14 @@ def test_goodput_is_kept_steps_by_all_time(tmp_path, capsys, monkeypatch):
     assert "steps that were kept" not in show(capsys, monkeypatch, tmp_path)
 
 
+def test_missing_run_does_not_hide_another(tmp_path, capsys, monkeypatch):
+    train(begin(tmp_path / "there"), 10)
+    with pytest.raises(SystemExit) as ended:
+        main(["watch", "--once", str(tmp_path / "there"), str(tmp_path / "elsewhere")])
+    shown = capsys.readouterr()
+    assert ended.value.code == 2 and "step 10 of 100" in shown.out and "elsewhere does not exist" in shown.err
+
+
 def test_only_appended_lines_are_read(tmp_path):
     journal, path = begin(tmp_path), tmp_path / JOURNAL_NAME
     train(journal, 10)
@@ -280,6 +289,21 @@ def test_low_page_keeps_a_chart(tmp_path):
     page = console.file.getvalue()
     assert page.count("\n") <= 24 and re.search(r"\+\d+ more", page) and "step 50 │" in page.replace("  ", "")
     assert "warning 2" in page and "warning 1" not in page
+
+
+def test_page_of_several_runs_keeps_evaluations(tmp_path):
+    """Where no chart fits, goodput, times and time by activity are left out before metrics."""
+    journal = begin(tmp_path)
+    train(journal, *range(10, 60, 10))
+    evaluate(journal, 50, loss=1.5, accuracy=0.5, f1=0.5, recall=0.5)
+    journal.write("checkpoint", 50, folder="checkpoint-50")
+    (tmp_path / "checkpoint-50").mkdir()
+    make_older(tmp_path, 7200)
+    console = Console(width=80, height=24, file=io.StringIO())
+    console.print(watch._make_page(console, ["one", "two"], 2 * [WatchedRun(str(tmp_path)).read()], 24))
+    page = console.file.getvalue()
+    assert page.count("\n") <= 24 and page.count("│ eval_recall ") == page.count("checkpoint-50") == 2
+    assert "goodput" not in page and "evaluation" not in page and " more" not in page
 
 
 def test_page_of_a_stopped_run_says_how_to_resume(tmp_path, capsys, monkeypatch):
