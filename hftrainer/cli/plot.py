@@ -210,12 +210,8 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
         }
         rows.append(row)
     shown = {title for row in rows for title, value in row.items() if value is not None}
-    whole = "(time + downtime)" if "downtime" in shown else "time"
-    meanings = {
-        "time": "without pauses and preparation",
-        "downtime": "pauses after failures",
-        "goodput": f"steps that were kept / {whole}",
-    }
+    kept = f"steps that were kept / {'(time + downtime)' if 'downtime' in shown else 'time'}"
+    meanings = {"time": "without pauses and preparation", "downtime": "pauses after failures", "goodput": kept}
     notes = [f"(best): by {metrics[0]}"] if any(row["is best"] for row in rows) else []
     if any(run.seconds is not None for run in runs):
         notes.append("; ".join(f"{title}: {meaning}" for title, meaning in meanings.items() if title in shown))

@@ -63,7 +63,6 @@ def add_subcommand(commands: Any) -> None:
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
-    from hftrainer.arguments.storage_url import explain_unreadable_url
     from hftrainer.errors import InvalidArgument, MissingPackage
     from hftrainer.monitoring.journal import check_folder, find_runs, run_names
     from hftrainer.monitoring.run_page import WatchedRun
@@ -77,26 +76,21 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     names = run_names(options.folders)
     try:
         console = None if options.json else _console()
-        is_live = console is not None and sys.stdout.isatty() and not options.once
-        if console is not None and is_live:
-            for folder in options.folders:
-                # A live page waits for a run that has not made its folder.
-                if os.path.exists(folder) or explain_unreadable_url(folder):
-                    check_folder(folder)
+        if console is not None and sys.stdout.isatty() and not options.once:
             _show(console, runs, names, options.every)
             return
     except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
-    pages, shown, errors = [], [], list[Exception]()
+    found, errors = [], list[Exception]()
     for name, run in zip(names, runs, strict=True):
         try:
             check_folder(run.folder)
-            pages.append(run.read())
-            shown.append(name)
+            found.append((name, run.read()))
         except (InvalidArgument, OSError) as error:
             errors.append(error)
-    if errors and (console is None or not pages):
+    if errors and (console is None or not found):
         parser.fail(errors[0])
+    shown, pages = [name for name, _ in found], [page for _, page in found]
     if console is None:
         # NaN is not JSON.
         strict = json.loads(json.dumps(pages), parse_constant=lambda _: None)
@@ -124,12 +118,20 @@ def _console() -> Console:
 
 
 def _show(console: Console, runs: list[WatchedRun], names: list[str], every: float) -> None:
-    """Show the page until Ctrl-C."""
+    """Show the page until Ctrl-C.
+
+    Raises:
+        InvalidArgument: if a path is not a folder. One that does not exist is waited for.
+    """
     from rich.live import Live
 
+    from hftrainer.arguments.storage_url import explain_unreadable_url
     from hftrainer.errors import InvalidArgument
     from hftrainer.monitoring.journal import check_folder
 
+    for run in runs:
+        if os.path.exists(run.folder) or explain_unreadable_url(run.folder):
+            check_folder(run.folder)
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             pages = []
