@@ -81,7 +81,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
             return
     except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
-    found, errors = [], list[Exception]()
+    found: list[tuple[str, dict[str, Any]]] = []
+    errors: list[Exception] = []
     for name, run in zip(names, runs, strict=True):
         try:
             check_folder(run.folder)
@@ -90,7 +91,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
             errors.append(error)
     if errors and (console is None or not found):
         parser.fail(errors[0])
-    shown, pages = [name for name, _ in found], [page for _, page in found]
+    shown = [name for name, _ in found]
+    pages = [page for _, page in found]
     if console is None:
         # NaN is not JSON.
         strict = json.loads(json.dumps(pages), parse_constant=lambda _: None)
