@@ -175,16 +175,11 @@ class Curve:
         return np.clip(self.values, -MAX_SHOWN, MAX_SHOWN).tolist()
 
     @cached_property
-    def usual(self) -> list[float]:
+    def without_spikes(self) -> list[float]:
         """The values, of losses and norms with the running median in place of one or two that are far from the others.
 
         Far is four times the range of the middle values of eleven.
         """
-        return self.without_spikes if len(self.finite) >= MANY else self.drawable
-
-    @cached_property
-    def without_spikes(self) -> list[float]:
-        """The same, also of few values."""
         if self.panel not in ("loss", EVALUATION_LOSS, "gradient norm") or len(self.finite) < FEW:
             return self.drawable
         finite = np.clip(self.finite, -MAX_SHOWN, MAX_SHOWN)

@@ -210,11 +210,17 @@ def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]
     sizes = [size * (point in marked) for point in range(len(trace["x"]))]
     marks = {"size": sizes, "symbol": MARKS[curve.mark], "opacity": 1, "line_width": 0}
     trace |= {"mode": "lines+markers", "marker": marks}
-    if not (levels := curve.smoothings):
-        yield trace
+    faint = {"mode": "lines", "opacity": panels.opacity_under_mean(curves), "line": trace["line"] | {"width": 1}}
+    levels, plain = curve.smoothings, [trace]
+    if curve.peaks(top := panels.vertical_axis(curves)[1][1]):
+        # The lines to a value above the panel would be walls.
+        below = [value if value <= top else math.nan for value in curve.drawable]
+        plain = [trace | faint, trace | {"y": curve.points(below)[1], "hoverinfo": "skip"}]
+    if not levels:
+        yield from plain
     else:
-        faint = {"mode": "lines", "opacity": panels.opacity_under_mean(curves), "line": trace["line"] | {"width": 1}}
-        yield from (trace | faint | {"meta": " ".join(levels)}, trace | {"meta": "off" if curve.mean else "off light"})
+        yield trace | faint | {"meta": " ".join(levels)}
+        yield from (each | {"meta": "off" if curve.mean else "off light"} for each in plain)
         for level in levels:
             mean = {"y": curve.points(curve.smooth(SMOOTHING[level]))[1], "name": f"{curve.label}, mean"}
             yield trace | mean | {"meta": level}

@@ -17,8 +17,9 @@ from hftrainer.errors import MissingPackage, cause_if_installed
 from hftrainer.reporting.curves import EVALUATION_LOSS, TIME_UNITS, WORDS, Curve
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS
 
-#: Number of losses from which a few high ones may leave a panel, and their least ratio to its end.
-MIN_CLIPPED_POINTS, CLIP_RATIO = 10, 1.5
+#: Number of losses from which a few high ones may leave a panel; their least ratio to the range of the others; and
+#: that of spikes to the highest of the others.
+MIN_CLIPPED_POINTS, CLIP_RATIO, LOG_CLIP_RATIO = 10, 3, 10
 #: Number of runs whose highest value above a panel is named, and of triangles at its upper edge for each.
 MAX_PEAK_TEXTS, MAX_TRIANGLES = 4, 30
 MEMORY_PANEL = "peak memory (MB)"
@@ -53,7 +54,7 @@ def _axis_of_values(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     curves, name, panel = [curve for curve in curves if curve.finite], curves[0].name, curves[0].panel
     if name in PANELS[SHARES] or not curves:
         return "linear", (0, 1.05 if name in PANELS[SHARES] and panel != SHARES else 1)
-    parts = [list(filter(math.isfinite, curve.usual)) for curve in curves]
+    parts = [list(filter(math.isfinite, curve.drawable)) for curve in curves]
     if panel in ("loss", EVALUATION_LOSS, "gradient norm"):
         return _axis_of_losses(curves, parts)
     if PANEL_OF.get(name) in SPEEDS:
@@ -67,31 +68,34 @@ def _axis_of_values(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
 def _axis_of_speeds(parts: list[list[float]]) -> tuple[str, tuple[float, float]]:
     """That of speeds and memory, which begins at 0.
 
-    It ends at twice the 90th percentile of a curve, or at a level that lasts, if others are `CLIP_RATIO` times as high.
-    If the percentile is ten times the median of a curve, the scale is logarithmic instead.
+    It ends at twice the 90th percentile of a curve, or at a level that lasts, if others are `CLIP_RATIO` times as high
+    as these. If the percentile is ten times the median of a curve, the scale is logarithmic instead.
     """
     usual, high = max(float(np.percentile(part, 90, method="lower")) for part in parts), max(map(max, parts))
     if 0 < 10 * min(map(statistics.median, parts)) <= usual:
         return _log_axis(min(value for part in parts for value in part if value > 0), high)
-    end = max(2 * usual, *map(_lasting_height, parts)) or high
-    return "linear", (0, 1.05 * (high if high <= CLIP_RATIO * end else end) or 1)
+    lasting = max(usual, *map(_lasting_height, parts))
+    return "linear", (0, 1.05 * (high if high <= CLIP_RATIO * lasting else max(2 * usual, lasting)) or 1)
 
 
 def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str, tuple[float, float]]:
     """That of losses and gradient norms.
 
-    It ends at three times the height of the 95th percentile of a curve, or at a level that lasts, if others are
-    `CLIP_RATIO` times as high, so that a few do not flatten the rest. If these span two orders of magnitude, the scale
-    is logarithmic instead, and begins at a third of the lowest mean above 0. Of several runs, those that reach 100
-    times the median of the curves' highest values leave the panel.
+    It ends at three times the height of the 95th percentile of a curve without spikes, or at a level that lasts, if
+    others are `CLIP_RATIO` times as high, so that a few do not flatten the rest. If these span two orders of magnitude,
+    the scale is logarithmic instead, and begins at a third of the lowest mean above 0; it leaves out spikes from
+    `LOG_CLIP_RATIO` times the others on. Of several runs, those that reach 100 times the median of the curves' highest
+    values leave the panel.
     """
-    values, highs = [value for part in parts for value in part], list(map(max, parts))
-    bottom, high = min(values), max(highs)
+    calm = [list(filter(math.isfinite, curve.without_spikes)) for curve in curves]
+    values, highs = [value for part in calm for value in part], list(map(max, calm))
+    bottom, end, high = min(values), max(highs), max(map(max, parts))
     if curves[0].run:
-        high = max(high for high in highs if high <= abs(100 * statistics.median_low(highs)))
-    usual = max(float(np.percentile(part, 95, method="lower")) for part in parts)
+        end = max(high for high in highs if high <= abs(100 * statistics.median_low(highs)))
+    high = high if high <= LOG_CLIP_RATIO * end else end
+    usual = max(float(np.percentile(part, 95, method="lower")) for part in calm)
     top = max(value for value in values if value - bottom <= 3 * (usual - bottom))
-    top = max(top, *(height for height in map(_lasting_height, parts) if height <= high))
+    top = max(top, *(height for height in map(_lasting_height, calm) if height <= end))
     # To cut off less would not show the others larger.
     is_cut = len(values) >= MIN_CLIPPED_POINTS and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
     top = top if is_cut else high

@@ -10,6 +10,7 @@ import pytest
 from hftrainer.monitoring.journal import append_line
 from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting.curves import Curve, read_curves
+from hftrainer.reporting.page import _make_figure
 from hftrainer.reporting.panels import clipped_peaks, vertical_axis, vertical_lines
 from hftrainer.reporting.plot import plot
 from tests.support.run_logs import texts_in_svg, write_log, write_observed_run
@@ -51,11 +52,20 @@ def test_mean_leaves_out_an_isolated_spike_which_has_one_mark(tmp_path):
     assert "2 spikes, max 90 at step 20" in texts_in_svg(tmp_path / "a.svg")
 
 
-@pytest.mark.parametrize(("highest", "tops"), [(4.4, [4.57, 4.62]), (6.0, [3.8875, 3.99])])
+@pytest.mark.parametrize(("highest", "tops"), [(5.0, [5.2, 5.25]), (9.0, [3.8875, 3.99])])
 def test_only_values_far_above_the_others_leave_a_panel(highest, tops):
     values = [*(1 + step / 100 for step in range(100)), 3.5, highest]
     curves = [Curve(name, name, list(map(float, range(102))), values) for name in ("loss", "step_seconds")]
     assert [vertical_axis([curve])[1][1] for curve in curves] == pytest.approx(tops)
+
+
+def test_spikes_of_a_short_curve_leave_a_panel_before_its_scale_is_chosen(tmp_path):
+    """On a page the line to them is faint, and the other one has a gap."""
+    losses = [100.0 if step % 10 == 5 else 1 - step / 60 for step in range(40)]
+    (curve,) = read_curves([write_log(tmp_path, [{"step": step, "loss": loss} for step, loss in enumerate(losses)])])
+    assert vertical_axis([curve])[0] == "linear" and vertical_axis([curve])[1][1] < 1.2
+    faint, plain = (each for each in _make_figure([curve]).data if "off" in str(each.meta))
+    assert faint.opacity == 0.3 and max(faint.y) == 100 and math.isnan(plain.y[5]) and plain.y[4] == losses[4]
 
 
 @pytest.mark.parametrize(("other", "scale"), [(1e-3, "linear"), (2e-5, "log")])
