@@ -44,9 +44,9 @@ COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #56b4e9 #e69f00 #000000 #882255 #9999
 MARKS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross"}
 #: Line style: matplotlib's → plotly's.
 DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
-#: Number of points from which a noisy curve is drawn faintly, under its mean, and from which a page has that choice;
-#: and number of parts of a long curve of which only the lowest and the highest point are drawn.
-MANY, FEW, MAX_PARTS = 100, 10, 1000
+#: Number of points from which a noisy curve is drawn faintly, under its mean, and others have no markers; from which a
+#: page has that choice; and of parts of a long curve of which only the lowest and the highest point are drawn.
+MANY, FEW, MAX_PARTS = 30, 10, 1000
 #: Number of runs from which evaluation losses have a panel of their own, and its title.
 MANY_RUNS, EVALUATION_LOSS = 5, "evaluation loss"
 #: The highest value that is drawn. matplotlib cannot compute with the range of larger ones.
@@ -103,13 +103,13 @@ class Curve:
     def marked(self) -> list[int]:
         """The indices of the points with a marker.
 
-        All of up to 29 points of one run, or evaluations of several; else of several runs about ten.
+        All of fewer than `MANY` points of one run, or evaluations of several; else of several runs about ten.
         """
         # The start of an interval, such as a restart, is no point.
         logged = {*self.steps}
         points = [index for index, step in enumerate(self.points(self.values)[0]) if step in logged]
-        if not self.run or (self.name.startswith("eval_") and len(points) < 30):
-            return points if len(points) < 30 else []
+        if not self.run or (self.name.startswith("eval_") and len(points) < MANY):
+            return points if len(points) < MANY else []
         every = max(1, len(points) // 10)
         # Shift the markers, so that those of coinciding runs do not overlap.
         return points[list(MARKS).index(self.mark) * every // len(MARKS) :: every]
@@ -197,17 +197,19 @@ class Curve:
 
     @cached_property
     def mean(self) -> list[float] | None:
-        """The centred mean over a thirtieth of the values, of a curve that has many and can be smoothed, else None."""
+        """The lightly smoothed values of a curve that has many and can be smoothed, else None."""
         return self.smooth(30) if "light" in self.smoothings else None
 
     def smooth(self, parts: int) -> list[float]:
         """The centred mean of the values without spikes over about one of so many parts; of speeds, over the time.
 
+        It is over at least five values if there are many, else over three.
         As losses fall steeply at first, it takes there as few values after a point as there are before it.
         """
         finite = np.array(list(filter(math.isfinite, self.without_spikes)))
         is_speed = (self.name.endswith("_per_second") or self.name == "mfu") and min(finite, default=0) > 0
-        power, half = -1 if is_speed else 1, max(1, len(finite) // parts // 2)
+        power, least = -1 if is_speed else 1, 2 if len(self.values) >= MANY else 1
+        half = max(least, len(finite) // parts // 2)
         sums = np.concatenate([[0.0], np.cumsum(finite**power)])
         places = np.arange(len(finite))
         first, end = np.maximum(0, places - half), np.minimum(len(finite), places + np.minimum(places, half) + 1)

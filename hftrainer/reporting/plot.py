@@ -16,7 +16,7 @@ from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import layout
 from hftrainer.errors import InvalidArgument
 from hftrainer.reporting import panels
-from hftrainer.reporting.curves import DASHES, X_AXES, Curve, curves_of_run, read_charts
+from hftrainer.reporting.curves import DASHES, MANY, X_AXES, Curve, curves_of_run, read_charts
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES
 from hftrainer.reporting.page import draw_html
 
@@ -46,7 +46,7 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
     labels = [textwrap.fill(panels.describe_run(run, curves), 60 * columns) for run in runs]
     title, *notes = panels.title_and_notes(title, curves)
     if any(curve.mean for curve in curves):
-        notes.insert(0, "faint: logged values; strong: their centred mean")
+        notes.insert(0, f"faint: logged values; strong: their centred mean, from {MANY} points on")
     if hidden:
         notes.append(f"without {len(hidden)} of {len(metrics)} metrics, which are in the page of --html")
     notes = [line for note in notes for line in textwrap.wrap(note, 80)]

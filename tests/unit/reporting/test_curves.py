@@ -207,20 +207,20 @@ def test_short_steps_are_in_milliseconds(tmp_path):
     assert (curves[0].points(curves[0].values), curves[0].marked[:1]) == (([0, 1], [0.002, 0.002]), [1])
 
 
-def test_100_losses_or_more_get_a_running_mean():
-    values = [float(step % 2) for step in range(100)]
-    values[50] = math.nan
-    steps = list(map(float, range(100)))
+def test_30_losses_or_more_get_a_running_mean():
+    values = [float(step % 2) for step in range(30)]
+    values[15] = math.nan
+    steps = list(map(float, range(30)))
     assert Curve("loss", "loss", steps[1:], values[1:]).mean is None
     for panel, name in (("learning rate", "learning_rate"), (SHARES, "data_wait"), ("loss", "eval_loss")):
         assert Curve(panel, name, steps, values).mean is None
     mean = Curve("loss", "loss", steps, values).mean
-    # Of three values, at first of one and at the end of two.
-    assert mean[:3] == pytest.approx([0, 1 / 3, 2 / 3]) and mean[-1] == 1 / 2
-    assert math.isnan(mean[50]) and mean[51] == pytest.approx(2 / 3)
+    # Of five values, at first of one and at the end of three.
+    assert mean[:3] == pytest.approx([0, 1 / 3, 2 / 5]) and mean[-1] == 2 / 3
+    assert math.isnan(mean[15]) and mean[16] == pytest.approx(2 / 5)
     # It does not lag, and the mean of speeds is over the time.
-    assert Curve("loss", "loss", steps, steps).mean[:-1] == pytest.approx(steps[:-1])
-    speeds = [90.0 if step == 50 else 2.0 for step in steps]
+    assert Curve("loss", "loss", steps, steps).mean[:-2] == pytest.approx(steps[:-2])
+    speeds = [90.0 if step == 15 else 2.0 for step in steps]
     assert max(Curve("samples per second", "samples_per_second", steps, speeds).mean) < 3
 
 
