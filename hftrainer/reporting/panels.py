@@ -68,14 +68,14 @@ def _axis_of_values(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
 def _axis_of_speeds(parts: list[list[float]]) -> tuple[str, tuple[float, float]]:
     """That of speeds and memory, which begins at 0.
 
-    It ends at twice the 90th percentile of a curve, or at a level that lasts, if others are `CLIP_RATIO` times as high
-    as these. If the percentile is ten times the median of a curve, the scale is logarithmic instead.
+    It ends at twice the 90th percentile of a curve, or at a level that lasts, if others are twice as high as this. If
+    the percentile is ten times the median of a curve, the scale is logarithmic instead.
     """
     usual, high = max(float(np.percentile(part, 90, method="lower")) for part in parts), max(map(max, parts))
     if 0 < 10 * min(map(statistics.median, parts)) <= usual:
         return _log_axis(min(value for part in parts for value in part if value > 0), high)
-    lasting = max(usual, *map(_lasting_height, parts))
-    return "linear", (0, 1.05 * (high if high <= CLIP_RATIO * lasting else max(2 * usual, lasting)) or 1)
+    end = max(2 * usual, *map(_lasting_height, parts)) or high
+    return "linear", (0, 1.05 * (high if high <= 2 * end else end) or 1)
 
 
 def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str, tuple[float, float]]:
