@@ -120,24 +120,11 @@ class Curve:
 
         All, or the lowest and highest of each of at most about twice `MAX_PARTS` parts; of a part of shares the last.
         """
-        if self.name in PANELS[SHARES]:
-            return [part[-1] for part in self._share_parts]
         indices, size = range(len(self.values)), max(1, len(self.values) // MAX_PARTS)
+        if self.name in PANELS[SHARES]:
+            return [*indices[::-size]][::-1]
         parts = (indices[start : start + size] for start in indices[::size])
         return sorted({extreme(part, key=self.values.__getitem__) for part in parts for extreme in (min, max)})
-
-    @cached_property
-    def _share_parts(self) -> list[list[int]]:
-        """The indices of shares in up to about 30 parts of equal width.
-
-        They are counted back from the end and from restarts, so that a last save is no sliver of its own.
-        """
-        steps, ends = np.array(self.steps), np.sort([*(lost for lost, _ in self.restarts), self.steps[-1]])
-        spacing = statistics.median(self._widths) or 1
-        width = spacing * max(1, math.ceil(steps[-1] / spacing / 30))
-        end = ends[np.searchsorted(ends, steps)]
-        parts = list(zip(end, np.floor((end - steps) / width + 1e-9), strict=True))
-        return [list(group) for _, group in groupby(range(len(steps)), key=parts.__getitem__)]
 
     @cached_property
     def _widths(self) -> list[float]:
@@ -149,20 +136,22 @@ class Curve:
         """The steps and values that are drawn.
 
         Speeds and shares are of the time since the log line before, so that the first value begins there, and over time
-        the first after a restart at the restart, before which stacked shares are 0. Other curves over time have a gap
-        where steps were undone, and a learning rate where it leaps. A share is the mean of a part, over the time.
+        the first speed after a restart at the restart. Curves over time have a gap where steps were undone, and a
+        learning rate where it leaps. A share is drawn of all the time up to its step, so that evaluations and saves at
+        intervals do not make it jump.
         """
-        steps, shown = ([column[index] for index in self.drawn_indices] for column in (self.steps, values))
-        if self.name in PANELS[SHARES]:
+        is_share = self.name in PANELS[SHARES]
+        if is_share:
             # Not 0 in sum.
             seconds = np.multiply(self._widths, 1.0 if self.x in TIME_UNITS else self.pace or 1.0) + 1e-12
-            shown = [float(np.average(np.take(values, part), weights=seconds[part])) for part in self._share_parts]
+            values = (np.cumsum(values * seconds) / np.cumsum(seconds)).tolist()
+        steps, shown = ([column[index] for index in self.drawn_indices] for column in (self.steps, values))
         is_interval, is_rate = PANEL_OF.get(self.name) in SPEEDS, self.name == "learning_rate"
-        for lost, restart in self.restarts if is_rate or self.x in TIME_UNITS else ():
+        for lost, restart in self.restarts if is_rate or (self.x in TIME_UNITS and not is_share) else ():
             # Epochs of restarts are computed, and may be less than the logged ones.
             place = bisect.bisect_right(steps, restart * (1 + 1e-9))
             gap = [math.nan] if place and (lost < restart or (is_rate and leaps(shown, place))) else []
-            first = [0.0] if self.panel == SHARES else gap + is_interval * shown[place : place + 1]
+            first = gap + is_interval * shown[place : place + 1]
             steps[place:place] = [restart] * len(first)
             shown[place:place] = first
         if is_interval and steps and steps[0] > self.start:
@@ -402,7 +391,7 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     titles = {name: re.sub(f"^eval_({datasets})_", "eval_", name) for name in metrics}
     if any(curve.run for curve in curves):
         curves = [curve for curve in curves if curve.panel != SHARES or curve.name == "step_share"]
-        titles["step_share"] = "share of time spent training"
+        titles["step_share"] = "share of time spent training so far"
     shown = sort_names([curve.name for curve in curves if curve.panel != SHARES or any(curve.values)])
     runs = list(dict.fromkeys(curve.run for curve in curves))
     if len(runs) >= MANY_RUNS:

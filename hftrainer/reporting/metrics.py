@@ -18,7 +18,7 @@ from hftrainer.errors import MetricNotFound, WrongObject
 #: Panel → the log entries that it shows. 'metrics' shows all others; a plot has a panel for each.
 PANELS = {"loss": ("loss",), "metrics": (), "learning rate": ("learning_rate",), "gradient norm": ("grad_norm",)}
 #: The panels of the values that `observe=True` adds to log lines. Plots have milliseconds in place of short seconds.
-SHARES = "share of time"
+SHARES = "share of time so far"
 SPEEDS = {
     **{"tokens per second": ("tokens_per_second",), "samples per second": ("samples_per_second",)},
     **{"seconds per step": ("step_seconds",), "milliseconds per step": ("step_milliseconds",)},

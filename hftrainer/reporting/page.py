@@ -191,7 +191,6 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
 def _base_trace(curve: Curve) -> dict[str, Any]:
     """What all traces of a curve have."""
     style = {"color": curve.colour, "dash": list(DASHES.values())[curve.dash], "width": curve.width + 0.5}
-    style |= {"shape": "vh"} if curve.name in PANELS[SHARES] else {}
     steps, values = curve.points(curve.drawable)
     group = curve.run or curve.name
     return {"x": steps, "y": values, "name": curve.label, "legendgroup": group, "showlegend": False, "line": style}
@@ -200,7 +199,7 @@ def _base_trace(curve: Curve) -> dict[str, Any]:
 def _share_traces(curve: Curve, legend: str) -> Iterator[dict[str, Any]]:
     """One of the areas on top of each other."""
     area = {"stackgroup": "time", "fillcolor": curve.colour, "legend": legend, "showlegend": True}
-    yield _base_trace(curve) | area | {"line": {"width": 0, "shape": "vh"}}
+    yield _base_trace(curve) | area | {"line": {"width": 0}}
 
 
 def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]:

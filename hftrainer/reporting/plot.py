@@ -108,10 +108,9 @@ def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
 
 def _draw_areas(axis: Any, curves: list[Curve]) -> dict[str, Any]:
     """Draw shares on top of each other, and return the samples of the legend by their text."""
-    # A value is of the time since the one before.
     points = [curve.points(curve.drawable) for curve in curves]
     colours = [curve.colour for curve in curves]
-    areas = axis.stackplot(points[0][0], [values for _, values in points], colors=colours, step="pre")
+    areas = axis.stackplot(points[0][0], [values for _, values in points], colors=colours)
     return dict(zip((curve.label for curve in curves), areas, strict=True))
 
 
@@ -121,8 +120,6 @@ def _draw_lines(axis: Any, curves: list[Curve]) -> dict[str, Any]:
     top = panels.vertical_axis(curves)[1][1]
     for curve in curves:
         style = {"color": curve.colour, "linestyle": list(DASHES)[curve.dash], "linewidth": curve.width}
-        # A share is of the time since the value before.
-        style["drawstyle"] = "steps-pre" if curve.name in PANELS[SHARES] else "default"
         marks = {"marker": curve.mark, "markersize": 5 if curve.has_large_marks else 3, "markevery": curve.marked}
         if curve.mean or curve.peaks(top):
             faint = {"color": curve.colour, "linewidth": 0.8, "alpha": panels.opacity_under_mean(curves)}

@@ -255,12 +255,15 @@ def test_processes_and_device_are_compared_if_known(tmp_path):
     assert describe({"num_train_epochs": 4.0}) == "num_train_epochs 4"
 
 
-def test_shares_are_means_over_the_time_of_about_30_parts(tmp_path):
+def test_shares_are_of_the_time_so_far(tmp_path):
     """Each tenth step evaluates for as long as nine steps and itself take."""
-    log = [{"step": step, "step_seconds": 1.0, "eval_share": 0.9 * (step % 10 == 0)} for step in range(1, 301)]
+    log = [{"step": step, "step_seconds": 1.0, "eval_share": 0.9 * (step % 10 == 0)} for step in range(1, 2001)]
     share = next(curve for curve in read_curves([write_log(tmp_path, log)]) if curve.name == "eval_share")
     steps, values = share.points(share.values)
-    assert steps == [0, *range(10, 301, 10)] and values == pytest.approx([9 / 19] * 31)
-    # Over time a save at the end, or before a restart, is in the part before it.
-    share = replace(share, steps=[1.0, 60.0, 61.0, 300.0, 301.0], values=[0, 0, 1, 0, 1], pace=(), x="seconds")
-    assert replace(share, restarts=[(61.0, 90.0)]).drawn_indices == [0, 2, 4]
+    # The last of each part of the curve.
+    assert steps == [0, *range(2, 2001, 2)] and values[5::5] == pytest.approx([9 / 19] * 200)
+    assert values[:6] == pytest.approx([0, 0, 0, 0, 0, 9 / 19]) and values[6] == pytest.approx(9 / 21)
+    # Over time, the interval of a value begins at the one before or at a restart.
+    share = replace(share, steps=[1.0, 60.0, 61.0, 300.0], values=[0, 1, 0, 1], pace=(), x="seconds")
+    steps, values = replace(share, restarts=[(61.0, 90.0)]).points([0, 1, 0, 1])
+    assert steps == [0, 1, 60, 61, 300] and values == pytest.approx([0, 0, 59 / 60, 59 / 61, 269 / 271])
