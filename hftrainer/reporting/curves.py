@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hftrainer.base.messages import format_number, format_span
+from hftrainer.base.messages import count_of, format_duration, format_number, format_span
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import differing_arguments, read_arguments_of_run
 from hftrainer.errors import InvalidArgument
@@ -49,6 +49,8 @@ DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 MANY, FEW, MAX_PARTS = 30, 10, 1000
 #: Number of runs from which evaluation losses have a panel of their own, and its title.
 MANY_RUNS, EVALUATION_LOSS = 5, "evaluation loss"
+#: The word for a run whose loss is not finite at last.
+DIVERGED = "diverged"
 #: The highest value that is drawn. matplotlib cannot compute with the range of larger ones.
 MAX_SHOWN = 1e250
 
@@ -284,7 +286,12 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
     differing = differing_arguments(arguments, names)
     for record, (state, places), name, known, settings in zip(records, logs, names, arguments, differing, strict=True):
         restarts, non_finite = record.find_incidents(x)
-        facts: dict[str, Any] = {"run": name, "settings": settings, "x": unit, "state": _describe_state(record, known)}
+        facts: dict[str, Any] = {
+            "run": name,
+            "settings": settings,
+            "x": unit,
+            "state": _describe_state(record, known, is_alone=not name),
+        }
         facts |= {"restarts": [(lost / size, restart / size) for lost, restart in restarts]}
         for curve in _plain_curves(state, known, places):
             found = [span for span in (curve.non_finite, curve.name == "loss" and non_finite) if span]
@@ -334,11 +341,11 @@ def explain_empty(record: RunRecord, x: str) -> str | None:
     return f"{record.folder}: the log has nothing to draw: set logging_steps."
 
 
-def _describe_state(record: RunRecord, arguments: dict[str, Any]) -> str:
-    """What became of a run, if it is not complete; else whether an evaluation is missing."""
+def _describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: bool) -> str:
+    """What became of a run, if it is not complete; else a missing evaluation, or of a single run the time."""
     page, state = record.page, record.state
     if nan := find_nan(page):
-        return f"diverged at step {format_span(*nan)}"
+        return f"{DIVERGED} at step {format_span(*nan)}"
     if page["state"] not in ("complete", "unobserved"):
         return f"{page['state']} at step {page['step']:,}"
     # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.
@@ -346,6 +353,8 @@ def _describe_state(record: RunRecord, arguments: dict[str, Any]) -> str:
     is_last = arguments.get("eval_strategy") == "epoch" and 0 < state.global_step == state.max_steps
     if is_last and not page["started"] and state.epoch not in epochs:
         return f"the evaluation after epoch {state.epoch:g} was not saved (observe=True keeps it)"
+    if is_alone and record.seconds:
+        return f"complete: {count_of(page['step'], 'steps')} in {format_duration(record.seconds)}"
     return ""
 
 

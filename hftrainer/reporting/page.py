@@ -238,9 +238,9 @@ def _marks(curves: list[Curve], top: float) -> Iterator[dict[str, Any]]:
             outline |= {"x": [step, step, start, start], "y": [0, 1, 1, 0], "fill": "toself"}
         outline |= {"line": {"color": colour, "dash": DASHES[dash], "width": 2 if dash == ":" else 1}}
         yield outline | {"hoverinfo": "skip", "fillcolor": "rgba(128, 128, 128, 0.15)", "mode": "lines"}
-    for row, (height, curve) in enumerate(panels.rug(curves)):
+    for row, (height, steps, curve) in enumerate(panels.rug(curves)):
         yield {
-            **{"x": [curve.steps[index] for index in curve.gaps], "y": [height] * len(curve.gaps), "mode": "markers"},
+            **{"x": steps, "y": [height] * len(steps), "mode": "markers"},
             **{"marker": {"symbol": "line-ns", "size": 4, "line": {"width": 1.5, "color": curve.colour}}},
             **{"legendgroup": curve.run or curve.name, "name": "not finite", "showlegend": not row},
             "hovertemplate": f"{curve.label}: not finite<extra></extra>",

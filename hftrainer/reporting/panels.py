@@ -14,7 +14,7 @@ import numpy as np
 from hftrainer.base.messages import format_number
 from hftrainer.checkpointing.saved_arguments import describe
 from hftrainer.errors import MissingPackage, cause_if_installed
-from hftrainer.reporting.curves import EVALUATION_LOSS, TIME_UNITS, WORDS, Curve
+from hftrainer.reporting.curves import DIVERGED, EVALUATION_LOSS, TIME_UNITS, WORDS, Curve
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS
 
 #: Number of losses from which a few high ones may leave a panel; their least ratio to the range of the others; and
@@ -23,15 +23,21 @@ MIN_CLIPPED_POINTS, CLIP_RATIO, LOG_CLIP_RATIO = 10, 3, 10
 #: Number of runs whose highest value above a panel is named, and of triangles at its upper edge for each.
 MAX_PEAK_TEXTS, MAX_TRIANGLES = 4, 30
 MEMORY_PANEL = "peak memory (MB)"
-#: The share of a panel's height of a row of marks of what is not finite, and of all rows at most.
-RUG_ROW, MAX_RUG = 0.04, 0.3
+#: The share of a panel's height of a row of marks of what is not finite, and of all rows at most; and number of parts
+#: of the axis that may have a mark.
+RUG_ROW, MAX_RUG, MAX_RUG_MARKS = 0.04, 0.3, 60
 
 
-def rug(curves: list[Curve]) -> list[tuple[float, Curve]]:
-    """Each curve with values that are not finite, and the height of the middle of its row of marks."""
+def rug(curves: list[Curve]) -> list[tuple[float, list[float], Curve]]:
+    """Each curve with values that are not finite; the height of its row of marks, and their places.
+
+    Of each part of the axis only the first has a mark, since others would run into it.
+    """
     rows = [curve for curve in curves if curve.gaps]
     size = min(RUG_ROW, MAX_RUG / max(1, len(rows)))
-    return [((row + 0.5) * size, curve) for row, curve in enumerate(rows)]
+    part = (max(step for curve in curves for step in curve.steps) or 1) / MAX_RUG_MARKS
+    marks = [{int(step / part): step for step in np.take(curve.steps, curve.gaps[::-1]).tolist()} for curve in rows]
+    return [((row + 0.5) * size, sorted(marks[row].values()), curve) for row, curve in enumerate(rows)]
 
 
 def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
@@ -209,8 +215,8 @@ def _constant_memory(curves: list[Curve]) -> str:
 def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str, str]]:
     """The restarts of runs, and each run's first non-finite values in a panel: start, step, text, colour and dash.
 
-    What is between start and step was lost. The text is empty if another line has it. A log line has the values since
-    the one before, so that the first step with a non-finite value may be earlier than the line.
+    What is between start and step was lost. The text is empty if another line or the entry of the run has it. A log
+    line has the values since the one before, so that the first step with a non-finite value may be earlier than it.
     """
     for curve in {curve.run: curve for curve in curves}.values():
         for number, (lost, restart) in enumerate(curve.restarts):
@@ -221,9 +227,11 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
     found = sorted(((*c.non_finite, c.label, c) for c in curves if c.non_finite), key=lambda mark: mark[0])
     runs = {run: [mark for mark in found if mark[3].run == run] for run in dict.fromkeys(mark[3].run for mark in found)}
     for (step, place, label, curve), *others in runs.values():
-        colour = curve.colour if curve.run and len(runs) > 1 else "red"
+        colour = curve.colour if curve.run else "red"
         also = "".join(f", {WORDS.get(other.name, other.name)} {place}" for _, place, _, other in others)
-        yield step, step, f"{label} is not finite {place}{also}", colour, ":"
+        # The entry of one of several runs says it.
+        is_said = bool(curve.run) and curve.state.startswith(DIVERGED)
+        yield step, step, "" if is_said else f"{label} is not finite {place}{also}", colour, ":"
 
 
 def describe_run(run: str, curves: list[Curve]) -> str:

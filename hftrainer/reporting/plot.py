@@ -142,11 +142,10 @@ def _draw_incidents(axis: Any, curves: list[Curve]) -> dict[str, Any]:
         line = axis.axvline(step, color=colour, linestyle=dash, linewidth=1.5 if dash == ":" else 0.8)
         axis.axvspan(start, step, color=colour, alpha=0.12, linewidth=0)
         handles |= {text: line} if text else {}
-    for height, curve in panels.rug(curves):
+    for height, steps, curve in panels.rug(curves):
         # In the unit of the panel's height.
-        missing, place = [curve.steps[index] for index in curve.gaps], axis.get_xaxis_transform()
-        style = {"color": curve.colour, "markersize": 6, "transform": place}
-        handles.setdefault("not finite", axis.plot(missing, [height] * len(missing), "|", **style)[0])
+        style = {"color": curve.colour, "markersize": 6, "transform": axis.get_xaxis_transform()}
+        handles.setdefault("not finite", axis.plot(steps, [height] * len(steps), "|", **style)[0])
     return handles
 
 

@@ -58,6 +58,11 @@ def test_run_whose_last_losses_are_nan_has_diverged(tmp_path):
     assert read_curves([str(tmp_path)])[0].state == "diverged at step 21-30"
 
 
+def test_complete_run_has_its_steps_and_time(tmp_path):
+    Journal(folder := write_observed_run(tmp_path)).write("end", 20, reason="complete")
+    assert read_curves([folder])[0].state.startswith("complete: 20 steps in ")
+
+
 def test_run_has_curves_of_loss_metrics_rate_and_norm(runs):
     found = logged_curves(RunRecord(runs[0]).state)
     panels = {panel: sorted(lines) for panel, lines in found.items() if lines}

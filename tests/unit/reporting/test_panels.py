@@ -11,7 +11,7 @@ from hftrainer.monitoring.journal import append_line
 from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting.curves import Curve, read_curves
 from hftrainer.reporting.page import _make_figure
-from hftrainer.reporting.panels import clipped_peaks, vertical_axis, vertical_lines
+from hftrainer.reporting.panels import clipped_peaks, describe_run, rug, vertical_axis, vertical_lines
 from hftrainer.reporting.plot import plot
 from tests.support.run_logs import texts_in_svg, write_log, write_observed_run
 
@@ -38,6 +38,16 @@ def test_all_losses_of_a_run_that_are_not_finite_are_named(tmp_path):
     assert text in page and set(heights) == {"0.02", "0.06"}
     # The losses, all 1, are above the marks.
     assert vertical_axis(read_curves([str(tmp_path / "run")]))[1][0] == pytest.approx(-0.1 - 2.2 * 0.08 / 0.92)
+
+
+def test_marks_of_a_long_row_that_is_not_finite_do_not_run_together(tmp_path):
+    """Of several runs, the entry of the run that diverged says it, and its line has no other."""
+    log = [{"loss": math.nan if step > 600 else 1.0, "step": step} for step in range(1, 1201)]
+    runs = [write_log(tmp_path / "nan", log), write_log(tmp_path / "good", log[:9])]
+    ((_, places, _),) = rug(curves := read_curves(runs))
+    assert len(places) == 31 and (places[0], places[-1]) == (601, 1200)
+    assert [line[1:] for line in vertical_lines(curves)] == [(601, "", curves[0].colour, ":")]
+    assert "diverged at step 601" in describe_run("nan", curves)
 
 
 def test_mean_leaves_out_an_isolated_spike_which_has_one_mark(tmp_path):
