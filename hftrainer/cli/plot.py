@@ -101,8 +101,10 @@ def _draw_study(options: argparse.Namespace) -> _Drawn:
     """Draw a search, and compare its best trials."""
     from hftrainer.search.study_plots import best_trials, plot_study
 
-    paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
-    return _Drawn(paths, *best_trials(options.study, options.study_name))
+    rows, note = best_trials(options.study, options.study_name)
+    table = f"{_compare(rows)}\n\n{note}" if rows and options.html else ""
+    paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html, table=table)
+    return _Drawn(paths, rows, note)
 
 
 def _draw_runs(options: argparse.Namespace) -> _Drawn:

@@ -9,7 +9,9 @@ import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 #: File name → Optuna's plot function, the minimum number of completed trials, and a title.
 PLOTS = {
     "history": ("plot_optimization_history", 1, "History of {}: each trial, and the best so far"),
-    "importance": ("plot_param_importances", 2, "Importance of hyperparameters for {} (the shares sum to 1)"),
+    "importance": ("plot_param_importances", 2, "Importance of hyperparameters for {} (the shares sum to 1{})"),
     "parallel_coordinates": ("plot_parallel_coordinate", 2, "Hyperparameters and {}: a line per trial"),
 }
 #: Number of completed trials below which importances are uncertain.
@@ -41,7 +43,9 @@ REASON_MARKS = {
 }
 
 
-def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", html: bool | str = False) -> list[str]:
+def plot_study(
+    storage: str, study_name: str | None = None, *, out: str = ".", html: bool | str = False, table: str = ""
+) -> list[str]:
     """Plot a study's objectives, hyperparameter importances, and trials in parallel coordinates.
 
     Args:
@@ -49,6 +53,7 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
         study_name: name of the study; optional if the storage has only one.
         out: output folder.
         html: also write a page of all plots; "cdn" for one that fetches plotly's script, of 5 MB, from the network.
+        table: the best trials as text, for the page.
 
     Returns:
         The paths of the files. A study with several objectives has one plot of each kind per objective.
@@ -78,25 +83,26 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
             suffix = f"_{number}" if len(names) > 1 else ""
             path = Path(out) / f"{prefix}{name}{suffix}.png"
             shown, marked, limits = _without_far_trials(study, number)
-            heading = title.format(names[number])
+            doubt = f"; a rough guess: only {count} trials" * (count < MANY_TRIALS)
+            heading = title.format(names[number], doubt)
             left_out = [f"{len(found)} {why}" for why, (found, _) in _by_reason(marked) if why != "best trial"]
             if name == "parallel_coordinates":
                 best = next(trial for trial, (_, why) in marked.items() if why == "best trial")
                 heading += f" (best: trial {best})" + f", without {', '.join(left_out)}" * bool(left_out)
             if name == "importance":
                 shown = study
-                if count < MANY_TRIALS:
-                    heading += f" (a rough guess: only {count} trials)"
             _draw_png(function, shown, objective, path, heading, marked, limits)
             paths.append(str(path))
             if html:
                 is_maximized = study.directions[number].name == "MAXIMIZE"
                 figure = _make_page(function, shown, objective, heading, marked, limits, is_maximized)
                 script = False if parts else html
-                parts.append(figure.to_html(full_html=False, include_plotlyjs=script, default_height="90vh"))
+                parts.append(figure.to_html(full_html=False, include_plotlyjs=script, default_height="480px"))
     if parts:
         page = Path(out) / f"{prefix}search.html"
-        page.write_text("\n".join(['<!DOCTYPE html><meta charset="utf-8"><title>Search</title>', *parts]), "utf-8")
+        fields = {"title": escape(f"Search {study.study_name}"), "table": escape(table), "plots": "\n".join(parts)}
+        template = Template(Path(__file__).with_name("search.html").read_text("utf-8"))
+        page.write_text(template.substitute(fields), "utf-8")
         paths.append(str(page))
     return paths
 

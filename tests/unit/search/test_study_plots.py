@@ -46,6 +46,7 @@ def test_command_writes_pictures_and_pages_of_a_study(url, tmp_path, capsys):
     page = (tmp_path / "new" / "search.html").read_text()
     assert r"many_\u003cbr\u003ekinds" in page and os.path.getsize(expected[-1]) < 8e6  # not truncated; plotly once
     assert "learning_rate" in page and "a rough guess: only 6 trials" in page
+    assert "<h1>Search a</h1>\n<pre>trial  objective" in page and page.count("height:480px") == 3
     assert "<script src=" not in page  # nothing to fetch
 
 
