@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.base.messages import format_number
 from hftrainer.errors import InvalidArgument
 from hftrainer.reporting.curves import COLOURS
 from hftrainer.reporting.panels import axis_range, import_plotting
@@ -261,6 +262,14 @@ def _label_parameters(figure: Any, names: list[str]) -> None:
     """Write the whole names, which Optuna truncates, and values that can be read over lines."""
     figure.set_size_inches(max(10, 2.2 * len(names)), 6)
     figure.axes[0].set_xticks(range(len(names)), list(map(_wrap, names)), rotation=0)
+    for axis in (axis for axis in figure.axes[1:] if axis.get_yscale() == "log"):
+        # Its ends, which are rarely powers of ten, and those between them that leave space.
+        low, high = axis.get_ylim()
+        between = [
+            tick for tick in axis.get_yticks() if (high / low) ** 0.05 * low < tick < high / (high / low) ** 0.05
+        ]
+        axis.set_yticks([low, *between, high], list(map(format_number, [low, *between, high])))
+        axis.minorticks_off()
     for label in (label for axis in figure.axes[1:] for label in axis.get_yticklabels(which="both")):
         label.set(fontsize=9, bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1})
 

@@ -8,6 +8,7 @@ import optuna
 import pytest
 
 from hftrainer.__main__ import main
+from hftrainer.base.messages import format_number
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.search.study_plots import best_trials, plot_study
 
@@ -82,6 +83,15 @@ def test_axis_has_the_name_of_the_metric(tmp_path):
     plot_study(url, out=str(tmp_path), html=True)
     plots = (tmp_path / "search.html").read_text().split("Plotly.newPlot")[-3:]
     assert all("eval_loss" in plot for plot in plots)
+
+
+def test_log_axis_of_parallel_coordinates_has_labels_at_its_ends(url, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **settings: figures.append(figure))
+    plot_study(url, out=str(tmp_path))
+    rates = next(axis for axis in figures[2].axes[1:] if axis.get_yscale() == "log")
+    ticks, ends = [*rates.get_yticks()], [*rates.get_ylim()]
+    assert [ticks[0], ticks[-1]] == ends and rates.get_yticklabels()[0].get_text() == format_number(ends[0])
 
 
 def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch):
