@@ -73,7 +73,7 @@ def test_spikes_of_a_short_curve_leave_a_panel_before_its_scale_is_chosen(tmp_pa
     """On a page the line to them is faint, and the other one has a gap."""
     losses = [100.0 if step % 10 == 5 else 1 - step / 60 for step in range(40)]
     (curve,) = read_curves([write_log(tmp_path, [{"step": step, "loss": loss} for step, loss in enumerate(losses)])])
-    assert vertical_axis([curve])[0] == "linear" and vertical_axis([curve])[1][1] < 1.2
+    assert (axis := vertical_axis([curve]))[0] == "linear" and axis[1][1] < 1.2
     faint, plain = (each for each in _make_figure([curve]).data if "off" in str(each.meta))
     assert faint.opacity == 0.3 and max(faint.y) == 100 and math.isnan(plain.y[5]) and plain.y[4] == losses[4]
 
