@@ -1,4 +1,4 @@
-"""`Run`: what one `train()` counts, kept until the next; and `Attempt`, what is fixed for one attempt of it.
+"""`Run`: what a run counts, kept until the next; and `Attempt`, what is fixed for one attempt of it.
 
 Neither is the plan of the engine (`parallel/plan.py`), which is made from the arguments, for all runs of a Trainer.
 """
@@ -52,7 +52,10 @@ class Attempt:
 
 @dataclass
 class Run:
-    """The counters and sums of one `train()`, over all its attempts, and the objects that last as long.
+    """The counters and sums of a run, and the objects that last as long. A Trainer keeps one for all its runs.
+
+    Each attempt resets the counters (`reset_attempt`, `set_start_values`): after a rollback they count from the step to
+    which it returned.
 
     Attributes:
         train_batch_size: samples in a training micro-batch of this process.
@@ -69,9 +72,9 @@ class Run:
         loss_since_log: the sum of the losses since the last log line, `()`, on the device.
         loss_up_to_log: the sum of the losses up to the last log line.
         last_logged_step: optimizer step of the last log line.
-        initial_step: optimizer steps at the start of the run.
-        initial_tokens_seen: input tokens seen at the start of the run.
-        trained_tokens: input tokens of this run, over all processes.
+        initial_step: optimizer steps at the start of the attempt.
+        initial_tokens_seen: input tokens seen at the start of the attempt.
+        trained_tokens: input tokens of the attempt, over all processes.
         has_checked_model: whether the model has been checked for `elastic` and `flatten_batches`.
         flos: floating-point operations since they were last added to the state.
         evaluation_metrics: metrics of the last evaluation of this run, which determined the best model.
@@ -81,7 +84,7 @@ class Run:
         mems: the model's memory of earlier batches, with `past_index`.
         heartbeat: the signs of progress, which the server of `metrics_port` reports.
         last_saved_step: optimizer step of the last checkpoint.
-        checkpoints_written: the checkpoint folders that this run wrote, in order.
+        checkpoints_written: the checkpoint folders that the attempt wrote, in order.
         has_saved_after_error: whether an error that ends the run made it write the last of them.
         skipped_samples: the samples that the run skips, with `on_divergence`.
         initial_state: a copy of the initial state, while the run may return to it.
@@ -141,15 +144,18 @@ class Run:
     def reset_attempt(self) -> None:
         """Reset the state of one attempt at training."""
         self.logged_metrics = LoggedMetrics()
-        self.checkpoints_written, self.has_saved_after_error = [], False
+        self.checkpoints_written = []
+        self.has_saved_after_error = False
         self.flos = 0.0
         self.evaluation_metrics = None
         self.has_checked_model = self.has_unfinished_evaluation = False
 
     def set_start_values(self, state: TrainerState, device: torch.device) -> None:
-        """Set the counters and sums to their values at the start of the run."""
+        """Set the counters and sums to their values at the start of the attempt."""
         self.loss_since_log = torch.tensor(0.0, device=device)
-        self.loss_up_to_log, self.trained_tokens, self.seconds_by_activity = 0.0, 0, {}
+        self.loss_up_to_log = 0.0
+        self.trained_tokens = 0
+        self.seconds_by_activity = {}
         self.last_saved_step = self.initial_step = self.last_logged_step = state.global_step
         self.initial_tokens_seen = state.num_input_tokens_seen
 

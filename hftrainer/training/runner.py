@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingRunner(Part):
-    """Runs training, restarts it with smaller batches after out-of-memory errors, and releases its objects."""
+    """Runs training, in several attempts if `Restarts` says how to go on, and releases its objects."""
 
     def __init__(self, parts: TrainerParts) -> None:
         super().__init__(parts)
