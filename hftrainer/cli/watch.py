@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from hftrainer.monitoring.run_page import WatchedRun
+    from hftrainer.reporting.metrics import Span
 
 #: State of a run → colour of its frame and progress bar; red for other states, and if the loss is NaN.
 COLOURS = {"running": "cyan", "complete": "green", "stopped": "yellow", "unobserved": "blue"}
@@ -273,20 +274,20 @@ def _parts(page: dict[str, Any], width: int, colour: str, lines: int, left_out: 
     if any(page["seconds"]["all"].values()) and left_out < 2:
         yield _seconds_by_activity(page["seconds"])
     checkpoints = page["checkpoints"][: -MAX_EVENTS - 1 : -1]
-    # The weights before the first loss that is NaN may be its cause.
-    first_bad = nan[0] - 1 if (nan := find_nan(page)) else math.inf
+    nan = find_nan(page)
     if saves := [
-        f"{os.path.basename(save['folder'])} {_format_age(now, save['time'])}{', NaN' * (save['step'] >= first_bad)}"
+        f"{os.path.basename(save['folder'])} {_format_age(now, save['time'])}{_nan_mark(save['step'], nan)}"
         for save in checkpoints[: MAX_EVENTS if left_out < 4 else 0]
     ]:
         yield Text(_join([f"saved: {saves[0]}", *saves[1:]], width))
-    usable = [save["folder"] for save in page["checkpoints"] if save["step"] < first_bad]
+    usable = [save["folder"] for save in page["checkpoints"] if not _nan_mark(save["step"], nan)]
     # A callback stops a run on purpose.
-    if page["state"] in ("stopped", "killed", "failed") and page["reason"] != "stopped" and usable:
+    is_interrupted = page["state"] in ("stopped", "killed", "failed") and page["reason"] != "stopped"
+    if is_interrupted and usable:
         path = os.path.join(page["folder"], os.path.basename(usable[-1]))
         yield Text(f"to resume: trainer.train(resume_from_checkpoint={path!r})", "dim")
-    elif page["state"] == "killed" and not page["checkpoints"]:
-        yield Text("no checkpoint yet: start it again", "dim")
+    elif is_interrupted and not page["checkpoints"]:
+        yield Text("no checkpoint: start it again", "dim")
     for warning in page["warnings"][-1 if left_out else -MAX_EVENTS :]:
         # The warning may be of a step that has begun since, and name it.
         place = "" if re.search(r"(?i)\bstep \d", warning["text"]) else f", after step {warning['step']:,}"
@@ -303,6 +304,14 @@ def _join(parts: Iterable[str], width: int) -> str:
     """Parts in lines that end between two parts, with dots between those of a line."""
     text = "\xa0· ".join("\xa0".join(part.split()) for part in parts)
     return textwrap.fill(text, width, break_on_hyphens=False).replace("\xa0·\n", "\n").replace("\xa0", " ")
+
+
+def _nan_mark(step: int, nan: Span) -> str:
+    """Says of a checkpoint whether its weights are NaN, if the loss became NaN in this span of steps."""
+    # The weights before the first loss that is NaN may be its cause.
+    if nan is None or step < nan[0] - 1:
+        return ""
+    return ", NaN" if step >= nan[1] else ", maybe NaN"
 
 
 def _make_progress(page: dict[str, Any], colour: str) -> Table:

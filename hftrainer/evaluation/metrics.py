@@ -208,7 +208,9 @@ def as_metrics(compute_metrics: Any, *, is_batchwise: bool = False) -> FunctionM
     if isinstance(compute_metrics, TorchMetrics):
         return compute_metrics
     _refuse_class("compute_metrics", compute_metrics)
-    if libraries.is_torchmetric(compute_metrics) or isinstance(compute_metrics, Mapping):
+    # For a function, `isinstance` would ask all classes that derive from Mapping: half a second with many libraries.
+    is_function = inspect.isroutine(compute_metrics)
+    if not is_function and (libraries.is_torchmetric(compute_metrics) or isinstance(compute_metrics, Mapping)):
         return TorchMetrics(compute_metrics)
     if compute_metrics is not None and not callable(compute_metrics):
         raise InvalidArgument(
@@ -217,7 +219,7 @@ def as_metrics(compute_metrics: Any, *, is_batchwise: bool = False) -> FunctionM
         )
     if compute_metrics is None or not is_batchwise:
         return FunctionMetrics(compute_metrics)
-    method = compute_metrics if inspect.isroutine(compute_metrics) else type(compute_metrics).__call__
+    method = compute_metrics if is_function else type(compute_metrics).__call__
     if not accepts(method, "compute_result"):
         raise InvalidArgument(
             "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=...) for every batch, but yours "

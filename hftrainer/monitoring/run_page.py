@@ -148,16 +148,18 @@ class JournalSummary:
             name: sum(interval["seconds"].get(name, 0.0) for interval in self.intervals) for name in journal.ACTIVITIES
         }
 
-    def metric(self, name: str, nan_step: float) -> dict[str, float | None]:
+    def metric(self, name: str, nan: Span) -> dict[str, float | None]:
         """The last and the best value of a curve.
 
         Args:
             name: the curve.
-            nan_step: the first step whose loss is NaN for good. An evaluation of the weights that it began with, or of
-                later ones, is never the best.
+            nan: when the loss became NaN for good. No later evaluation is the best, nor one of the weights with which
+                the first step began whose loss is NaN, if that is known exactly.
         """
         steps, values = self.curves[name]
-        end = nan_step - 1 if name.startswith("eval_") else nan_step
+        end: float = math.inf if nan is None else nan[0]
+        if nan is not None and nan[0] == nan[1] and name.startswith("eval_"):
+            end -= 1
         finite = [(value, at) for at, value in zip(steps, values, strict=True) if at < end and not math.isnan(value)]
         choose = choose_best(name, self.begin or {})
         best, best_step = choose(finite, key=lambda pair: pair[0]) if choose and finite else (None, None)
@@ -269,8 +271,8 @@ class WatchedRun:
             "warnings": _rows(run.warnings, "text", "step", "time"),
             "curves": {name: dict(zip(("steps", "values"), run.curves[name], strict=True)) for name in names},
         }
-        nan_step = nan[0] if (nan := find_nan(page)) else math.inf
-        return page | {"metrics": {name: run.metric(name, nan_step) for name in names}}
+        nan = find_nan(page)
+        return page | {"metrics": {name: run.metric(name, nan) for name in names}}
 
 
 def find_nan(page: dict[str, Any]) -> Span:

@@ -95,7 +95,9 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     """
     calm = [list(filter(math.isfinite, curve.without_spikes)) for curve in curves]
     values, highs = [value for part in calm for value in part], list(map(max, calm))
-    bottom, end, high = min(values), max(highs), max(map(max, parts))
+    lowest, end, high = min(map(min, parts)), max(highs), max(map(max, parts))
+    # A dip of positive values flattens nothing.
+    bottom = lowest if lowest >= 0 else min(values)
     if curves[0].run:
         end = max(high for high in highs if high <= abs(100 * statistics.median_low(highs)))
     high = high if high <= LOG_CLIP_RATIO * end else end

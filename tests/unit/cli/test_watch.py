@@ -137,7 +137,7 @@ def test_killed_process_is_reported(tmp_path, capsys, monkeypatch):
     train(begin(tmp_path, pid=process.pid), 10)
     make_older(tmp_path, 200)
     page = show(capsys, monkeypatch, tmp_path, width=160)
-    assert f"killed: process {process.pid} on " in page and "no checkpoint yet: start it again" in page
+    assert f"killed: process {process.pid} on " in page and "no checkpoint: start it again" in page
     assert WatchedRun(str(tmp_path)).read()["seconds_left"] is None
 
 
@@ -272,10 +272,18 @@ def test_losses_that_are_not_finite_are_shown(tmp_path, capsys, monkeypatch):
     train(journal, 50, 60, loss=float("nan"))
     journal.write("end", 60, reason="complete")
     assert "  loss NaN since step 41-50, complete " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
+    evaluate(journal, 40, accuracy=0.8)
+    assert WatchedRun(str(tmp_path)).read()["metrics"]["eval_accuracy"]["best_step"] == 40
     journal.write("warning", 60, text="", non_finite_step=43)
     evaluate(journal, 42, accuracy=0.9)  # of the weights with which step 43 began
-    assert WatchedRun(str(tmp_path)).read()["metrics"]["eval_accuracy"]["best_step"] is None
+    assert WatchedRun(str(tmp_path)).read()["metrics"]["eval_accuracy"]["best_step"] == 40
     assert "  loss NaN since step 43, complete " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
+
+
+@pytest.mark.parametrize(("step", "mark"), [(39, ""), (40, ", maybe NaN"), (49, ", maybe NaN"), (50, ", NaN")])
+def test_checkpoint_is_marked_if_its_weights_may_be_nan(step, mark):
+    assert watch._nan_mark(step, (41, 50)) == mark
+    assert watch._nan_mark(step, None) == ""
 
 
 def test_low_page_keeps_a_chart(tmp_path):

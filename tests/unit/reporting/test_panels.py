@@ -78,6 +78,12 @@ def test_spikes_of_a_short_curve_leave_a_panel_before_its_scale_is_chosen(tmp_pa
     assert faint.opacity == 0.3 and max(faint.y) == 100 and math.isnan(plain.y[5]) and plain.y[4] == losses[4]
 
 
+def test_single_low_value_stays_in_the_panel():
+    losses = [0.5 if step % 2 else 0.52 for step in range(20)]
+    losses[12] = 0.1
+    assert vertical_axis([Curve("loss", "loss", list(map(float, range(20))), losses)])[1][0] < 0.1
+
+
 @pytest.mark.parametrize(("other", "scale"), [(1e-3, "linear"), (2e-5, "log")])
 def test_learning_rates_that_differ_50_fold_get_a_log_scale(tmp_path, other, scale):
     rates = {"a": [0.0, 1e-3, 1e-5, 0.0], "b": [0.0, other, other / 2, 0.0]}
