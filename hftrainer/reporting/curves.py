@@ -41,7 +41,7 @@ X_AXES = {"step": "Optimizer step", "epoch": "Epoch"} | {unit: f"Time ({unit})" 
 #: Those of Okabe and Ito, which differ for colour-blind readers too, and four others.
 COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #56b4e9 #e69f00 #000000 #882255 #999933 #5e3c99 #a6611a".split()
 #: Shape of a run's markers: matplotlib's name → plotly's name. Six: with the colours, 66 combinations.
-MARKS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross"}
+MARKS = {"o": "circle", "s": "square", "X": "x", "D": "diamond", "p": "pentagon", "P": "cross"}
 #: Line style: matplotlib's → plotly's.
 DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 #: Number of points from which a noisy curve is drawn faintly, under its mean, and others have no markers; from which a
