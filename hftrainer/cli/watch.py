@@ -71,8 +71,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
 
     if not 0 < options.every <= 86_400:
         parser.error(f"--every {options.every:g}: use a number of seconds above 0, and at most 86400")
-    places = [(folder, "" if find_runs(folder, "") else "*/") for folder in sort_pattern(options.folders)]
-    options.folders = [run for folder, place in places for run in find_runs(folder, place) or [folder]]
+    folders = sort_pattern(options.folders)
+    options.folders = [run for folder in folders for run in find_runs(folder, "") or find_runs(folder) or [folder]]
     runs = [WatchedRun(folder) for folder in options.folders]
     names = run_names(options.folders)
     try:
@@ -277,7 +277,7 @@ def _parts(page: dict[str, Any], width: int, colour: str, lines: int, left_out: 
     nan = find_nan(page)
     if saves := [
         f"{os.path.basename(save['folder'])} {_format_age(now, save['time'])}{_nan_mark(save['step'], nan)}"
-        for save in checkpoints[: MAX_EVENTS if left_out < 4 else 0]
+        for save in (checkpoints if left_out < 4 else ())
     ]:
         yield Text(_join([f"saved: {saves[0]}", *saves[1:]], width))
     usable = [save["folder"] for save in page["checkpoints"] if not _nan_mark(save["step"], nan)]

@@ -207,6 +207,10 @@ class Curve:
         means = iter((((sums[end] - sums[first]) / (end - first)) ** power).tolist())
         return [next(means) if math.isfinite(value) else math.nan for value in self.values]
 
+    def below(self, top: float) -> list[float]:
+        """The values, with a gap for those above `top`: the lines to them would be walls."""
+        return [value if value <= top else math.nan for value in self.drawable]
+
     def peaks(self, top: float) -> list[int]:
         """The index of the highest of each group of neighbours above `top`."""
         above = enumerate(index for index, value in enumerate(self.values) if value > top)

@@ -212,9 +212,7 @@ def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]
     faint = {"mode": "lines", "opacity": panels.opacity_under_mean(curves), "line": trace["line"] | {"width": 1}}
     levels, plain = curve.smoothings, [trace]
     if curve.peaks(top := panels.vertical_axis(curves)[1][1]):
-        # The lines to a value above the panel would be walls.
-        below = [value if value <= top else math.nan for value in curve.drawable]
-        plain = [trace | faint, trace | {"y": curve.points(below)[1], "hoverinfo": "skip"}]
+        plain = [trace | faint, trace | {"y": curve.points(curve.below(top))[1], "hoverinfo": "skip"}]
     if not levels:
         yield from plain
     else:

@@ -124,9 +124,7 @@ def _draw_lines(axis: Any, curves: list[Curve]) -> dict[str, Any]:
         if curve.mean or curve.peaks(top):
             faint = {"color": curve.colour, "linewidth": 0.8, "alpha": panels.opacity_under_mean(curves)}
             axis.plot(*curve.points(curve.drawable), **faint)
-        # The lines to a value above the panel would be walls.
-        below = [value if value <= top else math.nan for value in curve.drawable]
-        axis.plot(*curve.points(curve.mean or below), **marks, **style)
+        axis.plot(*curve.points(curve.mean or curve.below(top)), **marks, **style)
         style |= {"color": curve.legend_colour, "marker": curve.mark if curve.owner else "", "linewidth": 1.5}
         handles.setdefault(curve.legend_entry, axis.plot([], [], **style)[0])
         if curve.best is not None:

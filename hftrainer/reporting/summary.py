@@ -155,10 +155,11 @@ def make_stop_message(state: TrainerState, runtime: float, seconds: Mapping[str,
 
 def make_goodput_message(events: list[dict[str, Any]]) -> str:
     """The share of steps in the time since a resumed run's start from scratch; empty without a resume."""
-    share, starts = goodput(events), sum(event["event"] == "begin" for event in select_last_run(events))
+    share, last_run = goodput(events), select_last_run(events)
+    starts = sum(event["event"] == "begin" for event in last_run)
     if share is None or starts < 2:
         return ""
-    pairs = pairwise(select_last_run(events))
+    pairs = pairwise(last_run)
     has_failed = any(now["event"] == "begin" and before.get("reason") not in CHOSEN for before, now in pairs)
     time = f"{share:.0%} of the time{', with pauses after failures,' * has_failed}"
     return f"Goodput: {time} went into steps that were kept ({starts} starts)."
