@@ -16,6 +16,7 @@ FOLDER = ".requests"
 #: Request → the control flag that it sets in `TrainerControl`.
 FLAGS = {"save": "should_save", "evaluate": "should_evaluate", "stop": "should_training_stop"}
 REQUESTS = (*FLAGS, "profile")
+_FLAG_OF_ACTIVITY = {"saving": FLAGS["save"], "evaluation": FLAGS["evaluate"]}
 #: Seconds between two checks of the folder.
 _PERIOD = 1.0
 _PROFILED_STEPS = 10
@@ -68,7 +69,7 @@ class Requests:
         now = time.monotonic()
         for activity, minutes in self._minutes.items():
             if minutes is not None and now - self._last_times[activity] >= 60 * minutes:
-                setattr(control, FLAGS["save" if activity == "saving" else "evaluate"], True)
+                setattr(control, _FLAG_OF_ACTIVITY[activity], True)
         if self._profile is not None and step >= self._profile.last_step:
             self.close()
         if now >= self._next_poll:
