@@ -1,5 +1,6 @@
 """Which progress bar a Trainer has, and what it writes to a terminal and to a file."""
 
+import contextlib
 import fcntl
 import functools
 import importlib
@@ -143,6 +144,15 @@ def callback_names(trainer):
     return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
 
 
+def _read_to_end(terminal):
+    """Returns what was written to a terminal whose other end is closed; a single read may return a part."""
+    text = b""
+    with os.fdopen(terminal, "rb", buffering=0) as file, contextlib.suppress(OSError):  # EIO is the end
+        while part := file.read(65536):
+            text += part
+    return text
+
+
 def test_output_to_a_file_has_no_bar(tmp_path, processes):
     """No bar and no control characters: each log line is a line."""
     done = processes.run(write_script(tmp_path), cwd=tmp_path, merge=True)
@@ -163,13 +173,7 @@ def test_terminal_bar_counts_optimizer_steps(tmp_path, processes):
     process = processes.start(write_script(tmp_path), os.ttyname(theirs), cwd=tmp_path, merge=True)
     os.read(ours, 1)  # it has the terminal; without a process that has it, reading ends
     os.close(theirs)
-    text = b""
-    while True:
-        try:
-            text += os.read(ours, 65536)
-        except OSError:  # the other end is closed
-            break
-    os.close(ours)
+    text = _read_to_end(ours)
     assert process.wait() == 0
     assert b"4/4" in text
     assert b"5/5" in text
@@ -194,8 +198,7 @@ def test_ctrl_c_erases_the_bar(monkeypatch):
         with SignalListener(should_save=True).handle_signals():
             signal.raise_signal(signal.SIGINT)
         bar.close()
-        drawn, erased, _ = os.read(ours, 65536).decode().partition("\r\x1b[K")
-    os.close(ours)
+    drawn, erased, _ = _read_to_end(ours).decode().partition("\r\x1b[K")
     assert erased and "0/4" in drawn and len(drawn.split("\r")[-1]) <= 37
 
 
