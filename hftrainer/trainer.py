@@ -240,7 +240,7 @@ class Trainer(EarlierMethods):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Build the engine from the arguments, and `self.accelerator` from the engine."""
-        self._hftrainer.trainer_setup.make_engine()
+        self._hftrainer.trainer_setup.make_engine_and_accelerator()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model to a device, unless it already spans several devices."""
@@ -490,7 +490,7 @@ class Trainer(EarlierMethods):
             self._hftrainer.training_runner.check_one_process(resume_from_checkpoint)
             with unpacked_ckpt(resume_from_checkpoint) as checkpoint:
                 self._memory_tracker.start()
-                self._hftrainer.training_runner.prepare_call(checkpoint, trial)
+                self._hftrainer.training_runner.prepare_train(checkpoint, trial)
                 return self._hftrainer.training_runner.run_attempts(trial, ignore_keys_for_eval)
 
     @overridable_property
@@ -847,7 +847,7 @@ class Trainer(EarlierMethods):
         """
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
         saver = self._hftrainer.checkpoint_saver
-        with HideEngineFrames(), saver.weights_to_save(folder, internal=_internal_call) as arguments:
+        with HideEngineFrames(), saver.prepare_save(folder, internal=_internal_call) as arguments:
             if arguments is not None:
                 self._save(folder, **arguments)
         self._hftrainer.storage_sync.upload_files()

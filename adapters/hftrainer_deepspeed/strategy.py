@@ -181,7 +181,7 @@ class DeepSpeedStrategy(Strategy):
         if self.holder.config.is_zero3():
             self._gathered_states = {"model": self._full_weights(model)}
 
-    def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
+    def checkpoint_weights(self, model: nn.Module) -> dict[str, Any]:
         """The full weights, gathered now if they were not; empty if they stay partitioned."""
         return dict(self._gathered_states["model"]) if "model" in self._gathered_states else self._full_weights(model)
 

@@ -8,7 +8,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -42,6 +42,18 @@ if TYPE_CHECKING:
 
 #: Lightning's loops over an evaluation or test set.
 Stage = Literal["validate", "test", "predict"]
+
+
+class CallbackValues(NamedTuple):
+    """What Lightning's callbacks add to a checkpoint.
+
+    Attributes:
+        weights: the weights that they save instead of the model's, if those have other names, else None.
+        state: the callbacks' state for a resumed run; may be empty.
+    """
+
+    weights: dict[str, torch.Tensor] | None
+    state: dict[str, Any]
 
 
 class LightningEngine:
@@ -80,7 +92,7 @@ class LightningEngine:
         strategy.start()
         self.scaler = strategy.make_scaler()
         self._validation_group: evaluation_loops.ValidationGroup | None = None
-        self._saved_values: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
+        self._callback_values: CallbackValues | None = None
 
     def fit(self, loop: TrainingLoop, model: torch.nn.Module, *, log_every_n_steps: int) -> None:
         """Run training in Lightning's loop.
@@ -205,14 +217,15 @@ class LightningEngine:
             # Lightning opens its loggers, which starts a run. Only callbacks need them here.
             self.pl_trainer.loggers = loggers = self._loggers_or_fallback() if self.callbacks else []
             self.pl_module = pl_module = TrainerModule(model)
-            pl_module.active_evaluation = evaluation, getattr(self.pl_trainer, f"{stage}_loop")
+            pl_module.evaluation_pass = evaluation
+            pl_module.evaluation_loop = evaluation_loop = getattr(self.pl_trainer, f"{stage}_loop")
             self.is_evaluating = True
             options = {"return_predictions": False} if stage == "predict" else {"verbose": False}
             try:
                 getattr(self.pl_trainer, stage)(pl_module, dataloaders=batches, **options)
             finally:
                 # Lightning attaches a validation's loader to the loop within `fit`, too.
-                for loop in (pl_module.active_evaluation[1], self.pl_trainer.fit_loop.epoch_loop.val_loop):
+                for loop in (evaluation_loop, self.pl_trainer.fit_loop.epoch_loop.val_loop):
                     evaluation_loops.release_data(loop)
                 self.pl_trainer.loggers = loggers
                 pl_module.detach()
@@ -240,30 +253,26 @@ class LightningEngine:
         evaluation_loops.end_group(self.pl_trainer, self.pl_module, group, metrics)
 
     @contextlib.contextmanager
-    def apply_callback_weights(
-        self, model: torch.nn.Module
-    ) -> Iterator[tuple[dict[str, torch.Tensor] | None, dict[str, Any]]]:
+    def apply_callback_weights(self, model: torch.nn.Module) -> Iterator[CallbackValues]:
         """Let Lightning's callbacks add to a checkpoint that is written in the block, within `fit`.
 
         In the block, the model holds the weights that callbacks save instead of its own.
 
-        Yields:
-            Those weights if their names differ from the model's, else None; and the callbacks' state for a resumed run,
-            which may be empty. A nested block yields the values of the outer one.
+        A nested block yields the values of the outer one.
         """
-        if self._saved_values is not None or not self.is_fitting:
-            yield self._saved_values or (None, {})
+        if self._callback_values is not None or not self.is_fitting:
+            yield self._callback_values or CallbackValues(None, {})
             return
         assert self.pl_trainer is not None and self.pl_module is not None
         weights, state = lightning_callbacks.collect_state(self.pl_trainer, self.pl_module, self._training_callbacks)
         # The state may hold the model's tensors, which change while other weights are in the model.
         state = copy.deepcopy(state) if weights is not None else state
         with lightning_callbacks.put_weights_into_model(model, weights) as renamed_weights:
-            self._saved_values = renamed_weights, state
+            self._callback_values = CallbackValues(renamed_weights, state)
             try:
-                yield self._saved_values
+                yield self._callback_values
             finally:
-                self._saved_values = None
+                self._callback_values = None
 
     def save_lightning_checkpoint(self, path: str) -> bool:
         """Write a Lightning checkpoint of the current or last run. Returns False if there was no run."""

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from hftrainer.training.steps.loop import TrainingLoop
 
 #: Attributes of the run, not of the model, that a copy of the module lacks: callbacks copy it.
-_NOT_COPIED = ("training_loop", "make_ckpt_entry", "_optimizer", "_scheduler", "_callback_states")
+_NOT_COPIED = (
+    "training_loop",
+    "make_ckpt_entry",
+    "evaluation_pass",
+    "evaluation_loop",
+    "_optimizer",
+    "_scheduler",
+    "_callback_states",
+)
 
 
 class TrainerModule(WithoutBatchTransfer):
@@ -46,7 +54,8 @@ class TrainerModule(WithoutBatchTransfer):
         #: Whether callbacks have been notified of the start of validation, but not of its end.
         self.is_validating = False
         #: The evaluation pass in progress, and the Lightning loop that runs it.
-        self.active_evaluation: tuple[EvaluationPass | None, Any] = None, None
+        self.evaluation_pass: EvaluationPass | None = None
+        self.evaluation_loop: Any = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
         self._callback_states: Mapping[str, Any] = {}
@@ -66,10 +75,10 @@ class TrainerModule(WithoutBatchTransfer):
         vars(self).pop("training_loop", None)
         self._optimizer = self._scheduler = None
         self._callback_states = {}
-        self.active_evaluation = None, None
+        self.evaluation_pass = self.evaluation_loop = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **dict.fromkeys(_NOT_COPIED), "active_evaluation": (None, None)}
+        return {**super().__getstate__(), **dict.fromkeys(_NOT_COPIED)}
 
     @property
     def backbone(self) -> torch.nn.Module:
@@ -202,9 +211,8 @@ class TrainerModule(WithoutBatchTransfer):
     @property
     def evaluation(self) -> EvaluationPass:
         """The pass in progress."""
-        evaluation = self.active_evaluation[0]
-        assert evaluation is not None, "no evaluation is attached"
-        return evaluation
+        assert self.evaluation_pass is not None, "no evaluation is attached"
+        return self.evaluation_pass
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate one batch."""
@@ -218,7 +226,7 @@ class TrainerModule(WithoutBatchTransfer):
         Gradients are enabled: overrides of `prediction_step` may need them.
         """
         with torch.enable_grad():
-            return self.evaluation.predict_batch(batch, self.active_evaluation[1].batch_progress.is_last_batch)
+            return self.evaluation.predict_batch(batch, self.evaluation_loop.batch_progress.is_last_batch)
 
     def on_validation_epoch_start(self) -> None:
         """Record that callbacks have been notified of the start of validation."""

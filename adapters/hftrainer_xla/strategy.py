@@ -145,7 +145,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
             state = self.to_cpu(optimizer().state_dict())
             self._gathered_states["optimizer"] = {"optimizer": state, "shard_metadata": metadata}
 
-    def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
+    def checkpoint_weights(self, model: nn.Module) -> dict[str, Any]:
         """The full weights, on rank 0."""
         return self.gather_full_weights(model)
 

@@ -162,7 +162,7 @@ class TrainerSetup(Part):
         theirs = self.parts.lightning_callbacks
         return remove_callback_like(theirs if _is_lightning_callback(callback) else ours, callback)
 
-    def make_engine(self) -> None:
+    def make_engine_and_accelerator(self) -> None:
         """Build the engine from the arguments, and the Trainer's `accelerator` over it.
 
         Raises:
@@ -228,7 +228,7 @@ class TrainerSetup(Part):
         self.parts.past_index = old_names.old_argument(args, "past_index")
         self.parts.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
 
-    def update_engine(self, args: TrainingArguments) -> None:
+    def apply_arguments_to_engine(self, args: TrainingArguments) -> None:
         """Apply the values of `args`, which may be a different object from the Trainer's arguments."""
         parts = self.parts
         is_custom = is_overridden(self.trainer, "get_train_dataloader")
@@ -240,7 +240,7 @@ class TrainerSetup(Part):
         refuse_rewritten(trainer)
         if not self.parts.policy.reads_batch_size_once:
             self.run.train_batch_size = trainer.args.train_batch_size
-        self.update_engine(trainer.args)
+        self.apply_arguments_to_engine(trainer.args)
         # Another Trainer may have replaced accelerate's state.
         copy_accelerator_settings(self.parts.resolved, trainer.accelerator)
         self._copy_changeable_values()

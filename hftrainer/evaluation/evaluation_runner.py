@@ -99,7 +99,7 @@ class EvaluationRunner(Part):
         """Run one of Lightning's loops over a loader; see `Trainer.evaluation_loop`."""
         trainer = self.trainer
         if not trainer.is_in_train:
-            self.parts.trainer_setup.update_engine(trainer.args)
+            self.parts.trainer_setup.apply_arguments_to_engine(trainer.args)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         examples: Any = trainer.num_examples(dataloader) if libraries.has_length(dataloader) else "unknown"
         batch_size = getattr(dataloader, "batch_size", None) or trainer.args.eval_batch_size

@@ -123,7 +123,7 @@ class FsdpStrategy(Strategy):
         if optimizer is not None:
             self._gathered_states["optimizer"] = sharded.optimizer_state(model, optimizer(), full=is_full)
 
-    def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
+    def checkpoint_weights(self, model: nn.Module) -> dict[str, Any]:
         """The weights gathered for the current checkpoint, or weights gathered now."""
         gathered = None if self.writes_shards else self._gathered_states.get("model")
         # Copy the mapping, since transformers empties the one that it writes.

@@ -229,7 +229,7 @@ class Strategy(ABC):
     def gather_states(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather the weights for the next checkpoint and, unless `optimizer` is None, the optimizer's state."""
 
-    def weights_to_save(self, model: nn.Module) -> dict[str, Any] | None:
+    def checkpoint_weights(self, model: nn.Module) -> dict[str, Any] | None:
         """The full weights to write. An empty dict if only shards are saved, None for the model's state dict."""
         return None
 

@@ -68,7 +68,7 @@ class TrainingRunner(Part):
         if errors:
             raise UnsupportedArgument("\n".join(errors))
 
-    def prepare_call(self, resume_from_checkpoint: str | bool | None, trial: Any) -> None:
+    def prepare_train(self, resume_from_checkpoint: str | bool | None, trial: Any) -> None:
         """Make the model, apply the arguments of this call of `train`, and find the checkpoint to resume from."""
         model_setup = self.parts.model_setup
         resume.warn_about_unused_argument(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
@@ -173,7 +173,7 @@ class TrainingRunner(Part):
         """Plan, prepare, run Lightning's loop, and finish."""
         trainer = self.trainer
         # An override may pass other arguments.
-        self.parts.trainer_setup.update_engine(args)
+        self.parts.trainer_setup.apply_arguments_to_engine(args)
         trainer.accelerator.free_memory()
         if args.auto_find_batch_size and batch_size is not None:
             trainer._update_auto_batch_size(batch_size)

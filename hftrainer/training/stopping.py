@@ -198,9 +198,9 @@ class FlagSync(Part):
         """Synchronize immediately. For use after epochs and long operations, when ranks wait for each other anyway."""
         if not self.is_distributed:
             return
-        wait_for_votes = self._start_all_reduce(self._collect_flags())
+        wait_for_flags = self._start_all_reduce(self._collect_flags())
         self._pending_all_reduce = None
-        self._apply_flags(wait_for_votes()[1:])
+        self._apply_flags(wait_for_flags()[1:])
 
     def _collect_flags(self) -> list[int]:
         """The signal, control flags and Lightning's flag of this rank, merged with the pending ones of all ranks."""

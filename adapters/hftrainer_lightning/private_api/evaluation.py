@@ -15,6 +15,7 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
+from hftrainer.base.part import temporary_attributes
 from hftrainer_lightning.private_api.callback_hooks import needs_lightning_hooks
 
 if TYPE_CHECKING:
@@ -95,17 +96,17 @@ def validate_in_fit(
     callbacks request it. `all_batches` ignores `limit_val_batches`, for predictions.
     """
     loop: Any = pl_trainer.fit_loop.epoch_loop.val_loop
-    outer_evaluation = pl_module.active_evaluation
-    limit = pl_trainer.limit_val_batches
-    pl_module.active_evaluation = evaluation, loop
     loop._combined_loader = None
     loop._data_source.instance = dataloader
     loop.restarting = False
-    loop.group = group
-    if all_batches:
-        pl_trainer.limit_val_batches = pl_trainer.limit_predict_batches
+    limit = pl_trainer.limit_predict_batches if all_batches else pl_trainer.limit_val_batches
     try:
-        with _switch_to_validation(pl_trainer, pl_module):
+        with (
+            temporary_attributes(pl_module, evaluation_pass=evaluation, evaluation_loop=loop),
+            temporary_attributes(pl_trainer, limit_val_batches=limit),
+            temporary_attributes(loop, group=group),
+            _switch_to_validation(pl_trainer, pl_module),
+        ):
             loop.run()
     except BaseException:
         # WeightAveraging has put its averages into the model. Restore the weights, since a checkpoint may follow.
@@ -116,10 +117,7 @@ def validate_in_fit(
                     callback.on_validation_epoch_end(pl_trainer, pl_module)
         raise
     finally:
-        loop.group = None
-        pl_trainer.limit_val_batches = limit
         release_data(loop)
-        pl_module.active_evaluation = outer_evaluation
 
 
 class SeenBatches(_IndexBatchSamplerWrapper):

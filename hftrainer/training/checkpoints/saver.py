@@ -77,7 +77,7 @@ class CheckpointSaver(Part):
         if uses_thread:
             with parts.checkpoint_writer.write_in_thread():
                 trainer._save_optimizer_and_scheduler(folder)
-        with parts.engine.apply_callback_weights(trainer.model) as (_, callback_state):
+        with parts.engine.apply_callback_weights(trainer.model) as from_callbacks:
             trainer.save_model(folder, **accepted_args(trainer.save_model, {"_internal_call": True}))
         if not trainer.args.save_only_model:
             if not uses_thread:
@@ -87,8 +87,10 @@ class CheckpointSaver(Part):
             self.save_progress(folder)
             for name, state in files_of_other_ranks.items():
                 torch.save(state, os.path.join(folder, name))
-            if callback_state:
-                parts.checkpoint_writer.save(callback_state, os.path.join(folder, layout.LIGHTNING_CALLBACKS_NAME))
+            if from_callbacks.state:
+                parts.checkpoint_writer.save(
+                    from_callbacks.state, os.path.join(folder, layout.LIGHTNING_CALLBACKS_NAME)
+                )
         # The sharded formats cannot load adapters alone.
         elif parts.strategy.shards_model and libraries.is_peft(parts.unwrapped_model):
             self.save_state_files(None, folder)
@@ -206,7 +208,7 @@ class CheckpointSaver(Part):
     # ---- Implementations of the Trainer's methods --------------------------------------------------------------
 
     @contextlib.contextmanager
-    def weights_to_save(self, folder: str, *, internal: bool) -> Iterator[dict[str, Any] | None]:
+    def prepare_save(self, folder: str, *, internal: bool) -> Iterator[dict[str, Any] | None]:
         """Yields the keyword arguments for `Trainer._save`; None if this process writes no model."""
         strategy = self.parts.strategy
         model = libraries.unwrap_compiled(self.trainer.model)
@@ -214,15 +216,16 @@ class CheckpointSaver(Part):
             # transformers then writes only the shards; with 'dcp' we also write the model's other files.
             yield {"state_dict": {}} if strategy.initial_plan.saves_dcp and self.trainer.args.should_save else None
             return
-        weights = strategy.weights_to_save(model)
+        weights = strategy.checkpoint_weights(model)
         if self.trainer.args.should_save:
             if not internal:
                 make_output_dir(folder)
-            # Callbacks such as ModelPruning may rename the model's weights.
-            apply_weights = self.parts.engine.apply_callback_weights
-            saved_weights = apply_weights(model) if weights is None else contextlib.nullcontext((weights, None))
-            with saved_weights as (weights, _):
-                yield {} if weights is None else {"state_dict": weights}
+            if weights is not None:
+                yield {"state_dict": weights}
+            else:
+                with self.parts.engine.apply_callback_weights(model) as values:
+                    # Callbacks such as ModelPruning may rename the model's weights.
+                    yield {} if values.weights is None else {"state_dict": values.weights}
         else:
             yield None
         if not internal:

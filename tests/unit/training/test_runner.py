@@ -48,6 +48,6 @@ def test_call_is_prepared_in_the_order_of_the_release(tmp_path, monkeypatch, rel
     }
     for (owner, name), word in noted.items():
         monkeypatch.setattr(owner, name, lambda *_, word=word: calls.append(word) or word)
-    parts.training_runner.prepare_call(True, None)
+    parts.training_runner.prepare_train(True, None)
     assert parts.run.resume_folder == "folder"
     assert calls == ["saves", "folder", *order, "arguments", "weights"]
