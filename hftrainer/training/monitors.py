@@ -66,7 +66,7 @@ class Monitors(Part):
         return Observer(
             observations,
             step=lambda: self.trainer.state.global_step,
-            seconds=lambda: self.run.seconds_by_activity,
+            seconds=lambda: self.run.record.seconds_by_activity,
             waits=self.batches.reader.wait_seconds_by_cause,
             sum_over_data=lambda count: int(self.parts.counters.sum_over_data(torch.tensor([count]))),
             flops=None if peak is None else FlopCounter(peak),

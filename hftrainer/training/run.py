@@ -1,6 +1,6 @@
-"""`Run`: what a run counts, kept until the next; and `Attempt`, what is fixed for one attempt of it.
+"""`Run`: the state of a run; `Attempt` and `AttemptRecord`: what is fixed for one attempt of it, and what that counts.
 
-Neither is the plan of the engine (`parallel/plan.py`), which is made from the arguments, for all runs of a Trainer.
+None is the plan of the engine (`parallel/plan.py`), which is made from the arguments, for all runs of a Trainer.
 """
 
 from __future__ import annotations
@@ -51,11 +51,53 @@ class Attempt:
 
 
 @dataclass
-class Run:
-    """The counters and sums of a run, and the objects that last as long. A Trainer keeps one for all its runs.
+class AttemptRecord:
+    """What an attempt counts, sums and writes. After a rollback, it counts from the step to which the run returned.
 
-    Each attempt resets the counters (`reset_attempt`, `set_start_values`): after a rollback they count from the step to
-    which it returned.
+    Attributes:
+        loss_since_log: the sum of the losses since the last log line, `()`, on the device.
+        loss_up_to_log: the sum of the losses up to the last log line.
+        last_logged_step: optimizer step of the last log line.
+        initial_step: optimizer steps at the start of the attempt.
+        initial_tokens_seen: input tokens seen at the start of the attempt.
+        trained_tokens: input tokens of the attempt, over all processes.
+        has_checked_model: whether the model has been checked for `elastic` and `flatten_batches`.
+        flos: floating-point operations since they were last added to the state.
+        evaluation_metrics: metrics of the last evaluation, which determined the best model.
+        has_unfinished_evaluation: True if an evaluation has begun but is not complete.
+        logged_metrics: sums for the next log line, besides the loss.
+        seconds_by_activity: activity besides training, such as 'saving' → its duration.
+        last_saved_step: optimizer step of the last checkpoint.
+        checkpoints_written: the checkpoint folders that the attempt wrote, in order.
+        has_saved_after_error: whether an error that ends the run made it write the last of them.
+    """
+
+    loss_since_log: torch.Tensor = field(init=False)
+    loss_up_to_log: float = 0.0
+    last_logged_step: int = 0
+    initial_step: int = 0
+    initial_tokens_seen: int = 0
+    trained_tokens: int = 0
+    has_checked_model: bool = False
+    flos: float = 0.0
+    evaluation_metrics: dict[str, float] | None = None
+    has_unfinished_evaluation: bool = False
+    logged_metrics: LoggedMetrics = field(default_factory=LoggedMetrics)
+    seconds_by_activity: dict[str, float] = field(default_factory=dict)
+    last_saved_step: int = 0
+    checkpoints_written: list[str] = field(default_factory=list)
+    has_saved_after_error: bool = False
+
+    def begin(self, state: TrainerState, device: torch.device) -> None:
+        """Count from the step of the restored state."""
+        self.loss_since_log = torch.tensor(0.0, device=device)
+        self.last_saved_step = self.initial_step = self.last_logged_step = state.global_step
+        self.initial_tokens_seen = state.num_input_tokens_seen
+
+
+@dataclass
+class Run:
+    """The state of a run, and the objects that last as long. A Trainer keeps one for all its runs.
 
     Attributes:
         train_batch_size: samples in a training micro-batch of this process.
@@ -69,23 +111,9 @@ class Run:
         lengths: the planned lengths, for `Trainer._init_training_state`, which does not receive them.
         resumed_progress: our progress data in the checkpoint that the run resumes from, or None.
         resume_folder: the checkpoint that the run resumes from, if any.
-        loss_since_log: the sum of the losses since the last log line, `()`, on the device.
-        loss_up_to_log: the sum of the losses up to the last log line.
-        last_logged_step: optimizer step of the last log line.
-        initial_step: optimizer steps at the start of the attempt.
-        initial_tokens_seen: input tokens seen at the start of the attempt.
-        trained_tokens: input tokens of the attempt, over all processes.
-        has_checked_model: whether the model has been checked for `elastic` and `flatten_batches`.
-        flos: floating-point operations since they were last added to the state.
-        evaluation_metrics: metrics of the last evaluation of this run, which determined the best model.
-        has_unfinished_evaluation: True if an evaluation of this run has begun but is not complete.
-        logged_metrics: sums for the next log line, besides the loss.
-        seconds_by_activity: activity besides training, such as 'saving' → its duration.
+        record: what the present or last attempt counts.
         mems: the model's memory of earlier batches, with `past_index`.
         heartbeat: the signs of progress, which the server of `metrics_port` reports.
-        last_saved_step: optimizer step of the last checkpoint.
-        checkpoints_written: the checkpoint folders that the attempt wrote, in order.
-        has_saved_after_error: whether an error that ends the run made it write the last of them.
         skipped_samples: the samples that the run skips, with `on_divergence`.
         initial_state: a copy of the initial state, while the run may return to it.
         has_rolled_back: whether the run has returned to an earlier state.
@@ -100,23 +128,9 @@ class Run:
     lengths: RunLengths | None = None
     resumed_progress: RunProgress | None = None
     resume_folder: str | None = None
-    loss_since_log: torch.Tensor = field(init=False)
-    loss_up_to_log: float = 0.0
-    last_logged_step: int = 0
-    initial_step: int = 0
-    initial_tokens_seen: int = 0
-    trained_tokens: int = 0
-    has_checked_model: bool = False
-    flos: float = 0.0
-    evaluation_metrics: dict[str, float] | None = None
-    has_unfinished_evaluation: bool = False
-    logged_metrics: LoggedMetrics = field(default_factory=LoggedMetrics)
-    seconds_by_activity: dict[str, float] = field(default_factory=dict)
+    record: AttemptRecord = field(default_factory=AttemptRecord)
     mems: Any = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    last_saved_step: int = 0
-    checkpoints_written: list[str] = field(default_factory=list)
-    has_saved_after_error: bool = False
     skipped_samples: SkippedSamples | None = None
     initial_state: InitialStateSnapshot | None = None
     has_rolled_back: bool = False
@@ -128,12 +142,12 @@ class Run:
 
     @contextlib.contextmanager
     def measure_time(self, activity: str) -> Iterator[None]:
-        """Add the duration of the block to `seconds_by_activity`."""
+        """Add the duration of the block to the record's `seconds_by_activity`."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            seconds = self.seconds_by_activity
+            seconds = self.record.seconds_by_activity
             seconds[activity] = seconds.get(activity, 0.0) + time.perf_counter() - start
 
     def measure_activity(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -141,38 +155,25 @@ class Run:
         # A script may call methods that evaluate or save without a run.
         return self.measure_time(name) if self.loop is None else self.loop.monitors.measure_activity(name)
 
-    def reset_attempt(self) -> None:
-        """Reset the state of one attempt at training."""
-        self.logged_metrics = LoggedMetrics()
-        self.checkpoints_written = []
-        self.has_saved_after_error = False
-        self.flos = 0.0
-        self.evaluation_metrics = None
-        self.has_checked_model = self.has_unfinished_evaluation = False
-
-    def set_start_values(self, state: TrainerState, device: torch.device) -> None:
-        """Set the counters and sums to their values at the start of the attempt."""
-        self.loss_since_log = torch.tensor(0.0, device=device)
-        self.loss_up_to_log = 0.0
-        self.trained_tokens = 0
-        self.seconds_by_activity = {}
-        self.last_saved_step = self.initial_step = self.last_logged_step = state.global_step
-        self.initial_tokens_seen = state.num_input_tokens_seen
-
 
 class RunAttribute:
-    """Descriptor for an attribute of the Trainer, named as in transformers, that is stored in its `Run`."""
+    """Descriptor for an attribute of the Trainer, named as in transformers, held by its `Run` or that run's record."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        assert name in {field.name for field in dataclasses.fields(Run)}
+        self.is_in_record = name in {field.name for field in dataclasses.fields(AttemptRecord)}
+        assert self.is_in_record or name in {field.name for field in dataclasses.fields(Run)}
+
+    def _find_holder(self, trainer: Any) -> Run | AttemptRecord:
+        run: Run = trainer._hftrainer.run
+        return run.record if self.is_in_record else run
 
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        return self if trainer is None else getattr(trainer._hftrainer.run, self.name)
+        return self if trainer is None else getattr(self._find_holder(trainer), self.name)
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        setattr(trainer._hftrainer.run, self.name, value)
+        setattr(self._find_holder(trainer), self.name, value)
 
     def __delete__(self, trainer: Any) -> None:
         # The default of the class applies then.
-        vars(trainer._hftrainer.run).pop(self.name, None)
+        vars(self._find_holder(trainer)).pop(self.name, None)

@@ -26,7 +26,7 @@ from hftrainer.training.divergence import Diverged
 from hftrainer.training.lightning_finders import LightningFinders
 from hftrainer.training.planner import RunPlanner
 from hftrainer.training.restarts import Restarts
-from hftrainer.training.run import Attempt
+from hftrainer.training.run import Attempt, AttemptRecord
 from hftrainer.training.run_end import RunEnd
 from hftrainer.training.steps.loop import TrainingLoop
 from hftrainer.training.stopping import SignalListener
@@ -177,13 +177,13 @@ class TrainingRunner(Part):
         trainer.accelerator.free_memory()
         if args.auto_find_batch_size and batch_size is not None:
             trainer._update_auto_batch_size(batch_size)
-        self.run.reset_attempt()
+        self.run.record = AttemptRecord()
         trainer.callback_handler.stopped_by = ""
         if resume_folder is None:
             self.finders.apply_batch_size_finder()
         loop, model = self._prepare_attempt(args, resume_folder, trial, ignore_keys)
         self._announce_run(loop)
-        self.run.set_start_values(trainer.state, args.device)
+        self.run.record.begin(trainer.state, args.device)
         if self.run.resumed_progress is not None:
             loop.loss_accumulator.restore(self.run.resumed_progress)
         if loop.attempt.is_finished:

@@ -121,7 +121,7 @@ class TrainingLoop(Part):
         self.parts.strategy.run_recorded_xla_operations()
         self.parts.call_callbacks("on_train_begin")
         # `train_runtime` includes it, but journals begin with this event.
-        self.run.seconds_by_activity["preparation"] = time.time() - self.start_time
+        self.run.record.seconds_by_activity["preparation"] = time.time() - self.start_time
         if self.trainer.args.eval_on_start:
             with self.flag_sync.abort_evaluation_on_signal(), self.monitors.measure_activity("evaluation"):
                 self.trainer._evaluate(self.attempt.trial, self.attempt.ignore_keys, skip_scheduler=True)
@@ -237,7 +237,7 @@ class TrainingLoop(Part):
         self.divergence.add_loss(loss)
         self.monitors.add_micro_batch(self.loss_accumulator.add_loss(loss, inputs), inputs)
         self.step_end_values.add_micro_batch(loss, inputs)
-        self.run.flos += float(self.trainer.floating_point_ops(inputs))
+        self.run.record.flos += float(self.trainer.floating_point_ops(inputs))
         # Reads the arguments at each step, since a callback may have changed them.
         self.trainer._track_num_input_tokens(inputs)
 
@@ -287,7 +287,7 @@ class TrainingLoop(Part):
             with self.flag_sync.abort_evaluation_on_signal():
                 overrides.call_log_save_evaluate(
                     self.trainer,
-                    tr_loss=self.run.loss_since_log,
+                    tr_loss=self.run.record.loss_since_log,
                     grad_norm=self.grad_norm,
                     model=self.trainer.model_wrapped,
                     trial=self.attempt.trial,
@@ -308,7 +308,7 @@ class TrainingLoop(Part):
 
     def seconds_by_cause(self) -> dict[str, float]:
         """The seconds that went into other activities than training."""
-        seconds = self.run.seconds_by_activity
+        seconds = self.run.record.seconds_by_activity
         return {
             "preparation": seconds.get("preparation", 0.0),
             "data": sum(self.batches.reader.wait_seconds_by_cause().values()),

@@ -196,7 +196,7 @@ class MicroBatches(Part):
         phase_before_reading = self.step_phase
         self.step_phase = StepPhase.BEGUN
         get_samples = self.trainer.get_batch_samples
-        device = self.run.loss_since_log.device
+        device = self.run.record.loss_since_log.device
         micro_batches, num_items = call_with_accepted(get_samples, iterator, num_batches, device=device)
         self.run.accumulation_steps = len(micro_batches)
         if not micro_batches:

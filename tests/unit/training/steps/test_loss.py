@@ -10,7 +10,7 @@ from torch import nn
 
 from hftrainer.releases import followed
 from hftrainer.trainer_pt_utils import LabelSmoother
-from hftrainer.training.run import Run
+from hftrainer.training.run import AttemptRecord, Run
 from hftrainer.training.steps import counters, loss_division
 from hftrainer.training.steps.loss import LossComputer, split_losses
 
@@ -31,7 +31,7 @@ def make_losses(release="5.20", *, micro_batches=4, averages_tokens=False, world
         "_prepare_inputs": dict,
     }
     trainer = SimpleNamespace(**defaults | attributes)
-    run = Run(accumulation_steps=micro_batches, has_checked_model=True)
+    run = Run(accumulation_steps=micro_batches, record=AttemptRecord(has_checked_model=True))
     parts = {"policy": followed.from_text(release), "averages_tokens": averages_tokens, "past_index": -1}
     return LossComputer(SimpleNamespace(trainer=trainer, run=run, **parts))
 
@@ -80,7 +80,7 @@ def test_dict_of_losses_is_summed_and_logged_in_parts():
     assert split_losses({"a": 1, "b": 2}) == (3, {"a": 1, "b": 2})
     losses, parts = make_losses(), {"a": torch.tensor(12.0), "b": torch.tensor(36.0), "none": None}
     assert losses.micro_batch_loss(Returns({**parts, "loss": torch.tensor(48.0)}), {}, None).item() == 48 / 4
-    assert losses.run.logged_metrics.pop(torch.tensor(0.0), 1)[1] == {"a": 12 / 4, "b": 36 / 4}
+    assert losses.run.record.logged_metrics.pop(torch.tensor(0.0), 1)[1] == {"a": 12 / 4, "b": 36 / 4}
 
 
 @pytest.mark.parametrize(("release", "divisor"), [("5.20", 8), ("5.14", 3)])

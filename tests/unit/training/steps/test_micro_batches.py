@@ -35,7 +35,7 @@ def make_batches(make_trainer):
         trainer.args.gradient_accumulation_steps, trainer.calls = accumulation, []
         parts = trainer._hftrainer
         parts.run.resumed_progress = data_state and SimpleNamespace(data=data_state)
-        parts.run.set_start_values(trainer.state, trainer.args.device)
+        parts.run.record.begin(trainer.state, trainer.args.device)
         lengths, loader = RunLengths(1, 0, 0, 0, 0, length or count, 0), [str(index) for index in range(count)]
         flag_sync = FlagSync(parts, trainer.calls.clear)
         flag_sync.is_distributed = ranks > 1

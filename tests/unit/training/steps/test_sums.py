@@ -16,15 +16,15 @@ from tests.support.small_models import Plain, make_plain
 def test_losses_are_summed_in_float32(make_args, dtype):
     """As transformers does, also losses of float64; a loss that is not finite counts as the mean so far."""
     trainer, run = Trainer(make_plain(), make_args(on_divergence="stop")), Run()
-    run.set_start_values(trainer.state, trainer.args.device)
+    run.record.begin(trainer.state, trainer.args.device)
     trainer.state.global_step = 1
     losses = LossAccumulator(trainer, run)
     expected = torch.tensor(0.0)
     for loss in torch.tensor([1 / 3, 2 / 3, float("nan"), 0.1], dtype=dtype):
         losses.add_loss(loss, {})
         expected += loss if loss.isfinite() else expected / 2
-    assert run.loss_since_log.dtype is torch.float32
-    assert torch.equal(run.loss_since_log, expected)
+    assert run.record.loss_since_log.dtype is torch.float32
+    assert torch.equal(run.record.loss_since_log, expected)
 
 
 def test_logged_values_are_means_over_their_counts_or_else_over_the_steps():
