@@ -251,12 +251,16 @@ class TrainingRunner(Part):
             self.parts.checkpoint_writer.script_files.record_existing_files(run_folder)
 
     def _resume_finished_run(self, loop: TrainingLoop) -> None:
-        """Load and upload the checkpoint of a finished run, without training."""
+        """Load the checkpoint of a finished run, without training, and complete what follows its last save."""
         loop.load_optimizer()
         loop.begin_training()
-        # The run may have ended before its last upload.
-        if self.trainer.args.push_to_hub and loop.attempt.resume_folder is not None:
-            self.trainer._push_from_checkpoint(loop.attempt.resume_folder)
+        folder = loop.attempt.resume_folder
+        if folder is None:
+            return
+        # The run may have ended before its last upload, and before it deleted older checkpoints.
+        if self.trainer.args.push_to_hub:
+            self.trainer._push_from_checkpoint(folder)
+        self.parts.checkpoint_saver.delete_older(folder, loop.attempt.trial)
 
     # ---- Releasing ---------------------------------------------------------------------------------------------
 

@@ -307,6 +307,13 @@ class CheckpointSaver(Part):
         if is_overridden(self.trainer, "_save_checkpoint"):
             self.wait_for_save()
 
+    def delete_older(self, checkpoint: str, trial: Any) -> None:
+        """Delete what the save of the run's last checkpoint would have deleted if the run had not been killed then."""
+        run_folder = os.path.abspath(self.trainer._get_output_dir(trial))
+        is_of_run = os.path.dirname(os.path.abspath(checkpoint)) == run_folder
+        if self.trainer.args.should_save and is_of_run and self.parts.storage_sync.mirror is None:
+            self._make_rotation(run_folder, checkpoint)()
+
     def _write_on_all_ranks(self, path: str, on_written: Callable[[], None], on_failure: Callable[[], None]) -> None:
         """Write a checkpoint on all ranks, and notify them whether it failed.
 

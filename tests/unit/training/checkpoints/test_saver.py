@@ -25,6 +25,14 @@ def test_steps_with_a_checkpoint(tmp_path, settings, steps):
     assert saved_steps(tmp_path) == steps
 
 
+def test_run_that_is_complete_deletes_what_a_kill_has_left(tmp_path):
+    """It was killed when it had written its last checkpoint, and before it had deleted the oldest."""
+    make_trainer(tmp_path).train()
+    assert saved_steps(tmp_path) == [3, 6, 9]
+    make_trainer(tmp_path, save_total_limit=2).train(resume_from_checkpoint=True)
+    assert saved_steps(tmp_path) == [6, 9]
+
+
 def test_best_checkpoint_outlives_newer_ones(tmp_path):
     values = iter([3.0, 1.0, 2.0])
     evaluated = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "save_total_limit": 2}
