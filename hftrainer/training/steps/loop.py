@@ -129,9 +129,7 @@ class TrainingLoop(Part):
             self.flag_sync.stop_if_signalled()
         if self.run.resumed_progress is not None and self.run.resumed_progress.owes_evaluation:
             self.trainer.control.should_evaluate = True
-            self.flag_sync.sync_now()
-            self._log_save_evaluate()
-            self.flag_sync.stop_if_signalled()
+            self._sync_and_act()
         self._complete_interrupted_epoch()
 
     def _complete_interrupted_epoch(self) -> None:
@@ -197,6 +195,10 @@ class TrainingLoop(Part):
         self.epoch_ended = True
         self.parts.call_callbacks("on_epoch_end")
         self.parts.print_xla_metrics()
+        self._sync_and_act()
+
+    def _sync_and_act(self) -> None:
+        """Log, evaluate, save or stop as any rank requests."""
         self.flag_sync.sync_now()
         self._log_save_evaluate()
         self.flag_sync.stop_if_signalled()
