@@ -176,6 +176,8 @@ class _Recorder(threading.Thread):
             "phase": heartbeat.activity,
             "seconds_since_sign": quiet,
             "limit": limit,
+            # A reader of the file might see half of it.
+            "stack": self._path.with_suffix(".txt").read_text(),
         }
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps(record))
@@ -310,7 +312,8 @@ def _progress(rank: dict[str, Any]) -> tuple[int, int, int]:
 def _stack(rank: dict[str, Any]) -> str:
     """The stack of a rank's training thread, innermost call first; empty if it is not available."""
     with contextlib.suppress(OSError):
-        for part in reversed(rank["path"].with_suffix(".txt").read_text().split("\n\n")):
+        # If C code holds the GIL, the record has none, and the file is complete.
+        for part in reversed((rank["stack"] or rank["path"].with_suffix(".txt").read_text()).split("\n\n")):
             if f"Thread 0x{rank['thread']:016x}" in part:
                 return str(part).strip()
     return ""
@@ -410,8 +413,7 @@ def serve_health(args: Any, processes: Processes, state: _GetState, last_checkpo
             if rank_error is not None:
                 raise rank_error
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank-{rank}.json"
-        recorder = _Recorder(heartbeat, state, path, rank, reporter if is_server else None)
+        recorder = _Recorder(heartbeat, state, folder / f"rank-{rank}.json", rank, reporter if is_server else None)
         recorder.start()
         stack.callback(recorder.stop)
         yield heartbeat

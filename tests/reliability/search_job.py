@@ -54,7 +54,7 @@ def main(folder, settings):
     say("resuming a search")
     kill_at(settings.get("kill_at", 0), folder)
     Path(folder).mkdir(exist_ok=True)
-    trainer = make_trainer(folder, Reports(settings.get("pause", 0.01)), max_steps=5)
+    trainer = make_trainer(folder, Reports(settings.get("pause", 0.01), settings.get("waits_at")), max_steps=5)
     study = {"storage": storage_of(folder), "study_name": "search", "load_if_exists": True}
     study |= {"pruner": optuna.pruners.NopPruner(), "hp_name": lambda trial: f"run-{trial.number}"}
     best = trainer.hyperparameter_search(rate, n_trials=settings["n_trials"], **study)

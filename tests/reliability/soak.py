@@ -227,7 +227,7 @@ class Run:
         self._check_processes(group)
 
     def _check_processes(self, group):
-        deadline = time.monotonic() + 30  # a loader's worker looks for its parent every few seconds
+        deadline = time.monotonic() + 120  # a loader's worker looks for its parent every few seconds
         while left := [pid for job in group.jobs for pid in left_over(job.output)]:
             assert time.monotonic() < deadline, f"processes {left} are left"
             time.sleep(0.05)

@@ -55,7 +55,7 @@ class Node:
         self.process.wait()
 
     def end(self):
-        assert self.process.wait(timeout=120) == 0, self.output.read_text()[-3000:]
+        assert self.process.wait(timeout=300) == 0, self.output.read_text()[-3000:]
 
 
 def descendants(pid):
@@ -206,8 +206,8 @@ def test_requeued_slurm_job_ends_as_the_undisturbed_run(slurm, tasks, more):
             os.kill(int((slurm / "bin" / "srun.pid").read_text()), signal.SIGUSR1)  # as SLURM does, to each task
             wait_for(output, "SIGUSR1: saving after this step")
             with let_go(slurm / "out"):
-                batch.wait(timeout=120)
-        batch.wait(timeout=120)
+                batch.wait(timeout=300)
+        batch.wait(timeout=300)
         assert (batch.returncode == 0) == (restart == 1), output.read_text()
     assert (slurm / "requeued").read_text() == "requeue 4711\n"
     assert re.search("^resuming from .*/checkpoint-1[0-9]$", output.read_text(), re.MULTILINE)

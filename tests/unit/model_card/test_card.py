@@ -106,7 +106,7 @@ def test_card_in_training_has_columns_for_each_eval_set(tmp_path, monkeypatch):
         def on_evaluate(self, args, state, control, **kwargs):
             if len(state.log_history) >= 6:  # there is only one point before
                 rows.append(make_card(trainer)[1].count("\n|") - 2)
-                drawn.append(os.stat(tmp_path / "training.png").st_mtime_ns)
+                drawn.append((tmp_path / "training.png").read_bytes())
 
     trainer_kwargs = {"eval_dataset": {"a": data[:9], "b": data[9:20]}, "callbacks": [Cards()], **MEASURED}
     trainer = make_trainer(tmp_path, eval_strategy="steps", trainer=trainer_kwargs)
@@ -117,7 +117,7 @@ def test_card_in_training_has_columns_for_each_eval_set(tmp_path, monkeypatch):
     assert text.count("\n|") == 2 + 3
     assert rows == [2, 3, 3]
     assert "- evaluation, a: 9 samples\n- evaluation, b: 11 samples" in text
-    assert os.stat(tmp_path / "training.png").st_mtime_ns != drawn[-1]
+    assert (tmp_path / "training.png").read_bytes() != drawn[-1]
 
 
 def test_results_are_those_of_the_best_model(tmp_path):

@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 import threading
-import time
 import types
 import urllib.error
 
@@ -304,9 +303,8 @@ def test_full_disk_removes_the_record_of_the_rank(tmp_path, port, monkeypatch):
 
     def fill_disk():
         monkeypatch.setattr(health.json, "dumps", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
-        deadline = time.monotonic() + 60
         while (tmp_path / "_health" / "rank-0.json").exists():
-            assert time.monotonic() < deadline
+            pass  # for as long as pytest-timeout allows
         monkeypatch.undo()
         wait_until(port, lambda answer: answer["status"] == "ok")
 
@@ -334,8 +332,8 @@ def test_rank_is_late_when_its_record_grows_old(tmp_path, monkeypatch, record, a
     progress.record_event("on_step_end")
     usual = {"host": socket.gethostname(), "pid": 1, "thread": 1, "phase": "training", "signs": 3, "limit": 15}
     records = [
-        {**usual, "rank": 0, "step": 5, "seconds_since_sign": 0, "signs": 4},
-        {**usual, "rank": 1, "step": 5, "seconds_since_sign": 1, **record},
+        {**usual, "rank": 0, "step": 5, "seconds_since_sign": 0, "signs": 4, "stack": ""},
+        {**usual, "rank": 1, "step": 5, "seconds_since_sign": 1, "stack": "Thread 0x0000000000000001", **record},
     ]
     paths = [tmp_path / f"rank-{rank}.json" for rank in (0, 1)]
     reporter = health._Reporter(progress, TrainerState, lambda: None, paths)
@@ -346,7 +344,8 @@ def test_rank_is_late_when_its_record_grows_old(tmp_path, monkeypatch, record, a
         reporter.read_records()
         # A record that seems old may be about to be renewed.
         assert then == start + age + 4 or not reporter.report()["late_ranks"]
-    assert [rank["rank"] for rank in reporter.report()["late_ranks"]] == [1] * late
+    # There is no file with the stack, which may be half written when it is read.
+    assert [rank["stack"] for rank in reporter.report()["late_ranks"]] == [records[1]["stack"]] * late
     paths[1].write_text(json.dumps({**records[1], "signs": 5}))  # it goes on: the other seems behind, for a moment
     reporter.read_records()
     assert not reporter.report()["late_ranks"]

@@ -83,7 +83,7 @@ def test_background_checkpoint_has_the_values_of_its_step_and_is_announced_by_po
     writer = observed.writer
     with observed.checkpoint(1) as staging:
         assert writer.defers_writes
-        writer.call_or_defer(lambda _: is_allowed.wait(timeout=9), None)
+        writer.call_or_defer(lambda _: is_allowed.wait(timeout=120), None)
         writer.save(weights, f"{staging}/weights.pt")
     observed.announce_when_complete(1)
     weights += 1
@@ -143,7 +143,7 @@ def test_checkpoint_waits_for_its_other_thread(make_observed, monkeypatch, fails
     monkeypatch.setattr(writer_module, "wait", lambda futures: is_awaited.set() or wait(futures))
 
     def write(path):
-        if is_awaited.wait(timeout=9):
+        if is_awaited.wait(timeout=120):
             torch.save(1, path)
             observed.events.append("optimizer.pt is written")
 
