@@ -246,7 +246,7 @@ def test_large_numbers_keep_their_digits(value, text):
 
 def test_plain_line_in_a_terminal_shows_losses_that_are_nan(monkeypatch, tmp_path):
     for terminal, lines in (
-        (Terminal(), "15/30  loss 0.5000   grad nan     NaN at step 13\n15/30  loss nan      grad nan\n"),
+        (Terminal(), "15/30  loss nan      grad nan     NaN at step 13\n15/30  loss nan      grad nan\n"),
         (io.StringIO(), "{'loss': '0.5', 'grad_norm': 'nan'}\n{'loss': '0', 'grad_norm': 'nan'}\n"),
     ):
         monkeypatch.setattr(sys, "stdout", terminal)
