@@ -135,6 +135,7 @@ def _show(console: Console, runs: list[WatchedRun], names: list[str], every: flo
     for run in runs:
         if os.path.exists(run.folder) or explain_unreadable_url(run.folder):
             check_folder(run.folder)
+    last_pages: list[dict[str, Any]] = []
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             pages = []
@@ -145,8 +146,12 @@ def _show(console: Console, runs: list[WatchedRun], names: list[str], every: flo
                 # The run has not started yet.
                 except (InvalidArgument, OSError) as error:
                     pages.append({"problem": str(error)})
+            last_pages = pages
             live.update(_make_page(console, names, pages, console.height), refresh=True)
             time.sleep(every)
+    # The terminal has its own screen again, without the page.
+    if last_pages:
+        console.print(_make_page(console, names, last_pages, None))
 
 
 def _make_page(console: Console, names: list[str], pages: list[dict[str, Any]], height: int | None) -> RenderableType:
@@ -198,7 +203,10 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     curves = {name: each for name, each in page.get("curves", {}).items() if _finite(each) and len(each["values"]) > 1}
     parts, lines = make_parts(0)
     with_chart = lines + (LOW_ROWS + 4 if curves else 2)
+    hidden = len(page["warnings"]) - MAX_EVENTS
+    note = f"earlier warnings: {hidden}, in --json" if hidden > 0 else None
     if height is not None and with_chart > height:
+        note = "not all lines fit: use a taller window"
         levels = [make_parts(left_out) for left_out in range(max(5, len(page["metrics"]) + 4))]
         # A low page keeps three metrics and a chart rather than all else; where no chart fits, as much as fits.
         charted = (made for made in levels[: max(5, len(levels) - 2)] if made[1] + with_chart - lines <= height)
@@ -211,7 +219,7 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
         lines += rows + 2
     title = Text.assemble((name, "bold"), "  ", (_state(page), colour))
     height = height and min(height, lines + 2)
-    return Panel(Group(*parts), title=title, title_align="left", border_style=colour, height=height)
+    return Panel(Group(*parts), title=title, title_align="left", subtitle=note, border_style=colour, height=height)
 
 
 def _state(page: dict[str, Any]) -> str:
@@ -354,7 +362,7 @@ def _seconds_by_activity(seconds: dict[str, dict[str, float]]) -> Table:
         total = sum(spent_seconds.values()) or 1.0
         rows.append((label, format_duration(total), *(f"{part / total:.1%}" for part in spent_seconds.values())))
     # Of a short run, the last intervals are all.
-    return _make_table(["", "time", *seconds["all"]], rows if rows[0][1:] != rows[1][1:] else rows[1:])
+    return _make_table(["without preparation", "time", *seconds["all"]], rows if rows[0][1:] != rows[1][1:] else rows[1:])
 
 
 def _make_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
