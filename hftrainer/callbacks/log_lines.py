@@ -108,13 +108,12 @@ def _note_nan(logs: Mapping[str, Any], state: TrainerState) -> str:
     """Which step had a loss that the mean in this line leaves out; empty if none, or if it leaves out all."""
     step = getattr(state, "non_finite_step", 0)
     place = "by" if step == state.global_step else "at"
-    is_partial = step and math.isfinite(unfilter(logs, state).get("loss", math.nan))
-    return f"NaN {place} step {step:,}" if is_partial else ""
+    return f"NaN {place} step {step:,}" if step and math.isfinite(unfilter(logs, state).get("loss", math.nan)) else ""
 
 
 def values_to_show(logs: Mapping[str, Any], state: TrainerState) -> Mapping[str, Any]:
     """The log line, with NaN for a loss in which `logging_nan_inf_filter` left out some that are not finite."""
-    is_partial = "loss" in logs and getattr(state, "non_finite_step", 0)
+    is_partial = "loss" in logs and getattr(state, "non_finite_step", 0) > 0
     return {**logs, "loss": math.nan} if is_partial else unfilter(logs, state)
 
 

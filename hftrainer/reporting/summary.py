@@ -111,8 +111,7 @@ def _describe_training(run: FinishedRun) -> Iterator[tuple[str, int]]:
         lasting = f"is not finite {place}: the last weights may be unusable"
         means = ". In log_history, loss and train_loss leave such steps out, so are too low"
         hidden = means if args.logging_nan_inf_filter else ""
-        text = f"The loss {lasting if nan else 'was not finite in some steps'}{hidden}."
-        yield text, logging.WARNING
+        yield f"The loss {lasting if nan else 'was not finite in some steps'}{hidden}.", logging.WARNING
 
 
 def describe_times(runtime: float, seconds: Mapping[str, float]) -> str:
