@@ -92,6 +92,10 @@ class NotAFolder(InvalidArgument, FileExistsError):
 class FolderNotCreated(PermissionError, FileNotFoundError, InvalidArgument):
     """A folder to write to cannot be created; the message has the reason."""
 
+    def __str__(self) -> str:
+        """The message, without the number of the error."""
+        return str(self.strerror)
+
 
 class NotAnObject(InvalidArgument, NotImplementedError):
     """An argument is a class, but an instance of it is needed."""

@@ -70,7 +70,7 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
         state: the state of the run.
         width: terminal columns; parts that do not fit are left out, and metrics continue below. None shows all.
     """
-    values = unfilter(logs, state)
+    values = values_to_show(logs, state)
     parts = {"": format_place(state)} if state.max_steps > 0 else {}
     parts |= format_values(values)
     if "data_wait" in parts:
@@ -81,7 +81,7 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
         if name in repeated or (width is not None and _width(parts) > width):
             parts.pop(name, None)
     # A note takes the place of the last column or a line, so that the other columns stay.
-    parts |= {" note": note} if (note := _note_nan(values, state)) else {}
+    parts |= {" note": note} if (note := _note_nan(logs, state)) else {}
     for name in ("of_time", "data_wait"):
         if note and width is not None and _width(parts) > width:
             parts.pop(name, None)
@@ -104,11 +104,17 @@ def _join(parts: Mapping[str, str]) -> str:
     return "  ".join(parts.values()).rstrip().replace("%  of time", "% of time")
 
 
-def _note_nan(values: Mapping[str, Any], state: TrainerState) -> str:
-    """Which step had a loss that the mean in this line leaves out; empty if none, or if the line shows NaN."""
+def _note_nan(logs: Mapping[str, Any], state: TrainerState) -> str:
+    """Which step had a loss that the mean in this line leaves out; empty if none, or if it leaves out all."""
     step = getattr(state, "non_finite_step", 0)
     place = "by" if step == state.global_step else "at"
-    return f"NaN {place} step {step:,}" if step and math.isfinite(values.get("loss", math.nan)) else ""
+    return f"NaN {place} step {step:,}" if step and math.isfinite(unfilter(logs, state).get("loss", math.nan)) else ""
+
+
+def values_to_show(logs: Mapping[str, Any], state: TrainerState) -> Mapping[str, Any]:
+    """The log line, with NaN for a loss in which `logging_nan_inf_filter` left out some that are not finite."""
+    is_partial = "loss" in logs and getattr(state, "non_finite_step", 0) > 0
+    return {**logs, "loss": math.nan} if is_partial else unfilter(logs, state)
 
 
 def unfilter(logs: Mapping[str, Any], state: TrainerState) -> Mapping[str, Any]:

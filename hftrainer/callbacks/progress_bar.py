@@ -14,7 +14,7 @@ from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import read_observe
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
-from hftrainer.callbacks.log_lines import format_log_line, unfilter
+from hftrainer.callbacks.log_lines import format_log_line, values_to_show
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.compat import transformers_names
 from hftrainer.compat.libraries import has_length
@@ -122,7 +122,7 @@ class ProgressCallback(TrainerCallback):
         """Write the log line above the bar."""
         if self.training_bar is not None and not _is_empty(logs):
             values = {name: self._shorten(value) for name, value in (logs or {}).items()}
-            shown = unfilter(values, state)
+            shown = values_to_show(values, state)
             self._losses |= {name: shown[name] for name in ("loss", "eval_loss") if name in shown}
             self.training_bar.set_postfix_str(", ".join(f"{name} {loss:.4g}" for name, loss in self._losses.items()))
             self.training_bar.write(_format_line(values, args, state, above_bar=True))

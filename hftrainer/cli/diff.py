@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hftrainer.base.messages import format_span
 from hftrainer.cli.checkpoint import release_that_saved
 from hftrainer.cli.parser import Parser, paint_headings
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument
@@ -162,7 +163,10 @@ def compare(a: str, b: str) -> Difference:
         if not _same(*part.values) and (subject not in partings or part.step < partings[subject].step):
             partings[subject] = part
     if not any(compared.values()):
-        raise InvalidArgument(f"Nothing to compare: {a} and {b} share no logged or saved step: set logging_steps.")
+        steps = [sorted({step for values in log.values() for step in values}) for log in logs]
+        spans = " and ".join(format_span(known[0], known[-1]) if known else "none" for known in steps)
+        problem = f"{a} and {b} share no logged or saved step (logged: {spans})"
+        raise InvalidArgument(f"Nothing to compare: {problem}: set logging_steps.")
     names = run_names([a, b])
     return Difference(
         (names[0], names[1]),

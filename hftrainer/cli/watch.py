@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.base.messages import format_duration, format_number, format_span
 from hftrainer.checkpointing.layout import step_of
 from hftrainer.cli.parser import Parser
+from hftrainer.errors import InvalidArgument, MissingPackage, cause_if_installed
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -64,7 +65,6 @@ def add_subcommand(commands: Any) -> None:
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
-    from hftrainer.errors import InvalidArgument, MissingPackage
     from hftrainer.monitoring.journal import check_folder, find_runs, run_names
     from hftrainer.monitoring.run_page import WatchedRun
     from hftrainer.reporting.metrics import sort_pattern
@@ -92,14 +92,12 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
             errors.append(error)
     if errors and (console is None or not found):
         parser.fail(errors[0])
-    shown = [name for name, _ in found]
     pages = [page for _, page in found]
     if console is None:
         # NaN is not JSON.
-        strict = json.loads(json.dumps(pages), parse_constant=lambda _: None)
-        print(json.dumps({"runs": strict}, indent=2))
+        print(json.dumps({"runs": json.loads(json.dumps(pages), parse_constant=lambda _: None)}, indent=2))
     else:
-        console.print(_make_page(console, shown, pages, None))
+        console.print(_make_page(console, [name for name, _ in found], pages, None))
         # The other runs are above the error.
         if errors:
             parser.fail(errors[0])
@@ -111,8 +109,6 @@ def _console() -> Console:
     Raises:
         MissingPackage: if rich is not installed.
     """
-    from hftrainer.errors import MissingPackage, cause_if_installed
-
     try:
         from rich.console import Console
     except ImportError as error:
@@ -129,24 +125,31 @@ def _show(console: Console, runs: list[WatchedRun], names: list[str], every: flo
     from rich.live import Live
 
     from hftrainer.arguments.storage_url import explain_unreadable_url
-    from hftrainer.errors import InvalidArgument
     from hftrainer.monitoring.journal import check_folder
 
     for run in runs:
         if os.path.exists(run.folder) or explain_unreadable_url(run.folder):
             check_folder(run.folder)
+    pages: list[dict[str, Any]] = []
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            pages = []
-            for run in runs:
-                try:
-                    check_folder(run.folder)
-                    pages.append(run.read())
-                # The run has not started yet.
-                except (InvalidArgument, OSError) as error:
-                    pages.append({"problem": str(error)})
+            pages = [*map(_read_page, runs)]
             live.update(_make_page(console, names, pages, console.height), refresh=True)
             time.sleep(every)
+    # The terminal has its own screen again, without the page.
+    if pages:
+        console.print(_make_page(console, names, pages, None))
+
+
+def _read_page(run: WatchedRun) -> dict[str, Any]:
+    """The data of a run; or if it has not started yet, the problem."""
+    from hftrainer.monitoring.journal import check_folder
+
+    try:
+        check_folder(run.folder)
+        return run.read()
+    except (InvalidArgument, OSError) as error:
+        return {"problem": str(error)}
 
 
 def _make_page(console: Console, names: list[str], pages: list[dict[str, Any]], height: int | None) -> RenderableType:
@@ -198,7 +201,10 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     curves = {name: each for name, each in page.get("curves", {}).items() if _finite(each) and len(each["values"]) > 1}
     parts, lines = make_parts(0)
     with_chart = lines + (LOW_ROWS + 4 if curves else 2)
+    hidden = len(page["warnings"]) - MAX_EVENTS
+    note = f"earlier warnings: {hidden}, in --json" if hidden > 0 else None
     if height is not None and with_chart > height:
+        note = "not all lines fit: use a taller window"
         levels = [make_parts(left_out) for left_out in range(max(5, len(page["metrics"]) + 4))]
         # A low page keeps three metrics and a chart rather than all else; where no chart fits, as much as fits.
         charted = (made for made in levels[: max(5, len(levels) - 2)] if made[1] + with_chart - lines <= height)
@@ -211,7 +217,7 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
         lines += rows + 2
     title = Text.assemble((name, "bold"), "  ", (_state(page), colour))
     height = height and min(height, lines + 2)
-    return Panel(Group(*parts), title=title, title_align="left", border_style=colour, height=height)
+    return Panel(Group(*parts), title=title, title_align="left", subtitle=note, border_style=colour, height=height)
 
 
 def _state(page: dict[str, Any]) -> str:
@@ -354,7 +360,7 @@ def _seconds_by_activity(seconds: dict[str, dict[str, float]]) -> Table:
         total = sum(spent_seconds.values()) or 1.0
         rows.append((label, format_duration(total), *(f"{part / total:.1%}" for part in spent_seconds.values())))
     # Of a short run, the last intervals are all.
-    return _make_table(["", "time", *seconds["all"]], rows if rows[0][1:] != rows[1][1:] else rows[1:])
+    return _make_table(["after preparation", "time", *seconds["all"]], rows if rows[0][1:] != rows[1][1:] else rows[1:])
 
 
 def _make_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

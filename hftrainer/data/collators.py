@@ -16,7 +16,7 @@ import torch
 from hftrainer.base.messages import log_once
 from hftrainer.base.tracebacks import add_note, describe_type
 from hftrainer.compat import libraries
-from hftrainer.errors import InvalidArgument, InvalidSetup, RemovedColumn, UnknownKey, WrongObject
+from hftrainer.errors import InvalidSetup, RemovedColumn, UnknownKey, WrongObject
 from hftrainer.model.inspection import called_model
 
 logger = logging.getLogger(__name__)
@@ -194,11 +194,11 @@ def remove_unused_columns(dataset: Any, columns: Sequence[str], description: str
     """A `datasets.Dataset` with only the columns in `columns`.
 
     Raises:
-        InvalidArgument: if all columns would be removed; names the dataset's columns and the model's arguments.
+        InvalidSetup: if all columns would be removed; names the dataset's columns and the model's arguments.
     """
     ignored = [name for name in dataset.column_names if name not in columns]
     if len(ignored) == len(dataset.column_names):
-        raise InvalidArgument(
+        raise InvalidSetup(
             f"No column of the {description or 'given'} dataset is an argument of {model_name}.forward: the dataset "
             f"has {', '.join(sorted(ignored))}; the model accepts {', '.join(columns)}. Rename the columns, or set "
             "remove_unused_columns=False and let your data collator build the inputs."

@@ -111,14 +111,18 @@ def _describe_training(run: FinishedRun) -> Iterator[tuple[str, int]]:
         lasting = f"is not finite {place}: the last weights may be unusable"
         means = ". In log_history, loss and train_loss leave such steps out, so are too low"
         hidden = means if args.logging_nan_inf_filter else ""
-        text = f"The loss {lasting if nan else 'was not finite in some steps'}{hidden}."
-        yield text, logging.WARNING
+        yield f"The loss {lasting if nan else 'was not finite in some steps'}{hidden}.", logging.WARNING
 
 
 def describe_times(runtime: float, seconds: Mapping[str, float]) -> str:
-    """The time of a run, and the shares of training and of the other activities in `seconds`."""
+    """The time of a run, and the shares of training and of the other activities in `seconds`; their sum is 100%."""
     parts = {"training": runtime - sum(seconds.values()), **seconds}
-    shares = [f"{time / runtime:.0%} {name}" for name, time in parts.items() if time >= 0.01 * runtime > 0]
+    total = sum(time for time in parts.values() if time > 0)
+    percents = {name: 100 * time / total for name, time in parts.items() if time > 0}
+    # The largest remainders are rounded up.
+    ranked = sorted(percents, key=lambda name: int(percents[name]) - percents[name])
+    rounded_up = ranked[: 100 - sum(map(int, percents.values()))]
+    shares = [f"{whole}% {name}" for name, part in percents.items() if (whole := int(part) + (name in rounded_up))]
     return format_duration(runtime) + (f" ({', '.join(shares)})" if shares else "")
 
 

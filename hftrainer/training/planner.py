@@ -123,7 +123,7 @@ class RunPlanner(Part):
         # Scripts search for the words "Running training" of transformers.
         log_facts(logger, "Running training begins.", sizes)
         if args.num_train_epochs < 0 and args.max_steps <= 0:
-            logger.warning("num_train_epochs=%s trains no step.", args.num_train_epochs)
+            logger.warning("num_train_epochs=%s trains no step: use more than 0.", args.num_train_epochs)
         if resume_folder is not None:
             self._log_resume(attempt)
         # In a search, each trial would repeat it.

@@ -196,6 +196,15 @@ def run(*words: Any, **how: Any) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(words, started.returncode, printed, errors)
 
 
+def read_to_end(terminal: int) -> bytes:
+    """What is written to a terminal until its other end is closed; a single read may return a part of it."""
+    text = b""
+    with contextlib.suppress(OSError):  # EIO is the end
+        while part := os.read(terminal, 65536):
+            text += part
+    return text
+
+
 def ranks(count: int, store: TCPStore) -> list[dict[str, str]]:
     """The variables of each of `count` ranks on this machine, as torchrun sets them: they meet at `store`."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -77,7 +77,7 @@ def test_page_shows_progress_metrics_and_checkpoints(tmp_path, capsys, monkeypat
     assert names == ["loss", "eval_loss", "eval_wer", "eval_gap", "eval_accuracy", "eval_fid"]
     assert "eval_loss      2.25  2.25       30" in page and "eval_accuracy   0.5   0.5       30" in page
     assert "eval_wer        0.2   0.1       20" in page and "eval_gap          2     1       20" in page
-    assert "lr 3.00e-04 · 12,346 tokens/s" in page and "total  30 s  60.0%  20.0%       10.0%   10.0%" in page
+    assert "lr 3.00e-04 · 12,346 tokens/s" in page and re.search(r"total +30 s  60.0%  20.0%       10.0%   10.0%", page)
     assert "checkpoint-30 0 s ago" in page and "checkpoint-20" not in page
     assert " ago: Step 30 took 9 s, [red][31m12 times the median." in page and "\x1b" not in page
     assert any(re.search("loss  +eval_wer", line) for line in lines) and "⠉" in page and "step 30 " in page
@@ -126,6 +126,7 @@ def test_page_shows_the_last_events_and_json_all(tmp_path, capsys, monkeypatch):
     page = show(capsys, monkeypatch, tmp_path)
     assert re.findall(r"checkpoint-\d", page) == ["checkpoint-5", "checkpoint-4", "checkpoint-3"]
     assert re.findall(r"after step (\d)", page) == ["3", "4", "5"] and page.count("advice") == 3
+    assert " earlier warnings: 2, in --json " in page
     main(["watch", "--json", str(tmp_path)])
     (found,) = json.loads(capsys.readouterr().out)["runs"]
     assert [len(found[name]) for name in ("checkpoints", "warnings")] == [5, 5]
@@ -296,7 +297,7 @@ def test_low_page_keeps_a_chart(tmp_path):
     console.print(watch._make_page(console, ["run"], [WatchedRun(str(tmp_path)).read()], 24))
     page = console.file.getvalue()
     assert page.count("\n") <= 24 and re.search(r"\+\d+ more", page) and "step 50 │" in page.replace("  ", "")
-    assert "warning 2" in page and "warning 1" not in page
+    assert "warning 2" in page and "warning 1" not in page and " not all lines fit: use a taller window " in page
 
 
 def test_page_of_several_runs_keeps_evaluations(tmp_path):
@@ -422,6 +423,7 @@ def test_terminal_page_follows_a_run_until_ctrl_c(tmp_path, processes):
     # A job in the background of a shell ignores Ctrl-C, and so would what it starts.
     reset = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     watching = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=variables, preexec_fn=reset)
+    os.close(inside)  # it has the other end alone, which its end closes
     try:
         assert "╭" not in read_until(terminal, "Waiting for a run: ")
         journal = begin(tmp_path / "new")
@@ -430,10 +432,11 @@ def test_terminal_page_follows_a_run_until_ctrl_c(tmp_path, processes):
         train(journal, 20)
         read_until(terminal, "step 20 of 100")
         watching.send_signal(signal.SIGINT)
-        rest = read_until(terminal, "\x1b[?25h\x1b[?1049l")  # the cursor and the screen are back
-        assert watching.wait(120) == 0 and "Traceback" not in rest
+        rest = processes.read_to_end(terminal).decode()
+        assert watching.wait() == 0 and "Traceback" not in rest
+        # The cursor and the screen are back, and the last page is below what was there.
+        assert rest.partition("\x1b[?25h\x1b[?1049l")[2].endswith("╯\r\n")
     finally:
         watching.kill()
         watching.wait()
-        os.close(inside)
         os.close(terminal)

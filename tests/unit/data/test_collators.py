@@ -39,6 +39,14 @@ def test_reading_a_removed_column_names_it(tmp_path, make_data, workers, reads, 
         getattr(trainer, method)()
 
 
+def test_dataset_without_an_accepted_column_is_refused_without_notes(tmp_path):
+    data = datasets.Dataset.from_dict({"text": ["a"] * 8, "target": [1] * 8})
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer={"train_dataset": data})
+    with pytest.raises(InvalidSetup, match="the dataset has target, text; the model accepts x") as caught:
+        trainer.train()
+    assert not any("The samples also have" in note for note in getattr(caught.value, "__notes__", ()))
+
+
 def test_collator_error_names_removed_text_columns(tmp_path):
     def refuse(rows):
         raise ValueError("You should supply an encoding")

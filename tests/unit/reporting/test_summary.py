@@ -118,7 +118,7 @@ def test_summary_splits_the_time():
     assert level == logging.WARNING and loss.startswith("The loss is not finite since step 7 of ")
     run = dataclasses.replace(run, args=TrainingArguments(metric_for_best_model="loss"))
     assert "Best eval_loss: 0.5 at step 6, after the loss became nan." in dict(summary.make_summary(run))
-    shares = "83% training, 15% evaluation, 1% saving"
+    shares = "83% training, 1% data, 15% evaluation, 1% saving"
     speeds = "617.3 samples/s and 49,383 tokens/s overall"
     assert spent.startswith(f"Trained 12,000 steps in 1 h 7 min ({shares}): {speeds}, peak memory ")
     assert [format_duration(time) for time in (0.0041, 0.5, 12.34, 120)] == ["4.1 ms", "0.5 s", "12.3 s", "2 min"]
