@@ -77,7 +77,7 @@ class Curve:
         start: where the interval of the first value began.
         pace: seconds per step of the interval of each value, with evaluations and saving; 0 if unknown.
         state: what became of the run, if not its end; and an evaluation that was not saved.
-        width: of its line; more if later curves coincide with it, so that it is seen below them.
+        width: of its line; more if later curves begin like it, so that it is seen below them.
         is_best: whether the best value of its run is the best of all runs.
     """
 
@@ -416,8 +416,11 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     alone = {panel for panel, found in panels.items() if len(found) == 1 < len(runs)}
     curves.sort(key=lambda curve: (curve.panel in alone - {*PANELS}, list(panels).index(curve.panel)))
     for place, curve in enumerate(curves, 1):
-        points = (curve.name, curve.steps, curve.finite)
-        width = 1.5 + 3 * min(3, sum((later.name, later.steps, later.finite) == points for later in curves[place:]))
+        # Runs that share their start, such as copies that were resumed, hide each other there.
+        end = max(2, len(curve.steps) // 4)
+        start = (curve.name, curve.steps[:end], curve.finite[:end])
+        hidden = sum((later.name, later.steps[:end], later.finite[:end]) == start for later in curves[place:])
+        width = 1.5 + 2.5 * min(3, hidden)
         names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
         run, dash = runs.index(curve.run), names.index(curve.name)
         owner = f"only {curve.run}" + f": {curve.name}" * (len(names) > 1) if curve.panel in alone else ""
