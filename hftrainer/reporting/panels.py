@@ -194,7 +194,7 @@ def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
 
 def opacity_under_mean(curves: list[Curve]) -> float:
     """The opacity of curves under their mean; less of several runs, which overlap."""
-    return 0.3 if len({curve.run for curve in curves}) == 1 else 0.12
+    return 0.4 if len({curve.run for curve in curves}) == 1 else 0.25
 
 
 def group_by_panel(curves: list[Curve]) -> dict[str, list[Curve]]:
