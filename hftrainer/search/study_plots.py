@@ -144,8 +144,8 @@ def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tup
     """A copy without results so far beyond the third quarter that they would squeeze the others.
 
     Returns:
-        The copy; by number the values of these trials and the last ones of unfinished trials, within the axis, and why
-        they were left out, and the best trial; and the range of the axis.
+        The copy; by number why trials were left out, and the best trial, with their values: of unfinished trials the
+        last, and beyond those of the others if they are far or unknown; and the range of the axis.
     """
     optuna = import_plotting("optuna")
     copy, trials = optuna.create_study(directions=study.directions), study.get_trials(deepcopy=True)
@@ -156,18 +156,22 @@ def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tup
     limit = 4 * abs(ranked[len(ranked) * 3 // 4] - ranked[0]) or math.inf
     near = [value for value in ranked if abs(value - ranked[0]) <= limit]
     unfinished = [trial for trial in trials if trial.state.name != "COMPLETE"]
-    last = {trial.number: trial.intermediate_values.get(trial.last_step or 0, near[-1]) for trial in unfinished}
+    last = {trial.number: trial.intermediate_values.get(trial.last_step or 0, math.nan) for trial in unfinished}
+    # The last report of a failed trial is no result.
+    last |= {trial.number: math.nan for trial in unfinished if trial.state.name == "FAIL"}
     shown = near + [value for value in last.values() if abs(value - ranked[0]) <= limit < math.inf]
-    marked: dict[int, tuple[float, str]] = {}
+    limits, marked = axis_range(shown), dict[int, tuple[float, str]]()
+    worst = limits[0 if is_maximized else 1]
     for trial in trials:
         value = last[trial.number] if trial.number in last else trial.values[number]
         if trial.number in last or value not in near:
-            marked[trial.number] = min(max(shown), max(min(shown), value)), REASONS[trial.state.name]
+            height = worst if math.isnan(value) else min(limits[1], max(limits[0], value))
+            marked[trial.number] = height, REASONS[trial.state.name]
             trial.state, trial.values = optuna.trial.TrialState.PRUNED, None
         elif trial.number == best:
             marked[trial.number] = value, "best trial"
         copy.add_trial(trial)
-    return copy, marked, axis_range(shown)
+    return copy, marked, axis_range([*shown, *(height for height, _ in marked.values())])
 
 
 def _draw_png(
