@@ -298,7 +298,7 @@ def describe_curves(curves: list[Curve]) -> str:
         steps = f"{format_number(curve.steps[0])} to {format_number(curve.steps[-1])}"
         rows.append((curve.label, steps, *map(curve.format, values)))
     notes = [
-        f"{curve.label}: {count_of(count, 'values')} {'is' if count == 1 else 'are'} not finite, first {first[1]}"
+        f"{curve.label}: {count_of(count, 'values')} {'is' if count == 1 else 'are'} not finite, first {first[2]}"
         for curve in curves
         if (count := len(curve.gaps)) and (first := curve.non_finite)
     ]

@@ -73,7 +73,8 @@ class Curve:
         mark: the shape of its markers, which distinguishes runs in black and white.
         owner: in a panel that one of several runs has alone, the entry of the legend, which names the run.
         restarts: where a resumed run started again, after the place since which its work was lost.
-        non_finite: where it was first not finite, which of a loss may be before a log line, and that step in words.
+        non_finite: since where and by where it was first not finite, which of a loss may be before a log line, and that
+            step or those steps in words.
         start: where the interval of the first value began.
         pace: seconds per step of the interval of each value, with evaluations and saving; 0 if unknown.
         state: what became of the run, if not its end; and an evaluation that was not saved.
@@ -94,7 +95,7 @@ class Curve:
     mark: str = "o"
     owner: str = ""
     restarts: Sequence[tuple[float, float]] = ()
-    non_finite: tuple[float, str] | None = None
+    non_finite: tuple[float, float, str] | None = None
     start: float = 0
     pace: Sequence[float] = ()
     state: str = ""
@@ -298,8 +299,9 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
         }
         facts |= {"restarts": [(lost / size, restart / size) for lost, restart in restarts]}
         for curve in _plain_curves(state, known, places):
-            found = [span for span in (curve.non_finite, curve.name == "loss" and non_finite) if span]
-            first = min(((place / size, text) for place, text in found), default=None)
+            spans = [span for span in (curve.non_finite, curve.name == "loss" and non_finite) if span]
+            found = [(since / size, place / size, text) for since, place, text in spans]
+            first = min(found, key=lambda span: (span[1], -span[0]), default=None)
             scaled = [step / size for step in curve.steps]
             plain_curves.append(replace(curve, steps=scaled, start=curve.start / size, non_finite=first, **facts))
     curves = _with_styles(plain_curves)
@@ -384,8 +386,9 @@ def _plain_curves(state: TrainerState, arguments: dict[str, Any], places: dict[f
                 place, before = steps[curve.gaps[0]], steps[curve.gaps[0] - 1] if curve.gaps[0] else 0
                 step = places.get(place, place)
                 # An evaluation is of its step alone.
-                is_exact = name.startswith("eval_") or step - places.get(before, before) == 1
-                curve = replace(curve, non_finite=(place, f"{'at' if is_exact else 'by'} step {format_number(step)}"))
+                first = step if name.startswith("eval_") else min(step, places.get(before, before) + 1)
+                since = place if first == step else before
+                curve = replace(curve, non_finite=(since, place, f"at step {format_span(first, step)}"))
             # Without a journal, speeds may be logged from a later start on.
             start = max((step for step in losses if step < steps[0]), default=0)
             yield replace(curve, start=start, pace=[pace.get(step, 0.0) for step in steps])

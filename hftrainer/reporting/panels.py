@@ -217,8 +217,8 @@ def _constant_memory(curves: list[Curve]) -> str:
 def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str, str]]:
     """The restarts of runs, and each run's first non-finite values in a panel: start, step, text, colour and dash.
 
-    What is between start and step was lost. The text is empty if another line or the entry of the run has it. A log
-    line has the values since the one before, so that the first step with a non-finite value may be earlier than it.
+    What is between start and step of a restart was lost. The text is empty if another line or the entry of the run has
+    it. A log line has the values since the one before, so that the first non-finite one may be anywhere between both.
     """
     for curve in {curve.run: curve for curve in curves}.values():
         for number, (lost, restart) in enumerate(curve.restarts):
@@ -226,14 +226,14 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
             text += " (shaded: steps done again)" * any(lost < restart for lost, restart in curve.restarts)
             colour = curve.colour if curve.run else "#808080"
             yield lost, restart, text if curve.panel == "loss" and not number else "", colour, "--"
-    found = sorted(((*c.non_finite, c.label, c) for c in curves if c.non_finite), key=lambda mark: mark[0])
-    runs = {run: [mark for mark in found if mark[3].run == run] for run in dict.fromkeys(mark[3].run for mark in found)}
-    for (step, place, label, curve), *others in runs.values():
+    found = sorted(((*c.non_finite, c.label, c) for c in curves if c.non_finite), key=lambda mark: mark[1])
+    runs = {run: [mark for mark in found if mark[4].run == run] for run in dict.fromkeys(mark[4].run for mark in found)}
+    for (since, step, place, label, curve), *others in runs.values():
         colour = curve.colour if curve.run else "red"
-        also = "".join(f", {WORDS.get(other.name, other.name)} {place}" for _, place, _, other in others)
+        also = "".join(f", {WORDS.get(other.name, other.name)} {place}" for _, _, place, _, other in others)
         # The entry of one of several runs says it.
         is_said = bool(curve.run) and curve.state.startswith(DIVERGED)
-        yield step, step, "" if is_said else f"{label} is not finite {place}{also}", colour, ":"
+        yield since, step, "" if is_said else f"{label} is not finite {place}{also}", colour, ":"
 
 
 def describe_run(run: str, curves: list[Curve]) -> str:

@@ -43,7 +43,7 @@ def test_loss_that_leaves_out_some_is_a_gap_and_not_the_best(tmp_path, x, capsys
     journal.write("log", 30, logs={"loss": 0.1, "grad_norm": 1.0}, is_partial=True)
     write_log(tmp_path, [{"step": 30, "loss": 0.1, "grad_norm": 1.0}])
     loss = read_curves([str(tmp_path)], x)[0]
-    assert loss.finite == [1.0, 2.0] and loss.gaps == [2] and loss.non_finite[1] == "by step 30"
+    assert loss.finite == [1.0, 2.0] and loss.gaps == [2] and loss.non_finite[2] == "at step 21-30"
     page = RunRecord(str(tmp_path)).page
     assert page["metrics"]["loss"]["best"] == 1.0
     main(["plot", "--json", str(tmp_path)])

@@ -31,7 +31,7 @@ def test_all_losses_of_a_run_that_are_not_finite_are_named(tmp_path):
     log[1]["eval_loss"] = math.nan
     log[3]["eval_loss"] = math.nan
     plot([write_log(tmp_path / "run", log)], html=True, out=str(tmp_path / "a.svg"))
-    text = "eval_loss is not finite at step 6, loss by step 9"
+    text = "eval_loss is not finite at step 6, loss at step 7-9"
     assert text in texts_in_svg(tmp_path / "a.svg")
     page = (tmp_path / "a.html").read_text()
     heights = re.findall(r'"symbol":"line-ns"[^]]*\][^]]*"y":\[([-.\d]+)', page)
