@@ -353,7 +353,7 @@ def _describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: b
     if nan := find_nan(page):
         return f"{DIVERGED} at step {format_span(*nan)}"
     if page["state"] not in ("complete", "unobserved"):
-        return f"{page['state']} at step {page['step']:,}"
+        return f"{page['state']} at step {page['step']:,}" + f" of {page['max_steps']:,}" * bool(page["max_steps"])
     # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.
     epochs = [line.get("epoch") for line in state.log_history if any(name.startswith("eval_") for name in line)]
     is_last = arguments.get("eval_strategy") == "epoch" and 0 < state.global_step == state.max_steps

@@ -159,9 +159,9 @@ def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list
         first = next(index for index, value in enumerate(curve.values) if value > top)
         after = [value for value in curve.values[first:] if math.isfinite(value)]
         text, peak = f"{len(places):,} spikes, " * (len(places) > 1), max(curve.finite)
-        where = f" at {_place(curve, curve.values.index(peak))}"
+        where = f" at {describe_place(curve, curve.values.index(peak))}"
         if len(after) > 2 and 2 * sum(value > top for value in after) > len(after):
-            text, where, places = f"above the axis from {_place(curve, first)}, ", "", [first]
+            text, where, places = f"above the axis from {describe_place(curve, first)}, ", "", [first]
         # The label of the axis names the only curve.
         name = curve.run or curve.label * any(other.name != curve.name for other in curves)
         text = f"{name}: " * bool(name) + f"{text}max {format_number(peak)}{where}"
@@ -170,7 +170,7 @@ def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list
         yield curve, [curve.steps[place] for place in places], text + f" ({also})" * bool(also)
 
 
-def _place(curve: Curve, index: int) -> str:
+def describe_place(curve: Curve, index: int) -> str:
     """The place of a value in words."""
     number = format_number(curve.steps[index])
     return f"{number} {curve.x}" if curve.x in TIME_UNITS else f"{curve.x} {number}"
