@@ -6,7 +6,7 @@ import importlib
 import math
 import statistics
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -104,8 +104,11 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     usual = max(float(np.percentile(part, 95, method="lower")) for part in calm)
     top = max(value for value in values if value - bottom <= 3 * (usual - bottom))
     top = max(top, *(height for height in map(_lasting_height, calm) if height <= end))
+    # Of few values, only one of 100 times that before it is surely a spike.
+    leaps = any(later > 100 * abs(earlier) for part in parts for earlier, later in pairwise(part))
+    may_cut = leaps or len(values) >= MIN_CLIPPED_POINTS
     # To cut off less would not show the others larger.
-    is_cut = len(values) >= MIN_CLIPPED_POINTS and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
+    is_cut = may_cut and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
     top = top if is_cut else high
     shown = [(value, 3 if curve.mean else 1) for curve in curves for value in curve.mean or curve.drawable]
     # Single zeros go below the panel.

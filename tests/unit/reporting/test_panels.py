@@ -78,6 +78,13 @@ def test_spikes_of_a_short_curve_leave_a_panel_before_its_scale_is_chosen(tmp_pa
     assert faint.opacity == 0.4 and max(faint.y) == 100 and math.isnan(plain.y[5]) and plain.y[4] == losses[4]
 
 
+@pytest.mark.parametrize("others", [[], [1.06, 1.0, 1.03, 0.9]])
+def test_spike_of_few_values_leaves_a_panel_alone_and_in_a_comparison(others):
+    runs = {"a": [1.06, 1.0, 1.03, 547.0], "b": others}
+    curves = [Curve("loss", "loss", [1.0, 2.0, 3.0, 4.0], values, run=run) for run, values in runs.items() if values]
+    assert (axis := vertical_axis(curves))[0] == "linear" and axis[1][1] < 1.1
+
+
 def test_single_low_value_stays_in_the_panel():
     losses = [0.5 if step % 2 else 0.52 for step in range(20)]
     losses[12] = 0.1
