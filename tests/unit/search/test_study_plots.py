@@ -110,7 +110,7 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     assert (pruned, height) == (["triangle-down", "pruned", "7"], "4.0")
     assert others == [("x", "failed", "8", "4.2"), ("triangle-up", "far worse", "5", "4.2")]
     assert '"text":"objective (minimize)"' in page
-    assert ',4.41]' in page and '"name":"best trial","x":[0]' in page and "1000000.0" not in page
+    assert ",4.41]" in page and '"name":"best trial","x":[0]' in page and "1000000.0" not in page
     legend, none, lines = (figure.axes[0].get_legend() for figure in figures)
     words = [text.get_text() for text in legend.get_texts()]
     # The bars of importances have one colour, which needs no legend.
