@@ -194,13 +194,13 @@ def _draw_png(
         colours = import_plotting("matplotlib").colormaps["viridis"](range(220))
         colours = colours if lines.get_cmap().name.endswith("_r") else colours[::-1]
         lines.set_cmap(import_plotting("matplotlib.colors").ListedColormap(colours))
-        _label_parameters(figure, [objective["target_name"], *_parameters(study)])
         ticker = import_plotting("matplotlib.ticker")
         for place in _whole_places(study):
             # After the objective's and the scale of colours.
             locator = figure.axes[place + 1].yaxis.get_major_locator()
             if isinstance(locator, ticker.MaxNLocator):
                 locator.set_params(integer=True)
+        _label_parameters(figure, [objective["target_name"], *_parameters(study)])
         best = next(value for value, why in marked.values() if why == "best trial")
         # Optuna 4 leaves out trials without one of the hyperparameters.
         segments = zip(lines.get_segments(), lines.get_array(), strict=True)
@@ -266,12 +266,16 @@ def _label_parameters(figure: Any, names: list[str]) -> None:
     """Write the whole names, which Optuna truncates, and values that can be read over lines."""
     figure.set_size_inches(max(10, 2.2 * len(names)), 6)
     figure.axes[0].set_xticks(range(len(names)), list(map(_wrap, names)), rotation=0)
-    for axis in (axis for axis in figure.axes[1:] if axis.get_yscale() == "log"):
-        # Its ends, which are rarely powers of ten, and those between them that leave space.
+    fixed = import_plotting("matplotlib.ticker").FixedLocator
+    objective, scale, *parameters = figure.axes
+    # The labels of the last axis need space.
+    scale.set_position(scale.get_position().translated(0.03, 0))
+    # Categories have their places.
+    for axis in (axis for axis in (objective, *parameters) if not isinstance(axis.yaxis.get_major_locator(), fixed)):
+        # Its ends, which are rarely round, and those between them that leave space.
         low, high = axis.get_ylim()
-        between = [
-            tick for tick in axis.get_yticks() if (high / low) ** 0.05 * low < tick < high / (high / low) ** 0.05
-        ]
+        height = axis.transScale + axis.transLimits
+        between = [tick for tick in axis.get_yticks() if 0.05 < height.transform((0, tick))[1] < 0.95]
         axis.set_yticks([low, *between, high], list(map(format_number, [low, *between, high])))
         axis.minorticks_off()
     for label in (label for axis in figure.axes[1:] for label in axis.get_yticklabels(which="both")):

@@ -119,9 +119,9 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     best, *others = figures[2].axes[0].lines
     assert [text.get_text() for text in lines.get_texts()] == ["best trial"] and not others
     assert best.get_ydata()[0] == 0
-    # The ends of a log axis have labels.
-    axis = figures[2].axes[-1]
-    assert (axis.get_yticks()[0], axis.get_yticks()[-1]) == axis.get_ylim()
+    # The ends of a linear and a log axis have labels.
+    for axis in (figures[2].axes[0], figures[2].axes[-1]):
+        assert (axis.get_yticks()[0], axis.get_yticks()[-1]) == axis.get_ylim()
     assert figures[1].axes[0].get_xlabel() == ""  # the title says what the shares are
 
 
