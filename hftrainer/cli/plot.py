@@ -289,7 +289,12 @@ def _has_desktop() -> bool:
 
 
 def describe_curves(curves: list[Curve]) -> str:
-    """A text table of each curve: its steps, its first, last, lowest and highest value; below, what is not finite."""
+    """A text table of each curve: its steps, its first, last, lowest and highest value.
+
+    Below it are what became of the run, the best values, and what is not finite.
+    """
+    from hftrainer.reporting.panels import describe_place
+
     axis = {"step": "steps", "epoch": "epochs"}.get(curves[0].x, curves[0].x)
     rows: list[tuple[str, ...]] = [("", axis, "first", "last", "lowest", "highest")]
     for curve in curves:
@@ -297,8 +302,14 @@ def describe_curves(curves: list[Curve]) -> str:
         values = (curve.values[0], curve.values[-1], min(finite), max(finite))
         steps = f"{format_number(curve.steps[0])} to {format_number(curve.steps[-1])}"
         rows.append((curve.label, steps, *map(curve.format, values)))
-    notes = [
-        f"{curve.label}: {count_of(count, 'values')} {'is' if count == 1 else 'are'} not finite, first {first[1]}"
+    notes = [curves[0].state] if curves[0].state else []
+    notes += [
+        f"best {curve.label}: {curve.format(curve.values[curve.best])} at {describe_place(curve, curve.best)}"
+        for curve in curves
+        if curve.best is not None
+    ]
+    notes += [
+        f"{curve.label}: {count_of(count, 'values')} {'is' if count == 1 else 'are'} not finite, first {first[2]}"
         for curve in curves
         if (count := len(curve.gaps)) and (first := curve.non_finite)
     ]

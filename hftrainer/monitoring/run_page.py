@@ -402,12 +402,12 @@ class RunRecord:
             joined[line["step"]] = seconds + total, {name: value / (seconds + total) for name, value in both.items()}
         return {step: shares for step, (_, shares) in joined.items()}
 
-    def find_incidents(self, x: str) -> tuple[list[tuple[float, float]], tuple[float, str] | None]:
+    def find_incidents(self, x: str) -> tuple[list[tuple[float, float]], tuple[float, float, str] | None]:
         """The places of restarts and of the first loss that was not finite, on the axis `x`.
 
         Returns:
-            For each restart, since where work was lost, and where it was; and the place and step of the loss, the step
-            in words; None if unknown.
+            For each restart, since where work was lost, and where it was; and the place of the loss, twice as it is
+            exact, and its step in words; None if unknown.
         """
         logs = [event for event in self._logs if event["step"] and event["logs"].get("epoch")]
         scale = 1 if x == "step" else logs[-1]["logs"]["epoch"] / logs[-1]["step"] if logs else 0.0
@@ -418,4 +418,4 @@ class RunRecord:
         # On an accelerator losses are read at log lines alone, and no step is named.
         found = ((event["time"], step) for event in self._kept if (step := event.get("non_finite_step")))
         firsts = ((time if x == "time" else step * scale, f"at step {format_number(step)}") for time, step in found)
-        return restarts, next(firsts, None)
+        return restarts, next(((place, place, text) for place, text in firsts), None)

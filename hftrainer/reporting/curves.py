@@ -73,11 +73,12 @@ class Curve:
         mark: the shape of its markers, which distinguishes runs in black and white.
         owner: in a panel that one of several runs has alone, the entry of the legend, which names the run.
         restarts: where a resumed run started again, after the place since which its work was lost.
-        non_finite: where it was first not finite, which of a loss may be before a log line, and that step in words.
+        non_finite: since where and by where it was first not finite, which of a loss may be before a log line, and that
+            step or those steps in words.
         start: where the interval of the first value began.
         pace: seconds per step of the interval of each value, with evaluations and saving; 0 if unknown.
         state: what became of the run, if not its end; and an evaluation that was not saved.
-        width: of its line; more if later curves coincide with it, so that it is seen below them.
+        width: of its line; more if later curves begin like it, so that it is seen below them.
         is_best: whether the best value of its run is the best of all runs.
     """
 
@@ -94,7 +95,7 @@ class Curve:
     mark: str = "o"
     owner: str = ""
     restarts: Sequence[tuple[float, float]] = ()
-    non_finite: tuple[float, str] | None = None
+    non_finite: tuple[float, float, str] | None = None
     start: float = 0
     pace: Sequence[float] = ()
     state: str = ""
@@ -298,8 +299,9 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
         }
         facts |= {"restarts": [(lost / size, restart / size) for lost, restart in restarts]}
         for curve in _plain_curves(state, known, places):
-            found = [span for span in (curve.non_finite, curve.name == "loss" and non_finite) if span]
-            first = min(((place / size, text) for place, text in found), default=None)
+            spans = [span for span in (curve.non_finite, curve.name == "loss" and non_finite) if span]
+            found = [(since / size, place / size, text) for since, place, text in spans]
+            first = min(found, key=lambda span: (span[1], -span[0]), default=None)
             scaled = [step / size for step in curve.steps]
             plain_curves.append(replace(curve, steps=scaled, start=curve.start / size, non_finite=first, **facts))
     curves = _with_styles(plain_curves)
@@ -351,7 +353,7 @@ def _describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: b
     if nan := find_nan(page):
         return f"{DIVERGED} at step {format_span(*nan)}"
     if page["state"] not in ("complete", "unobserved"):
-        return f"{page['state']} at step {page['step']:,}"
+        return f"{page['state']} at step {page['step']:,}" + f" of {page['max_steps']:,}" * bool(page["max_steps"])
     # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.
     epochs = [line.get("epoch") for line in state.log_history if any(name.startswith("eval_") for name in line)]
     is_last = arguments.get("eval_strategy") == "epoch" and 0 < state.global_step == state.max_steps
@@ -384,8 +386,9 @@ def _plain_curves(state: TrainerState, arguments: dict[str, Any], places: dict[f
                 place, before = steps[curve.gaps[0]], steps[curve.gaps[0] - 1] if curve.gaps[0] else 0
                 step = places.get(place, place)
                 # An evaluation is of its step alone.
-                is_exact = name.startswith("eval_") or step - places.get(before, before) == 1
-                curve = replace(curve, non_finite=(place, f"{'at' if is_exact else 'by'} step {format_number(step)}"))
+                first = step if name.startswith("eval_") else min(step, places.get(before, before) + 1)
+                since = place if first == step else before
+                curve = replace(curve, non_finite=(since, place, f"at step {format_span(first, step)}"))
             # Without a journal, speeds may be logged from a later start on.
             start = max((step for step in losses if step < steps[0]), default=0)
             yield replace(curve, start=start, pace=[pace.get(step, 0.0) for step in steps])
@@ -416,8 +419,11 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     alone = {panel for panel, found in panels.items() if len(found) == 1 < len(runs)}
     curves.sort(key=lambda curve: (curve.panel in alone - {*PANELS}, list(panels).index(curve.panel)))
     for place, curve in enumerate(curves, 1):
-        points = (curve.name, curve.steps, curve.finite)
-        width = 1.5 + 3 * min(3, sum((later.name, later.steps, later.finite) == points for later in curves[place:]))
+        # Runs that share their start, such as copies that were resumed, hide each other there.
+        end = max(2, len(curve.steps) // 4)
+        start = (curve.name, curve.steps[:end], curve.finite[:end])
+        hidden = sum((later.name, later.steps[:end], later.finite[:end]) == start for later in curves[place:])
+        width = 1.5 + 2.5 * min(3, hidden)
         names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
         run, dash = runs.index(curve.run), names.index(curve.name)
         owner = f"only {curve.run}" + f": {curve.name}" * (len(names) > 1) if curve.panel in alone else ""

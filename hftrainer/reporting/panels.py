@@ -6,7 +6,7 @@ import importlib
 import math
 import statistics
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -104,8 +104,11 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     usual = max(float(np.percentile(part, 95, method="lower")) for part in calm)
     top = max(value for value in values if value - bottom <= 3 * (usual - bottom))
     top = max(top, *(height for height in map(_lasting_height, calm) if height <= end))
+    # Of few values, only one of 100 times that before it is surely a spike.
+    leaps = any(later > 100 * abs(earlier) for part in parts for earlier, later in pairwise(part))
+    may_cut = leaps or len(values) >= MIN_CLIPPED_POINTS
     # To cut off less would not show the others larger.
-    is_cut = len(values) >= MIN_CLIPPED_POINTS and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
+    is_cut = may_cut and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
     top = top if is_cut else high
     shown = [(value, 3 if curve.mean else 1) for curve in curves for value in curve.mean or curve.drawable]
     # Single zeros go below the panel.
@@ -159,9 +162,9 @@ def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list
         first = next(index for index, value in enumerate(curve.values) if value > top)
         after = [value for value in curve.values[first:] if math.isfinite(value)]
         text, peak = f"{len(places):,} spikes, " * (len(places) > 1), max(curve.finite)
-        where = f" at {_place(curve, curve.values.index(peak))}"
+        where = f" at {describe_place(curve, curve.values.index(peak))}"
         if len(after) > 2 and 2 * sum(value > top for value in after) > len(after):
-            text, where, places = f"above the axis from {_place(curve, first)}, ", "", [first]
+            text, where, places = f"above the axis from {describe_place(curve, first)}, ", "", [first]
         # The label of the axis names the only curve.
         name = curve.run or curve.label * any(other.name != curve.name for other in curves)
         text = f"{name}: " * bool(name) + f"{text}max {format_number(peak)}{where}"
@@ -170,7 +173,7 @@ def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list
         yield curve, [curve.steps[place] for place in places], text + f" ({also})" * bool(also)
 
 
-def _place(curve: Curve, index: int) -> str:
+def describe_place(curve: Curve, index: int) -> str:
     """The place of a value in words."""
     number = format_number(curve.steps[index])
     return f"{number} {curve.x}" if curve.x in TIME_UNITS else f"{curve.x} {number}"
@@ -194,7 +197,7 @@ def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
 
 def opacity_under_mean(curves: list[Curve]) -> float:
     """The opacity of curves under their mean; less of several runs, which overlap."""
-    return 0.3 if len({curve.run for curve in curves}) == 1 else 0.12
+    return 0.4 if len({curve.run for curve in curves}) == 1 else 0.25
 
 
 def group_by_panel(curves: list[Curve]) -> dict[str, list[Curve]]:
@@ -217,8 +220,8 @@ def _constant_memory(curves: list[Curve]) -> str:
 def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str, str]]:
     """The restarts of runs, and each run's first non-finite values in a panel: start, step, text, colour and dash.
 
-    What is between start and step was lost. The text is empty if another line or the entry of the run has it. A log
-    line has the values since the one before, so that the first step with a non-finite value may be earlier than it.
+    What is between start and step of a restart was lost. The text is empty if another line or the entry of the run has
+    it. A log line has the values since the one before, so that the first non-finite one may be anywhere between both.
     """
     for curve in {curve.run: curve for curve in curves}.values():
         for number, (lost, restart) in enumerate(curve.restarts):
@@ -226,14 +229,14 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
             text += " (shaded: steps done again)" * any(lost < restart for lost, restart in curve.restarts)
             colour = curve.colour if curve.run else "#808080"
             yield lost, restart, text if curve.panel == "loss" and not number else "", colour, "--"
-    found = sorted(((*c.non_finite, c.label, c) for c in curves if c.non_finite), key=lambda mark: mark[0])
-    runs = {run: [mark for mark in found if mark[3].run == run] for run in dict.fromkeys(mark[3].run for mark in found)}
-    for (step, place, label, curve), *others in runs.values():
+    found = sorted(((*c.non_finite, c.label, c) for c in curves if c.non_finite), key=lambda mark: mark[1])
+    runs = {run: [mark for mark in found if mark[4].run == run] for run in dict.fromkeys(mark[4].run for mark in found)}
+    for (since, step, place, label, curve), *others in runs.values():
         colour = curve.colour if curve.run else "red"
-        also = "".join(f", {WORDS.get(other.name, other.name)} {place}" for _, place, _, other in others)
+        also = "".join(f", {WORDS.get(other.name, other.name)} {place}" for _, _, place, _, other in others)
         # The entry of one of several runs says it.
         is_said = bool(curve.run) and curve.state.startswith(DIVERGED)
-        yield step, step, "" if is_said else f"{label} is not finite {place}{also}", colour, ":"
+        yield since, step, "" if is_said else f"{label} is not finite {place}{also}", colour, ":"
 
 
 def describe_run(run: str, curves: list[Curve]) -> str:

@@ -144,8 +144,8 @@ def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tup
     """A copy without results so far beyond the third quarter that they would squeeze the others.
 
     Returns:
-        The copy; by number the values of these trials and the last ones of unfinished trials, within the axis, and why
-        they were left out, and the best trial; and the range of the axis.
+        The copy; by number why trials were left out, and the best trial, with their values: of unfinished trials the
+        last, and beyond those of the others if they are far or unknown; and the range of the axis.
     """
     optuna = import_plotting("optuna")
     copy, trials = optuna.create_study(directions=study.directions), study.get_trials(deepcopy=True)
@@ -156,18 +156,22 @@ def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tup
     limit = 4 * abs(ranked[len(ranked) * 3 // 4] - ranked[0]) or math.inf
     near = [value for value in ranked if abs(value - ranked[0]) <= limit]
     unfinished = [trial for trial in trials if trial.state.name != "COMPLETE"]
-    last = {trial.number: trial.intermediate_values.get(trial.last_step or 0, near[-1]) for trial in unfinished}
+    last = {trial.number: trial.intermediate_values.get(trial.last_step or 0, math.nan) for trial in unfinished}
+    # The last report of a failed trial is no result.
+    last |= {trial.number: math.nan for trial in unfinished if trial.state.name == "FAIL"}
     shown = near + [value for value in last.values() if abs(value - ranked[0]) <= limit < math.inf]
-    marked: dict[int, tuple[float, str]] = {}
+    limits, marked = axis_range(shown), dict[int, tuple[float, str]]()
+    worst = limits[0 if is_maximized else 1]
     for trial in trials:
         value = last[trial.number] if trial.number in last else trial.values[number]
         if trial.number in last or value not in near:
-            marked[trial.number] = min(max(shown), max(min(shown), value)), REASONS[trial.state.name]
+            height = worst if math.isnan(value) else min(limits[1], max(limits[0], value))
+            marked[trial.number] = height, REASONS[trial.state.name]
             trial.state, trial.values = optuna.trial.TrialState.PRUNED, None
         elif trial.number == best:
             marked[trial.number] = value, "best trial"
         copy.add_trial(trial)
-    return copy, marked, axis_range(shown)
+    return copy, marked, axis_range([*shown, *(height for height, _ in marked.values())])
 
 
 def _draw_png(
@@ -190,13 +194,13 @@ def _draw_png(
         colours = import_plotting("matplotlib").colormaps["viridis"](range(220))
         colours = colours if lines.get_cmap().name.endswith("_r") else colours[::-1]
         lines.set_cmap(import_plotting("matplotlib.colors").ListedColormap(colours))
-        _label_parameters(figure, [objective["target_name"], *_parameters(study)])
         ticker = import_plotting("matplotlib.ticker")
         for place in _whole_places(study):
             # After the objective's and the scale of colours.
             locator = figure.axes[place + 1].yaxis.get_major_locator()
             if isinstance(locator, ticker.MaxNLocator):
                 locator.set_params(integer=True)
+        _label_parameters(figure, [objective["target_name"], *_parameters(study)])
         best = next(value for value, why in marked.values() if why == "best trial")
         # Optuna 4 leaves out trials without one of the hyperparameters.
         segments = zip(lines.get_segments(), lines.get_array(), strict=True)
@@ -262,12 +266,16 @@ def _label_parameters(figure: Any, names: list[str]) -> None:
     """Write the whole names, which Optuna truncates, and values that can be read over lines."""
     figure.set_size_inches(max(10, 2.2 * len(names)), 6)
     figure.axes[0].set_xticks(range(len(names)), list(map(_wrap, names)), rotation=0)
-    for axis in (axis for axis in figure.axes[1:] if axis.get_yscale() == "log"):
-        # Its ends, which are rarely powers of ten, and those between them that leave space.
+    fixed = import_plotting("matplotlib.ticker").FixedLocator
+    objective, scale, *parameters = figure.axes
+    # The labels of the last axis need space.
+    scale.set_position(scale.get_position().translated(0.03, 0))
+    # Categories have their places.
+    for axis in (axis for axis in (objective, *parameters) if not isinstance(axis.yaxis.get_major_locator(), fixed)):
+        # Its ends, which are rarely round, and those between them that leave space.
         low, high = axis.get_ylim()
-        between = [
-            tick for tick in axis.get_yticks() if (high / low) ** 0.05 * low < tick < high / (high / low) ** 0.05
-        ]
+        height = axis.transScale + axis.transLimits
+        between = [tick for tick in axis.get_yticks() if 0.05 < height.transform((0, tick))[1] < 0.95]
         axis.set_yticks([low, *between, high], list(map(format_number, [low, *between, high])))
         axis.minorticks_off()
     for label in (label for axis in figure.axes[1:] for label in axis.get_yticklabels(which="both")):

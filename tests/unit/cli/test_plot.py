@@ -123,7 +123,7 @@ def test_values_that_are_not_numbers_are_left_out(tmp_path):
     log.insert(1, {"loss": float("nan"), "eval_matrix": [[1]], "eval_runtime": 3.0, "step": 2})
     (line,) = read_curves([write_log(tmp_path, log)])
     assert (line.name, line.steps, line.finite) == ("loss", [1, 2, 3], [2.0])
-    header, row, _, note = describe_curves([line]).splitlines()
+    header, row, _, *_, note = describe_curves([line]).splitlines()
     assert header.endswith("highest") and row.endswith("nan       2        2")
     assert note == "loss: 2 values are not finite, first at step 2"
 
@@ -200,12 +200,15 @@ def test_notebook_shows_the_picture(runs, tmp_path, monkeypatch, opened_urls, sh
 
 
 def test_curves_are_described_in_a_text_table():
-    rising = Curve("loss", "a", [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 7.0])
+    rising = Curve("loss", "a", [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 7.0], best=3, state="stopped at step 4 of 9")
     share = Curve(SHARES, "data_wait", [2.0, 4000.0], [0.5, 0.5])
     assert describe_curves([rising, share]).splitlines() == [
         "                       steps  first   last  lowest  highest",
         "a                     1 to 4      0      7       0        7",
         "waiting for data  2 to 4,000  50.0%  50.0%   50.0%    50.0%",
+        "",
+        "stopped at step 4 of 9",
+        "best a: 7 at step 4",
     ]
 
 

@@ -43,7 +43,7 @@ def test_loss_that_leaves_out_some_is_a_gap_and_not_the_best(tmp_path, x, capsys
     journal.write("log", 30, logs={"loss": 0.1, "grad_norm": 1.0}, is_partial=True)
     write_log(tmp_path, [{"step": 30, "loss": 0.1, "grad_norm": 1.0}])
     loss = read_curves([str(tmp_path)], x)[0]
-    assert loss.finite == [1.0, 2.0] and loss.gaps == [2] and loss.non_finite[1] == "by step 30"
+    assert loss.finite == [1.0, 2.0] and loss.gaps == [2] and loss.non_finite[2] == "at step 21-30"
     page = RunRecord(str(tmp_path)).page
     assert page["metrics"]["loss"]["best"] == 1.0
     main(["plot", "--json", str(tmp_path)])
@@ -77,7 +77,8 @@ def test_curves_have_colours_dashes_and_a_best_value(tmp_path):
     """One run has a colour for each curve; of several each has one, and a curve the same dash in all."""
     logs = {"a": ["loss", "eval_loss", "eval_f1"], "b": ["eval_loss", "loss"]}
     for run, names in logs.items():
-        history = [{name: 3.0 - step % 3, "step": step} for step in (2, 4, 6) for name in names]
+        last = 6 if run == "a" else 7
+        history = [{name: 3.0 - step % 3, "step": step} for step in (2, 4, last) for name in names]
         (tmp_path / run).mkdir()
         # The value of eval_f1 at step 4; eval_loss is the same.
         state = {"log_history": history, "best_metric": 2.0 if run == "a" else None}
@@ -90,8 +91,8 @@ def test_curves_have_colours_dashes_and_a_best_value(tmp_path):
     assert dashes == {"a: loss": 0, "a: eval_loss": 1, "a: eval_f1": 0, "b: eval_loss": 1, "b: loss": 0}
     assert {line.run: line.best for line in both if line.name == "eval_loss"} == {"a": 1, "b": 0}  # b: the lowest
     assert {(line.run, line.mark) for line in both} == {("a", "o"), ("b", "s")}
-    # The first of curves that coincide is wider.
-    wider = {line.label for line in both if line.width == 4.5}
+    # The first of curves that begin alike is wider.
+    wider = {line.label for line in both if line.width == 4}
     assert wider == {"a: loss", "a: eval_loss"} and {line.width for line in read_curves([str(tmp_path / "a")])} == {1.5}
 
 

@@ -31,7 +31,7 @@ def test_all_losses_of_a_run_that_are_not_finite_are_named(tmp_path):
     log[1]["eval_loss"] = math.nan
     log[3]["eval_loss"] = math.nan
     plot([write_log(tmp_path / "run", log)], html=True, out=str(tmp_path / "a.svg"))
-    text = "eval_loss is not finite at step 6, loss by step 9"
+    text = "eval_loss is not finite at step 6, loss at step 7-9"
     assert text in texts_in_svg(tmp_path / "a.svg")
     page = (tmp_path / "a.html").read_text()
     heights = re.findall(r'"symbol":"line-ns"[^]]*\][^]]*"y":\[([-.\d]+)', page)
@@ -75,7 +75,14 @@ def test_spikes_of_a_short_curve_leave_a_panel_before_its_scale_is_chosen(tmp_pa
     (curve,) = read_curves([write_log(tmp_path, [{"step": step, "loss": loss} for step, loss in enumerate(losses)])])
     assert (axis := vertical_axis([curve]))[0] == "linear" and axis[1][1] < 1.2
     faint, plain = (each for each in _make_figure([curve]).data if "off" in str(each.meta))
-    assert faint.opacity == 0.3 and max(faint.y) == 100 and math.isnan(plain.y[5]) and plain.y[4] == losses[4]
+    assert faint.opacity == 0.4 and max(faint.y) == 100 and math.isnan(plain.y[5]) and plain.y[4] == losses[4]
+
+
+@pytest.mark.parametrize("others", [[], [1.06, 1.0, 1.03, 0.9]])
+def test_spike_of_few_values_leaves_a_panel_alone_and_in_a_comparison(others):
+    runs = {"a": [1.06, 1.0, 1.03, 547.0], "b": others}
+    curves = [Curve("loss", "loss", [1.0, 2.0, 3.0, 4.0], values, run=run) for run, values in runs.items() if values]
+    assert (axis := vertical_axis(curves))[0] == "linear" and axis[1][1] < 1.1
 
 
 def test_single_low_value_stays_in_the_panel():

@@ -1,5 +1,6 @@
 """`python -m hftrainer plot --study` draws the trials of a search, or says why there is nothing to draw."""
 
+import math
 import os
 import re
 import sys
@@ -94,30 +95,33 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
         if trial.number == 7:
             trial.report(4, 2)
             raise optuna.TrialPruned
+        if trial.number == 8:
+            return math.nan
         return 1e6 if trial.number == 5 else trial.number % 3
 
-    study.optimize(objective, n_trials=9)
+    study.optimize(objective, n_trials=10)
     plot_study(url, out=str(tmp_path), html=True)
-    assert best_trials(url)[1] == "5 best of 9 trials: 8 completed, 1 pruned"
+    assert best_trials(url)[1] == "5 best of 10 trials: 8 completed, 1 pruned, 1 failed"
     page, _, lines = (tmp_path / "search.html").read_text().split("Plotly.newPlot")[-3:]
-    assert "a line per trial (best: trial 0), without 1 pruned, 1 far worse" in lines
-    # The far one is at the edge, not at its last report; the reported value of the pruned one is in the panel.
-    marks = re.findall(
-        r'"marker":{"color":"gray","symbol":"([\w-]+)"},"mode":"markers","name":"([\w ]+)","x":\[(\d)\]', page
-    )
-    assert marks == [("triangle-down", "pruned", "7"), ("triangle-up", "far worse", "5")]
+    assert "a line per trial (best: trial 0), without 1 pruned, 1 failed, 1 far worse" in lines
+    # The failed and the far one are beyond the others, not at their last reports; the pruned one is at its last.
+    marks = re.findall(r'"symbol":"([\w-]+)"},"mode":"markers","name":"([\w ]+)","x":\[(\d)\],"y":\[([\d.]+)\]', page)
+    (*pruned, height), *others = marks[-3:]
+    assert (pruned, height) == (["triangle-down", "pruned", "7"], "4.0")
+    assert others == [("x", "failed", "8", "4.2"), ("triangle-up", "far worse", "5", "4.2")]
     assert '"text":"objective (minimize)"' in page
-    assert '"range":[-0.2,4.2]' in page and '"name":"best trial","x":[0]' in page and "1000000" not in page
+    assert ",4.41]" in page and '"name":"best trial","x":[0]' in page and "1000000.0" not in page
     legend, none, lines = (figure.axes[0].get_legend() for figure in figures)
     words = [text.get_text() for text in legend.get_texts()]
     # The bars of importances have one colour, which needs no legend.
-    assert words == ["objective (minimize)", "best so far", "best trial", "pruned", "far worse"] and none is None
+    assert words == ["objective (minimize)", "best so far", "best trial", *(name for _, name, *_ in marks[-3:])]
+    assert none is None
     best, *others = figures[2].axes[0].lines
     assert [text.get_text() for text in lines.get_texts()] == ["best trial"] and not others
     assert best.get_ydata()[0] == 0
-    # The ends of a log axis have labels.
-    axis = figures[2].axes[-1]
-    assert (axis.get_yticks()[0], axis.get_yticks()[-1]) == axis.get_ylim()
+    # The ends of a linear and a log axis have labels.
+    for axis in (figures[2].axes[0], figures[2].axes[-1]):
+        assert (axis.get_yticks()[0], axis.get_yticks()[-1]) == axis.get_ylim()
     assert figures[1].axes[0].get_xlabel() == ""  # the title says what the shares are
 
 
