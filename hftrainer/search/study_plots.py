@@ -160,7 +160,8 @@ def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tup
     # The last report of a failed trial is no result.
     last |= {trial.number: math.nan for trial in unfinished if trial.state.name == "FAIL"}
     shown = near + [value for value in last.values() if abs(value - ranked[0]) <= limit < math.inf]
-    limits, marked = axis_range(shown), dict[int, tuple[float, str]]()
+    limits = axis_range(shown)
+    marked: dict[int, tuple[float, str]] = {}
     worst = limits[0 if is_maximized else 1]
     for trial in trials:
         value = last[trial.number] if trial.number in last else trial.values[number]

@@ -25,6 +25,7 @@ from hftrainer.callbacks.notebook import _find_callback
 from hftrainer.callbacks.progress_bar import _make_bar
 from hftrainer.training.stopping import SignalListener
 from tests.support.parity import comparable
+from tests.support.processes import read_to_end
 from tests.support.small_models import plain_data
 
 SCRIPT = """
@@ -163,7 +164,7 @@ def test_terminal_bar_counts_optimizer_steps(tmp_path, processes):
     process = processes.start(write_script(tmp_path), os.ttyname(theirs), cwd=tmp_path, merge=True)
     os.read(ours, 1)  # it has the terminal; without a process that has it, reading ends
     os.close(theirs)
-    text = processes.read_to_end(ours)
+    text = read_to_end(ours)
     os.close(ours)
     assert process.wait() == 0
     assert b"4/4" in text
@@ -177,7 +178,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_ctrl_c_erases_the_bar(monkeypatch, processes):
+def test_ctrl_c_erases_the_bar(monkeypatch):
     """The bar leaves room for the "^C" of the terminal, so that both are in one line."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
@@ -189,7 +190,7 @@ def test_ctrl_c_erases_the_bar(monkeypatch, processes):
         with SignalListener(should_save=True).handle_signals():
             signal.raise_signal(signal.SIGINT)
         bar.close()
-    drawn, erased, _ = processes.read_to_end(ours).decode().partition("\r\x1b[K")
+    drawn, erased, _ = read_to_end(ours).decode().partition("\r\x1b[K")
     os.close(ours)
     assert erased and "0/4" in drawn and len(drawn.split("\r")[-1]) <= 37
 
