@@ -38,6 +38,8 @@ CURVE_COLOURS = ("cyan", "yellow", "green", "magenta")
 MIN_COLUMNS = 78
 #: Number of checkpoints and warnings on the page; `--json` has all.
 MAX_EVENTS = 3
+#: What a low page leaves out, in this order; then metrics from the last on.
+LEFT_OUT = ("more facts and warnings", "times", "values", "checkpoints")
 #: Rows of a chart: on a page that is printed once; on a live page at most, and those for which metrics give way.
 ROWS, MAX_ROWS, LOW_ROWS = 6, 30, 3
 #: The bits of the dots in a braille character, by row and column.
@@ -192,24 +194,26 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     inner = width - 4
     texts = 5 if height is None or height > 40 else 2
 
-    def make_parts(left_out: int) -> tuple[list[RenderableType], int]:
+    def make_parts(left_out: Sequence[str] = (), hidden_metrics: int = 0) -> tuple[list[RenderableType], int]:
         """The parts that `_parts` makes, and their lines."""
-        parts = [*_parts(page, inner, colour, texts, left_out)]
+        parts = [*_parts(page, inner, colour, texts, left_out, hidden_metrics)]
         return parts, len(console.render_lines(Group(*parts), console.options.update(width=inner)))
 
     # A point is no curve, unless NaN follows or precedes it.
     curves = {name: each for name, each in page.get("curves", {}).items() if _finite(each) and len(each["values"]) > 1}
-    parts, lines = make_parts(0)
+    parts, lines = make_parts()
     with_chart = lines + (LOW_ROWS + 4 if curves else 2)
     hidden = len(page["warnings"]) - MAX_EVENTS
     note = f"earlier warnings: {hidden}, in --json" if hidden > 0 else None
     if height is not None and with_chart > height:
         note = "not all lines fit: use a taller window"
-        levels = [make_parts(left_out) for left_out in range(max(5, len(page["metrics"]) + 4))]
+        levels = [make_parts(LEFT_OUT[:count]) for count in range(len(LEFT_OUT) + 1)]
+        levels += [make_parts(LEFT_OUT, hidden) for hidden in range(1, len(page["metrics"]))]
         # A low page keeps three metrics and a chart rather than all else; where no chart fits, as much as fits.
-        charted = (made for made in levels[: max(5, len(levels) - 2)] if made[1] + with_chart - lines <= height)
+        with_metrics = levels[: max(len(LEFT_OUT) + 1, len(levels) - 2)]
+        charted = (made for made in with_metrics if made[1] + with_chart - lines <= height)
         fitting = (made for made in levels if made[1] + 2 <= height)
-        parts, lines = next(itertools.chain(charted, fitting), levels[4])
+        parts, lines = next(itertools.chain(charted, fitting), levels[len(LEFT_OUT)])
     is_flat = all(len({*_finite(curve)}) < 2 for curve in curves.values())
     rows = min(1 if is_flat else MAX_ROWS, ROWS if height is None else height - lines - 4)
     if rows > (not is_flat) and curves:
@@ -245,12 +249,10 @@ def _state(page: dict[str, Any]) -> str:
     return problem + words.get(page["state"], page["state"]).format_map(page)
 
 
-def _parts(page: dict[str, Any], width: int, colour: str, lines: int, left_out: int) -> Iterator[RenderableType]:
-    """The lines above the curves; a message has at most `lines` lines.
-
-    With `left_out` 1, there are only the first line of the facts and the last warning; with 2, no times by activity;
-    with 3, no other values; with 4, no checkpoints; and above that, not the last `left_out - 4` metrics.
-    """
+def _parts(
+    page: dict[str, Any], width: int, colour: str, lines: int, left_out: Sequence[str], hidden_metrics: int
+) -> Iterator[RenderableType]:
+    """The lines above the curves, without those that `LEFT_OUT` names; a message has at most `lines` lines."""
     from rich.text import Text
 
     from hftrainer.callbacks.log_lines import format_values
@@ -262,28 +264,27 @@ def _parts(page: dict[str, Any], width: int, colour: str, lines: int, left_out: 
     hidden = (*SPEEDS[SHARES], *(name for name in values if name.startswith("train_") and "step_seconds" in values))
     yield _make_progress(page, colour)
     if facts := _join(_facts(page, now), width):
-        yield Text(facts.split("\n")[0] if left_out else facts, "dim")
+        yield Text(facts.split("\n")[0] if "more facts and warnings" in left_out else facts, "dim")
     titles = {"last": "last", "best": "best", "best_step": "at step"}
     if page["message"]:
         yield Text(_clean(f"{page['reason']}: {page['message']}", lines * width), "red")
     rows = [(name, *(format_number(metric[title]) for title in titles)) for name, metric in page["metrics"].items()]
     if rows:
-        hidden_rows = max(0, left_out - 4)
-        more = [(f"+{hidden_rows} more",)] if hidden_rows else []
-        yield _make_table(["", *titles.values()], [*rows[: len(rows) - hidden_rows], *more])
+        more = [(f"+{hidden_metrics} more",)] if hidden_metrics else []
+        yield _make_table(["", *titles.values()], [*rows[: len(rows) - hidden_metrics], *more])
     elif page["state"] == "running":
         interval = f" (logging_steps={page['logging_steps']:g})" if page["logging_steps"] else ""
         yield Text(f"waiting for the first log line{interval}")
     parts = format_values({name: value for name, value in values.items() if name not in hidden})
-    if parts and left_out < 3:
+    if parts and "values" not in left_out:
         yield Text(_join(map(str.strip, parts.values()), width))
-    if any(page["seconds"]["all"].values()) and left_out < 2:
+    if any(page["seconds"]["all"].values()) and "times" not in left_out:
         yield _seconds_by_activity(page["seconds"])
     checkpoints = page["checkpoints"][: -MAX_EVENTS - 1 : -1]
     nan = find_nan(page)
     if saves := [
         f"{os.path.basename(save['folder'])} {_format_age(now, save['time'])}{_nan_mark(save['step'], nan)}"
-        for save in (checkpoints if left_out < 4 else ())
+        for save in (checkpoints if "checkpoints" not in left_out else ())
     ]:
         yield Text(_join([f"saved: {saves[0]}", *saves[1:]], width))
     usable = [save["folder"] for save in page["checkpoints"] if not _nan_mark(save["step"], nan)]
@@ -294,7 +295,7 @@ def _parts(page: dict[str, Any], width: int, colour: str, lines: int, left_out: 
         yield Text(f"to resume: trainer.train(resume_from_checkpoint={path!r})", "dim")
     elif is_interrupted and not page["checkpoints"]:
         yield Text("no checkpoint: start it again", "dim")
-    for warning in page["warnings"][-1 if left_out else -MAX_EVENTS :]:
+    for warning in page["warnings"][-1 if "more facts and warnings" in left_out else -MAX_EVENTS :]:
         # The warning may be of a step that has begun since, and name it.
         place = "" if re.search(r"(?i)\bstep \d", warning["text"]) else f", after step {warning['step']:,}"
         text = f"{_format_age(now, warning['time'])}{place}: {warning['text']}"
