@@ -43,6 +43,14 @@ def test_best_checkpoint_outlives_newer_ones(tmp_path):
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
 
 
+@pytest.mark.parametrize(("limit", "has_failed", "kept"), [(1, False, "best"), (1, True, None), (2, False, None)])
+def test_best_checkpoint_is_the_only_one_unless_the_last_save_failed(tmp_path, limit, has_failed, kept):
+    trainer = make_trainer(tmp_path, save_total_limit=limit)
+    trainer.state.best_model_checkpoint = "best"
+    trainer._hftrainer.checkpoint_writer.has_failed = has_failed
+    assert trainer._hftrainer.checkpoint_saver.only_checkpoint() == kept
+
+
 @pytest.mark.parametrize("only_model", [False, True])
 def test_checkpoint_is_complete_when_it_is_announced(tmp_path, only_model):
     found = []
