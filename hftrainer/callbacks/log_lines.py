@@ -105,10 +105,10 @@ def _join(parts: Mapping[str, str]) -> str:
 
 
 def _note_nan(logs: Mapping[str, Any], state: TrainerState) -> str:
-    """Which step had a loss that the mean in this line leaves out; empty if none, or if it leaves out all."""
+    """Which earlier step had a loss that the mean in this line leaves out; empty if none, or if it leaves out all."""
     step = getattr(state, "non_finite_step", 0)
-    place = "by" if step == state.global_step else "at"
-    return f"NaN {place} step {step:,}" if step and math.isfinite(unfilter(logs, state).get("loss", math.nan)) else ""
+    is_partial = 0 < step < state.global_step and math.isfinite(unfilter(logs, state).get("loss", math.nan))
+    return f"NaN at step {step:,}" if is_partial else ""
 
 
 def values_to_show(logs: Mapping[str, Any], state: TrainerState) -> Mapping[str, Any]:

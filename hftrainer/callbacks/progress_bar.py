@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.arguments.choices import read_observe
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.log_lines import format_log_line, values_to_show
@@ -70,7 +69,7 @@ class ProgressCallback(TrainerCallback):
         self.max_str_len = max_str_len
         self.current_step = 0
         #: The last losses, which the bar shows.
-        self._losses: dict[str, float] = {}
+        self._losses: dict[str, str] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Open the bar at the step from which training resumes."""
@@ -123,8 +122,9 @@ class ProgressCallback(TrainerCallback):
         if self.training_bar is not None and not _is_empty(logs):
             values = {name: self._shorten(value) for name, value in (logs or {}).items()}
             shown = values_to_show(values, state)
-            self._losses |= {name: shown[name] for name in ("loss", "eval_loss") if name in shown}
-            self.training_bar.set_postfix_str(", ".join(f"{name} {loss:.4g}" for name, loss in self._losses.items()))
+            self._losses |= {name: f"{name} {shown[name]:.4g}" for name in ("loss", "eval_loss") if name in shown}
+            # A narrow bar leaves out the last one.
+            self.training_bar.set_postfix_str(", ".join(sorted(self._losses.values(), reverse=True)))
             self.training_bar.write(_format_line(values, args, state, above_bar=True))
 
     def _shorten(self, value: Any) -> Any:
@@ -169,7 +169,7 @@ def _is_empty(logs: Mapping[str, Any] | None) -> bool:
 
 
 def _format_line(logs: Mapping[str, Any], args: BaseArguments, state: TrainerState, *, above_bar: bool = False) -> str:
-    """A log line as printed: rounded and aligned in a terminal or for an observed run, else a dict for programs.
+    """A log line as printed: rounded and aligned in a terminal, else a dict for programs.
 
     Args:
         logs: the log line.
@@ -177,9 +177,8 @@ def _format_line(logs: Mapping[str, Any], args: BaseArguments, state: TrainerSta
         state: the state of the run.
         above_bar: whether it is printed above a progress bar.
     """
-    is_terminal = hasattr(sys.stdout, "isatty") and sys.stdout.isatty()
-    if is_terminal or read_observe(getattr(args, "observe", False)):
-        return format_log_line(logs, state, shutil.get_terminal_size().columns if is_terminal else None)
+    if hasattr(sys.stdout, "isatty") and sys.stdout.isatty():
+        return format_log_line(logs, state, shutil.get_terminal_size().columns)
     values = {name: value for name, value in logs.items() if name != "total_flos"}
     # As the followed release prints it.
     return str(ResolvedArguments.from_args(args).policy.printed(values, above_bar=above_bar))

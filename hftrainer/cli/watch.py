@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from hftrainer.monitoring.run_page import WatchedRun
-    from hftrainer.reporting.metrics import Span
+    from hftrainer.reporting.metrics import NanSpan
 
 #: State of a run → colour of its frame and progress bar; red for other states, and if the loss is NaN.
 COLOURS = {"running": "cyan", "complete": "green", "stopped": "yellow", "unobserved": "blue"}
@@ -245,7 +245,7 @@ def _state(page: dict[str, Any]) -> str:
     # The step that diverged was not made.
     if page.get("reason") == "TrainingDiverged":
         return f"diverged at step {page['step'] + 1:,}"
-    problem = f"loss NaN since step {format_span(*nan)}, " if (nan := find_nan(page)) else ""
+    problem = f"loss NaN since step {format_span(nan.first, nan.last)}, " if (nan := find_nan(page)) else ""
     return problem + words.get(page["state"], page["state"]).format_map(page)
 
 
@@ -313,12 +313,11 @@ def _join(parts: Iterable[str], width: int) -> str:
     return textwrap.fill(text, width, break_on_hyphens=False).replace("\xa0·\n", "\n").replace("\xa0", " ")
 
 
-def _nan_mark(step: int, nan: Span) -> str:
-    """Says of a checkpoint whether its weights are NaN, if the loss became NaN in this span of steps."""
-    # The weights before the first loss that is NaN may be its cause.
-    if nan is None or step < nan[0] - 1:
+def _nan_mark(step: int, nan: NanSpan | None) -> str:
+    """Says of a checkpoint whether its weights are NaN."""
+    if nan is None or step <= nan.usable:
         return ""
-    return ", NaN" if step >= nan[1] else ", maybe NaN"
+    return ", NaN" if step >= nan.last else ", maybe NaN"
 
 
 def _make_progress(page: dict[str, Any], colour: str) -> Table:

@@ -18,7 +18,7 @@ from hftrainer.checkpointing.layout import save_time, sort_checkpoints
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring import journal
 from hftrainer.parallel.environment import has_ended
-from hftrainer.reporting.metrics import Span, choose_best, is_number, logged_values, nan_span, sort_names
+from hftrainer.reporting.metrics import NanSpan, choose_best, is_number, logged_values, nan_span, sort_names
 
 Event = dict[str, Any]
 
@@ -148,19 +148,16 @@ class JournalSummary:
             name: sum(interval["seconds"].get(name, 0.0) for interval in self.intervals) for name in journal.ACTIVITIES
         }
 
-    def metric(self, name: str, nan: Span) -> dict[str, float | None]:
+    def metric(self, name: str, nan: NanSpan | None) -> dict[str, float | None]:
         """The last and the best value of a curve.
 
         Args:
             name: the curve.
-            nan: when the loss became NaN for good. No later evaluation is the best, nor one of the weights with which
-                the first step began whose loss is NaN, if that is known exactly.
+            nan: when the loss became NaN for good. Only evaluations of weights that are surely finite can be the best.
         """
         steps, values = self.curves[name]
-        end: float = math.inf if nan is None else nan[0]
-        if nan is not None and nan[0] == nan[1] and name.startswith("eval_"):
-            end -= 1
-        finite = [(value, at) for at, value in zip(steps, values, strict=True) if at < end and not math.isnan(value)]
+        end: float = math.inf if nan is None else nan.usable if name.startswith("eval_") else nan.first - 1
+        finite = [(value, at) for at, value in zip(steps, values, strict=True) if at <= end and not math.isnan(value)]
         choose = choose_best(name, self.begin or {})
         best, best_step = choose(finite, key=lambda pair: pair[0]) if choose and finite else (None, None)
         return {"last": values[-1], "best": best, "best_step": best_step}
@@ -275,16 +272,17 @@ class WatchedRun:
         return page | {"metrics": {name: run.metric(name, nan) for name in names}}
 
 
-def find_nan(page: dict[str, Any]) -> Span:
-    """The first and the last step since which the loss may be NaN; None if the last loss is a number.
+def find_nan(page: dict[str, Any]) -> NanSpan | None:
+    """Since when the loss may be NaN; None if the last loss is a number.
 
     It is None too if only the last line has a loss that was not finite, but a gradient that is.
     """
-    steps, values = page.get("curves", {}).get("loss", {"steps": (), "values": ()}).values()
-    is_partial = not any(map(math.isnan, values[-2:-1])) and math.isfinite(
-        page.get("values", {}).get("grad_norm", math.nan)
-    )
-    return None if is_partial else nan_span(steps, values, page.get("non_finite_step"))
+    losses = {name: (curve["steps"], curve["values"]) for name, curve in page.get("curves", {}).items()}
+    before_last = losses["loss"][1][-2:-1] if "loss" in losses else ()
+    has_finite_gradient = math.isfinite(page.get("values", {}).get("grad_norm", math.nan))
+    if has_finite_gradient and not any(map(math.isnan, before_last)):
+        return None
+    return nan_span(losses, page.get("non_finite_step"))
 
 
 def kept_goodput(page: dict[str, Any]) -> float | None:

@@ -351,7 +351,7 @@ def _describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: b
     """What became of a run, if it is not complete; else a missing evaluation, or of a single run the time."""
     page, state = record.page, record.state
     if nan := find_nan(page):
-        return f"{DIVERGED} at step {format_span(*nan)}"
+        return f"{DIVERGED} at step {format_span(nan.first, nan.last)}"
     if page["state"] not in ("complete", "unobserved"):
         return f"{page['state']} at step {page['step']:,}" + f" of {page['max_steps']:,}" * bool(page["max_steps"])
     # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.

@@ -10,7 +10,7 @@ import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hftrainer.callbacks.state import TrainerState, as_json, evaluation_key, is_measurement
 from hftrainer.errors import MetricNotFound, WrongObject
@@ -32,9 +32,22 @@ _LESS_IS_BETTER = re.compile("(.*_)?(loss|wer|cer|ter|ppl|perplexity|mae|mse|rms
 _GREATER_IS_BETTER = re.compile("eval_(.*_)?(accuracy|f1|precision|recall|auc|roc_auc|bleu|rouge[12L]?|(mean_)?iou)")
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 
-#: The first and the last step at which something may have happened; None if it has not.
-Span = tuple[int, int] | None
+Losses = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 Curves = dict[str, dict[str, tuple[list[float], list[float]]]]
+
+
+class NanSpan(NamedTuple):
+    """When the loss became NaN for good: `first` to `last`, which are equal if the step is known.
+
+    Attributes:
+        first: the first step at which it may have.
+        last: the last one.
+        usable: the last step whose weights are surely finite.
+    """
+
+    first: int
+    last: int
+    usable: int
 
 
 def mean_loss(metrics: Mapping[str, Any], names: Iterable[str], prefix: str) -> dict[str, float]:
@@ -159,12 +172,31 @@ def logged_curves(state: TrainerState) -> Curves:
     return panels
 
 
-def nan_span(steps: Sequence[float], values: Sequence[float], since: int | None) -> Span:
-    """When a logged loss became NaN: at the step `since` if that is known and logged. None if its last value is not."""
+def nan_span(losses: Losses, since: int | None) -> NanSpan | None:
+    """When the logged loss became NaN: at the step `since` if that is known and logged. None if its last value is not.
+
+    Args:
+        losses: name → optimizer steps and values, of evaluations too.
+        since: the step, if known.
+    """
+    steps, values = losses.get("loss", ((), ()))
     count = sum(1 for _ in itertools.takewhile(math.isnan, reversed(values)))
-    before, last = [0, *map(int, steps)][-count - 1 :][:2] if count else (0, 0)
-    span = (since, since) if since and since <= last else (before + 1, last)
-    return span if count else None
+    if not count:
+        return None
+    before, last = [0, *map(int, steps)][-count - 1 :][:2]
+    if since and since <= last:
+        return NanSpan(since, since, last_usable_step(losses, since))
+    return NanSpan(before + 1, last, last_usable_step(losses, before + 1))
+
+
+def last_usable_step(losses: Losses, first: int) -> int:
+    """The last step whose weights are surely finite if that of the step `first` is the first loss that is NaN.
+
+    The weights before that step may be its cause, unless an evaluation of them has a finite loss.
+    """
+    evaluations = [pairs for name, pairs in losses.items() if name.startswith("eval_") and name.endswith("_loss")]
+    evaluated = (int(step) for pairs in evaluations for step, loss in zip(*pairs, strict=True) if math.isfinite(loss))
+    return max([first - 2, *evaluated])
 
 
 def logged_values(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, float, float]]:

@@ -21,7 +21,7 @@ from hftrainer.checkpointing.layout import checkpoints_newest_first, step_of
 from hftrainer.monitoring.journal import CHOSEN, goodput, select_last_run
 from hftrainer.parallel import devices
 from hftrainer.reporting.memory import peak_process_memory
-from hftrainer.reporting.metrics import Span, logged_curves, nan_span
+from hftrainer.reporting.metrics import NanSpan, last_usable_step, logged_curves, nan_span
 
 
 def make_resume_message(folder: str, state: TrainerState, epochs: float) -> str:
@@ -103,11 +103,11 @@ def _describe_training(run: FinishedRun) -> Iterator[tuple[str, int]]:
     if args.metric_for_best_model is not None and isinstance(best, numbers.Real) and math.isfinite(best):
         place = f" at step {state.best_global_step:,}" if state.best_global_step else ""
         # The weights that the step before the first NaN has left may be its cause.
-        place += ", after the loss became nan" * bool(nan and (state.best_global_step or 0) >= nan[0] - 1)
+        place += ", after the loss became NaN" * bool(nan and (state.best_global_step or 0) > nan.usable)
         place += _place_of_best(state, args)
         yield f"Best {evaluation_key(args.metric_for_best_model)}: {best:.6g}{place}.", logging.INFO
     if run.non_finite_since is not None:
-        place = f"since step {format_span(*nan)} of {state.max_steps:,}" if nan else ""
+        place = f"since step {format_span(nan.first, nan.last)} of {state.max_steps:,}" if nan else ""
         lasting = f"is not finite {place}: the last weights may be unusable"
         means = ". In log_history, loss and train_loss leave such steps out, so are too low"
         hidden = means if args.logging_nan_inf_filter else ""
@@ -169,8 +169,8 @@ def make_goodput_message(events: list[dict[str, Any]]) -> str:
     return f"Goodput: {time} went into steps that were kept ({starts} starts)."
 
 
-def find_nan(state: TrainerState, since: int | None = None) -> Span:
-    """The first and the last step at which the loss may have become NaN for good; None if it is finite.
+def find_nan(state: TrainerState, since: int | None = None) -> NanSpan | None:
+    """When the loss became NaN for good; None if it is finite.
 
     Args:
         state: the state of the run, with its log.
@@ -179,21 +179,22 @@ def find_nan(state: TrainerState, since: int | None = None) -> Span:
     line = _last_loss_line(state)
     # An infinite gradient alone may be one that `fp16` skips, and with a finite one the weights are finite.
     is_logged = not (math.isfinite(line.get("loss", 0.0)) or math.isfinite(line.get("grad_norm", math.nan)))
-    span = nan_span(*logged_curves(state)["loss"].get("loss", ([], [])), since) if is_logged else None
-    return span or ((since, since) if since else None)
+    losses = logged_curves(state)["loss"]
+    span = nan_span(losses, since) if is_logged else None
+    return span or (NanSpan(since, since, last_usable_step(losses, since)) if since else None)
 
 
 def _last_loss_line(state: TrainerState) -> Mapping[str, Any]:
     return next((unfilter(line, state) for line in reversed(state.log_history) if "loss" in line), {})
 
 
-def _explain_nan(last: str, folders: Sequence[str], nan: Span) -> str:
+def _explain_nan(last: str, folders: Sequence[str], nan: NanSpan | None) -> str:
     """When a checkpoint was saved, if its weights may be NaN, and which one was saved before; else empty."""
-    # The weights that the step before the first NaN has left may be its cause.
-    if nan is None or (step := step_of(last)) is None or step < nan[0] - 1:
+    if nan is None or (step := step_of(last)) is None or step <= nan.usable:
         return ""
-    earlier = next((path for path in folders[::-1] if (step_of(path) or 0) < nan[0] - 1 and os.path.isdir(path)), None)
-    place = f"{'after' if step >= nan[1] else 'when'} the loss became nan (since step {format_span(*nan)})"
+    earlier = next((path for path in folders[::-1] if (step_of(path) or 0) <= nan.usable and os.path.isdir(path)), None)
+    since = format_span(nan.first, nan.last)
+    place = f"{'after' if step >= nan.last else 'when'} the loss became NaN (since step {since})"
     advice = f"The last one before it is {earlier}: resume_from_checkpoint={earlier!r}"
     return f"saved {place}. {advice if earlier else 'There is none before it'}."
 
@@ -208,7 +209,7 @@ def make_resume_hint(
     *,
     is_complete: bool,
     label: str = "Last checkpoint",
-    nan: Span = None,
+    nan: NanSpan | None = None,
     earlier: Sequence[str] = (),
 ) -> str:
     """A message with a run's newest remaining checkpoint, and how to resume from it; empty if none remains.

@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+import sys
 
 import pytest
 import torch
@@ -108,14 +109,19 @@ class BadAtTwoSteps(Plain):
     ("factor", "summary"),
     [(1.0, "in some steps"), (math.nan, "since step 3 of 6: the last weights may be unusable")],
 )
-def test_bad_loss_is_reported_with_its_step_and_advice(tmp_path, caplog, capsys, filtered, factor, summary):
+def test_bad_loss_is_reported_with_its_step_and_advice(
+    tmp_path, caplog, capsys, monkeypatch, filtered, factor, summary
+):
     model = BadAtTwoSteps()
     settings = {"max_steps": 6, "logging_nan_inf_filter": filtered, "logging_steps": 2, "observe": True}
     model.factor = factor
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with caplog.at_level(logging.INFO, logger="hftrainer"):
         (trainer := build("hftrainer", "plain", tmp_path, trainer={"model": model}, **settings)[0]).train()
     assert f"{summary}{'. In log_history, loss and train_loss leave' if filtered else '.'}" in caplog.text
-    (said,) = [text for text in caplog.messages if f"The loss is {math.inf * factor} at step" in text]
+    (said,) = [
+        text for text in caplog.messages if f"The loss is {'NaN' if math.isnan(factor) else 'infinite'} at step" in text
+    ]
     assert all(words in said for words in ("step 3", "learning_rate", "underflow_overflow"))
     assert ("log_history leaves it out of its means" in said) == filtered
     lines = [event for event in read_events(trainer.args.output_dir) if "loss" in event.get("logs", ())]
@@ -127,7 +133,7 @@ def test_bad_loss_is_reported_with_its_step_and_advice(tmp_path, caplog, capsys,
 def test_nan_in_the_data_is_named(tmp_path, caplog):
     data = [{**row, "x": row["x"] * float("nan")} for row in plain_data()]
     build("hftrainer", "plain", tmp_path, trainer={"train_dataset": data}, max_steps=1)[0].train()
-    assert "shows NaN. The batch's 'x' contains NaN (32 of 32 values): clean the data." in caplog.text
+    assert "its means. The batch's 'x' contains NaN (32 of 32 values): clean the data." in caplog.text
 
 
 def decoder_data(count=38):

@@ -137,7 +137,7 @@ class LossAccumulator:
             self._non_finite_step = state.non_finite_step = bad_step
         if not bad_step:
             return loss
-        self._warn_about_non_finite_loss(f"is {loss.item()}", bad_step, inputs)
+        self._warn_about_non_finite_loss("is NaN" if math.isnan(loss) else "is infinite", bad_step, inputs)
         return self.run.record.loss_since_log / steps if self.trainer.args.logging_nan_inf_filter else loss
 
     def check_before_log(self) -> None:
@@ -155,11 +155,14 @@ class LossAccumulator:
     def _warn_about_non_finite_loss(self, problem: str, step: int, inputs: Any = None) -> None:
         """Warn once of such losses, which the logged mean may hide, unless `on_divergence` reports them."""
         if not self.has_warned and self.trainer.args.on_divergence is None:
-            effect = ": log_history leaves it out of its means, as in transformers; a terminal shows NaN"
-            problem = f"{problem} at step {step:,}{effect if self.trainer.args.logging_nan_inf_filter else ''}"
+            args = self.trainer.args
+            effect = ": log_history leaves it out of its means" if args.logging_nan_inf_filter else ""
+            advice = _advice_on_nan(inputs)
+            if args.save_total_limit and self.run.record.checkpoints_written:
+                advice += f" save_total_limit={args.save_total_limit} will delete the checkpoints from before."
             # Without inputs, the step is that of the log line.
             values = None if inputs is None else {"non_finite_step": step}
-            logger.warning("The loss %s. %s", problem, _advice_on_nan(inputs), extra=values)
+            logger.warning("The loss %s at step %s%s. %s", problem, f"{step:,}", effect, advice, extra=values)
             self.has_warned = True
 
     def restore(self, progress: RunProgress) -> None:

@@ -20,6 +20,7 @@ from hftrainer.__main__ import main
 from hftrainer.cli import watch
 from hftrainer.monitoring.journal import JOURNAL_NAME, Journal, read_events, remove_undone_steps
 from hftrainer.monitoring.run_page import SILENCE, WatchedRun
+from hftrainer.reporting.metrics import NanSpan
 from tests.support.checkpoints import make_trainer
 
 SECONDS = {"steps": 6.0, "data": 2.0, "evaluation": 1.0, "saving": 1.0}
@@ -273,17 +274,19 @@ def test_losses_that_are_not_finite_are_shown(tmp_path, capsys, monkeypatch):
     train(journal, 50, 60, loss=float("nan"))
     journal.write("end", 60, reason="complete")
     assert "  loss NaN since step 41-50, complete " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
-    evaluate(journal, 40, accuracy=0.8)
-    assert WatchedRun(str(tmp_path)).read()["metrics"]["eval_accuracy"]["best_step"] == 40
+    evaluate(journal, 40, accuracy=0.8)  # of weights that may be the cause
+    assert WatchedRun(str(tmp_path)).read()["metrics"]["eval_accuracy"]["best_step"] is None
     journal.write("warning", 60, text="", non_finite_step=43)
-    evaluate(journal, 42, accuracy=0.9)  # of the weights with which step 43 began
+    evaluate(journal, 42, accuracy=0.9)
     assert WatchedRun(str(tmp_path)).read()["metrics"]["eval_accuracy"]["best_step"] == 40
+    evaluate(journal, 42, loss=1.0)  # they are not
+    assert WatchedRun(str(tmp_path)).read()["metrics"]["eval_accuracy"]["best_step"] == 42
     assert "  loss NaN since step 43, complete " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
 
 
 @pytest.mark.parametrize(("step", "mark"), [(39, ""), (40, ", maybe NaN"), (49, ", maybe NaN"), (50, ", NaN")])
 def test_checkpoint_is_marked_if_its_weights_may_be_nan(step, mark):
-    assert watch._nan_mark(step, (41, 50)) == mark
+    assert watch._nan_mark(step, NanSpan(41, 50, usable=39)) == mark
     assert watch._nan_mark(step, None) == ""
 
 

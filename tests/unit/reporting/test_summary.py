@@ -117,7 +117,7 @@ def test_summary_splits_the_time():
     (spent, _), (loss, level) = summary.make_summary(run)
     assert level == logging.WARNING and loss.startswith("The loss is not finite since step 7 of ")
     run = dataclasses.replace(run, args=TrainingArguments(metric_for_best_model="loss"))
-    assert "Best eval_loss: 0.5 at step 6, after the loss became nan." in dict(summary.make_summary(run))
+    assert "Best eval_loss: 0.5 at step 6, after the loss became NaN." in dict(summary.make_summary(run))
     shares = "83% training, 1% data, 15% evaluation, 1% saving"
     speeds = "617.3 samples/s and 49,383 tokens/s overall"
     assert spent.startswith(f"Trained 12,000 steps in 1 h 7 min ({shares}): {speeds}, peak memory ")
@@ -192,15 +192,14 @@ def test_checkpoint_after_nan_is_not_recommended(tmp_path, run_messages, capsys)
     settings = {**SAVED, "max_steps": 8, "logging_steps": 2, "observe": True}
     train(tmp_path, callbacks=[NanFromStep6()], **settings)
     earlier = f"The last one before it is {tmp_path}/checkpoint-4: resume_from_checkpoint='{tmp_path}/checkpoint-4'."
-    saved = "saved after the loss became nan (since step 6)"
+    saved = "saved after the loss became NaN (since step 6)"
     assert run_messages()[-1] == f"Last checkpoint: {tmp_path}/checkpoint-8, {saved}. {earlier}"
     before = len(run_messages())
     train(tmp_path, True, **{**settings, "max_steps": 12})
     resumed, *_, last = run_messages()[before:]
-    # Checkpoints do not name the step: losses were finite until the log line of step 4.
-    earlier = earlier.replace("checkpoint-4", "checkpoint-2")
-    assert resumed.endswith(f"It was saved after the loss became nan (since step 5-6). {earlier}")
-    assert last.endswith(f"checkpoint-12, saved after the loss became nan (since step 5-6). {earlier}")
+    # Checkpoints do not name the step. The loss of the evaluation at step 4 was finite.
+    assert resumed.endswith(f"It was saved after the loss became NaN (since step 5-6). {earlier}")
+    assert last.endswith(f"checkpoint-12, saved after the loss became NaN (since step 5-6). {earlier}")
     main(["watch", "--once", str(tmp_path)])
     page = capsys.readouterr().out
     assert "loss NaN since step 6, complete" in page and re.search(r"checkpoint-12 [\d.]+ m?s ago, NaN", page)
