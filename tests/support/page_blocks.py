@@ -14,7 +14,7 @@ BLOCK = re.compile(r"(?<!<!-- shown only -->\n)^```(\w+)\n(.*?)^```$", re.DOTALL
 #: needs what a test lacks, such as a library.
 SHOWN = {"diff", "text"}
 #: Commands that make an environment; `make test-install` and CI run them.
-NOT_HERE = ("mkdir ~/try", "cd ~/try", "python -m venv", ". .venv", "pip install", "make ")
+NOT_HERE = ("mkdir -p ~/try", "cd ~/try", "python3 -m venv", ". .venv", "pip install", "make ")
 #: Stands above a block that needs the names of the one before it.
 GOES_ON = "<!-- goes on from the block above -->\n"
 
