@@ -23,7 +23,7 @@ from hftrainer.reporting.page import draw_html
 logger = logging.getLogger(__name__)
 
 #: Inches of a picture.
-LEFT_MARGIN, RIGHT_MARGIN, COLUMN_GAP, PANEL_HEIGHT, SPACE_BELOW_PANEL = 0.9, 0.25, 1.05, 2.75, 0.55
+LEFT_MARGIN, RIGHT_MARGIN, COLUMN_GAP, PANEL_HEIGHT, TICK_LABELS, AXIS_LABEL = 0.9, 0.25, 1.05, 2.75, 0.3, 0.25
 #: Number of metrics in a picture; a page has all.
 MAX_METRICS = 12
 
@@ -62,7 +62,11 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
         axes = [figure.add_subplot() for _ in row]
         height += PANEL_HEIGHT + 0.15 + 0.18 * max(_draw_panel(*pair, wide) for pair in zip(axes, row, strict=True))
         places += [(axis, LEFT_MARGIN + n * (wide + COLUMN_GAP), height, wide) for n, axis in enumerate(axes)]
-        height += SPACE_BELOW_PANEL
+        height += TICK_LABELS
+    # Only the lowest row names the horizontal axis, which all panels share.
+    for axis in axes:
+        axis.set_xlabel(X_AXES[curves[0].x])
+    height += AXIS_LABEL
     figure.set_size_inches(width, height)
     for axis, left, bottom, wide in places:
         axis.set_position((left / width, 1 - bottom / height, wide / width, PANEL_HEIGHT / height))
@@ -81,15 +85,18 @@ def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
     handles = _draw_areas(axis, curves) if is_stacked else _draw_lines(axis, curves)
     handles |= _draw_incidents(axis, curves)
     scale, limits = panels.vertical_axis(curves)
-    axis.set(xlabel=X_AXES[curves[0].x], ylabel=panels.axis_label(curves, scale), yscale=scale, ylim=limits)
+    axis.set(ylabel=panels.axis_label(curves, scale), yscale=scale, ylim=limits)
     handles |= _draw_peaks(axis, curves, limits[1], int(15 * width) - 8)
     if curves[0].x == "step":
         axis.xaxis.set_major_formatter("{x:,.7g}")
     values = {value for curve in curves for value in curve.drawable if math.isfinite(value)}
-    if len(values) < 2:
-        axis.set_yticks(sorted({0.0, *values}) if values else [])
     _format_ticks(axis.yaxis, scale, limits, is_share=curves[0].name in PANELS[SHARES])
-    axis.xaxis.get_major_locator().set_params(integer=curves[0].x == "step", min_n_ticks=1)
+    if len(values) < 2:
+        ticks = sorted({0.0, *values}) if values else []
+        axis.set_yticks(ticks, list(map(curves[0].format, ticks)))
+    # A label such as "100,000" and the space after it are three quarters of an inch.
+    bins = max(1, min(9, int(width / 0.75)))
+    axis.xaxis.get_major_locator().set_params(integer=curves[0].x == "step", min_n_ticks=1, nbins=bins)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     # The label of the axis names the only curve.

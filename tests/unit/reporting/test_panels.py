@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -12,7 +13,7 @@ from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting.curves import Curve, read_curves
 from hftrainer.reporting.page import _make_figure
 from hftrainer.reporting.panels import clipped_peaks, describe_run, rug, vertical_axis, vertical_lines
-from hftrainer.reporting.plot import plot
+from hftrainer.reporting.plot import draw_picture, plot
 from tests.support.run_logs import texts_in_svg, write_log, write_observed_run
 
 
@@ -155,7 +156,9 @@ def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
 
     monkeypatch.setattr("plotly.graph_objects.Figure.to_html", to_html)
     write_observed_run(tmp_path)
-    losses = [{"step": step, "loss": loss, "eval_f1": 0.5, "eval_auc": 0.5} for step, loss in ((5, 1000.0), (10, 0.1))]
+    losses = [
+        {"step": step, "loss": loss, "eval_f1": 2 / 3, "eval_auc": 0.5} for step, loss in ((5, 1000.0), (10, 0.1))
+    ]
     write_log(tmp_path, losses)
     plot([str(tmp_path)], html=True)
     picture, page = figures
@@ -163,7 +166,9 @@ def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
     assert len(picture.axes) == 7 and picture.axes[0].get_position().x1 == pytest.approx(1 - 0.25 / 13.5)
     # The first axes of a page, which are not numbered, are not used; the last are for marks.
     axes = zip([*page.select_xaxes()][1:], [*page.select_yaxes()][1:9], strict=True)
-    assert [*picture.axes[1].get_yticks()] == [0, 0.5] and picture.axes[1].get_ylabel() == "eval_f1"
+    labels = [label.get_text() for label in picture.axes[1].get_yticklabels()]
+    assert labels == ["0", "0.6667"] and picture.axes[1].get_ylabel() == "eval_f1"
+    assert [axis.get_xlabel() for axis in picture.axes] == [""] * 4 + ["Optimizer step"] * 3
     # A picture has no time per step beside samples per second.
     axes = ((x, y) for x, y in axes if y.title.text != "Seconds per step")
     for axis, (x, y) in zip(picture.axes, axes, strict=True):
@@ -253,3 +258,12 @@ def test_level_that_lasts_remains_in_the_panel():
     values[-15:] = [12.0] * 15
     curves = [Curve(name, name, list(map(float, range(200))), values) for name in ("loss", "step_seconds")]
     assert all(vertical_axis([curve])[1][1] > 12 for curve in curves)
+
+
+def test_labels_of_many_steps_are_apart(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **settings: figures.append(figure))
+    names = [f"eval_{n}" for n in range(7)]
+    draw_picture([Curve(name, name, [100, 149_000], [0.0, 1.0]) for name in names], "", "")
+    boxes = [label.get_window_extent() for label in figures[0].axes[1].get_xticklabels()]
+    assert all(left.x1 < right.x0 - 5 for left, right in pairwise(boxes))
