@@ -75,12 +75,14 @@ def _axis_of_speeds(parts: list[list[float]]) -> tuple[str, tuple[float, float]]
     """That of speeds and memory, which begins at 0.
 
     It ends at twice the 90th percentile of a curve, or at a level that lasts, if others are twice as high as this. If
-    the percentile is ten times the median of a curve, the scale is logarithmic instead.
+    the percentile is ten times the median of a curve, or so many values are above the end that they are no spikes, the
+    scale is logarithmic instead.
     """
     usual, high = max(float(np.percentile(part, 90, method="lower")) for part in parts), max(map(max, parts))
-    if 0 < 10 * min(map(statistics.median, parts)) <= usual:
-        return _log_axis(min(value for part in parts for value in part if value > 0), high)
     end = max(2 * usual, *map(_lasting_height, parts)) or high
+    is_noisy = high > 2 * end and any(sum(value > end for value in part) > max(2, len(part) / 50) for part in parts)
+    if is_noisy or 0 < 10 * min(map(statistics.median, parts)) <= usual:
+        return _log_axis(min(value for part in parts for value in part if value > 0), high)
     return "linear", (0, 1.05 * (high if high <= 2 * end else end) or 1)
 
 

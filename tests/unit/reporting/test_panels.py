@@ -156,9 +156,7 @@ def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
 
     monkeypatch.setattr("plotly.graph_objects.Figure.to_html", to_html)
     write_observed_run(tmp_path)
-    losses = [
-        {"step": step, "loss": loss, "eval_f1": 2 / 3, "eval_auc": 0.5} for step, loss in ((5, 1000.0), (10, 0.1))
-    ]
+    losses = [{"step": step, "loss": loss, "eval_f1": 2 / 3, "eval_auc": 0.5} for step, loss in ((5, 1000.0), (10, 0.1))]
     write_log(tmp_path, losses)
     plot([str(tmp_path)], html=True)
     picture, page = figures
@@ -258,6 +256,9 @@ def test_level_that_lasts_remains_in_the_panel():
     values[-15:] = [12.0] * 15
     curves = [Curve(name, name, list(map(float, range(200))), values) for name in ("loss", "step_seconds")]
     assert all(vertical_axis([curve])[1][1] > 12 for curve in curves)
+    # A tenth of the values are no spikes, though they do not last.
+    values = [50.0 if step % 11 == 5 else 10.0 for step in range(200)]
+    assert vertical_axis([replace(curves[1], values=values)])[0] == "log"
 
 
 def test_labels_of_many_steps_are_apart(tmp_path, monkeypatch):
