@@ -144,7 +144,7 @@ def _draw_incidents(axis: Any, curves: list[Curve]) -> dict[str, Any]:
     """Mark restarts and what is not finite, and return the samples of the legend by their text."""
     handles: dict[str, Any] = {}
     for start, step, text, colour, dash in panels.vertical_lines(curves):
-        line = axis.axvline(step, color=colour, linestyle=dash, linewidth=1.5 if dash == ":" else 0.8)
+        line = axis.axvline(step, color=colour, linestyle=dash, linewidth=1.5 if text else 0.8)
         axis.axvspan(start, step, color=colour, alpha=0.12, linewidth=0)
         handles |= {text: line} if text else {}
     for height, steps, curve in panels.rug(curves):
