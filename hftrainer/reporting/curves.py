@@ -423,7 +423,7 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
         end = max(2, len(curve.steps) // 4)
         start = (curve.name, curve.steps[:end], curve.finite[:end])
         hidden = sum((later.name, later.steps[:end], later.finite[:end]) == start for later in curves[place:])
-        width = 1.5 + 2.5 * min(3, hidden)
+        width = 1.5 + 0.75 * min(2, hidden)
         names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
         run, dash = runs.index(curve.run), names.index(curve.name)
         owner = f"only {curve.run}" + f": {curve.name}" * (len(names) > 1) if curve.panel in alone else ""
