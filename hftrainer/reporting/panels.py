@@ -220,7 +220,7 @@ def _constant_memory(curves: list[Curve]) -> str:
 
 
 def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str, str]]:
-    """The restarts of runs, and each run's first non-finite values in a panel: start, step, text, colour and dash.
+    """The restarts of runs, and each run's first non-finite values: start, step, text, colour and dash.
 
     What is between start and step of a restart was lost. The text is empty if another line or the entry of the run has
     it. A log line has the values since the one before, so that the first non-finite one may be anywhere between both.
@@ -239,6 +239,9 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
         # The entry of one of several runs says it.
         is_said = bool(curve.run) and curve.state.startswith(DIVERGED)
         yield since, step, "" if is_said else f"{label} is not finite {place}{also}", colour, ":"
+    # In the other panels of such a run, a thinner line.
+    for curve in {curve.run: curve for curve in curves if curve.run not in runs}.values():
+        yield from ((step, step, "", curve.colour if curve.run else "red", ":") for step in curve.diverged)
 
 
 def describe_run(run: str, curves: list[Curve]) -> str:

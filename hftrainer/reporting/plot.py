@@ -68,9 +68,13 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
         axis.set_xlabel(X_AXES[curves[0].x])
     height += AXIS_LABEL
     figure.set_size_inches(width, height)
+    limits = panels.horizontal_range(curves)
+    # Inches of a label and the space after it.
+    label_width = 0.25 + 0.075 * len(f"{limits[1]:,.0f}")
     for axis, left, bottom, wide in places:
+        axis.xaxis.get_major_locator().set_params(nbins=min(9, int(wide / label_width)))
         axis.set_position((left / width, 1 - bottom / height, wide / width, PANEL_HEIGHT / height))
-        axis.set_xlim(panels.horizontal_range(curves))
+        axis.set_xlim(limits)
     figure.suptitle(title, y=1 - 0.15 / height)
     figure.text(0.5, 1 - 0.38 / height, "\n".join(notes), ha="center", va="top", fontsize=9, color="0.4")
     handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
@@ -94,9 +98,7 @@ def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
     if len(values) < 2:
         ticks = sorted({0.0, *values}) if values else []
         axis.set_yticks(ticks, list(map(curves[0].format, ticks)))
-    # A label such as "100,000" and the space after it are three quarters of an inch.
-    bins = max(1, min(9, int(width / 0.75)))
-    axis.xaxis.get_major_locator().set_params(integer=curves[0].x == "step", min_n_ticks=1, nbins=bins)
+    axis.xaxis.get_major_locator().set_params(integer=curves[0].x == "step", min_n_ticks=1)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     # The label of the axis names the only curve.

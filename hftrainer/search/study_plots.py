@@ -252,9 +252,8 @@ def _make_page(
         if _is_guess(study):
             figure.update_traces(marker_color=PALE, text=None, texttemplate=None)
     elif function == "plot_optimization_history":
-        figure.update_yaxes(range=axis_range([*limits]))
         # Of few trials, plotly would have fractions.
-        figure.update_xaxes(dtick=1 if len(study.trials) < 10 else None)
+        figure.update_layout(yaxis_range=axis_range([*limits]), xaxis_dtick=1 if len(study.trials) < 10 else None)
         for kind, text, x, y in _history_marks(marked, limits):
             colour, size = (COLOURS[1], 16) if kind == "best trial" else ("gray", 9)
             marker = {"symbol": REASON_MARKS[kind][1], "color": colour, "size": size}

@@ -112,9 +112,8 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     assert ",4.42" in page and '"name":"best trial","x":[0]' in page and "1000000.0" not in page
     legend, none, lines = (figure.axes[0].get_legend() for figure in figures)
     words = [text.get_text() for text in legend.get_texts()]
-    # The bars of importances have one colour, which needs no legend.
+    # The bars of importances have one colour, which needs no legend; and of so few trials no digits.
     assert words == ["objective (minimize)", "best so far", "best trial", *(name for _, name, *_ in marks[-3:])]
-    # Nor have they digits, of so few trials; and there is no half trial.
     assert none is None and not any(text.get_text() for text in figures[1].axes[0].texts)
     assert all(tick == int(tick) for tick in figures[0].axes[0].get_xticks())
     best, *others = figures[2].axes[0].lines
