@@ -80,6 +80,7 @@ class Curve:
         state: what became of the run, if not its end; and an evaluation that was not saved.
         width: of its line; more if later curves begin like it, so that it is seen below them.
         is_best: whether the best value of its run is the best of all runs.
+        diverged: where the loss of its run was first not finite; empty if the run did not diverge.
     """
 
     panel: str
@@ -101,6 +102,7 @@ class Curve:
     state: str = ""
     width: float = 1.5
     is_best: bool = False
+    diverged: Sequence[float] = ()
 
     @property
     def marked(self) -> list[int]:
@@ -291,13 +293,9 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
     differing = differing_arguments(arguments, names)
     for record, (state, places), name, known, settings in zip(records, logs, names, arguments, differing, strict=True):
         restarts, non_finite = record.find_incidents(x)
-        facts: dict[str, Any] = {
-            "run": name,
-            "settings": settings,
-            "x": unit,
-            "state": _describe_state(record, known, is_alone=not name),
-        }
-        facts |= {"restarts": [(lost / size, restart / size) for lost, restart in restarts]}
+        facts: dict[str, Any] = {"run": name, "settings": settings, "x": unit}
+        facts["state"] = _describe_state(record, known, is_alone=not name)
+        facts["restarts"] = [(lost / size, restart / size) for lost, restart in restarts]
         for curve in _plain_curves(state, known, places):
             spans = [span for span in (curve.non_finite, curve.name == "loss" and non_finite) if span]
             found = [(since / size, place / size, text) for since, place, text in spans]
@@ -305,8 +303,10 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
             scaled = [step / size for step in curve.steps]
             plain_curves.append(replace(curve, steps=scaled, start=curve.start / size, non_finite=first, **facts))
     curves = _with_styles(plain_curves)
+    losses = [curve for curve in curves if curve.name == "loss" and curve.state.startswith(DIVERGED)]
+    diverged = {curve.run: [curve.non_finite[1]] for curve in losses if curve.non_finite}
     best_runs = _find_best_runs(curves, next((known for known in arguments if "metric_for_best_model" in known), {}))
-    return [replace(curve, is_best=curve.run in best_runs) for curve in curves]
+    return [replace(c, is_best=c.run in best_runs, diverged=diverged.get(c.run, ())) for c in curves]
 
 
 def _find_best_runs(curves: list[Curve], arguments: dict[str, Any]) -> set[str]:
@@ -423,7 +423,7 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
         end = max(2, len(curve.steps) // 4)
         start = (curve.name, curve.steps[:end], curve.finite[:end])
         hidden = sum((later.name, later.steps[:end], later.finite[:end]) == start for later in curves[place:])
-        width = 1.5 + 2.5 * min(3, hidden)
+        width = 1.5 + 0.75 * min(2, hidden)
         names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
         run, dash = runs.index(curve.run), names.index(curve.name)
         owner = f"only {curve.run}" + f": {curve.name}" * (len(names) > 1) if curve.panel in alone else ""

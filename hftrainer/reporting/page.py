@@ -234,19 +234,14 @@ def _marks(curves: list[Curve], top: float) -> Iterator[dict[str, Any]]:
         outline: dict[str, Any] = {"x": [step, step], "y": [0, 1], "name": text, "showlegend": bool(text)}
         if start < step:
             outline |= {"x": [step, step, start, start], "y": [0, 1, 1, 0], "fill": "toself"}
-        outline |= {"line": {"color": colour, "dash": DASHES[dash], "width": 2 if dash == ":" else 1}}
+        outline |= {"line": {"color": colour, "dash": DASHES[dash], "width": 2 if text else 1}}
         yield outline | {"hoverinfo": "skip", "fillcolor": "rgba(128, 128, 128, 0.15)", "mode": "lines"}
     for row, (height, steps, curve) in enumerate(panels.rug(curves)):
-        yield {
-            **{"x": steps, "y": [height] * len(steps), "mode": "markers"},
-            **{"marker": {"symbol": "line-ns", "size": 4, "line": {"width": 1.5, "color": curve.colour}}},
-            **{"legendgroup": curve.run or curve.name, "name": "not finite", "showlegend": not row},
-            "hovertemplate": f"{curve.label}: not finite<extra></extra>",
-        }
+        marker = {"symbol": "line-ns", "size": 4, "line": {"width": 1.5, "color": curve.colour}}
+        stroke = {"x": steps, "y": [height] * len(steps), "mode": "markers", "marker": marker, "showlegend": not row}
+        stroke["hovertemplate"] = f"{curve.label}: not finite<extra></extra>"
+        yield stroke | {"legendgroup": curve.run or curve.name, "name": "not finite"}
     for curve, steps, text in panels.clipped_peaks(curves, top):
-        mark: dict[str, Any] = {
-            "mode": "markers",
-            "marker": {"symbol": "triangle-up", "size": 9, "color": curve.colour},
-        }
-        mark |= {"x": steps, "y": [0.97] * len(steps), "hoverinfo": "skip"}
-        yield mark | {"name": "<br>".join(textwrap.wrap(text, 50)), "showlegend": True}
+        marker = {"symbol": "triangle-up", "size": 9, "color": curve.colour}
+        mark: dict[str, Any] = {"x": steps, "y": [0.97] * len(steps), "mode": "markers", "hoverinfo": "skip"}
+        yield mark | {"name": "<br>".join(textwrap.wrap(text, 50)), "showlegend": True, "marker": marker}

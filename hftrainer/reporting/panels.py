@@ -75,12 +75,14 @@ def _axis_of_speeds(parts: list[list[float]]) -> tuple[str, tuple[float, float]]
     """That of speeds and memory, which begins at 0.
 
     It ends at twice the 90th percentile of a curve, or at a level that lasts, if others are twice as high as this. If
-    the percentile is ten times the median of a curve, the scale is logarithmic instead.
+    the percentile is ten times the median of a curve, or so many values are above the end that they are no spikes, the
+    scale is logarithmic instead.
     """
     usual, high = max(float(np.percentile(part, 90, method="lower")) for part in parts), max(map(max, parts))
-    if 0 < 10 * min(map(statistics.median, parts)) <= usual:
-        return _log_axis(min(value for part in parts for value in part if value > 0), high)
     end = max(2 * usual, *map(_lasting_height, parts)) or high
+    is_noisy = high > 2 * end and any(sum(value > end for value in part) > max(2, len(part) / 50) for part in parts)
+    if is_noisy or 0 < 10 * min(map(statistics.median, parts)) <= usual:
+        return _log_axis(min(value for part in parts for value in part if value > 0), high)
     return "linear", (0, 1.05 * (high if high <= 2 * end else end) or 1)
 
 
@@ -218,7 +220,7 @@ def _constant_memory(curves: list[Curve]) -> str:
 
 
 def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str, str]]:
-    """The restarts of runs, and each run's first non-finite values in a panel: start, step, text, colour and dash.
+    """The restarts of runs, and each run's first non-finite values: start, step, text, colour and dash.
 
     What is between start and step of a restart was lost. The text is empty if another line or the entry of the run has
     it. A log line has the values since the one before, so that the first non-finite one may be anywhere between both.
@@ -237,6 +239,9 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
         # The entry of one of several runs says it.
         is_said = bool(curve.run) and curve.state.startswith(DIVERGED)
         yield since, step, "" if is_said else f"{label} is not finite {place}{also}", colour, ":"
+    # In the other panels of such a run, a thinner line.
+    for curve in {curve.run: curve for curve in curves if curve.run not in runs}.values():
+        yield from ((step, step, "", curve.colour if curve.run else "red", ":") for step in curve.diverged)
 
 
 def describe_run(run: str, curves: list[Curve]) -> str:

@@ -23,7 +23,7 @@ from hftrainer.reporting.page import draw_html
 logger = logging.getLogger(__name__)
 
 #: Inches of a picture.
-LEFT_MARGIN, RIGHT_MARGIN, COLUMN_GAP, PANEL_HEIGHT, SPACE_BELOW_PANEL = 0.9, 0.25, 1.05, 2.75, 0.55
+LEFT_MARGIN, RIGHT_MARGIN, COLUMN_GAP, PANEL_HEIGHT, TICK_LABELS, AXIS_LABEL = 0.9, 0.25, 1.05, 2.75, 0.3, 0.25
 #: Number of metrics in a picture; a page has all.
 MAX_METRICS = 12
 
@@ -62,11 +62,19 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
         axes = [figure.add_subplot() for _ in row]
         height += PANEL_HEIGHT + 0.15 + 0.18 * max(_draw_panel(*pair, wide) for pair in zip(axes, row, strict=True))
         places += [(axis, LEFT_MARGIN + n * (wide + COLUMN_GAP), height, wide) for n, axis in enumerate(axes)]
-        height += SPACE_BELOW_PANEL
+        height += TICK_LABELS
+    # Only the lowest row names the horizontal axis, which all panels share.
+    for axis in axes:
+        axis.set_xlabel(X_AXES[curves[0].x])
+    height += AXIS_LABEL
     figure.set_size_inches(width, height)
+    limits = panels.horizontal_range(curves)
+    # Inches of a label and the space after it.
+    label_width = 0.25 + 0.075 * len(f"{limits[1]:,.0f}")
     for axis, left, bottom, wide in places:
+        axis.xaxis.get_major_locator().set_params(nbins=min(9, int(wide / label_width)))
         axis.set_position((left / width, 1 - bottom / height, wide / width, PANEL_HEIGHT / height))
-        axis.set_xlim(panels.horizontal_range(curves))
+        axis.set_xlim(limits)
     figure.suptitle(title, y=1 - 0.15 / height)
     figure.text(0.5, 1 - 0.38 / height, "\n".join(notes), ha="center", va="top", fontsize=9, color="0.4")
     handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
@@ -81,14 +89,15 @@ def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
     handles = _draw_areas(axis, curves) if is_stacked else _draw_lines(axis, curves)
     handles |= _draw_incidents(axis, curves)
     scale, limits = panels.vertical_axis(curves)
-    axis.set(xlabel=X_AXES[curves[0].x], ylabel=panels.axis_label(curves, scale), yscale=scale, ylim=limits)
+    axis.set(ylabel=panels.axis_label(curves, scale), yscale=scale, ylim=limits)
     handles |= _draw_peaks(axis, curves, limits[1], int(15 * width) - 8)
     if curves[0].x == "step":
         axis.xaxis.set_major_formatter("{x:,.7g}")
     values = {value for curve in curves for value in curve.drawable if math.isfinite(value)}
-    if len(values) < 2:
-        axis.set_yticks(sorted({0.0, *values}) if values else [])
     _format_ticks(axis.yaxis, scale, limits, is_share=curves[0].name in PANELS[SHARES])
+    if len(values) < 2:
+        ticks = sorted({0.0, *values}) if values else []
+        axis.set_yticks(ticks, list(map(curves[0].format, ticks)))
     axis.xaxis.get_major_locator().set_params(integer=curves[0].x == "step", min_n_ticks=1)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
@@ -137,7 +146,7 @@ def _draw_incidents(axis: Any, curves: list[Curve]) -> dict[str, Any]:
     """Mark restarts and what is not finite, and return the samples of the legend by their text."""
     handles: dict[str, Any] = {}
     for start, step, text, colour, dash in panels.vertical_lines(curves):
-        line = axis.axvline(step, color=colour, linestyle=dash, linewidth=1.5 if dash == ":" else 0.8)
+        line = axis.axvline(step, color=colour, linestyle=dash, linewidth=1.5 if text else 0.8)
         axis.axvspan(start, step, color=colour, alpha=0.12, linewidth=0)
         handles |= {text: line} if text else {}
     for height, steps, curve in panels.rug(curves):

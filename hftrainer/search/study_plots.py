@@ -31,16 +31,16 @@ PLOTS = {
     "importance": ("plot_param_importances", 2, "Importance of hyperparameters for {} (the shares sum to 1{})"),
     "parallel_coordinates": ("plot_parallel_coordinate", 2, "Hyperparameters and {}: a line per trial"),
 }
-#: Number of completed trials below which importances are uncertain.
-MANY_TRIALS = 20
+#: Number of completed trials below which importances are uncertain, and have pale bars without digits.
+MANY_TRIALS, PALE = 20, "#99c7e0"
 #: Optuna's state of a trial → a word, if it is another.
 STATES = {"complete": "completed", "fail": "failed"}
 #: Optuna's state of a trial that is not drawn as the others → why, in the order of a legend.
 REASONS = {"PRUNED": "pruned", "FAIL": "failed", "COMPLETE": "far worse", "RUNNING": "running", "WAITING": "waiting"}
-#: What a trial is, if it is not as the others → its mark, matplotlib's and plotly's.
+#: What a trial is, if it is not as the others, or where it is beyond the axis → its mark, matplotlib's and plotly's.
 REASON_MARKS = {
-    **{"best trial": ("*", "star"), "pruned": ("v", "triangle-down"), "failed": ("x", "x")},
-    **{"far worse": ("^", "triangle-up"), "running": ("s", "square"), "waiting": ("D", "diamond")},
+    **{"best trial": ("*", "star"), "pruned": ("P", "cross"), "failed": ("x", "x"), "running": ("s", "square")},
+    **{"waiting": ("D", "diamond"), "up": ("^", "triangle-up"), "down": ("v", "triangle-down")},
 }
 
 
@@ -84,11 +84,12 @@ def plot_study(
             suffix = f"_{number}" if len(names) > 1 else ""
             path = Path(out) / f"{prefix}{name}{suffix}.png"
             shown, marked, limits = _without_far_trials(study, number)
-            doubt = f"; a rough guess: only {count} trials" * (count < MANY_TRIALS)
+            doubt = f"; a rough guess: only {count} trials" * _is_guess(study)
             heading = title.format(names[number], doubt)
-            left_out = [f"{len(found)} {why}" for why, (found, _) in _by_reason(marked) if why != "best trial"]
+            counts = Counter(why for why, _ in marked.values())
+            left_out = [f"{counts[why]} {why}" for why in REASONS.values() if counts[why]]
             if name == "parallel_coordinates":
-                best = next(trial for trial, (_, why) in marked.items() if why == "best trial")
+                best = next(trial for trial, (why, _) in marked.items() if why == "best trial")
                 heading += f" (best: trial {best})" + f", without {', '.join(left_out)}" * bool(left_out)
             if name == "importance":
                 shown = study
@@ -133,19 +134,24 @@ def _objective_names(study: Study) -> list[str]:
     return study.metric_names or (["objective"] if count == 1 else [f"objective {n}" for n in range(count)])
 
 
-def _by_reason(marked: dict[int, tuple[float, str]]) -> Iterator[tuple[str, tuple[list[int], list[float]]]]:
-    """Why trials are marked, their numbers and their values."""
-    for reason in REASON_MARKS:
-        if found := {number: value for number, (value, why) in marked.items() if why == reason}:
-            yield reason, (list(found), list(found.values()))
+def _history_marks(marked: dict[int, tuple[str, float]], limits: tuple[float, float]) -> Iterator[tuple[Any, ...]]:
+    """The kinds of marks, their entries in the legend, and the trials and heights; beyond the axis at its edge."""
+    low, high = limits
+    kinds = {n: "up" if value > high else "down" if value < low else why for n, (why, value) in marked.items()}
+    for kind in (kind for kind in REASON_MARKS if kind in kinds.values()):
+        found = {number: marked[number][1] for number in marked if kinds[number] == kind}
+        farthest = format_number((max if kind == "up" else min)(found.values()))
+        text = f"beyond the axis ({kind} to {farthest})" if kind in ("up", "down") else kind
+        yield kind, text, list(found), [min(high, max(low, value)) for value in found.values()]
 
 
-def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tuple[float, str]], tuple[float, float]]:
+def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tuple[str, float]], tuple[float, float]]:
     """A copy without results so far beyond the third quarter that they would squeeze the others.
 
     Returns:
         The copy; by number why trials were left out, and the best trial, with their values: of unfinished trials the
-        last, and beyond those of the others if they are far or unknown; and the range of the axis.
+        last, or if it is unknown the worst end of the axis; and the ends of the axis, which unfinished trials extend to
+        up to twice the range of the others.
     """
     optuna = import_plotting("optuna")
     copy, trials = optuna.create_study(directions=study.directions), study.get_trials(deepcopy=True)
@@ -159,20 +165,19 @@ def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tup
     last = {trial.number: trial.intermediate_values.get(trial.last_step or 0, math.nan) for trial in unfinished}
     # The last report of a failed trial is no result.
     last |= {trial.number: math.nan for trial in unfinished if trial.state.name == "FAIL"}
-    shown = near + [value for value in last.values() if abs(value - ranked[0]) <= limit < math.inf]
-    limits = axis_range(shown)
-    marked: dict[int, tuple[float, str]] = {}
-    worst = limits[0 if is_maximized else 1]
+    reach = 2 * abs(near[-1] - near[0])
+    limits = axis_range([*near, *(value for value in last.values() if abs(value - ranked[0]) <= reach)])
+    marked: dict[int, tuple[str, float]] = {}
     for trial in trials:
         value = last[trial.number] if trial.number in last else trial.values[number]
         if trial.number in last or value not in near:
-            height = worst if math.isnan(value) else min(limits[1], max(limits[0], value))
-            marked[trial.number] = height, REASONS[trial.state.name]
+            height = limits[0 if is_maximized else 1] if math.isnan(value) else value
+            marked[trial.number] = REASONS[trial.state.name], height
             trial.state, trial.values = optuna.trial.TrialState.PRUNED, None
         elif trial.number == best:
-            marked[trial.number] = value, "best trial"
+            marked[trial.number] = "best trial", value
         copy.add_trial(trial)
-    return copy, marked, axis_range([*shown, *(height for height, _ in marked.values())])
+    return copy, marked, limits
 
 
 def _draw_png(
@@ -202,7 +207,7 @@ def _draw_png(
             if isinstance(locator, ticker.MaxNLocator):
                 locator.set_params(integer=True)
         _label_parameters(figure, [objective["target_name"], *_parameters(study)])
-        best = next(value for value, why in marked.values() if why == "best trial")
+        best = next(value for why, value in marked.values() if why == "best trial")
         # Optuna 4 leaves out trials without one of the hyperparameters.
         segments = zip(lines.get_segments(), lines.get_array(), strict=True)
         for segment in [points for points, value in segments if value == best][:1]:
@@ -213,18 +218,20 @@ def _draw_png(
         for marks in (*axes.collections[:1], *axes.patches, *axes.lines):
             marks.set(color=COLOURS[marks in axes.lines], alpha=1)
         plt.setp(axes.lines, drawstyle="steps-post", label="best so far")
-        for reason, (x, y) in _by_reason(marked) if function == "plot_optimization_history" else ():
-            style = {"s": 200, "color": COLOURS[1], "zorder": 3} if reason == "best trial" else {"color": "0.5"}
-            axes.scatter(x, y, marker=REASON_MARKS[reason][0], label=reason, **style)
-            axes.set_ylim(limits)
+        for kind, text, x, y in _history_marks(marked, limits) if function == "plot_optimization_history" else ():
+            style = {"s": 200, "color": COLOURS[1], "zorder": 3} if kind == "best trial" else {"color": "0.5"}
+            axes.scatter(x, y, marker=REASON_MARKS[kind][0], label=text, **style)
+            axes.set_ylim(axis_range([*limits]))
+            axes.xaxis.get_major_locator().set_params(integer=True)
         if function == "plot_param_importances":
             # It would name the objective, as the title does.
             axes.get_legend().remove()
             for text in axes.texts:
-                text.set_text(f" {text.get_text()}")
+                text.set_text("" if _is_guess(study) else f" {text.get_text()}")
+            plt.setp(axes.patches, color=PALE if _is_guess(study) else COLOURS[0])
             axes.set(xlabel="", ylabel="")
     if function != "plot_param_importances":
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=7, frameon=False)
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=8, frameon=False, fontsize=9)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
@@ -242,12 +249,21 @@ def _make_page(
     figure.update_traces(line_shape="hv", name="best so far", selector={"name": "Best Value"})
     if function == "plot_param_importances":
         figure.update_layout(xaxis_title="", yaxis_title="")
+        if _is_guess(study):
+            figure.update_traces(marker_color=PALE, text=None, texttemplate=None)
     elif function == "plot_optimization_history":
-        figure.update_yaxes(range=limits)
-        for why, (x, y) in _by_reason(marked):
-            style = {"marker_color": COLOURS[1], "marker_size": 16} if why == "best trial" else {"marker_color": "gray"}
-            figure.add_scatter(x=x, y=y, mode="markers", marker_symbol=REASON_MARKS[why][1], name=why, **style)
+        # Of few trials, plotly would have fractions.
+        figure.update_layout(yaxis_range=axis_range([*limits]), xaxis_dtick=1 if len(study.trials) < 10 else None)
+        for kind, text, x, y in _history_marks(marked, limits):
+            colour, size = (COLOURS[1], 16) if kind == "best trial" else ("gray", 9)
+            marker = {"symbol": REASON_MARKS[kind][1], "color": colour, "size": size}
+            figure.add_scatter(x=x, y=y, mode="markers", marker=marker, name=text)
     return figure
+
+
+def _is_guess(study: Study) -> bool:
+    """Whether there are too few completed trials for importances."""
+    return sum(trial.state.name == "COMPLETE" for trial in study.get_trials(deepcopy=False)) < MANY_TRIALS
 
 
 def _parameters(study: Study) -> list[str]:

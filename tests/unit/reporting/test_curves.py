@@ -92,7 +92,7 @@ def test_curves_have_colours_dashes_and_a_best_value(tmp_path):
     assert {line.run: line.best for line in both if line.name == "eval_loss"} == {"a": 1, "b": 0}  # b: the lowest
     assert {(line.run, line.mark) for line in both} == {("a", "o"), ("b", "s")}
     # The first of curves that begin alike is wider.
-    wider = {line.label for line in both if line.width == 4}
+    wider = {line.label for line in both if line.width == 2.25}
     assert wider == {"a: loss", "a: eval_loss"} and {line.width for line in read_curves([str(tmp_path / "a")])} == {1.5}
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -12,15 +13,17 @@ from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting.curves import Curve, read_curves
 from hftrainer.reporting.page import _make_figure
 from hftrainer.reporting.panels import clipped_peaks, describe_run, rug, vertical_axis, vertical_lines
-from hftrainer.reporting.plot import plot
+from hftrainer.reporting.plot import draw_picture, plot
 from tests.support.run_logs import texts_in_svg, write_log, write_observed_run
 
 
 def test_first_loss_that_is_not_finite_is_marked(tmp_path):
-    log = [{"loss": float("nan") if step > 4 else 1.0, "step": step} for step in range(1, 9)]
+    log = [{"loss": float("nan") if step > 4 else 1.0, "eval_f1": 0.5, "step": step} for step in range(1, 9)]
     plot([write_log(tmp_path / "run", log)], html=True, out=str(tmp_path / "a.svg"))
     assert {"loss is not finite at step 5", "not finite"} <= {*texts_in_svg(tmp_path / "a.svg")}
     assert "loss is not finite at step 5" in (tmp_path / "a.html").read_text()
+    metric = read_curves([str(tmp_path / "run")])[-1]
+    assert [line[1:] for line in vertical_lines([metric])] == [(5, "", "red", ":")] and metric.name == "eval_f1"
     plot([write_log(tmp_path / "run", log[4:])], html=True, out=str(tmp_path / "a.svg"))
     assert "Loss (none is finite)" in (texts := texts_in_svg(tmp_path / "a.svg")) and "0.2" not in texts
     assert '"showticklabels":false' in (tmp_path / "a.html").read_text()
@@ -155,15 +158,17 @@ def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
 
     monkeypatch.setattr("plotly.graph_objects.Figure.to_html", to_html)
     write_observed_run(tmp_path)
-    losses = [{"step": step, "loss": loss, "eval_f1": 0.5, "eval_auc": 0.5} for step, loss in ((5, 1000.0), (10, 0.1))]
-    write_log(tmp_path, losses)
+    log = [{"step": step, "loss": loss, "eval_f1": 2 / 3, "eval_auc": 0.5} for step, loss in ((5, 1000.0), (10, 0.1))]
+    write_log(tmp_path, log)
     plot([str(tmp_path)], html=True)
     picture, page = figures
     # The first of three rows has one panel, which fills it.
     assert len(picture.axes) == 7 and picture.axes[0].get_position().x1 == pytest.approx(1 - 0.25 / 13.5)
     # The first axes of a page, which are not numbered, are not used; the last are for marks.
     axes = zip([*page.select_xaxes()][1:], [*page.select_yaxes()][1:9], strict=True)
-    assert [*picture.axes[1].get_yticks()] == [0, 0.5] and picture.axes[1].get_ylabel() == "eval_f1"
+    labels = [label.get_text() for label in picture.axes[1].get_yticklabels()]
+    assert labels == ["0", "0.6667"] and picture.axes[1].get_ylabel() == "eval_f1"
+    assert [axis.get_xlabel() for axis in picture.axes] == [""] * 4 + ["Optimizer step"] * 3
     # A picture has no time per step beside samples per second.
     axes = ((x, y) for x, y in axes if y.title.text != "Seconds per step")
     for axis, (x, y) in zip(picture.axes, axes, strict=True):
@@ -178,6 +183,9 @@ def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
     assert 'autocomplete="off" checked>losses on a log scale' in (tmp_path / "training.html").read_text()
     share = next(axis for axis in picture.axes if axis.get_ylabel() == "Share of time so far")
     assert picture.axes[0].get_xlim()[0] == 0 and share.yaxis.get_major_formatter()(0.5) == "50%"
+    draw_picture([Curve(f"eval_{n}", "eval_f1", [100, 490_000], [0.0, 1.0]) for n in range(7)], "", "")
+    boxes = [label.get_window_extent() for label in figures[-1].axes[1].get_xticklabels()]
+    assert all(left.x1 < right.x0 - 5 for left, right in pairwise(boxes))  # apart
 
 
 def test_time_axis_breaks_at_restarts_without_their_pauses(tmp_path):
@@ -253,3 +261,5 @@ def test_level_that_lasts_remains_in_the_panel():
     values[-15:] = [12.0] * 15
     curves = [Curve(name, name, list(map(float, range(200))), values) for name in ("loss", "step_seconds")]
     assert all(vertical_axis([curve])[1][1] > 12 for curve in curves)
+    noisy = [50.0 if step % 11 == 5 else 10.0 for step in range(200)]  # too many for spikes
+    assert vertical_axis([replace(curves[1], values=noisy)])[0] == "log"

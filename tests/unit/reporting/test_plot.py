@@ -30,7 +30,7 @@ def test_plot_writes_a_picture_and_a_page(runs, tmp_path):
 
     written = plot(runs, html=True, out=str(tmp_path / "both.png"))
     assert written == [str(tmp_path / "both.png"), str(tmp_path / "both.html")]
-    assert imread(written[0]).shape[:2] == (926, 1440)  # two rows of panels
+    assert imread(written[0]).shape[:2] == (896, 1440)  # two rows of panels
     page = Path(written[1]).read_text()
     assert all(text in page for text in ('"xaxis4"', '"yaxis4"', "eval_accuracy", *(Path(run).name for run in runs)))
     assert "<script src=" not in page  # nothing to fetch

@@ -104,18 +104,18 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     assert best_trials(url)[1] == "5 best of 10 trials: 8 completed, 1 pruned, 1 failed"
     page, _, lines = (tmp_path / "search.html").read_text().split("Plotly.newPlot")[-3:]
     assert "a line per trial (best: trial 0), without 1 pruned, 1 failed, 1 far worse" in lines
-    # The failed and the far one are beyond the others, not at their last reports; the pruned one is at its last.
-    marks = re.findall(r'"symbol":"([\w-]+)"},"mode":"markers","name":"([\w ]+)","x":\[(\d)\],"y":\[([\d.]+)\]', page)
-    (*pruned, height), *others = marks[-3:]
-    assert (pruned, height) == (["triangle-down", "pruned", "7"], "4.0")
-    assert others == [("x", "failed", "8", "4.2"), ("triangle-up", "far worse", "5", "4.2")]
+    # The failed and the far one are at the end of the axis, not at their last reports; the pruned one is at its last.
+    marks = re.findall(r'"symbol":"([\w-]+)"},"mode":"markers","name":"([^"]+)","x":\[(\d)\],"y":\[([\d.]+)\]', page)
+    far = ("triangle-up", "beyond the axis (up to 1,000,000)", "5", "4.2")
+    assert marks[-3:] == [("cross", "pruned", "7", "4.0"), ("x", "failed", "8", "4.2"), far]
     assert '"text":"objective (minimize)"' in page
-    assert ",4.41]" in page and '"name":"best trial","x":[0]' in page and "1000000.0" not in page
+    assert ",4.42" in page and '"name":"best trial","x":[0]' in page and "1000000.0" not in page
     legend, none, lines = (figure.axes[0].get_legend() for figure in figures)
     words = [text.get_text() for text in legend.get_texts()]
-    # The bars of importances have one colour, which needs no legend.
+    # The bars of importances have one colour, which needs no legend; and of so few trials no digits.
     assert words == ["objective (minimize)", "best so far", "best trial", *(name for _, name, *_ in marks[-3:])]
-    assert none is None
+    assert none is None and not any(text.get_text() for text in figures[1].axes[0].texts)
+    assert all(tick == int(tick) for tick in figures[0].axes[0].get_xticks())
     best, *others = figures[2].axes[0].lines
     assert [text.get_text() for text in lines.get_texts()] == ["best trial"] and not others
     assert best.get_ydata()[0] == 0
