@@ -177,7 +177,8 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     named = {(curve.run or names[0], curve.name): curve for curve in curves}
     marked = {key: curve.values[curve.best] for key, curve in named.items() if curve.best is not None}
     evaluated = [name for run in runs for name in run.page["metrics"] if name.startswith("eval_")]
-    metrics = list(dict.fromkeys([*(name for _, name in marked), *evaluated]))[:2] or ["loss"]
+    starred = dict.fromkeys(name for _, name in marked)
+    metrics = list(dict.fromkeys([*starred, *evaluated]))[: max(2, len(starred))] or ["loss"]
     rates = ("samples_per_second", "tokens_per_second")
     rows, without_journal, unknown = [], [], []
     for run, name in zip(runs, names, strict=True):
@@ -198,7 +199,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
         total = sum(spent.values())
         row = {
             "run": name,
-            "is best": curve.is_best,
+            "is best": curve.is_best if len(runs) > 1 else None,
             "differs in": curve.settings,
             "steps": page["step"],
             "state": "diverged" if find_nan(page) else page["state"].replace("unobserved", "unknown"),
@@ -209,6 +210,8 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
             "downtime": page["downtime"] or None,
             "goodput": kept_goodput(page),
             **{title: spent[part] / total if total else None for part, title in SHARE_TITLES.items()},
+            "diverged at": find_nan(page),
+            "curves": {curve: found.summary for (run_name, curve), found in named.items() if run_name == name},
         }
         rows.append(row)
     shown = {title for row in rows for title, value in row.items() if value is not None}
@@ -255,8 +258,8 @@ def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
 
 
 def _as_columns(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with a column for each argument in which runs differ, and the best run named."""
-    row = dict(row)
+    """A row with a column for each argument in which runs differ and the best run named, for a table."""
+    row = {title: value for title, value in row.items() if title not in ("diverged at", "curves")}
     settings = row.pop("differs in", {})
     if row.pop("is best", False):
         row["run"] += " (best)"
@@ -298,10 +301,8 @@ def describe_curves(curves: list[Curve]) -> str:
     axis = {"step": "steps", "epoch": "epochs"}.get(curves[0].x, curves[0].x)
     rows: list[tuple[str, ...]] = [("", axis, "first", "last", "lowest", "highest")]
     for curve in curves:
-        finite = curve.finite or [math.nan]
-        values = (curve.values[0], curve.values[-1], min(finite), max(finite))
         steps = f"{format_number(curve.steps[0])} to {format_number(curve.steps[-1])}"
-        rows.append((curve.label, steps, *map(curve.format, values)))
+        rows.append((curve.label, steps, *(curve.format(curve.summary[name]) for name in rows[0][2:])))
     notes = [curves[0].state] if curves[0].state else []
     notes += [
         f"best {curve.label}: {curve.format(curve.values[curve.best])} at {describe_place(curve, curve.best)}"

@@ -135,6 +135,23 @@ class Curve:
         places = sorted([self.start, *self.steps, *(restart for _, restart in self.restarts)])
         return [step - places[max(0, bisect.bisect_left(places, step) - 1)] for step in self.steps]
 
+    @cached_property
+    def so_far(self) -> list[float]:
+        """The values; shares of all the time up to their step."""
+        if self.name not in PANELS[SHARES]:
+            return self.values
+        # Not 0 in sum.
+        seconds = np.multiply(self._widths, 1.0 if self.x in TIME_UNITS else self.pace or 1.0) + 1e-12
+        return (np.cumsum(self.values * seconds) / np.cumsum(seconds)).tolist()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What tables have: some of its values, the place of the best, and how many are not finite."""
+        finite = list(filter(math.isfinite, self.so_far)) or [math.nan]
+        ends = {"first": self.so_far[0], "last": self.so_far[-1], "lowest": min(finite), "highest": max(finite)}
+        best, place = (None, None) if self.best is None else (self.values[self.best], self.steps[self.best])
+        return ends | {"best": best, "best_step": place, "not_finite": len(self.gaps)}
+
     def points(self, values: list[float]) -> tuple[list[float], list[float]]:
         """The steps and values that are drawn.
 
@@ -144,10 +161,7 @@ class Curve:
         intervals do not make it jump.
         """
         is_share = self.name in PANELS[SHARES]
-        if is_share:
-            # Not 0 in sum.
-            seconds = np.multiply(self._widths, 1.0 if self.x in TIME_UNITS else self.pace or 1.0) + 1e-12
-            values = (np.cumsum(values * seconds) / np.cumsum(seconds)).tolist()
+        values = self.so_far if is_share else values
         steps, shown = ([column[index] for index in self.drawn_indices] for column in (self.steps, values))
         is_interval, is_rate = PANEL_OF.get(self.name) in SPEEDS, self.name == "learning_rate"
         for lost, restart in self.restarts if is_rate or (self.x in TIME_UNITS and not is_share) else ():
