@@ -87,14 +87,17 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         parser.fail(error)
     if options.json:
         _print_json(drawn, "best_trials" if is_search else "runs")
-        return
-    for line in drawn.left_out:
-        print(wrap_text(f"{parser.prog}: {line}", sys.stderr), file=sys.stderr)
-    for path in drawn.paths:
-        print(f"{path} ({format_bytes(os.path.getsize(path))})" if path.endswith(".html") else path)
-    if drawn.rows:
-        print(f"\n{_compare(drawn.rows)}" + f"\n\n{wrap_text(drawn.note, sys.stdout)}" * bool(drawn.note))
-    _show(drawn.paths, drawn.curves)
+    else:
+        for line in drawn.left_out:
+            print(wrap_text(f"{parser.prog}: {line}", sys.stderr), file=sys.stderr)
+        for path in drawn.paths:
+            print(f"{path} ({format_bytes(os.path.getsize(path))})" if path.endswith(".html") else path)
+        if drawn.rows:
+            print(f"\n{_compare(drawn.rows)}" + f"\n\n{wrap_text(drawn.note, sys.stdout)}" * bool(drawn.note))
+        _show(drawn.paths, drawn.curves)
+    # A mistyped name is an error, although the others are drawn.
+    if not all(map(os.path.exists, options.folders)):
+        parser.exit(2)
 
 
 def _draw_study(options: argparse.Namespace) -> _Drawn:

@@ -354,11 +354,17 @@ def explain_empty(record: RunRecord, x: str) -> str | None:
         return None
     page = record.page
     if page["step"] < (page["logging_steps"] or 0):
-        place = f"{page['state']} at step {page['step']:,}, before its first log line at step {page['logging_steps']:,}"
+        place = f"{_describe_step(page)}, before its first log line at step {page['logging_steps']:,}"
         return f"{record.folder}: {place}: there is nothing to draw."
     if x == "time" and not state.log_history:
         return f"{record.folder} has no times (it ran without observe=True): leave out --x time or that run."
     return f"{record.folder}: the log has nothing to draw: set logging_steps."
+
+
+def _describe_step(page: dict[str, Any]) -> str:
+    """The state and the last known step, which of a run that did not write its end is not that of the end."""
+    word = "at" if page["state"] in ("running", "stopped", "failed") else "after"
+    return f"{page['state'].replace('unobserved', 'state unknown')} {word} step {page['step']:,}"
 
 
 def _describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: bool) -> str:
@@ -366,15 +372,16 @@ def _describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: b
     page, state = record.page, record.state
     if nan := find_nan(page):
         return f"{DIVERGED} at step {format_span(nan.first, nan.last)}"
-    if page["state"] not in ("complete", "unobserved"):
-        return f"{page['state']} at step {page['step']:,}" + f" of {page['max_steps']:,}" * bool(page["max_steps"])
+    if page["state"] != "complete" and (page["max_steps"] or page["state"] != "unobserved"):
+        return _describe_step(page) + f" of {page['max_steps']:,}" * bool(page["max_steps"])
     # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.
     epochs = [line.get("epoch") for line in state.log_history if any(name.startswith("eval_") for name in line)]
     is_last = arguments.get("eval_strategy") == "epoch" and 0 < state.global_step == state.max_steps
     if is_last and not page["started"] and state.epoch not in epochs:
         return f"the evaluation after epoch {state.epoch:g} was not saved (observe=True keeps it)"
-    if is_alone and record.seconds:
-        return f"complete: {count_of(page['step'], 'steps')} in {format_duration(record.seconds)}"
+    if is_alone and page["state"] == "complete":
+        seconds = record.seconds
+        return f"complete: {count_of(page['step'], 'steps')}" + (f" in {format_duration(seconds)}" if seconds else "")
     return ""
 
 

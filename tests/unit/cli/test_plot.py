@@ -53,9 +53,13 @@ def test_folder_without_logs_is_left_out_of_a_comparison(tmp_path, capsys):
     main(["plot", *runs, "--json"])
     shown = capsys.readouterr()
     assert f"left out: {runs[0]}" in json.loads(shown.out)["note"] and not shown.err
-    with pytest.raises(SystemExit):
-        main(["plot", runs[0], str(tmp_path)])
-    assert f"error: {runs[0]}: the log has nothing to draw" in capsys.readouterr().err
+    for folders, error in (
+        (runs[:1], f"error: {runs[0]}: the log has nothing"),
+        ([*runs, "none"], "left out: none does"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["plot", *folders])
+        assert error in capsys.readouterr().err
 
 
 def test_run_that_stopped_before_its_first_log_line_is_named(tmp_path, capsys):
