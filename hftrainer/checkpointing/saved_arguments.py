@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import textwrap
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -124,11 +123,7 @@ def describe(arguments: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     It has so many that it is no other run's text, unless that run has the same arguments.
     """
     parts, *others = (
-        [
-            textwrap.shorten(f"{name} {value}".removesuffix(".0"), 100, placeholder=" …")
-            for name, value in run.items()
-            if not is_shared(name, value, runs)
-        ]
+        [f"{name} {value!s:.90}".removesuffix(".0") for name, value in run.items() if not is_shared(name, value, runs)]
         for run in (arguments, *runs)
     )
     # As many as fit, and as tell the run from others.

@@ -199,13 +199,13 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
         best = {metric: marked.get((name, metric), page["metrics"].get(metric, {}).get("best")) for metric in metrics}
         curve = next(curve for (run_name, _), curve in named.items() if run_name == name)
         spent = page["seconds"]["all"]
-        total = sum(spent.values())
+        total, nan = sum(spent.values()), find_nan(page)
         row = {
             "run": name,
             "is best": curve.is_best if len(runs) > 1 else None,
             "differs in": curve.settings,
             "steps": page["step"],
-            "state": "diverged" if find_nan(page) else page["state"].replace("unobserved", "unknown"),
+            "state": "diverged" if nan else page["state"].replace("unobserved", "unknown"),
             "last loss": last,
             **{f"best {metric}": value for metric, value in best.items()},
             **{rate.replace("_", " "): value for rate, value in speeds.items()},
@@ -213,7 +213,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
             "downtime": page["downtime"] or None,
             "goodput": kept_goodput(page),
             **{title: spent[part] / total if total else None for part, title in SHARE_TITLES.items()},
-            "diverged at": find_nan(page),
+            "diverged at": nan and (nan.first, nan.last),
             "curves": {curve: found.summary for (run_name, curve), found in named.items() if run_name == name},
         }
         rows.append(row)
