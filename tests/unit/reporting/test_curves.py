@@ -263,13 +263,12 @@ def test_processes_and_device_are_compared_if_known(tmp_path):
 
 def test_arguments_are_named_that_most_runs_do_not_share():
     """What has the most values is first, then the learning rate; and none that tells runs apart is left out."""
-    pairs = [(0.1, 0), (0.1, 5), (4.0, 9), (0.1, 0)]
-    runs = differing_arguments([{"learning_rate": rate, "warmup_steps": steps} for rate, steps in pairs], [*"abcd"])
-    texts = [f"warmup_steps {text}" for text in ("0", "5", "9, learning_rate 4", "0")]
-    assert [describe(run, runs) for run in runs] == texts
+    pairs = [(0.1, 0), (0.1, 5), (4.0, 9)]
+    runs = differing_arguments([{"learning_rate": rate, "warmup_steps": steps} for rate, steps in pairs], [*"abc"])
+    assert [describe(run, runs)[13:] for run in runs] == ["0", "5", "9, learning_rate 4"]
     runs = [{f"argument_{number}": run * (number > 19) for number in range(22)} for run in (1, 2)]
-    texts = [describe(run, [*runs, {}, {}]) for run in runs]
-    assert [text.split(", ")[20:] for text in texts] == [["argument_20 1", "…"], ["argument_20 2", "…"]]
+    ends = [describe(run, [*runs, {}, {}]).split(", ")[20:] for run in runs]
+    assert ends == [["argument_20 1", "…"], ["argument_20 2", "…"]]
 
 
 def test_shares_are_of_the_time_so_far(tmp_path):
