@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import textwrap
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,10 @@ def read_arguments_of_run(folder: str, *, skip_unreadable: bool = False) -> dict
 
 
 def differing_arguments(runs: list[dict[str, Any]], labels: list[str]) -> list[dict[str, Any]]:
-    """For each run, its arguments with an effect that differ and are not in the labels of all runs."""
+    """For each run, its arguments with an effect that differ and are not in the labels of all runs.
+
+    Those with the most different values are first, and among equals the learning rate.
+    """
     # Some runs may have no saved arguments.
     values = {name: value for run in runs for name, value in run.items()}
     words = [set(re.split(r"[^a-zA-Z0-9.]+|(?<=[a-z])(?=\d)", label)) for label in labels]
@@ -99,6 +101,8 @@ def differing_arguments(runs: list[dict[str, Any]], labels: list[str]) -> list[d
         is_in_labels = all(str(run[name]) in parts for run, parts in zip(runs, words, strict=True) if name in run)
         if differs and not is_in_labels and not _WITHOUT_EFFECT.fullmatch(name):
             names.append(name)
+    counts = {name: len({str(run.get(name)) for run in runs}) for name in names}
+    names.sort(key=lambda name: (-counts[name], name != "learning_rate"))
     differing = [{name: run[name] for name in names if name in run} for run in runs]
     for settings, run in zip(differing, runs, strict=True):
         # Without max_steps, num_train_epochs sets the length.
@@ -108,10 +112,26 @@ def differing_arguments(runs: list[dict[str, Any]], labels: list[str]) -> list[d
     return differing
 
 
-def describe(arguments: dict[str, Any]) -> str:
-    """A short text of arguments."""
-    texts = (f"{name} {value}".removesuffix(".0") for name, value in arguments.items())
-    return textwrap.shorten(", ".join(texts), 100, placeholder=" …")
+def is_shared(name: str, value: Any, runs: list[dict[str, Any]]) -> bool:
+    """Whether most runs have this value of an argument."""
+    return 2 * sum(name in run and run[name] == value for run in runs) > len(runs)
+
+
+def describe(arguments: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+    """A short text of the arguments of one of some runs that most of these do not share.
+
+    It has so many that it is no other run's text, unless that run has the same arguments.
+    """
+    parts, *others = (
+        [f"{name} {value!s:.90}".removesuffix(".0") for name, value in run.items() if not is_shared(name, value, runs)]
+        for run in (arguments, *runs)
+    )
+    # As many as fit, and as tell the run from others.
+    counts = range(1, len(parts))
+    fitting = [n for n in counts if len(", ".join(parts[: n + 1])) <= 100]
+    alike = [n for n in counts if any(other[:n] == parts[:n] for other in others if other != parts)]
+    count = max([0, *fitting, *alike]) + 1
+    return ", ".join(parts[:count]) + ", …" * (count < len(parts))
 
 
 def _readable_fields(state: dict[str, Any]) -> dict[str, Any]:

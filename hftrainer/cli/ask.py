@@ -64,6 +64,6 @@ def _describe_end(page: dict[str, Any]) -> str | None:
     state = page["state"]
     if state in ("running", "silent", "unobserved"):
         return None
-    how = {"killed": "was killed", "complete": "completed"}.get(state, f"ended ({page['reason']})")
+    how = {"killed": "was killed after", "complete": "completed at"}.get(state, f"ended ({page['reason']}) at")
     age = f", {format_duration(round(time.time() - page['updated']))} ago" if page["updated"] else ""
-    return f"the run {how} at step {page['step']:,}{age}"
+    return f"the run {how} step {page['step']:,}{age}"

@@ -87,14 +87,17 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         parser.fail(error)
     if options.json:
         _print_json(drawn, "best_trials" if is_search else "runs")
-        return
-    for line in drawn.left_out:
-        print(wrap_text(f"{parser.prog}: {line}", sys.stderr), file=sys.stderr)
-    for path in drawn.paths:
-        print(f"{path} ({format_bytes(os.path.getsize(path))})" if path.endswith(".html") else path)
-    if drawn.rows:
-        print(f"\n{_compare(drawn.rows)}" + f"\n\n{wrap_text(drawn.note, sys.stdout)}" * bool(drawn.note))
-    _show(drawn.paths, drawn.curves)
+    else:
+        for line in drawn.left_out:
+            print(wrap_text(f"{parser.prog}: {line}", sys.stderr), file=sys.stderr)
+        for path in drawn.paths:
+            print(f"{path} ({format_bytes(os.path.getsize(path))})" if path.endswith(".html") else path)
+        if drawn.rows:
+            print(f"\n{_compare(drawn.rows)}" + f"\n\n{wrap_text(drawn.note, sys.stdout)}" * bool(drawn.note))
+        _show(drawn.paths, drawn.curves)
+    # A mistyped name is an error, although the others are drawn.
+    if not all(map(os.path.exists, options.folders)):
+        parser.exit(2)
 
 
 def _draw_study(options: argparse.Namespace) -> _Drawn:
@@ -177,7 +180,8 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     named = {(curve.run or names[0], curve.name): curve for curve in curves}
     marked = {key: curve.values[curve.best] for key, curve in named.items() if curve.best is not None}
     evaluated = [name for run in runs for name in run.page["metrics"] if name.startswith("eval_")]
-    metrics = list(dict.fromkeys([*(name for _, name in marked), *evaluated]))[:2] or ["loss"]
+    starred = dict.fromkeys(name for _, name in marked)
+    metrics = list(dict.fromkeys([*starred, *evaluated]))[: max(2, len(starred))] or ["loss"]
     rates = ("samples_per_second", "tokens_per_second")
     rows, without_journal, unknown = [], [], []
     for run, name in zip(runs, names, strict=True):
@@ -195,13 +199,13 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
         best = {metric: marked.get((name, metric), page["metrics"].get(metric, {}).get("best")) for metric in metrics}
         curve = next(curve for (run_name, _), curve in named.items() if run_name == name)
         spent = page["seconds"]["all"]
-        total = sum(spent.values())
+        total, nan = sum(spent.values()), find_nan(page)
         row = {
             "run": name,
-            "is best": curve.is_best,
+            "is best": curve.is_best if len(runs) > 1 else None,
             "differs in": curve.settings,
             "steps": page["step"],
-            "state": "diverged" if find_nan(page) else page["state"].replace("unobserved", "unknown"),
+            "state": "diverged" if nan else page["state"].replace("unobserved", "unknown"),
             "last loss": last,
             **{f"best {metric}": value for metric, value in best.items()},
             **{rate.replace("_", " "): value for rate, value in speeds.items()},
@@ -209,6 +213,8 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
             "downtime": page["downtime"] or None,
             "goodput": kept_goodput(page),
             **{title: spent[part] / total if total else None for part, title in SHARE_TITLES.items()},
+            "diverged at": nan and (nan.first, nan.last),
+            "curves": {curve: found.summary for (run_name, curve), found in named.items() if run_name == name},
         }
         rows.append(row)
     shown = {title for row in rows for title, value in row.items() if value is not None}
@@ -255,8 +261,8 @@ def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
 
 
 def _as_columns(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with a column for each argument in which runs differ, and the best run named."""
-    row = dict(row)
+    """A row with a column for each argument in which runs differ and the best run named, for a table."""
+    row = {title: value for title, value in row.items() if title not in ("diverged at", "curves")}
     settings = row.pop("differs in", {})
     if row.pop("is best", False):
         row["run"] += " (best)"
@@ -298,10 +304,8 @@ def describe_curves(curves: list[Curve]) -> str:
     axis = {"step": "steps", "epoch": "epochs"}.get(curves[0].x, curves[0].x)
     rows: list[tuple[str, ...]] = [("", axis, "first", "last", "lowest", "highest")]
     for curve in curves:
-        finite = curve.finite or [math.nan]
-        values = (curve.values[0], curve.values[-1], min(finite), max(finite))
         steps = f"{format_number(curve.steps[0])} to {format_number(curve.steps[-1])}"
-        rows.append((curve.label, steps, *map(curve.format, values)))
+        rows.append((curve.label, steps, *(curve.format(curve.summary[name]) for name in rows[0][2:])))
     notes = [curves[0].state] if curves[0].state else []
     notes += [
         f"best {curve.label}: {curve.format(curve.values[curve.best])} at {describe_place(curve, curve.best)}"

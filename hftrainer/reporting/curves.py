@@ -137,6 +137,23 @@ class Curve:
         places = sorted([self.start, *self.steps, *(restart for _, restart in self.restarts)])
         return [step - places[max(0, bisect.bisect_left(places, step) - 1)] for step in self.steps]
 
+    @cached_property
+    def so_far(self) -> list[float]:
+        """The values; shares of all the time up to their step."""
+        if self.name not in PANELS[SHARES]:
+            return self.values
+        # Not 0 in sum.
+        seconds = np.multiply(self._widths, 1.0 if self.x in TIME_UNITS else self.pace or 1.0) + 1e-12
+        return (np.cumsum(self.values * seconds) / np.cumsum(seconds)).tolist()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What tables have: some of its values, the place of the best, and how many are not finite."""
+        finite = list(filter(math.isfinite, self.so_far)) or [math.nan]
+        ends = {"first": self.so_far[0], "last": self.so_far[-1], "lowest": min(finite), "highest": max(finite)}
+        best, place = (None, None) if self.best is None else (self.values[self.best], self.steps[self.best])
+        return ends | {"best": best, "best_step": place, "not_finite": len(self.gaps)}
+
     def points(self, values: list[float]) -> tuple[list[float], list[float]]:
         """The steps and values that are drawn.
 
@@ -146,10 +163,7 @@ class Curve:
         intervals do not make it jump.
         """
         is_share = self.name in PANELS[SHARES]
-        if is_share:
-            # Not 0 in sum.
-            seconds = np.multiply(self._widths, 1.0 if self.x in TIME_UNITS else self.pace or 1.0) + 1e-12
-            values = (np.cumsum(values * seconds) / np.cumsum(seconds)).tolist()
+        values = self.so_far if is_share else values
         steps, shown = ([column[index] for index in self.drawn_indices] for column in (self.steps, values))
         is_interval, is_rate = PANEL_OF.get(self.name) in SPEEDS, self.name == "learning_rate"
         for lost, restart in self.restarts if is_rate or (self.x in TIME_UNITS and not is_share) else ():
@@ -340,11 +354,17 @@ def explain_empty(record: RunRecord, x: str) -> str | None:
         return None
     page = record.page
     if page["step"] < (page["logging_steps"] or 0):
-        place = f"{page['state']} at step {page['step']:,}, before its first log line at step {page['logging_steps']:,}"
+        place = f"{_describe_step(page)}, before its first log line at step {page['logging_steps']:,}"
         return f"{record.folder}: {place}: there is nothing to draw."
     if x == "time" and not state.log_history:
         return f"{record.folder} has no times (it ran without observe=True): leave out --x time or that run."
     return f"{record.folder}: the log has nothing to draw: set logging_steps."
+
+
+def _describe_step(page: dict[str, Any]) -> str:
+    """The state and the last known step, which of a run that did not write its end is not that of the end."""
+    word = "at" if page["state"] in ("running", "stopped", "failed") else "after"
+    return f"{page['state'].replace('unobserved', 'state unknown')} {word} step {page['step']:,}"
 
 
 def _describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: bool) -> str:
@@ -352,15 +372,16 @@ def _describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: b
     page, state = record.page, record.state
     if nan := find_nan(page):
         return f"{DIVERGED} at step {format_span(nan.first, nan.last)}"
-    if page["state"] not in ("complete", "unobserved"):
-        return f"{page['state']} at step {page['step']:,}" + f" of {page['max_steps']:,}" * bool(page["max_steps"])
+    if page["state"] != "complete" and (page["max_steps"] or page["state"] != "unobserved"):
+        return _describe_step(page) + f" of {page['max_steps']:,}" * bool(page["max_steps"])
     # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.
     epochs = [line.get("epoch") for line in state.log_history if any(name.startswith("eval_") for name in line)]
     is_last = arguments.get("eval_strategy") == "epoch" and 0 < state.global_step == state.max_steps
     if is_last and not page["started"] and state.epoch not in epochs:
         return f"the evaluation after epoch {state.epoch:g} was not saved (observe=True keeps it)"
-    if is_alone and record.seconds:
-        return f"complete: {count_of(page['step'], 'steps')} in {format_duration(record.seconds)}"
+    if is_alone and page["state"] == "complete":
+        seconds = record.seconds
+        return f"complete: {count_of(page['step'], 'steps')}" + (f" in {format_duration(seconds)}" if seconds else "")
     return ""
 
 

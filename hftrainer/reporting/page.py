@@ -127,38 +127,42 @@ def _layouts(curves: list[Curve]) -> list[tuple[int, dict[str, Any]]]:
     groups = panels.group_by_panel(curves).values()
     marks = (_marks(panel, panels.vertical_axis(panel)[1][1]) for panel in groups)
     lines = [[mark["name"] for mark in panel_marks if mark["showlegend"]] for panel_marks in marks]
-    legends = ([*_legend_entries(panel), *texts] for panel, texts in zip(groups, lines, strict=True))
+    legends = [[*_legend_entries(panel), *texts] for panel, texts in zip(groups, lines, strict=True)]
     widths = [width for width, columns in COLUMNS.items() if columns < 3 or len(groups) > 6]
-    texts = [*_legend_of_runs(curves)], next(filter(None, legends), [])
-    return [(width, _place_panels(len(groups), width, *texts)) for width in widths]
+    return [(width, _place_panels(width, [*_legend_of_runs(curves)], legends)) for width in widths]
 
 
-def _place_panels(count: int, width: int, runs: list[str], entries: list[str]) -> dict[str, Any]:
-    """Where a page of at least this width has its panels and the legends, of runs and of the first panel.
+def _place_panels(width: int, runs: list[str], legends: list[list[str]]) -> dict[str, Any]:
+    """Where a page of at least this width has its panels and the legends, of runs and of each panel.
 
     Returns:
         plotly's names → values.
     """
     # The least width of the legends, the font, and the space above.
     least, font, top = (width - 110, 12, 10 if runs else 30) if width else (300, 10, 30)
-    # One row of the panel has its place below that of the runs.
-    more_lines = sum(text.count("<br>") for text in entries)
-    shift = 20 * max(0, _count_rows(entries, least) + more_lines - 1)
-    top += 20 * _count_rows(runs, least) + shift
+    count, shift = len(legends), 0
     columns, gap = min(COLUMNS[width], count), 0.24 / max(2, COLUMNS[width])
     rows, missing = -(-count // columns), -count % columns
-    layout: dict[str, Any] = {"height": 310 * rows + top, "margin.t": top, "legend.font.size": font}
-    layout["legend.y"] = 1 + shift / 310 / rows
-    for number in range(count):
+    layout: dict[str, Any] = {"legend.font.size": font}
+    for number, entries in enumerate(legends):
         # If a row has fewer panels it is the first, and they are wider.
         row, column = divmod(number + missing, columns) if number >= columns - missing else (0, number)
         wide = (1 + gap) / (columns if row else columns - missing)
-        # A legend is above its panel, and the label of the horizontal axis below.
-        left, high = column * wide, 1 - (row + 0.1) / rows
+        lines = _count_rows(entries, int((wide - gap) * least))
+        # plotly wraps a legend at the edge of the page, not of its panel.
+        is_column = lines > 1 and wide - gap < 0.99
+        lines = (len(entries) if is_column else lines) + sum(text.count("<br>") for text in entries)
+        # A legend is above its panel, and the label of the horizontal axis below. There is space for two lines, and
+        # in the first row for as many as there are.
+        left, high = column * wide, 1 - (row + 0.1 + max(0, lines - 2) * 20 / 310 * (row > 0)) / rows
+        shift = shift if row else max(shift, 20 * (lines - 1))
         layout[f"xaxis{number + 2}.domain"] = [left, left + wide - gap]
-        layout[f"yaxis{number + 2}.domain"] = [high - 0.73 / rows, high]
+        layout[f"yaxis{number + 2}.domain"] = [1 - (row + 0.83) / rows, high]
         layout |= {f"legend{number + 2}.x": left, f"legend{number + 2}.y": high}
-    return layout
+        layout[f"legend{number + 2}.orientation"] = "v" if is_column else "h"
+    # One line of the first row has its place below those of the runs.
+    top += 20 * _count_rows(runs, least) + shift
+    return layout | {"height": 310 * rows + top, "margin.t": top, "legend.y": 1 + shift / 310 / rows}
 
 
 def _count_rows(texts: list[str], width: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hftrainer.base.messages import format_number
-from hftrainer.checkpointing.saved_arguments import describe
+from hftrainer.checkpointing.saved_arguments import describe, is_shared
 from hftrainer.errors import MissingPackage, cause_if_installed
 from hftrainer.reporting.curves import DIVERGED, EVALUATION_LOSS, TIME_UNITS, WORDS, Curve
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS
@@ -191,6 +191,9 @@ def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
     if curves[0].state and not curves[0].run:
         title.append(curves[0].state)
     title += filter(None, [_constant_memory(curves)])
+    settings = list({curve.run: curve.settings for curve in curves}.values())
+    shared = {name: value for run in settings for name, value in run.items() if is_shared(name, value, settings)}
+    title += [f"most runs: {describe(shared, [])}"] if shared else []
     observed = {curve.run for curve in curves if PANEL_OF.get(curve.name) in SPEEDS}
     if observed and (others := ", ".join(run for run in runs if run not in observed)):
         title.append(f"{others} ran without observe=True: no speed, time or memory")
@@ -252,8 +255,10 @@ def describe_run(run: str, curves: list[Curve]) -> str:
     first = next(other for other, found in points.items() if found == points[run])
     run_curves = [curve for curve in curves if curve.run == run]
     best = (f"★ best {c.name}\xa0{c.format(c.values[c.best])}" for c in run_curves if c.best is not None)
-    settings = describe(run_curves[0].settings) or "arguments unknown" * any(curve.settings for curve in curves)
-    facts = (settings, next(best, ""), run_curves[0].state)
+    settings = {curve.run: curve.settings for curve in curves}
+    text = describe(settings[run], [*settings.values()])
+    text = text if settings[run] or not any(settings.values()) else "arguments unknown"
+    facts = (run_curves[0].state, text, next(best, ""))
     name = run + " (best)" * run_curves[0].is_best + f" = {first}" * (first != run)
     return " · ".join(filter(None, (name, *facts)))
 

@@ -53,9 +53,13 @@ def test_folder_without_logs_is_left_out_of_a_comparison(tmp_path, capsys):
     main(["plot", *runs, "--json"])
     shown = capsys.readouterr()
     assert f"left out: {runs[0]}" in json.loads(shown.out)["note"] and not shown.err
-    with pytest.raises(SystemExit):
-        main(["plot", runs[0], str(tmp_path)])
-    assert f"error: {runs[0]}: the log has nothing to draw" in capsys.readouterr().err
+    for folders, error in (
+        (runs[:1], f"error: {runs[0]}: the log has nothing"),
+        ([*runs, "none"], "left out: none does"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["plot", *folders])
+        assert error in capsys.readouterr().err
 
 
 def test_run_that_stopped_before_its_first_log_line_is_named(tmp_path, capsys):
@@ -133,7 +137,8 @@ def test_evaluation_sets_share_a_panel_in_their_order(tmp_path, capsys):
     runs = [write_log(tmp_path / run, log) for run in "ab"]
     assert [line.panel for line in read_curves(runs[:1])] == ["loss", "loss", "eval_f1", "eval_f1"]
     main(["plot", *runs, "--output", str(tmp_path / "a.svg")])
-    assert "best eval_val_loss  best eval_train_loss" in capsys.readouterr().out
+    titles = "best eval_val_loss  best eval_train_loss  best eval_val_f1  best eval_train_f1"
+    assert titles in capsys.readouterr().out
     texts = {text.replace("\xa0", " ") for text in texts_in_svg(tmp_path / "a.svg")}
     assert {"Comparison of a and b", "eval_f1", "a · ★ best eval_val_loss 1"} <= texts
 
@@ -151,8 +156,10 @@ def test_json_lists_the_written_files(runs, tmp_path, capsys):
     assert shown["files"] == [str(tmp_path / "a.png"), str(tmp_path / "a.html")]
     main(["plot", *runs, "--json", "--output", str(tmp_path / "b.png")])
     first, other = json.loads(capsys.readouterr().out)["runs"]
-    assert shown["runs"] == [first | {"differs_in": {}}] and (first["is_best"], other["is_best"]) == (False, True)
-    assert first["best_eval_accuracy"] > 0 and first["steps"] == 20
+    assert shown["runs"] == [first | {"differs_in": {}, "is_best": None}] and not first["is_best"] and other["is_best"]
+    assert first["best_eval_accuracy"] > 0 and first["steps"] == 20 and first["diverged_at"] is None
+    accuracy = first["curves"]["eval_accuracy"]
+    assert accuracy["best"] == accuracy["highest"] and accuracy["best_step"] <= 20 and accuracy["not_finite"] == 0
 
 
 @pytest.fixture
@@ -201,11 +208,11 @@ def test_notebook_shows_the_picture(runs, tmp_path, monkeypatch, opened_urls, sh
 
 def test_curves_are_described_in_a_text_table():
     rising = Curve("loss", "a", [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 7.0], best=3, state="stopped at step 4 of 9")
-    share = Curve(SHARES, "data_wait", [2.0, 4000.0], [0.5, 0.5])
+    share = Curve(SHARES, "data_wait", [2000.0, 4000.0], [0.5, 0.0])
     assert describe_curves([rising, share]).splitlines() == [
-        "                       steps  first   last  lowest  highest",
-        "a                     1 to 4      0      7       0        7",
-        "waiting for data  2 to 4,000  50.0%  50.0%   50.0%    50.0%",
+        "                           steps  first   last  lowest  highest",
+        "a                         1 to 4      0      7       0        7",
+        "waiting for data  2,000 to 4,000  50.0%  25.0%   25.0%    50.0%",
         "",
         "stopped at step 4 of 9",
         "best a: 7 at step 4",

@@ -105,7 +105,7 @@ def test_ask_command_gives_up_after_the_timeout(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("end", "text"),
-    [("journal", "ended (stopped) at step 6, "), ("kill", "was killed at step 6"), ("state", "completed at step 6")],
+    [("journal", "ended (stopped) at step 6, "), ("kill", "was killed after step 6"), ("state", "completed at step 6")],
 )
 def test_ask_command_says_how_the_run_has_ended(tmp_path, capsys, end, text):
     """Another run may have started since, which has written nothing yet: with --timeout it is asked."""

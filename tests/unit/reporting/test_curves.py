@@ -256,9 +256,19 @@ def test_processes_and_device_are_compared_if_known(tmp_path):
         written.write("log", 1, logs={"loss": 1.0, "step": 1})
     write_log(tmp_path / "c", [{"step": 1, "loss": 2.0}])
     curves = read_curves([str(tmp_path / run) for run in "abc"])
-    texts = [describe_run(run, curves).split(" · ")[1] for run in "abc"]
-    assert texts == ["processes 1, device cpu", "processes 2, device cuda", "arguments unknown"]
-    assert describe({"num_train_epochs": 4.0}) == "num_train_epochs 4"
+    texts = [describe_run(run, curves).split(" · ", 1)[1] for run in "abc"]
+    state = "running at step 1 of 9 · processes"
+    assert texts == [f"{state} 1, device cpu", f"{state} 2, device cuda", "arguments unknown"]
+
+
+def test_arguments_are_named_that_most_runs_do_not_share():
+    """What has the most values is first, then the learning rate; and none that tells runs apart is left out."""
+    pairs = [(0.1, 0), (0.1, 5), (4.0, 9)]
+    runs = differing_arguments([{"learning_rate": rate, "warmup_steps": steps} for rate, steps in pairs], [*"abc"])
+    assert [describe(run, runs)[13:] for run in runs] == ["0", "5", "9, learning_rate 4"]
+    runs = [{f"argument_{number}": run * (number > 19) for number in range(22)} for run in (1, 2)]
+    ends = [describe(run, [*runs, {}, {}]).split(", ")[20:] for run in runs]
+    assert ends == [["argument_20 1", "…"], ["argument_20 2", "…"]]
 
 
 def test_shares_are_of_the_time_so_far(tmp_path):

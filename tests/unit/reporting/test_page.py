@@ -32,10 +32,13 @@ def test_light_smoothing_is_of_curves_with_30_points(tmp_path):
 
 
 def test_page_in_a_narrow_window_has_one_column(tmp_path):
-    plot([write_log(tmp_path / "run", [{"step": 1, "loss": 1.0, "eval_f1": 0.5}])], html=True)
+    losses = dict.fromkeys(("loss", "eval_a_loss", "eval_b_loss"), 1.0)
+    plot([write_log(tmp_path / "run", [{"step": 1, **losses, "eval_f1": 0.5}])], html=True)
     (_, wide), *_, (_, narrow) = read_settings(tmp_path / "run" / "training.html")["layouts"]["step"]
     assert [layout["xaxis3.domain"] for layout in (wide, narrow)] == [[pytest.approx(0.56), 1.0], [0.0, 1.0]]
     assert narrow["yaxis3.domain"][1] < narrow["yaxis2.domain"][0] and narrow["height"] > wide["height"]
+    # plotly would write a legend with several rows over the next panel.
+    assert [layout["legend2.orientation"] for layout in (wide, narrow)] == ["v", "h"]
     runs = [write_log(tmp_path / (run * 30), [{"step": 1, "loss": ord(run)}]) for run in "abc"]
     plot(runs, html=True, out=str(tmp_path / "a.svg"))
     layouts = read_settings(tmp_path / "a.html")["layouts"]["step"]
