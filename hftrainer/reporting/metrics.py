@@ -221,7 +221,8 @@ def logged(lines: Iterable[dict[str, Any]], *, with_speeds: bool = False) -> Ite
         if is_number(line.get("step")):
             step = line["step"]
         if not ("train_runtime" in line and "train_loss" in line):
-            for name in line:
+            # A script may log under numbers, too.
+            for name in (name for name in line if isinstance(name, str)):
                 is_shown = with_speeds if PANEL_OF.get(name) in SPEEDS else not is_measurement(name)
                 if name != "step" and is_shown:
                     yield step, name, line[name]
