@@ -62,6 +62,8 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
 def _read_attributes(sample: Any) -> dict[str, Any]:
     if isinstance(sample, list) and sample and isinstance(sample[0], Mapping):
         raise WrongObject("A sample is a list of dicts. For several datasets, pass a dict: {'a': first, 'b': second}.")
+    if sample is None:
+        raise WrongObject("A sample is None, as its dataset returned nothing: check its __getitem__, or remove it.")
     attributes: dict[str, Any] | None = getattr(sample, "__dict__", None)
     if not attributes:
         raise WrongObject(
