@@ -88,6 +88,7 @@ METRICS = {
             {"train_dataset": [{"text": "a", "labels": 0}]},
             "has no 'x', which Plain.forward needs; the samples have tex",
         ),
+        ({"train_dataset": [{"f": [1.0], "labels": 0}] * 8}, "samples have f, labels. Rename 'f' to 'x', or let"),
         ({"train_dataset": type("DataFrame", (), {"__len__": lambda _: 8})()}, r"a list of its rows, frame\.to_dict"),
         (
             {"eval_dataset": {"a": plain_data(), "b": None}, "settings": {"eval_strategy": "steps", "eval_steps": 1}},
