@@ -32,7 +32,7 @@ def make_parser() -> Parser:
         if name != "run":
             subparser.add_argument("--json", action="store_true", help="print JSON, for programs; errors too")
     completion = commands.add_parser("completion", help="print the completion script of a shell")
-    completion.description = "Print a script with which a shell completes the commands of hftrainer and their options."
+    completion.description = "Print a script with which a shell completes the words after an installed hftrainer."
     completion.epilog = "example, for a line of ~/.bashrc: source <(hftrainer completion bash)"
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="its name")
     completion.set_defaults(execute=print_completion, parser=completion, missing="name a shell: bash, zsh or fish")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.fields.argument import changed_arguments
+from hftrainer.base.signatures import can_call
 from hftrainer.base.tracebacks import describe_type
 from hftrainer.compat.libraries import has_length
 from hftrainer.compat.overrides import is_overridden
@@ -167,6 +169,10 @@ def check_data(trainer: Trainer) -> None:
     if isinstance(trainer.data_collator, type) and "__call__" in dir(trainer.data_collator):
         name = trainer.data_collator.__name__
         raise InvalidArgument(f"data_collator is the class {name}: pass an instance, {name}(...).")
+    # An override may call the collator in another way.
+    if not can_call(trainer.data_collator, []) and not is_overridden(trainer, "get_train_dataloader"):
+        taken = inspect.signature(trainer.data_collator)
+        raise WrongObject(f"data_collator is called with one argument, the list of samples, but yours takes {taken}.")
     if trainer.train_dataset is not None and not has_length(trainer.train_dataset) and args.max_steps <= 0:
         check_dataset(trainer.train_dataset, "training")
         raise InvalidArgument(

@@ -142,7 +142,9 @@ def describe_type(value: Any) -> str:
     if value is None:
         return "None"
     name = type(value).__name__
-    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+    # Of initials, such as SGD, the first is spoken by its name.
+    vowels = "AEFHILMNORSX" if name[:2].isupper() else "aeioAEIO"
+    return f"{'an' if name[0] in vowels else 'a'} {name}"
 
 
 #: Column → what to do if an index in it is too large for the model.

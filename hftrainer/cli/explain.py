@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
     from hftrainer.training_args import TrainingArguments
 
-_USAGE = "%(prog)s [--json] [any training arguments …]\n       %(prog)s [--json] [-m] SCRIPT [arguments …]"
+_USAGE = "%(prog)s [--json] [--help-all] [any training arguments …]\n       %(prog)s [--json] [-m] SCRIPT [arguments …]"
 _DESCRIPTION = (
     "Show how training arguments are handled, or those that a script creates. The script runs until it creates a "
     "Trainer, so nothing is trained, and the libraries of Hugging Face are offline. If it ends earlier, the arguments "

@@ -62,6 +62,8 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
 def _read_attributes(sample: Any) -> dict[str, Any]:
     if isinstance(sample, list) and sample and isinstance(sample[0], Mapping):
         raise WrongObject("A sample is a list of dicts. For several datasets, pass a dict: {'a': first, 'b': second}.")
+    if sample is None:
+        raise WrongObject("A sample is None, as its dataset returned nothing: check its __getitem__, or remove it.")
     attributes: dict[str, Any] | None = getattr(sample, "__dict__", None)
     if not attributes:
         raise WrongObject(
@@ -270,7 +272,7 @@ def explain_call_error(error: TypeError, model: Any, datasets: Sequence[Any]) ->
         UnknownKey: in place of such an error.
     """
     match = re.search(
-        r"(\w+)\.forward\(\) (?:got an unexpected keyword argument '(?P<unknown>\w+)'|missing .*: '(?P<missing>\w+)')",
+        r"(\w+)\.forward\(\) (?:got an unexpected keyword argument '(?P<unknown>\w+)'|missing .*: (?P<missing>'.*'))",
         str(error),
     )
     if match is None or match[1] not in (type(model).__name__, type(libraries.unwrap_peft(model)).__name__):
@@ -280,15 +282,26 @@ def explain_call_error(error: TypeError, model: Any, datasets: Sequence[Any]) ->
         advice = "let data_collator drop it (remove_unused_columns drops columns of the dataset only), or add it"
         if "label" in unknown:
             advice = f"add a parameter {unknown}=None to forward, and return the loss if it is not None"
-        raise UnknownKey(f"The batch has {unknown!r}, which {kind}.forward does not accept: {advice}.") from error
+        text = f"The batch has {unknown!r}, which {kind}.forward does not accept: {advice}."
+    else:
+        have = _describe_keys(datasets, missing.strip("'"), signature_columns(model, ()))
+        text = f"The batch has no {missing.replace(' and ', ' or ')}, which {kind}.forward needs{have}"
+    explained = UnknownKey(text).with_traceback(error.__traceback__)
+    vars(explained)["__notes__"] = getattr(error, "__notes__", [])
+    raise explained from None
+
+
+def _describe_keys(datasets: Sequence[Any], missing: str, columns: Sequence[str]) -> str:
+    """What the samples have in place of a key that the batch lacks, and what to do, as the end of a sentence."""
     keys = dict.fromkeys(name for dataset in datasets for name in _columns_of(dataset))
-    sentence = f"The batch has no {missing!r}, which {kind}.forward needs"
     if missing in keys:
         dropped = "the samples have it, but data_collator or compute_loss has dropped it"
-        raise UnknownKey(f"{sentence}: {_dropped_reason(datasets, missing) or dropped}.") from error
+        return f": {_dropped_reason(datasets, missing) or dropped}."
     have = f"; the samples have {', '.join(map(str, keys))}" if keys else ""
-    advice = "Rename the key, tokenize texts first, or let a data_collator build the inputs."
-    raise UnknownKey(f"{sentence}{have}. {advice}") from error
+    others = [name for name in keys if name not in columns]
+    is_renamed = len(others) == 1 and missing in columns and not _dropped_reason(datasets, others[0])
+    advice = f"Rename {others[0]!r} to {missing!r}" if is_renamed else "Rename the key, tokenize texts first"
+    return f"{have}. {advice}, or let a data_collator build the inputs."
 
 
 def describe_columns(samples: Any, dataset: Any, collator: Any) -> str:

@@ -442,10 +442,10 @@ def check_dataset(dataset: Any, description: str) -> None:
     if isinstance(dataset, IterableDataset):
         return
     if isinstance(dataset, DataLoader):
+        name = "train" if description.startswith("training") else "eval"
         raise InvalidArgument(
             f"The {description} dataset is {dataset_type}: pass its dataset, with its collate_fn as data_collator and "
-            "per_device_train_batch_size or per_device_eval_batch_size; or override get_train_dataloader or "
-            "get_eval_dataloader to return it."
+            f"per_device_{name}_batch_size; or override get_{name}_dataloader to return it."
         )
     if dataset_type == "a DataFrame":
         raise InvalidArgument(

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
 from hftrainer.base.content_checks import name_file_in_errors
 from hftrainer.base.nested import find_batch_size, rebuild_container
-from hftrainer.base.signatures import can_call
 from hftrainer.base.tracebacks import add_note, read_variable
 from hftrainer.compat.libraries import has_length
 from hftrainer.data import samplers
@@ -263,12 +262,12 @@ class PreparedDataLoader(DataLoader[Any]):
                 what = f"sample {index!r} was read"
                 if index is None:
                     what = f"the samples [{', '.join(indices)}] were read and collated"
-                    if isinstance(error, (KeyError, AttributeError)):
+                    items = zip(unread[0], samples if isinstance(samples, list) else (), strict=False)
+                    if empty := [name for name, sample in items if sample is None]:
+                        what += f"; sample {empty[0]!r} is None"
+                    elif isinstance(error, (KeyError, AttributeError)):
                         what += describe_columns(samples, self.dataset, self.collate_fn)
                 add_note(error, f"This happened while {what}.")
-            collator = getattr(self.collate_fn, "data_collator", self.collate_fn)
-            if isinstance(error, TypeError) and not can_call(collator, []):
-                add_note(error, "data_collator is called with one argument, the list of samples.")
             raise
         finally:
             self.position = self.position._replace(iteration=0)

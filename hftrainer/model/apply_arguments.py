@@ -98,7 +98,7 @@ def enable_activation_checkpointing(model: Any, kwargs: dict[str, Any] | None) -
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None, **layers)
     else:
         raise MissingMethod(
-            f"activation_checkpointing=True (gradient_checkpointing before v5.23) needs a model with "
+            f"gradient_checkpointing=True (also named activation_checkpointing) needs a model with "
             f"gradient_checkpointing_enable(), which {type(model).__name__} lacks: add it, with torch.utils.checkpoint."
         )
 

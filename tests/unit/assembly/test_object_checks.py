@@ -53,6 +53,11 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
         (UnknownArgument, {"metrics": {}}, "no argument 'metrics'; did you mean 'compute_metrics'"),
         (InvalidArgument, {"optimizers": (None,)}, "optimizers is a tuple of 1, but must be a pair"),
         (InvalidArgument, {"optimizers": OPTIMIZERS[::-1]}, r"is \(NoneType, SGD\): pass \(optimizer, scheduler\)"),
+        (
+            InvalidArgument,
+            {"optimizers": torch.optim.SGD([torch.zeros(1)])},
+            "optimizers is an SGD, but must be a pair",
+        ),
         (InvalidArgument, {"optimizers": 3}, "optimizers is an int, but must be a pair"),
         (InvalidArgument, {"optimizers": ("sgd", None)}, "not 'sgd': .* set optim and lr_scheduler_type"),
         (WrongObject, {"args": 3}, r"args is of type int: pass TrainingArguments\('folder'"),

@@ -126,9 +126,11 @@ def test_error_shows_frames_of_the_script_and_where_it_happened(tmp_path, traine
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_collator_without_parameters_is_named(tmp_path, workers):
-    error = fail_to_train(tmp_path, {"data_collator": lambda: {}}, dataloader_num_workers=workers)
-    assert "data_collator is called with one argument, the list of samples." in error.__notes__
+def test_sample_that_is_none_is_named(tmp_path, workers):
+    error = fail_to_train(tmp_path, {"train_dataset": [*plain_data(3), None]}, dataloader_num_workers=workers)
+    assert "A sample is None, as its dataset returned nothing: check" in str(error)
+    ends = "; the first has x, labels." if workers else "; sample 3 is None."
+    assert error.__notes__[0].endswith(f"the samples [0, 1, 2, 3] were read and collated{ends}")
     assert not re.search(r"/torch/|/hftrainer/", str(error))
 
 

@@ -71,7 +71,11 @@ METRICS = {
             "the column 'labels': pass .*from_dict",
         ),
         ({"train_dataset": TensorDataset(torch.zeros(8, 8))}, "A sample is a tuple, .* data_collator=lambda samples"),
-        ({"train_dataset": DataLoader(plain_data())}, "is a DataLoader: pass its dataset, with its collate_fn"),
+        ({"data_collator": lambda a, b: a}, r"one argument, the list of samples, but yours takes \(a, b\)\."),
+        (
+            {"train_dataset": DataLoader(plain_data())},
+            "pass its dataset, .*collator and per_device_train_batch_size; or",
+        ),
         (
             {"train_dataset": LightningDataModule(), "settings": {"max_steps": -1}},
             "for a LightningDataModule, pass its datasets",
@@ -84,6 +88,7 @@ METRICS = {
             {"train_dataset": [{"text": "a", "labels": 0}]},
             "has no 'x', which Plain.forward needs; the samples have tex",
         ),
+        ({"train_dataset": [{"f": [1.0], "labels": 0}] * 8}, "samples have f, labels. Rename 'f' to 'x', or let"),
         ({"train_dataset": type("DataFrame", (), {"__len__": lambda _: 8})()}, r"a list of its rows, frame\.to_dict"),
         (
             {"eval_dataset": {"a": plain_data(), "b": None}, "settings": {"eval_strategy": "steps", "eval_steps": 1}},
