@@ -287,7 +287,8 @@ def explain_call_error(error: TypeError, model: Any, datasets: Sequence[Any]) ->
         have = _describe_keys(datasets, missing.strip("'"), signature_columns(model, ()))
         text = f"The batch has no {missing.replace(' and ', ' or ')}, which {kind}.forward needs{have}"
     explained = UnknownKey(text).with_traceback(error.__traceback__)
-    vars(explained)["__notes__"] = getattr(error, "__notes__", [])
+    for note in getattr(error, "__notes__", ()):
+        add_note(explained, note)
     raise explained from None
 
 
