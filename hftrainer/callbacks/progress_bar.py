@@ -56,6 +56,41 @@ def choose_progress_callback(args: BaseArguments, callbacks: list[Any]) -> type[
     return ProgressCallback
 
 
+class LinesAboveBar:
+    """A terminal whose lines appear above the bars, as with Lightning's RichProgressBar.
+
+    Otherwise what a model or a callback prints would go on in the line of the bar.
+
+    Args:
+        terminal: where the lines are written.
+    """
+
+    def __init__(self, terminal: Any) -> None:
+        self.terminal, self._rest = terminal, ""
+
+    def write(self, text: str) -> int:
+        """Write the complete lines; the rest of the text waits for the end of its line, or for `flush`."""
+        lines, end, self._rest = (self._rest + text).rpartition("\n")
+        if end:
+            self._write_above_bar(lines + end)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write an unfinished line too, such as a question."""
+        rest, self._rest = self._rest, ""
+        self._write_above_bar(rest)
+
+    def _write_above_bar(self, text: str) -> None:
+        from tqdm import tqdm
+
+        with tqdm.external_write_mode(file=sys.stderr):
+            self.terminal.write(text)
+            self.terminal.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.terminal, name)
+
+
 class ProgressCallback(TrainerCallback):
     """A progress bar of optimizer steps, an evaluation bar below, and log lines above.
 
@@ -68,6 +103,7 @@ class ProgressCallback(TrainerCallback):
         self.prediction_bar: Any = None
         self.max_str_len = max_str_len
         self.current_step = 0
+        self._output: Any = None
         #: The last losses, which the bar shows.
         self._losses: dict[str, str] = {}
 
@@ -80,6 +116,8 @@ class ProgressCallback(TrainerCallback):
             # In the first step DDP writes warnings, which would be in the bar's line.
             if args.world_size > 1:
                 self.training_bar.clear()
+            if _is_terminal(sys.stdout) and not self.training_bar.disable:
+                sys.stdout = self._output = LinesAboveBar(sys.stdout)
         self.current_step = state.global_step
         if warnings.showwarning != self._write_warning:
             self._show_warning = warnings.showwarning
@@ -137,10 +175,18 @@ class ProgressCallback(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Close the bar of the run."""
-        if self.training_bar is not None:
-            self.training_bar.close()
-            self.training_bar = None
+        """Close the bars."""
+        for bar in (self.prediction_bar, self.training_bar):
+            if bar is not None:
+                bar.close()
+        self.prediction_bar = self.training_bar = None
+        if self._output is not None:
+            terminal = self._output.terminal
+            self._output.flush()
+            # A script may have replaced it since.
+            if sys.stdout is self._output:
+                sys.stdout = terminal
+            self._output = None
         if warnings.showwarning == self._write_warning:
             warnings.showwarning = self._show_warning
 
@@ -177,11 +223,15 @@ def _format_line(logs: Mapping[str, Any], args: BaseArguments, state: TrainerSta
         state: the state of the run.
         above_bar: whether it is printed above a progress bar.
     """
-    if hasattr(sys.stdout, "isatty") and sys.stdout.isatty():
+    if _is_terminal(sys.stdout):
         return format_log_line(logs, state, shutil.get_terminal_size().columns)
     values = {name: value for name, value in logs.items() if name != "total_flos"}
     # As the followed release prints it.
     return str(ResolvedArguments.from_args(args).policy.printed(values, above_bar=above_bar))
+
+
+def _is_terminal(stream: Any) -> bool:
+    return hasattr(stream, "isatty") and stream.isatty()
 
 
 def _make_bar(**kwargs: Any) -> Any:

@@ -140,7 +140,7 @@ def _show(console: Console, runs: list[WatchedRun], names: list[str], every: flo
             time.sleep(every)
     # The terminal has its own screen again, without the page.
     if pages:
-        console.print(_make_page(console, names, pages, None))
+        console.print(_make_page(console, names, [*map(_read_page, runs)], None))
 
 
 def _read_page(run: WatchedRun) -> dict[str, Any]:

@@ -240,6 +240,10 @@ class WatchedRun:
         state, begin, (steps, seconds) = run.state(now), run.begin or {}, run.pace
         is_running = state in ("running", "silent")
         last = run.last_event or {"time": None, "step": 0}
+        if state == "running" and run.phase and run.phase["phase"] != "training":
+            # An evaluation or a save counts from its start on, also for the time that is left.
+            seconds += now - run.phase["time"]
+            last = {**last, "time": now}
         names = sort_names([name for name, (curve_steps, _) in run.curves.items() if curve_steps])
         # Rotation removes checkpoints.
         files = os.listdir(self.folder)

@@ -159,7 +159,8 @@ class LossAccumulator:
             effect = ": log_history leaves it out of its means" if args.logging_nan_inf_filter else ""
             advice = _advice_on_nan(inputs)
             if args.save_total_limit and self.run.record.checkpoints_written:
-                advice += f" save_total_limit={args.save_total_limit} will delete the checkpoints from before."
+                limit = f"save_total_limit={args.save_total_limit} will delete the checkpoints from before"
+                advice += f" {limit}: on_divergence='stop' ends a run in time."
             # Without inputs, the step is that of the log line.
             values = None if inputs is None else {"non_finite_step": step}
             logger.warning("The loss %s at step %s%s. %s", problem, f"{step:,}", effect, advice, extra=values)

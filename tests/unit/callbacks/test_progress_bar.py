@@ -42,6 +42,7 @@ SCRIPT = """
     class Warns(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             logging.getLogger("hftrainer.script").warning("After a step.")
+            print("printed")
 
     args = TrainingArguments({folder!r}, max_steps=4, gradient_accumulation_steps=2, logging_steps=2, use_cpu=True,
         eval_strategy="steps", eval_steps=2, save_strategy="no", report_to="none")
@@ -158,7 +159,7 @@ def test_output_to_a_file_has_no_bar(tmp_path, processes):
 
 
 def test_terminal_bar_counts_optimizer_steps(tmp_path, processes):
-    """The bar counts optimizer steps, that of the evaluation its batches; yellow warnings are above them."""
+    """The bar counts optimizer steps, that of the evaluation its batches; warnings and printed lines are above them."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     process = processes.start(write_script(tmp_path), os.ttyname(theirs), cwd=tmp_path, merge=True)
@@ -171,6 +172,7 @@ def test_terminal_bar_counts_optimizer_steps(tmp_path, processes):
     assert b"5/5" in text
     assert b"8/8" not in text
     assert re.findall(rb"([^\r\n]*)\[hftrainer\] After a step\.\x1b\[0m\r\n", text) == [b"\x1b[33m"] * 4
+    assert re.findall(rb"([^\r\n]*)printed\r\n", text) == [b""] * 4
 
 
 class Terminal(io.StringIO):
@@ -193,6 +195,19 @@ def test_ctrl_c_erases_the_bar(monkeypatch):
     drawn, erased, _ = read_to_end(ours).decode().partition("\r\x1b[K")
     os.close(ours)
     assert erased and "0/4" in drawn and len(drawn.split("\r")[-1]) <= 37
+
+
+def test_output_is_given_back_with_an_unfinished_line(monkeypatch, tmp_path):
+    output = Terminal()
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    callback, state = ProgressCallback(), TrainerState(max_steps=4)
+    callback.on_train_begin(TrainingArguments(str(tmp_path)), state, TrainerControl())
+    callback.on_prediction_step(None, state, None, eval_dataloader=range(2))
+    print("a line\nand more", end="")
+    assert output.getvalue() == "a line\n"
+    callback.close()  # as after an error in an evaluation
+    assert sys.stdout is output and output.getvalue() == "a line\nand more" and callback.prediction_bar is None
 
 
 @pytest.mark.parametrize(("columns", "losses"), [(80, "loss 0.5"), (120, "loss 0.5, eval_loss 0.9937"), (50, "")])

@@ -257,6 +257,16 @@ def test_new_journal_file_is_read_from_its_beginning(tmp_path, replace):
     assert run.read()["curves"]["loss"]["steps"] == list(range(1, 9 if replace else 2))
 
 
+def test_evaluation_that_runs_counts_for_the_time_left(tmp_path):
+    train(journal := begin(tmp_path), 10)
+    assert WatchedRun(str(tmp_path)).read()["seconds_left"] == 90
+    journal.write("phase", 10, phase="evaluation")
+    make_older(tmp_path, 20)
+    page = WatchedRun(str(tmp_path)).read()
+    # Times in journals are rounded.
+    assert page["seconds_left"] > 90 + 19 * 9 and page["goodput"] < 0.5
+
+
 def test_losses_that_are_not_finite_are_shown(tmp_path, capsys, monkeypatch):
     journal = begin(tmp_path)
     train(journal, 10, loss=float("nan"))
