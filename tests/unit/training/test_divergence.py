@@ -92,10 +92,11 @@ def test_divergence_error_names_step_and_samples(tmp_path):
 
 
 def test_divergence_without_the_argument_only_warns(tmp_path, caplog):
-    rolled = fit(tmp_path, rows(STEPS * SIZE, [8]), max_steps=STEPS)
+    rolled = fit(tmp_path, rows(STEPS * SIZE, [SIZE * 6]), max_steps=STEPS, save_steps=5, save_total_limit=2)
     assert all(weight.isnan().any() for weight in rolled.model.parameters())
     assert not (tmp_path / "skipped_samples.jsonl").exists()
     assert "log_history leaves it out of its means" in caplog.text
+    assert "save_total_limit=2 will delete the checkpoints from before: on_divergence='stop'" in caplog.text
     caplog.clear()
     fit(tmp_path, rows(STEPS * SIZE, [8]), max_steps=STEPS, on_divergence="rollback")
     assert "Rollback 1 of 3" in caplog.text and "log_history leaves" not in caplog.text
