@@ -154,8 +154,8 @@ class Curve:
         best, place = (None, None) if self.best is None else (self.values[self.best], self.steps[self.best])
         return ends | {"best": best, "best_step": place, "not_finite": len(self.gaps)}
 
-    def points(self, values: list[float]) -> tuple[list[float], list[float]]:
-        """The steps and values that are drawn.
+    def points(self, values: list[float], foot: float = -math.inf) -> tuple[list[float], list[float]]:
+        """The steps and values that are drawn, those below `foot` there.
 
         Speeds and shares are of the time since the log line before, so that the first value begins there, and over time
         the first speed after a restart at the restart. Curves over time have a gap where steps were undone, and a
@@ -163,7 +163,7 @@ class Curve:
         intervals do not make it jump.
         """
         is_share = self.name in PANELS[SHARES]
-        values = self.so_far if is_share else values
+        values = self.so_far if is_share else np.maximum(values, foot).tolist()
         steps, shown = ([column[index] for index in self.drawn_indices] for column in (self.steps, values))
         is_interval, is_rate = PANEL_OF.get(self.name) in SPEEDS, self.name == "learning_rate"
         for lost, restart in self.restarts if is_rate or (self.x in TIME_UNITS and not is_share) else ():

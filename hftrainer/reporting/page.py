@@ -192,6 +192,12 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
         yield entry | {"legend": legend, "legendgroup": f"legend {curve.name}" if curve.run else curve.name}
 
 
+def _heights(curve: Curve, values: list[float], foot: float) -> dict[str, Any]:
+    """Plotly's vertical places; hovering shows the values, of which those of 0 may be drawn at the foot."""
+    hover = {"customdata": curve.points(values)[1], "hovertemplate": "%{customdata:,.4~g}"}
+    return {"y": curve.points(values, foot)[1]} | (hover if foot > -math.inf else {})
+
+
 def _base_trace(curve: Curve) -> dict[str, Any]:
     """What all traces of a curve have."""
     style = {"color": curve.colour, "dash": list(DASHES.values())[curve.dash], "width": curve.width + 0.5}
@@ -208,7 +214,8 @@ def _share_traces(curve: Curve, legend: str) -> Iterator[dict[str, Any]]:
 
 def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]:
     """A curve, its means and its star."""
-    trace = _base_trace(curve)
+    foot, _ = panels.foot_of_zeros(curves)
+    trace = _base_trace(curve) | _heights(curve, curve.drawable, foot)
     marked, size = set(curve.marked), 9 if curve.has_large_marks else 4
     sizes = [size * (point in marked) for point in range(len(trace["x"]))]
     marks = {"size": sizes, "symbol": MARKS[curve.mark], "opacity": 1, "line_width": 0}
@@ -216,17 +223,18 @@ def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]
     faint = {"mode": "lines", "opacity": panels.opacity_under_mean(curves), "line": trace["line"] | {"width": 1}}
     levels, plain = curve.smoothings, [trace]
     if curve.peaks(top := panels.vertical_axis(curves)[1][1]):
-        plain = [trace | faint, trace | {"y": curve.points(curve.below(top))[1], "hoverinfo": "skip"}]
+        plain = [trace | faint, trace | {"y": curve.points(curve.below(top), foot)[1], "hoverinfo": "skip"}]
     if not levels:
         yield from plain
     else:
         yield trace | faint | {"meta": " ".join(levels)}
         yield from (each | {"meta": "off" if curve.mean else "off light"} for each in plain)
         for level in levels:
-            mean = {"y": curve.points(curve.smooth(SMOOTHING[level]))[1], "name": f"{curve.label}, mean"}
+            mean = _heights(curve, curve.smooth(SMOOTHING[level]), foot) | {"name": f"{curve.label}, mean"}
             yield trace | mean | {"meta": level}
     if curve.best is not None:
-        point = {"x": [curve.steps[curve.best]], "y": [curve.drawable[curve.best]], "name": f"best {curve.label}"}
+        place, value = curve.steps[curve.best], curve.drawable[curve.best]
+        point = {"x": [place], "y": [max(foot, value)], "customdata": [value], "name": f"best {curve.label}"}
         star = {"symbol": "star", "size": 12, "color": curve.colour, "line": {"width": 1, "color": "black"}}
         yield trace | point | {"mode": "markers", "marker": star}
 
@@ -245,6 +253,10 @@ def _marks(curves: list[Curve], top: float) -> Iterator[dict[str, Any]]:
         stroke = {"x": steps, "y": [height] * len(steps), "mode": "markers", "marker": marker, "showlegend": not row}
         stroke["hovertemplate"] = f"{curve.label}: not finite<extra></extra>"
         yield stroke | {"legendgroup": curve.run or curve.name, "name": "not finite"}
+    _, text = panels.foot_of_zeros(curves)
+    if text:
+        marker = {"symbol": "line-ew", "size": 9, "line": {"width": 1.5, "color": "grey"}}
+        yield {"x": [None], "y": [None], "mode": "markers", "name": text, "showlegend": True, "marker": marker}
     for curve, steps, text in panels.clipped_peaks(curves, top):
         marker = {"symbol": "triangle-up", "size": 9, "color": curve.colour}
         mark: dict[str, Any] = {"x": steps, "y": [0.97] * len(steps), "mode": "markers", "hoverinfo": "skip"}

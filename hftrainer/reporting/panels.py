@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hftrainer.base.messages import format_number
+from hftrainer.base.messages import count_of, format_number
 from hftrainer.checkpointing.saved_arguments import describe, is_shared
 from hftrainer.errors import MissingPackage, cause_if_installed
 from hftrainer.reporting.curves import DIVERGED, EVALUATION_LOSS, TIME_UNITS, WORDS, Curve
@@ -113,12 +113,25 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     is_cut = may_cut and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
     top = top if is_cut else high
     shown = [(value, 3 if curve.mean else 1) for curve in curves for value in curve.mean or curve.drawable]
-    # Single zeros go below the panel.
+    # Zeros are at the foot.
     low = min((value / factor for value, factor in shown if value > 0), default=math.inf)
     if top >= 100 * low and not any(value < 0 for value, _ in shown):
         return _log_axis(low, high)
     # A mark of what leaves the panel needs space.
     return "linear", axis_range([bottom, top + is_cut * (top - bottom) / 10])
+
+
+def foot_of_zeros(curves: list[Curve]) -> tuple[float, str]:
+    """The height in a logarithmic panel at which its zeros are drawn, and a text for the legend.
+
+    It is minus infinity if there are none but single ones under a mean, which a text would not help to read.
+    """
+    scale, (low, high) = _axis_of_values(curves)
+    if scale == "linear" or curves[0].name == "learning_rate" or all(0 not in (c.mean or c.drawable) for c in curves):
+        return -math.inf, ""
+    count = sum(curve.values.count(0) for curve in curves)
+    # Seen above the edge, and below the lowest value.
+    return low * (high / low) ** 0.02, f"{count_of(count, 'values')} of 0: at the foot"
 
 
 def _lasting_height(values: list[float]) -> float:

@@ -127,18 +127,20 @@ def _draw_lines(axis: Any, curves: list[Curve]) -> dict[str, Any]:
     """Draw the curves with their best values, and return the samples of the legend by their text."""
     handles: dict[str, Any] = {}
     top = panels.vertical_axis(curves)[1][1]
+    foot, text = panels.foot_of_zeros(curves)
     for curve in curves:
         style = {"color": curve.colour, "linestyle": list(DASHES)[curve.dash], "linewidth": curve.width}
         marks = {"marker": curve.mark, "markersize": 5 if curve.has_large_marks else 3, "markevery": curve.marked}
         if curve.mean or curve.peaks(top):
             faint = {"color": curve.colour, "linewidth": 0.8, "alpha": panels.opacity_under_mean(curves)}
-            axis.plot(*curve.points(curve.drawable), **faint)
-        axis.plot(*curve.points(curve.mean or curve.below(top)), **marks, **style)
+            axis.plot(*curve.points(curve.drawable, foot), **faint)
+        axis.plot(*curve.points(curve.mean or curve.below(top), foot), **marks, **style)
         style |= {"color": curve.legend_colour, "marker": curve.mark if curve.owner else "", "linewidth": 1.5}
         handles.setdefault(curve.legend_entry, axis.plot([], [], **style)[0])
         if curve.best is not None:
             star = {"color": curve.colour, "markeredgecolor": "black", "markersize": 10, "zorder": 3}
-            axis.plot(curve.steps[curve.best], curve.drawable[curve.best], "*", **star)
+            axis.plot(curve.steps[curve.best], max(foot, curve.drawable[curve.best]), "*", **star)
+    handles |= {text: axis.plot([], [], "_", color="grey")[0]} if text else {}
     return handles
 
 

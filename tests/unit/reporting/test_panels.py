@@ -148,6 +148,15 @@ def test_run_above_the_axis_and_single_zeros_leave_the_others_readable(tmp_path)
     assert vertical_axis(norms)[0] == "log"
 
 
+def test_zeros_of_a_log_scale_are_at_its_foot_and_still_hover_as_0(tmp_path):
+    log = [{"step": step, "loss": 1.0, "eval_loss": max(0.0, 1 - step / 4) ** 9} for step in range(9)]
+    plot([write_log(tmp_path, log)], out=str(tmp_path / "a.svg"))
+    assert "5 values of 0: at the foot" in texts_in_svg(tmp_path / "a.svg")
+    *_, curve, star, _, _, note = (figure := _make_figure(read_curves([str(tmp_path)]))).data
+    assert star.y[0] == curve.y[4] == curve.y[8] and 10 ** figure.layout.yaxis2.range[0] < curve.y[8] < curve.y[3]
+    assert (curve.customdata[3:5], star.customdata, note.name) == ((0.25**9, 0), (0,), "5 values of 0: at the foot")
+
+
 def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **settings: figures.append(figure))
