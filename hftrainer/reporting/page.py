@@ -242,12 +242,14 @@ def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]
 def _marks(curves: list[Curve], top: float) -> Iterator[dict[str, Any]]:
     """Restarts, what is not finite, and what is above the panel; with heights as shares of the panel's."""
     for start, step, text, colour, dash in panels.vertical_lines(curves):
-        # A line, or the outline of what was lost.
-        outline: dict[str, Any] = {"x": [step, step], "y": [0, 1], "name": text, "showlegend": bool(text)}
+        line: dict[str, Any] = {"x": [step, step], "y": [0, 1], "name": text, "mode": "lines", "hoverinfo": "skip"}
+        line |= {"legendgroup": text, "showlegend": False}
         if start < step:
-            outline |= {"x": [step, step, start, start], "y": [0, 1, 1, 0], "fill": "toself"}
-        outline |= {"line": {"color": colour, "dash": DASHES[dash], "width": 2 if text else 1}}
-        yield outline | {"hoverinfo": "skip", "fillcolor": "rgba(128, 128, 128, 0.15)", "mode": "lines"}
+            # A band without an outline, which would read as two lines.
+            band = {"x": [step, step, start, start], "y": [0, 1, 1, 0], "fill": "toself", "line": {"width": 0}}
+            yield line | band | {"fillcolor": "rgba(128, 128, 128, 0.15)"}
+        style = {"color": colour, "dash": DASHES[dash], "width": 2 if text else 1}
+        yield line | {"line": style, "showlegend": bool(text)}
     for row, (height, steps, curve) in enumerate(panels.rug(curves)):
         marker = {"symbol": "line-ns", "size": 4, "line": {"width": 1.5, "color": curve.colour}}
         stroke = {"x": steps, "y": [height] * len(steps), "mode": "markers", "marker": marker, "showlegend": not row}

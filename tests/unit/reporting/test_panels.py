@@ -228,6 +228,7 @@ def test_time_axis_breaks_at_restarts_without_their_pauses(tmp_path):
     assert {resumed, "the time leaves out the pauses before a run resumed"} <= {*texts_in_svg(tmp_path / "a.svg")}
     assert f'"name":"{resumed}"' in (tmp_path / "a.html").read_text()
     assert [line[:2] for line in vertical_lines(shares)] == [(10, 20)]  # in the panel of shares too
+    assert [each.line.width for each in _make_figure([curve]).data if each.fill] == [0]  # no second line
 
 
 def test_what_follows_a_last_log_line_is_in_the_shares_of_the_next_or_of_the_last(tmp_path):
