@@ -78,7 +78,7 @@ class Curve:
         start: where the interval of the first value began.
         pace: seconds per step of the interval of each value, with evaluations and saving; 0 if unknown.
         state: what became of the run, if not its end; and an evaluation that was not saved.
-        width: of its line; more if later curves begin like it, so that it is seen below them.
+        width: of its line; more if the first half of a later curve is like its own, so that it is seen below them.
         is_best: whether the best value of its run is the best of all runs.
         diverged: where the loss of its run was first not finite; empty if the run did not diverge.
     """
@@ -440,8 +440,8 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     alone = {panel for panel, found in panels.items() if len(found) == 1 < len(runs)}
     curves.sort(key=lambda curve: (curve.panel in alone - {*PANELS}, list(panels).index(curve.panel)))
     for place, curve in enumerate(curves, 1):
-        # Runs that share their start, such as copies that were resumed, hide each other there.
-        end = max(2, len(curve.steps) // 4)
+        # Runs that share their first half, such as copies that were resumed, hide each other there.
+        end = max(2, (len(curve.steps) + 1) // 2)
         start = (curve.name, curve.steps[:end], curve.finite[:end])
         hidden = sum((later.name, later.steps[:end], later.finite[:end]) == start for later in curves[place:])
         width = 1.5 + 0.75 * min(2, hidden)

@@ -14,7 +14,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import describe, differing_arguments
 from hftrainer.monitoring.journal import Journal
 from hftrainer.monitoring.run_page import RunRecord
-from hftrainer.reporting.curves import Curve, read_curves
+from hftrainer.reporting.curves import Curve, _with_styles, read_curves
 from hftrainer.reporting.metrics import SHARES, logged, logged_curves
 from hftrainer.reporting.panels import describe_run, vertical_axis
 from tests.support.run_logs import SPEEDS, train_two_runs, write_log, write_observed_run
@@ -91,9 +91,11 @@ def test_curves_have_colours_dashes_and_a_best_value(tmp_path):
     assert dashes == {"a: loss": 0, "a: eval_loss": 1, "a: eval_f1": 0, "b: eval_loss": 1, "b: loss": 0}
     assert {line.run: line.best for line in both if line.name == "eval_loss"} == {"a": 1, "b": 0}  # b: the lowest
     assert {(line.run, line.mark) for line in both} == {("a", "o"), ("b", "s")}
-    # The first of curves that begin alike is wider.
+    # The first of curves whose first half is equal is wider.
     wider = {line.label for line in both if line.width == 2.25}
     assert wider == {"a: loss", "a: eval_loss"} and {line.width for line in read_curves([str(tmp_path / "a")])} == {1.5}
+    others = (Curve("loss", "loss", [2.0, 4.0, last, 9.0, 10.0], [1.0] * 5, run=f"{last}") for last in (4.5, 6.0))
+    assert all(line.width == 1.5 for line in _with_styles(others))
 
 
 def test_learning_rate_breaks_where_a_restart_changed_its_schedule():
