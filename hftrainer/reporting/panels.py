@@ -145,10 +145,11 @@ def _log_axis(low: float, high: float) -> tuple[str, tuple[float, float]]:
 
 
 def axis_range(values: list[float]) -> tuple[float, float]:
-    """The range of a linear axis: its values, or from 0 if they are equal; and a margin of 5 %."""
+    """The range of a linear axis: its values, or from 0 if they are equal, to 1 or twice them; and a margin of 5 %."""
     low, high = min(values), max(values)
     if low == high:
-        low, high = min(0, 2 * high), max(0, 2 * high) or int(not low)
+        # A share, such as an accuracy, ends at 1.
+        low, high = min(0, 2 * high), 1 if 0.5 < high <= 1 else max(0, 2 * high) or int(not low)
     margin = (high - low) / 20
     return low - margin, high + margin
 

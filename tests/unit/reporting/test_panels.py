@@ -30,7 +30,7 @@ def test_first_loss_that_is_not_finite_is_marked(tmp_path):
 
 
 def test_all_losses_of_a_run_that_are_not_finite_are_named(tmp_path):
-    log = [{"loss": math.nan if step > 6 else 1.0, "step": step} for step in range(3, 13, 3)]
+    log = [{"loss": math.nan if step > 6 else 2.0, "step": step} for step in range(3, 13, 3)]
     log[1]["eval_loss"] = math.nan
     log[3]["eval_loss"] = math.nan
     plot([write_log(tmp_path / "run", log)], html=True, out=str(tmp_path / "a.svg"))
@@ -39,8 +39,8 @@ def test_all_losses_of_a_run_that_are_not_finite_are_named(tmp_path):
     page = (tmp_path / "a.html").read_text()
     heights = re.findall(r'"symbol":"line-ns"[^]]*\][^]]*"y":\[([-.\d]+)', page)
     assert text in page and set(heights) == {"0.02", "0.06"}
-    # The losses, all 1, are above the marks.
-    assert vertical_axis(read_curves([str(tmp_path / "run")]))[1][0] == pytest.approx(-0.1 - 2.2 * 0.08 / 0.92)
+    # The losses, all 2, are above the marks.
+    assert vertical_axis(read_curves([str(tmp_path / "run")]))[1][0] == pytest.approx(-0.2 - 4.4 * 0.08 / 0.92)
 
 
 def test_marks_of_a_long_row_that_is_not_finite_do_not_run_together(tmp_path):
@@ -259,7 +259,7 @@ def test_slow_first_interval_does_not_squeeze_the_others(tmp_path):
     assert page.index('"name":"b: max 1,612 at step 1"') < page.index('"name":"a: max 12 at step 1"')
 
 
-@pytest.mark.parametrize(("value", "limits"), [(0.8, (-0.08, 1.68)), (-2.0, (-4.2, 0.2)), (0.0, (-0.05, 1.05))])
+@pytest.mark.parametrize(("value", "limits"), [(0.8, (-0.05, 1.05)), (-2.0, (-4.2, 0.2)), (0.0, (-0.05, 1.05))])
 def test_single_value_has_a_large_mark_and_an_axis_from_0(value, limits):
     curve = Curve("eval_f1", "eval_f1", [40.0], [value])
     assert vertical_axis([curve]) == ("linear", pytest.approx(limits)) and curve.has_large_marks
