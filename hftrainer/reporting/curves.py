@@ -209,19 +209,23 @@ class Curve:
         return self.smooth(30) if "light" in self.smoothings else None
 
     def smooth(self, parts: int) -> list[float]:
-        """The centred mean of the values without spikes over about one of so many parts; of speeds, over the time.
+        """The centred mean of the values without spikes over about one of so many parts; of speeds, that of all steps.
 
         It is over at least five values if there are many, else over three.
         As losses fall steeply at first, it takes there as few values after a point as there are before it.
         """
-        finite = np.array(list(filter(math.isfinite, self.without_spikes)))
+        # Speeds are of intervals, such as one of a single step at first. Over time, their steps are not known.
+        is_counted = PANEL_OF.get(self.name) in SPEEDS and self.x not in TIME_UNITS
+        steps = np.add(self._widths, 1e-12) if is_counted else np.ones(len(self.values))
+        pairs = [pair for pair in zip(self.without_spikes, steps, strict=True) if math.isfinite(pair[0])]
+        finite, weights = np.array(pairs).reshape(-1, 2).T
         is_speed = (self.name.endswith("_per_second") or self.name == "mfu") and min(finite, default=0) > 0
         power, least = -1 if is_speed else 1, 2 if len(self.values) >= MANY else 1
         half = max(least, len(finite) // parts // 2)
-        sums = np.concatenate([[0.0], np.cumsum(finite**power)])
+        sums, counts = (np.append(0.0, np.cumsum(each)) for each in (weights * finite**power, weights))
         places = np.arange(len(finite))
         first, end = np.maximum(0, places - half), np.minimum(len(finite), places + np.minimum(places, half) + 1)
-        means = iter((((sums[end] - sums[first]) / (end - first)) ** power).tolist())
+        means = iter((((sums[end] - sums[first]) / (counts[end] - counts[first])) ** power).tolist())
         return [next(means) if math.isfinite(value) else math.nan for value in self.values]
 
     def below(self, top: float) -> list[float]:
@@ -461,9 +465,7 @@ def _in_milliseconds(curves: list[Curve]) -> list[Curve]:
     if not seconds or max(seconds) >= 0.1:
         return curves
     name, panel = "step_milliseconds", "milliseconds per step"
-    longer = [
-        replace(curve, panel=panel, name=name, values=[1000 * seconds for seconds in curve.values]) for curve in curves
-    ]
+    longer = [replace(curve, panel=panel, name=name, values=[1000 * time for time in curve.values]) for curve in curves]
     return [short if curve.name == "step_seconds" else curve for curve, short in zip(curves, longer, strict=True)]
 
 

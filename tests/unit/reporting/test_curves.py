@@ -226,10 +226,10 @@ def test_30_losses_or_more_get_a_running_mean():
     # Of five values, at first of one and at the end of three.
     assert mean[:3] == pytest.approx([0, 1 / 3, 2 / 5]) and mean[-1] == 2 / 3
     assert math.isnan(mean[15]) and mean[16] == pytest.approx(2 / 5)
-    # It does not lag, and the mean of speeds is over the time.
+    # It does not lag, and the mean of speeds is that of all steps, here of 1, 9 and 10, over their time.
     assert Curve("loss", "loss", steps, steps).mean[:-2] == pytest.approx(steps[:-2])
-    speeds = [90.0 if step == 15 else 2.0 for step in steps]
-    assert max(Curve("samples per second", "samples_per_second", steps, speeds).mean) < 3
+    speeds = Curve("samples per second", "samples_per_second", [1.0, *range(10, 300, 10)], [20.0] + [200.0] * 29)
+    assert speeds.mean[1] == pytest.approx(20 / (1 / 20 + 9 / 200 + 10 / 200))
 
 
 @pytest.mark.parametrize("loss", [1.0, 2.0])
