@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import operator
 import os
 import shutil
-import statistics
 import sys
 import time
 from dataclasses import dataclass, field
@@ -187,9 +187,9 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     for run, name in zip(runs, names, strict=True):
         page, logged, seconds = run.page, run.page["values"], run.seconds
         last = page["metrics"].get("loss", {}).get("last")
-        found = {rate: named[name, rate].finite for rate in rates if (name, rate) in named}
-        # Of a mean, one pause would be a large part.
-        speeds = {rate: statistics.median(found[rate]) if found.get(rate) else None for rate in rates}
+        paces = (named.get((name, pace)) for pace in ("step_seconds", "step_milliseconds"))
+        pace = next(filter(None, paces), None)
+        speeds = {rate: _mean_speed(named[name, rate], pace) if (name, rate) in named else None for rate in rates}
         if seconds is None and "train_runtime" in logged:
             speeds = {rate: logged.get(f"train_{rate}") for rate in rates}
             seconds = logged["train_runtime"]
@@ -223,7 +223,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     notes = [f"(best): by {metrics[0]}"] if any(row["is best"] for row in rows) else []
     if any(run.seconds is not None for run in runs):
         notes.append("; ".join(f"{title}: {meaning}" for title, meaning in meanings.items() if title in shown))
-        notes[-1] += "; speeds: medians" * any(rate.replace("_", " ") in shown for rate in rates)
+        notes[-1] += "; speeds: means without evaluations and saving" * any(rate.replace("_", " ") in shown for rate in rates)
     if "saving" in shown:
         notes.append(f"{', '.join(SHARE_TITLES.values())}: shares of the time")
     if without_journal:
@@ -231,6 +231,21 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     if 0 < len(unknown) < len(runs):
         notes.append(f"{', '.join(unknown)}: without observe=True no speed, time or goodput")
     return rows, "\n".join(notes)
+
+
+def _mean_speed(speed: Curve, pace: Curve | None) -> float | None:
+    """Samples or tokens over the time of training, without evaluations and saving.
+
+    Args:
+        speed: that of each log line.
+        pace: the time per step of each; without it, all steps count as equally large.
+    """
+    widths = map(operator.sub, speed.steps, [speed.start, *speed.steps])
+    times = dict(zip(pace.steps, pace.values, strict=True)) if pace else {}
+    found = zip(speed.steps, speed.values, widths, strict=True)
+    parts = [(width * times.get(step, 1 / value), value) for step, value, width in found if value > 0]
+    total = sum(time for time, _ in parts)
+    return sum(time * value for time, value in parts) / total if total > 0 else None
 
 
 def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
