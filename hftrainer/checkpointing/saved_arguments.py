@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hftrainer.arguments.accelerator_config import CONSTRUCTION_KEY
+from hftrainer.base.messages import format_number
 from hftrainer.checkpointing import layout
 from hftrainer.errors import DamagedCheckpoint
 
@@ -117,13 +118,22 @@ def is_shared(name: str, value: Any, runs: list[dict[str, Any]]) -> bool:
     return 2 * sum(name in run and run[name] == value for run in runs) > len(runs)
 
 
+def as_text(name: str, value: Any, runs: list[dict[str, Any]]) -> str:
+    """A value of an argument; a number is rounded, unless that of another run would then read the same."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    rounded = format_number(value)
+    others = (run[name] for run in runs if isinstance(run.get(name), (int, float)) and run[name] != value)
+    return str(value) if rounded in map(format_number, others) else rounded
+
+
 def describe(arguments: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     """A short text of the arguments of one of some runs that most of these do not share.
 
     It has so many that it is no other run's text, unless that run has the same arguments.
     """
     parts, *others = (
-        [f"{name} {value!s:.90}".removesuffix(".0") for name, value in run.items() if not is_shared(name, value, runs)]
+        [f"{name} {as_text(name, value, runs):.90}" for name, value in run.items() if not is_shared(name, value, runs)]
         for run in (arguments, *runs)
     )
     # As many as fit, and as tell the run from others.

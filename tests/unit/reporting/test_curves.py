@@ -266,6 +266,9 @@ def test_arguments_are_named_that_most_runs_do_not_share():
     pairs = [(0.1, 0), (0.1, 5), (4.0, 9)]
     runs = differing_arguments([{"learning_rate": rate, "warmup_steps": steps} for rate, steps in pairs], [*"abc"])
     assert [describe(run, runs)[13:] for run in runs] == ["0", "5", "9, learning_rate 4"]
+    runs = [{"learning_rate": rate} for rate in (0.05623413, 0.05623414, 10**-1.5, 1.0)]
+    read = ["0.05623413", "0.05623414", "0.03162", "1"]
+    assert [describe(run, runs).split()[1] for run in runs] == read
     runs = [{f"argument_{number}": run * (number > 19) for number in range(22)} for run in (1, 2)]
     ends = [describe(run, [*runs, {}, {}]).split(", ")[20:] for run in runs]
     assert ends == [["argument_20 1", "…"], ["argument_20 2", "…"]]
