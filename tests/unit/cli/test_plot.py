@@ -158,7 +158,8 @@ def test_json_lists_the_written_files(runs, tmp_path, capsys):
     main(["plot", *runs, "--json", "--output", str(tmp_path / "b.png")])
     first, other = json.loads(capsys.readouterr().out)["runs"]
     assert shown["runs"] == [first | {"differs_in": {}, "is_best": None}] and not first["is_best"] and other["is_best"]
-    assert first["best_eval_accuracy"] > 0 and first["steps"] == 20 and first["diverged_at"] is None
+    assert first["best_eval_accuracy"] > 0 and first["steps"] == 20
+    assert first["diverged_at"] is None and first["resumed_at"] == []
     accuracy = first["curves"]["eval_accuracy"]
     assert accuracy["best"] == accuracy["highest"] and accuracy["best_step"] <= 20 and accuracy["not_finite"] == 0
 
@@ -217,6 +218,7 @@ def test_curves_are_described_in_a_text_table():
         "",
         "stopped at step 4 of 9",
         "best a: 7 at step 4",
+        "a: max 7 at step 4",
     ]
 
 
