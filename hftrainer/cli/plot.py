@@ -39,7 +39,7 @@ def add_subcommand(commands: Any) -> None:
     )
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="a run's output folder; several are compared")
     parser.add_argument("--x", choices=("step", "epoch", "time"), help="the horizontal axis; time needs observe=True")
-    parser.add_argument("--html", action="store_true", help="write an interactive page too, of 5 MB")
+    parser.add_argument("--html", action="store_true", help="write an interactive page too, of 5 MB or more")
     small = "write a small page instead, which loads plotly from the network when opened"
     parser.add_argument("--cdn", action="store_true", help=small)
     parser.add_argument("--study", metavar="STORAGE", help="a search: sqlite:///search.db, or another URL or file")

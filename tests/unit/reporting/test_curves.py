@@ -15,7 +15,7 @@ from hftrainer.checkpointing.saved_arguments import describe, differing_argument
 from hftrainer.monitoring.journal import Journal
 from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting.curves import Curve, read_curves
-from hftrainer.reporting.metrics import SHARES, logged, logged_curves
+from hftrainer.reporting.metrics import SHARES, choose_best, logged, logged_curves
 from hftrainer.reporting.panels import describe_run, vertical_axis
 from tests.support.run_logs import SPEEDS, train_two_runs, write_log, write_observed_run
 
@@ -195,6 +195,8 @@ def test_star_marks_the_best_value_of_metric_for_best_model(tmp_path, metric, is
     torch.save(args, tmp_path / "training_args.bin")
     marked = {line.name: line.best for line in read_curves([str(tmp_path)]) if line.best is not None}
     assert marked == {f"eval_{metric.removeprefix('eval_')}": best}
+    names = ("eval_mcc", "eval_ece", "eval_p95_latency", "eval_tokens")
+    assert [choose_best(name, {}) for name in names] == [max, min, min, None]
 
 
 def test_git_lfs_pointer_in_place_of_training_args_is_ignored(runs, tmp_path):
