@@ -249,6 +249,9 @@ def test_argument_in_the_names_of_runs_is_not_repeated():
     rates = [{"learning_rate": rate} for rate in (0.01, 0.001)]
     assert differing_arguments(rates, ["lr-0.01", "lr-0.001"]) == [{}, {}]
     assert differing_arguments(rates, ["lr-0.01", "lr-0.0013"]) == rates
+    places = [{"use_cpu": False, "device": "cpu"}, {"use_cpu": True}, {"use_cpu": False}]
+    assert differing_arguments(places[:2], ["a", "b"]) == [{}, {}]
+    assert differing_arguments(places[1:], ["a", "b"]) == places[1:]
 
 
 def test_processes_and_device_are_compared_if_known(tmp_path):
