@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hftrainer.arguments.accelerator_config import CONSTRUCTION_KEY
+from hftrainer.base.messages import format_number
 from hftrainer.checkpointing import layout
 from hftrainer.errors import DamagedCheckpoint
 
@@ -95,11 +96,14 @@ def differing_arguments(runs: list[dict[str, Any]], labels: list[str]) -> list[d
     # Some runs may have no saved arguments.
     values = {name: value for run in runs for name, value in run.items()}
     words = [set(re.split(r"[^a-zA-Z0-9.]+|(?<=[a-z])(?=\d)", label)) for label in labels]
+    # Only a journal knows the device of a run without `use_cpu`.
+    devices = {"cpu" if run.get("use_cpu") else run.get("device") for run in runs if run}
     names = []
     for name, value in values.items():
         differs = any(run.get(name, value) != value for run in runs)
         is_in_labels = all(str(run[name]) in parts for run, parts in zip(runs, words, strict=True) if name in run)
-        if differs and not is_in_labels and not _WITHOUT_EFFECT.fullmatch(name):
+        is_same_device = name == "use_cpu" and len(devices) == 1
+        if differs and not (is_in_labels or is_same_device or _WITHOUT_EFFECT.fullmatch(name)):
             names.append(name)
     counts = {name: len({str(run.get(name)) for run in runs}) for name in names}
     names.sort(key=lambda name: (-counts[name], name != "learning_rate"))
@@ -117,13 +121,22 @@ def is_shared(name: str, value: Any, runs: list[dict[str, Any]]) -> bool:
     return 2 * sum(name in run and run[name] == value for run in runs) > len(runs)
 
 
+def as_text(name: str, value: Any, runs: list[dict[str, Any]]) -> str:
+    """A value of an argument; a number is rounded, unless that of another run would then read the same."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    rounded = format_number(value)
+    others = (run[name] for run in runs if isinstance(run.get(name), (int, float)) and run[name] != value)
+    return str(value) if rounded in map(format_number, others) else rounded
+
+
 def describe(arguments: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     """A short text of the arguments of one of some runs that most of these do not share.
 
     It has so many that it is no other run's text, unless that run has the same arguments.
     """
     parts, *others = (
-        [f"{name} {value!s:.90}".removesuffix(".0") for name, value in run.items() if not is_shared(name, value, runs)]
+        [f"{name} {as_text(name, value, runs):.90}" for name, value in run.items() if not is_shared(name, value, runs)]
         for run in (arguments, *runs)
     )
     # As many as fit, and as tell the run from others.

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import statistics
 import sys
 import time
 from dataclasses import dataclass, field
@@ -40,7 +39,7 @@ def add_subcommand(commands: Any) -> None:
     )
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="a run's output folder; several are compared")
     parser.add_argument("--x", choices=("step", "epoch", "time"), help="the horizontal axis; time needs observe=True")
-    parser.add_argument("--html", action="store_true", help="write an interactive page too, of 5 MB")
+    parser.add_argument("--html", action="store_true", help="write an interactive page too, of 5 MB or more")
     small = "write a small page instead, which loads plotly from the network when opened"
     parser.add_argument("--cdn", action="store_true", help=small)
     parser.add_argument("--study", metavar="STORAGE", help="a search: sqlite:///search.db, or another URL or file")
@@ -186,10 +185,8 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     rows, without_journal, unknown = [], [], []
     for run, name in zip(runs, names, strict=True):
         page, logged, seconds = run.page, run.page["values"], run.seconds
-        last = page["metrics"].get("loss", {}).get("last")
-        found = {rate: named[name, rate].finite for rate in rates if (name, rate) in named}
-        # Of a mean, one pause would be a large part.
-        speeds = {rate: statistics.median(found[rate]) if found.get(rate) else None for rate in rates}
+        pace = named.get((name, "step_seconds")) or named.get((name, "step_milliseconds"))
+        speeds = {rate: _mean_speed(named[name, rate], pace) if (name, rate) in named else None for rate in rates}
         if seconds is None and "train_runtime" in logged:
             speeds = {rate: logged.get(f"train_{rate}") for rate in rates}
             seconds = logged["train_runtime"]
@@ -206,7 +203,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
             "differs in": curve.settings,
             "steps": page["step"],
             "state": "diverged" if nan else page["state"].replace("unobserved", "unknown"),
-            "last loss": last,
+            "last loss": page["metrics"].get("loss", {}).get("last"),
             **{f"best {metric}": value for metric, value in best.items()},
             **{rate.replace("_", " "): value for rate, value in speeds.items()},
             "time": seconds,
@@ -214,6 +211,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
             "goodput": kept_goodput(page),
             **{title: spent[part] / total if total else None for part, title in SHARE_TITLES.items()},
             "diverged at": nan and (nan.first, nan.last),
+            "resumed at": [step for step, _ in run.resumes],
             "curves": {curve: found.summary for (run_name, curve), found in named.items() if run_name == name},
         }
         rows.append(row)
@@ -223,7 +221,9 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     notes = [f"(best): by {metrics[0]}"] if any(row["is best"] for row in rows) else []
     if any(run.seconds is not None for run in runs):
         notes.append("; ".join(f"{title}: {meaning}" for title, meaning in meanings.items() if title in shown))
-        notes[-1] += "; speeds: medians" * any(rate.replace("_", " ") in shown for rate in rates)
+        notes[-1] += "; speeds: means without evaluations and saving" * any(
+            rate.replace("_", " ") in shown for rate in rates
+        )
     if "saving" in shown:
         notes.append(f"{', '.join(SHARE_TITLES.values())}: shares of the time")
     if without_journal:
@@ -231,6 +231,20 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
     if 0 < len(unknown) < len(runs):
         notes.append(f"{', '.join(unknown)}: without observe=True no speed, time or goodput")
     return rows, "\n".join(notes)
+
+
+def _mean_speed(speed: Curve, pace: Curve | None) -> float | None:
+    """Samples or tokens over the time of training, without evaluations and saving.
+
+    Args:
+        speed: that of each log line.
+        pace: the time per step of each; without it, all steps count as equally large.
+    """
+    times = dict(zip(pace.steps, pace.values, strict=True)) if pace else {}
+    found = zip(speed.values, [speed.start, *speed.steps[:-1]], speed.steps, strict=True)
+    parts = [((step - before) * times.get(step, 1 / value), value) for value, before, step in found if value > 0]
+    total = sum(time for time, _ in parts)
+    return sum(time * value for time, value in parts) / total if total > 0 else None
 
 
 def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
@@ -262,7 +276,7 @@ def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
 
 def _as_columns(row: dict[str, Any]) -> dict[str, Any]:
     """A row with a column for each argument in which runs differ and the best run named, for a table."""
-    row = {title: value for title, value in row.items() if title not in ("diverged at", "curves")}
+    row = {title: value for title, value in row.items() if title not in ("diverged at", "resumed at", "curves")}
     settings = row.pop("differs in", {})
     if row.pop("is best", False):
         row["run"] += " (best)"
@@ -299,7 +313,7 @@ def describe_curves(curves: list[Curve]) -> str:
 
     Below it are what became of the run, the best values, and what is not finite.
     """
-    from hftrainer.reporting.panels import describe_place
+    from hftrainer.reporting.panels import clipped_peaks, describe_place, group_by_panel, vertical_axis
 
     axis = {"step": "steps", "epoch": "epochs"}.get(curves[0].x, curves[0].x)
     rows: list[tuple[str, ...]] = [("", axis, "first", "last", "lowest", "highest")]
@@ -317,6 +331,9 @@ def describe_curves(curves: list[Curve]) -> str:
         for curve in curves
         if (count := len(curve.gaps)) and (first := curve.non_finite)
     ]
+    for panel in group_by_panel(curves).values():
+        peaks = clipped_peaks(panel, vertical_axis(panel)[1][1])
+        notes += [f"{curve.label}: {text.removeprefix(f'{curve.label}: ')}" for curve, _, text in peaks]
     return "\n".join([align(rows, shutil.get_terminal_size().columns), *([""] if notes else []), *notes])
 
 

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from hftrainer.base.messages import format_number
@@ -315,6 +316,9 @@ class RunRecord:
         self.folder, self._events = folder, journal.read_events(folder)
         # Of the last run, what no resume undid, with the time in seconds without pauses before restarts.
         last_run = journal.without_pauses(journal.select_last_run(self._events))
+        pairs = (pair for pair in pairwise([*last_run[:1], *last_run]) if pair[1]["event"] == "begin")
+        #: Of each resume, its step and the last one before it.
+        self.resumes = [(now["step"], before["step"]) for before, now in pairs if now.get("resumed_from")]
         self._kept = journal.remove_undone_steps(last_run)
         self._logs = [event for event in self._kept if event["event"] == "log"]
         try:

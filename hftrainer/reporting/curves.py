@@ -19,7 +19,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import differing_arguments, read_arguments_of_run
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import run_names
-from hftrainer.monitoring.run_page import RunRecord, find_nan
+from hftrainer.monitoring.run_page import RunRecord, find_nan, kept_goodput
 from hftrainer.reporting.metrics import (
     PANEL_OF,
     PANELS,
@@ -372,21 +372,33 @@ def _describe_step(page: dict[str, Any]) -> str:
 
 
 def _describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: bool) -> str:
-    """What became of a run, if it is not complete; else a missing evaluation, or of a single run the time."""
+    """What became of a run, if it is not complete; else a missing evaluation. Of a single run, time and resumes too."""
     page, state = record.page, record.state
+    seconds = f" in {format_duration(record.seconds)}" if is_alone and record.seconds else ""
+    resumes = _describe_resumes(record) if is_alone and record.resumes else ""
     if nan := find_nan(page):
-        return f"{DIVERGED} at step {format_span(nan.first, nan.last)}"
+        return f"{DIVERGED} at step {format_span(nan.first, nan.last)}{resumes}"
     if page["state"] != "complete" and (page["max_steps"] or page["state"] != "unobserved"):
-        return _describe_step(page) + f" of {page['max_steps']:,}" * bool(page["max_steps"])
+        return _describe_step(page) + f" of {page['max_steps']:,}" * bool(page["max_steps"]) + seconds + resumes
     # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.
     epochs = [line.get("epoch") for line in state.log_history if any(name.startswith("eval_") for name in line)]
     is_last = arguments.get("eval_strategy") == "epoch" and 0 < state.global_step == state.max_steps
     if is_last and not page["started"] and state.epoch not in epochs:
         return f"the evaluation after epoch {state.epoch:g} was not saved (observe=True keeps it)"
     if is_alone and page["state"] == "complete":
-        seconds = record.seconds
-        return f"complete: {count_of(page['step'], 'steps')}" + (f" in {format_duration(seconds)}" if seconds else "")
+        return f"complete: {count_of(page['step'], 'steps')}{seconds}{resumes}"
     return ""
+
+
+def _describe_resumes(record: RunRecord) -> str:
+    """The last place where a run resumed, the steps that all resumes undid, and what they cost; after a comma."""
+    page, resumes = record.page, record.resumes
+    often = f"{len(resumes)} times, last " * (len(resumes) > 1)
+    undone = sum(max(0, last - step) for step, last in resumes)
+    again = f" ({count_of(undone, 'steps')} done again)" * bool(undone)
+    downtime = f", {format_duration(page['downtime'])} of downtime" * bool(page["downtime"])
+    goodput = "" if (share := kept_goodput(page)) is None else f", goodput {share:.0%}"
+    return f", resumed {often}at step {resumes[-1][0]:,}{again}{downtime}{goodput}"
 
 
 def curves_of_run(state: TrainerState) -> list[Curve]:

@@ -27,9 +27,9 @@ SPEEDS = {
 }
 PANELS |= SPEEDS
 #: Names of metrics whose lowest value is the best.
-_LESS_IS_BETTER = re.compile("(.*_)?(loss|wer|cer|ter|ppl|perplexity|mae|mse|rmse|error)")
+_LESS_IS_BETTER = re.compile("(.*_)?(loss|wer|cer|ter|ppl|perplexity|mae|mse|rmse|error|ece|latency)")
 #: Names of metrics whose highest value is the best.
-_GREATER_IS_BETTER = re.compile("eval_(.*_)?(accuracy|f1|precision|recall|auc|roc_auc|bleu|rouge[12L]?|(mean_)?iou)")
+_GREATER_IS_BETTER = re.compile("eval_(.*_)?(accuracy|f1|precision|recall|(roc_)?auc|mcc|bleu|rouge[12L]?|(mean_)?iou)")
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 
 Losses = Mapping[str, tuple[Sequence[float], Sequence[float]]]

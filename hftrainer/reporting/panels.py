@@ -196,14 +196,14 @@ def describe_place(curve: Curve, index: int) -> str:
 
 
 def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
-    """The runs; and notes for below: what became of a run, and which runs have no speeds."""
+    """The runs; and notes for below: first what became of a run; and which runs have no speeds."""
     runs = list(dict.fromkeys(curve.run for curve in curves))
     names = f"{', '.join(runs[:-1])} and {runs[-1]}" if len(runs) < 4 else f"{len(runs)} training runs"
     title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run {name}"]
-    if any(curve.restarts and curve.x in TIME_UNITS for curve in curves):
-        title.append("the time leaves out the pauses before a run resumed")
     if curves[0].state and not curves[0].run:
         title.append(curves[0].state)
+    if any(curve.restarts and curve.x in TIME_UNITS for curve in curves):
+        title.append("the time leaves out the pauses before a run resumed")
     title += filter(None, [_constant_memory(curves)])
     settings = list({curve.run: curve.settings for curve in curves}.values())
     shared = {name: value for run in settings for name, value in run.items() if is_shared(name, value, settings)}

@@ -46,10 +46,10 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
     labels = [textwrap.fill(panels.describe_run(run, curves), 60 * columns) for run in runs]
     title, *notes = panels.title_and_notes(title, curves)
     if any(curve.mean for curve in curves):
-        notes.insert(0, f"faint: logged values; strong: their centred mean, from {MANY} points on")
+        notes.append(f"faint: logged values; strong: their centred mean, from {MANY} points on")
     if hidden:
         notes.append(f"without {len(hidden)} of {len(metrics)} metrics, which are in the page of --html")
-    notes = [line for note in notes for line in textwrap.wrap(note, 80)]
+    notes = [line for note in notes for line in textwrap.wrap(note, max(80, 60 * columns))]
     figure = panels.import_plotting("matplotlib.figure").Figure()
     # tight_layout is slow. In inches from the top: the title, all that is above the shown, and each row.
     head = 0.4 + 0.17 * len(notes)

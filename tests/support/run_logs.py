@@ -25,7 +25,8 @@ def write_observed_run(folder, **values):
     written = Journal(str(folder))
     written.write("begin", 0, max_steps=30, world_size=1, device="cpu", pid=1, host="there", resumed_from=None)
     for step, speed in ((10, 17.5), (20, 35.0)):
-        speeds = SPEEDS | {"samples_per_second": speed} | values
+        # As if each step had as many samples.
+        speeds = SPEEDS | {"samples_per_second": speed, "step_seconds": 4.375 / speed} | values
         written.write("log", step, logs={"loss": step / 10, "step": step, "epoch": step / 100, **speeds})
     time.sleep(0.002)  # times are in milliseconds; without any time there is no goodput
     written.write("interval", 20, steps=20, seconds=dict.fromkeys(ACTIVITIES, 0.0))

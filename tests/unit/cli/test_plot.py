@@ -79,14 +79,15 @@ def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys, monkey
     titles = ["steps", "state", "last loss", "best loss", "samples per second", "tokens per second", "time"]
     assert re.split("  +", header.strip()) == [*titles, "goodput"] and read == runs  # once
     assert (
-        explanation == "time: without pauses and preparation; goodput: steps that were kept / time; speeds: medians"
+        explanation == "time: without pauses and preparation; goodput: steps that were kept / time; "
+        "speeds: means without evaluations and saving"
     )  # only the columns that it has
-    assert [row.split()[:7] for row in rows] == [[name, "20", "running", "2", "1", "26.25", "9,000"] for name in "ab"]
+    assert [row.split()[:7] for row in rows] == [[name, "20", "running", "2", "1", "23.33", "9,000"] for name in "ab"]
     main(["plot", *runs, "--output", str(tmp_path / "a.png"), "--json"])
     shown = json.loads(capsys.readouterr().out)["runs"]
     keys = {title.replace(" ", "_") for title in titles}
     assert [run["run"] for run in shown] == ["a", "b"] and keys | {"downtime", "goodput"} <= shown[0].keys()
-    assert shown[0]["samples_per_second"] == 26.25 and shown[0]["differs_in"] == {}
+    assert shown[0]["samples_per_second"] == pytest.approx(70 / 3) and shown[0]["differs_in"] == {}
     main(["plot", write_observed_run(tmp_path / "c", loss=math.nan), "--json"])
     assert json.loads(capsys.readouterr().out)["runs"][0]["goodput"] is None
 
@@ -157,7 +158,8 @@ def test_json_lists_the_written_files(runs, tmp_path, capsys):
     main(["plot", *runs, "--json", "--output", str(tmp_path / "b.png")])
     first, other = json.loads(capsys.readouterr().out)["runs"]
     assert shown["runs"] == [first | {"differs_in": {}, "is_best": None}] and not first["is_best"] and other["is_best"]
-    assert first["best_eval_accuracy"] > 0 and first["steps"] == 20 and first["diverged_at"] is None
+    assert first["best_eval_accuracy"] > 0 and first["steps"] == 20
+    assert first["diverged_at"] is None and first["resumed_at"] == []
     accuracy = first["curves"]["eval_accuracy"]
     assert accuracy["best"] == accuracy["highest"] and accuracy["best_step"] <= 20 and accuracy["not_finite"] == 0
 
@@ -216,6 +218,7 @@ def test_curves_are_described_in_a_text_table():
         "",
         "stopped at step 4 of 9",
         "best a: 7 at step 4",
+        "a: max 7 at step 4",
     ]
 
 

@@ -15,7 +15,7 @@ from hftrainer.checkpointing.saved_arguments import describe, differing_argument
 from hftrainer.monitoring.journal import Journal
 from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting.curves import Curve, _with_styles, read_curves
-from hftrainer.reporting.metrics import SHARES, logged, logged_curves
+from hftrainer.reporting.metrics import SHARES, choose_best, logged, logged_curves
 from hftrainer.reporting.panels import describe_run, vertical_axis
 from tests.support.run_logs import SPEEDS, train_two_runs, write_log, write_observed_run
 
@@ -197,6 +197,8 @@ def test_star_marks_the_best_value_of_metric_for_best_model(tmp_path, metric, is
     torch.save(args, tmp_path / "training_args.bin")
     marked = {line.name: line.best for line in read_curves([str(tmp_path)]) if line.best is not None}
     assert marked == {f"eval_{metric.removeprefix('eval_')}": best}
+    names = ("eval_mcc", "eval_ece", "eval_p95_latency", "eval_tokens")
+    assert [choose_best(name, {}) for name in names] == [max, min, min, None]
 
 
 def test_git_lfs_pointer_in_place_of_training_args_is_ignored(runs, tmp_path):
@@ -249,6 +251,9 @@ def test_argument_in_the_names_of_runs_is_not_repeated():
     rates = [{"learning_rate": rate} for rate in (0.01, 0.001)]
     assert differing_arguments(rates, ["lr-0.01", "lr-0.001"]) == [{}, {}]
     assert differing_arguments(rates, ["lr-0.01", "lr-0.0013"]) == rates
+    places = [{"use_cpu": False, "device": "cpu"}, {"use_cpu": True}, {"use_cpu": False}]
+    assert differing_arguments(places[:2], ["a", "b"]) == [{}, {}]
+    assert differing_arguments(places[1:], ["a", "b"]) == places[1:]
 
 
 def test_processes_and_device_are_compared_if_known(tmp_path):
@@ -268,6 +273,9 @@ def test_arguments_are_named_that_most_runs_do_not_share():
     pairs = [(0.1, 0), (0.1, 5), (4.0, 9)]
     runs = differing_arguments([{"learning_rate": rate, "warmup_steps": steps} for rate, steps in pairs], [*"abc"])
     assert [describe(run, runs)[13:] for run in runs] == ["0", "5", "9, learning_rate 4"]
+    runs = [{"learning_rate": rate} for rate in (0.05623413, 0.05623414, 10**-1.5, 1.0)]
+    read = ["0.05623413", "0.05623414", "0.03162", "1"]
+    assert [describe(run, runs).split()[1] for run in runs] == read
     runs = [{f"argument_{number}": run * (number > 19) for number in range(22)} for run in (1, 2)]
     ends = [describe(run, [*runs, {}, {}]).split(", ")[20:] for run in runs]
     assert ends == [["argument_20 1", "…"], ["argument_20 2", "…"]]
