@@ -113,8 +113,8 @@ def _note_nan(logs: Mapping[str, Any], state: TrainerState) -> str:
 
 def values_to_show(logs: Mapping[str, Any], state: TrainerState) -> Mapping[str, Any]:
     """The log line, with NaN for a loss in which `logging_nan_inf_filter` left out some that are not finite."""
-    is_partial = "loss" in logs and getattr(state, "non_finite_step", 0) > 0
-    return {**logs, "loss": math.nan} if is_partial else unfilter(logs, state)
+    means = [name for name in ("loss", "train_loss") if name in logs] if getattr(state, "non_finite_step", 0) else []
+    return {**logs, **dict.fromkeys(means, math.nan)} if means else unfilter(logs, state)
 
 
 def unfilter(logs: Mapping[str, Any], state: TrainerState) -> Mapping[str, Any]:

@@ -88,22 +88,20 @@ def read_arguments_of_run(folder: str, *, skip_unreadable: bool = False) -> dict
     return {name: value for name, value in arguments.items() if name not in _PLACES}
 
 
-def differing_arguments(runs: list[dict[str, Any]], labels: list[str]) -> list[dict[str, Any]]:
-    """For each run, its arguments with an effect that differ and are not in the labels of all runs.
+def differing_arguments(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each run, its arguments with an effect that differ.
 
     Those with the most different values are first, and among equals the learning rate.
     """
     # Some runs may have no saved arguments.
     values = {name: value for run in runs for name, value in run.items()}
-    words = [set(re.split(r"[^a-zA-Z0-9.]+|(?<=[a-z])(?=\d)", label)) for label in labels]
     # Only a journal knows the device of a run without `use_cpu`.
     devices = {"cpu" if run.get("use_cpu") else run.get("device") for run in runs if run}
     names = []
     for name, value in values.items():
         differs = any(run.get(name, value) != value for run in runs)
-        is_in_labels = all(str(run[name]) in parts for run, parts in zip(runs, words, strict=True) if name in run)
         is_same_device = name == "use_cpu" and len(devices) == 1
-        if differs and not (is_in_labels or is_same_device or _WITHOUT_EFFECT.fullmatch(name)):
+        if differs and not (is_same_device or _WITHOUT_EFFECT.fullmatch(name)):
             names.append(name)
     counts = {name: len({str(run.get(name)) for run in runs}) for name in names}
     names.sort(key=lambda name: (-counts[name], name != "learning_rate"))

@@ -171,6 +171,7 @@ def _read_runs(folders: list[str], x: str) -> tuple[list[RunRecord], list[str]]:
 
 def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[dict[str, Any]], str]:
     """The values of each run by which they are compared, and what they mean."""
+    from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
     from hftrainer.monitoring.journal import run_names
     from hftrainer.monitoring.run_page import find_nan, kept_goodput
 
@@ -211,7 +212,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
             "goodput": kept_goodput(page),
             **{title: spent[part] / total if total else None for part, title in SHARE_TITLES.items()},
             "diverged at": nan and (nan.first, nan.last),
-            "resumed at": [step for step, _ in run.resumes],
+            "resumed at": [step for step, *_ in run.resumes],
             "curves": {curve: found.summary for (run_name, curve), found in named.items() if run_name == name},
         }
         rows.append(row)
@@ -224,6 +225,8 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
         notes[-1] += "; speeds: means without evaluations and saving" * any(
             rate.replace("_", " ") in shown for rate in rates
         )
+    if len(runs) > 1 and not any(read_arguments_of_run(run.folder, skip_unreadable=True) for run in runs):
+        notes.append("arguments unknown: no run has saved a checkpoint")
     if "saving" in shown:
         notes.append(f"{', '.join(SHARE_TITLES.values())}: shares of the time")
     if without_journal:

@@ -19,7 +19,15 @@ from hftrainer.checkpointing.layout import save_time, sort_checkpoints
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring import journal
 from hftrainer.parallel.environment import has_ended
-from hftrainer.reporting.metrics import NanSpan, choose_best, is_number, logged_values, nan_span, sort_names
+from hftrainer.reporting.metrics import (
+    NanSpan,
+    choose_best,
+    is_number,
+    last_usable_step,
+    logged_values,
+    nan_span,
+    sort_names,
+)
 
 Event = dict[str, Any]
 
@@ -283,11 +291,16 @@ def find_nan(page: dict[str, Any]) -> NanSpan | None:
     It is None too if only the last line has a loss that was not finite, but a gradient that is.
     """
     losses = {name: (curve["steps"], curve["values"]) for name, curve in page.get("curves", {}).items()}
-    before_last = losses["loss"][1][-2:-1] if "loss" in losses else ()
+    since, (logged_steps, logged_losses) = page.get("non_finite_step"), losses.get("loss", ((), ()))
+    if since and since > max(logged_steps, default=0):
+        # No log line says yet whether the loss stayed NaN, but an evaluation since then may say that it did not.
+        usable = last_usable_step(losses, since)
+        return NanSpan(since, since, usable) if usable < since else None
+    before_last = logged_losses[-2:-1]
     has_finite_gradient = math.isfinite(page.get("values", {}).get("grad_norm", math.nan))
     if has_finite_gradient and not any(map(math.isnan, before_last)):
         return None
-    return nan_span(losses, page.get("non_finite_step"))
+    return nan_span(losses, since)
 
 
 def kept_goodput(page: dict[str, Any]) -> float | None:
@@ -317,8 +330,10 @@ class RunRecord:
         # Of the last run, what no resume undid, with the time in seconds without pauses before restarts.
         last_run = journal.without_pauses(journal.select_last_run(self._events))
         pairs = (pair for pair in pairwise([*last_run[:1], *last_run]) if pair[1]["event"] == "begin")
-        #: Of each resume, its step and the last one before it.
-        self.resumes = [(now["step"], before["step"]) for before, now in pairs if now.get("resumed_from")]
+        #: Of each resume, its step, the last known one before it, and whether a later one may have been lost too.
+        self.resumes = [
+            (now["step"], before["step"], before["event"] != "end") for before, now in pairs if now.get("resumed_from")
+        ]
         self._kept = journal.remove_undone_steps(last_run)
         self._logs = [event for event in self._kept if event["event"] == "log"]
         try:

@@ -308,7 +308,7 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
         steps = state.global_step / (state.epoch or math.inf)
         known.update({"steps per epoch": round(steps)} if known and steps and math.isclose(steps, round(steps)) else {})
     plain_curves: list[Curve] = []
-    differing = differing_arguments(arguments, names)
+    differing = differing_arguments(arguments)
     for record, (state, places), name, known, settings in zip(records, logs, names, arguments, differing, strict=True):
         restarts, non_finite = record.find_incidents(x)
         facts: dict[str, Any] = {"run": name, "settings": settings, "x": unit}
@@ -394,8 +394,10 @@ def _describe_resumes(record: RunRecord) -> str:
     """The last place where a run resumed, the steps that all resumes undid, and what they cost; after a comma."""
     page, resumes = record.page, record.resumes
     often = f"{len(resumes)} times, last " * (len(resumes) > 1)
-    undone = sum(max(0, last - step) for step, last in resumes)
-    again = f" ({count_of(undone, 'steps')} done again)" * bool(undone)
+    undone = sum(max(0, last - step) for step, last, _ in resumes)
+    # Of a run that was killed, the last event is known, but not the last step.
+    least = "at least " * any(is_partial for *_, is_partial in resumes)
+    again = f" ({least}{count_of(undone, 'steps')} done again)" * bool(undone)
     downtime = f", {format_duration(page['downtime'])} of downtime" * bool(page["downtime"])
     goodput = "" if (share := kept_goodput(page)) is None else f", goodput {share:.0%}"
     return f", resumed {often}at step {resumes[-1][0]:,}{again}{downtime}{goodput}"

@@ -86,6 +86,9 @@ def plot_study(
             shown, marked, limits = _without_far_trials(study, number)
             doubt = f"; a rough guess: only {count} trials" * _is_guess(study)
             heading = title.format(names[number], doubt)
+            if len(names) > 1:
+                # Optuna draws no best value so far then.
+                heading = heading.removesuffix(", and the best so far")
             counts = Counter(why for why, _ in marked.values())
             left_out = [f"{counts[why]} {why}" for why in REASONS.values() if counts[why]]
             if name == "parallel_coordinates":

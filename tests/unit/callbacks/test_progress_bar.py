@@ -254,13 +254,19 @@ def test_large_numbers_keep_their_digits(value, text):
 
 def test_plain_line_in_a_terminal_shows_losses_that_are_nan(monkeypatch, tmp_path):
     for terminal, lines in (
-        (Terminal(), "15/30  loss nan      grad nan     NaN at step 13\n15/30  loss nan      grad nan\n"),
-        (io.StringIO(), "{'loss': '0.5', 'grad_norm': 'nan'}\n{'loss': '0', 'grad_norm': 'nan'}\n"),
+        (
+            Terminal(),
+            "15/30  loss nan      grad nan     NaN at step 13\n15/30  loss nan      grad nan\n15/30  train_loss nan\n",
+        ),
+        (
+            io.StringIO(),
+            "{'loss': '0.5', 'grad_norm': 'nan'}\n{'loss': '0', 'grad_norm': 'nan'}\n{'train_loss': '0.5'}\n",
+        ),
     ):
         monkeypatch.setattr(sys, "stdout", terminal)
         state = TrainerState(global_step=15, max_steps=30)
         state.non_finite_step = 13
-        for logs in ({"loss": 0.5, "grad_norm": float("nan")}, FILTERED):
+        for logs in ({"loss": 0.5, "grad_norm": float("nan")}, FILTERED, {"train_loss": 0.5}):
             hftrainer.PrinterCallback().on_log(TrainingArguments(str(tmp_path)), state, None, logs=logs)
         assert terminal.getvalue() == lines
 

@@ -75,7 +75,8 @@ def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys, monkey
     runs, read = [write_observed_run(tmp_path / "a"), write_observed_run(tmp_path / "b")], []
     monkeypatch.setattr(journal, "read_events", lambda folder: [read.append(folder), read_events(folder)][1])
     main(["plot", *runs, "--output", str(tmp_path / "a.png")])
-    _, _, header, *rows, _, explanation = capsys.readouterr().out.splitlines()
+    _, _, header, *rows, _, explanation, arguments = capsys.readouterr().out.splitlines()
+    assert arguments == "arguments unknown: no run has saved a checkpoint"
     titles = ["steps", "state", "last loss", "best loss", "samples per second", "tokens per second", "time"]
     assert re.split("  +", header.strip()) == [*titles, "goodput"] and read == runs  # once
     assert (
@@ -97,7 +98,7 @@ def test_table_has_the_shares_of_the_time_of_a_run(tmp_path, capsys, monkeypatch
     seconds = {"steps": 5.0, "data": 2.0, "evaluation": 3.0, "saving": 0.0}
     journal.Journal(runs[0]).write("interval", 20, steps=20, seconds=seconds)
     main(["plot", *runs, "--output", str(tmp_path / "a.png")])
-    _, _, header, *rows, _, _, shares, _ = capsys.readouterr().out.splitlines()
+    _, _, header, *rows, _, _, _, shares, _ = capsys.readouterr().out.splitlines()
     assert shares == "data wait, evaluation, saving: shares of the time"
     assert header.split()[-4:] == ["data", "wait", "evaluation", "saving"]
     assert [row.split()[-3:] for row in rows] == [["20%", "30%", "0%"], ["-"] * 3]

@@ -19,7 +19,7 @@ from rich.console import Console
 from hftrainer.__main__ import main
 from hftrainer.cli import watch
 from hftrainer.monitoring.journal import JOURNAL_NAME, Journal, read_events, remove_undone_steps
-from hftrainer.monitoring.run_page import SILENCE, WatchedRun
+from hftrainer.monitoring.run_page import SILENCE, WatchedRun, find_nan
 from hftrainer.reporting.metrics import NanSpan
 from tests.support.checkpoints import make_trainer
 
@@ -265,6 +265,14 @@ def test_evaluation_that_runs_counts_for_the_time_left(tmp_path):
     page = WatchedRun(str(tmp_path)).read()
     # Times in journals are rounded.
     assert page["seconds_left"] > 90 + 19 * 9 and page["goodput"] < 0.5
+
+
+def test_nan_is_known_before_a_log_line_has_it(tmp_path):
+    train(journal := begin(tmp_path), 10)
+    journal.write("warning", 12, text="", non_finite_step=13)
+    assert find_nan(WatchedRun(str(tmp_path)).read()) == NanSpan(13, 13, usable=11)
+    evaluate(journal, 15, loss=1.0)  # the loss of a single step was not finite
+    assert find_nan(WatchedRun(str(tmp_path)).read()) is None
 
 
 def test_losses_that_are_not_finite_are_shown(tmp_path, capsys, monkeypatch):
