@@ -38,10 +38,14 @@ _TRANSFORMERS_FORMAT = "[transformers] %(message)s"
 BOLD, DIM, RED, YELLOW = "1", "2", "1;31", "33"
 
 
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream, which may be an object of a script without `isatty`, writes to a terminal."""
+    return hasattr(stream, "isatty") and stream.isatty()
+
+
 def paint(text: str, style: str, stream: Any) -> str:
     """The text in a style if the stream is a terminal or FORCE_COLOR is set, unless NO_COLOR is set."""
-    is_terminal = hasattr(stream, "isatty") and stream.isatty() and os.environ.get("TERM") != "dumb"
-    has_colours = is_terminal or os.environ.get("FORCE_COLOR")
+    has_colours = (is_terminal(stream) and os.environ.get("TERM") != "dumb") or os.environ.get("FORCE_COLOR")
     return f"\033[{style}m{text}\033[0m" if text and has_colours and not os.environ.get("NO_COLOR") else text
 
 
@@ -161,7 +165,7 @@ def _pass_to_handler(handler: logging.Handler, record: logging.LogRecord) -> Non
 
 def wrap_text(text: str, stream: Any) -> str:
     """Wrap text between words for a terminal, which would break lines within words."""
-    if not (hasattr(stream, "isatty") and stream.isatty()):
+    if not is_terminal(stream):
         return text
     width = shutil.get_terminal_size().columns
     options: dict[str, Any] = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}

@@ -12,6 +12,7 @@ from typing import Any
 
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.base.messages import is_terminal
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.log_lines import format_log_line, values_to_show
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
@@ -116,7 +117,7 @@ class ProgressCallback(TrainerCallback):
             # In the first step DDP writes warnings, which would be in the bar's line.
             if args.world_size > 1:
                 self.training_bar.clear()
-            if _is_terminal(sys.stdout) and not self.training_bar.disable:
+            if is_terminal(sys.stdout) and not self.training_bar.disable:
                 sys.stdout = self._output = LinesAboveBar(sys.stdout)
         self.current_step = state.global_step
         if warnings.showwarning != self._write_warning:
@@ -223,15 +224,11 @@ def _format_line(logs: Mapping[str, Any], args: BaseArguments, state: TrainerSta
         state: the state of the run.
         above_bar: whether it is printed above a progress bar.
     """
-    if _is_terminal(sys.stdout):
+    if is_terminal(sys.stdout):
         return format_log_line(logs, state, shutil.get_terminal_size().columns)
     values = {name: value for name, value in logs.items() if name != "total_flos"}
     # As the followed release prints it.
     return str(ResolvedArguments.from_args(args).policy.printed(values, above_bar=above_bar))
-
-
-def _is_terminal(stream: Any) -> bool:
-    return hasattr(stream, "isatty") and stream.isatty()
 
 
 def _make_bar(**kwargs: Any) -> Any:

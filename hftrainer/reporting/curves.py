@@ -146,7 +146,7 @@ class Curve:
         seconds = np.multiply(self._widths, 1.0 if self.x in TIME_UNITS else self.pace or 1.0) + 1e-12
         return (np.cumsum(self.values * seconds) / np.cumsum(seconds)).tolist()
 
-    @property
+    @cached_property
     def summary(self) -> dict[str, Any]:
         """What tables have: some of its values, the place of the best, and how many are not finite."""
         finite = list(filter(math.isfinite, self.so_far)) or [math.nan]

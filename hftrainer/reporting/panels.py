@@ -126,8 +126,10 @@ def foot_of_zeros(curves: list[Curve]) -> tuple[float, str]:
 
     It is minus infinity if there are none but single ones under a mean, which a text would not help to read.
     """
+    if curves[0].name == "learning_rate" or all(0 not in (c.mean or c.drawable) for c in curves):
+        return -math.inf, ""
     scale, (low, high) = _axis_of_values(curves)
-    if scale == "linear" or curves[0].name == "learning_rate" or all(0 not in (c.mean or c.drawable) for c in curves):
+    if scale == "linear":
         return -math.inf, ""
     count = sum(curve.values.count(0) for curve in curves)
     # Seen above the edge, and below the lowest value.
