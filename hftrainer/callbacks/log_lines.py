@@ -62,13 +62,13 @@ _LEFT_OUT = (
 ).split()
 
 
-def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | None = None) -> str:
+def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int) -> str:
     """A human-readable log line: the step first, values rounded and aligned. `log_history` keeps the numbers.
 
     Args:
         logs: the log line.
         state: the state of the run.
-        width: terminal columns; parts that do not fit are left out, and metrics continue below. None shows all.
+        width: terminal columns; parts that do not fit are left out, but metrics continue below.
     """
     values = values_to_show(logs, state)
     parts = {"": format_place(state)} if state.max_steps > 0 else {}
@@ -77,15 +77,18 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | N
         parts["of_time"] = "of time"
     # Trials have no summary.
     repeated = _IN_SUMMARY if "train_runtime" in logs and not state.is_hyper_param_search else ()
+    # Where several metrics need more lines, there is room for all.
+    metrics = [part for name, part in parts.items() if name not in (*_LEFT_OUT, "train_loss")]
+    has_room = len(metrics) > 2 and len("  ".join(metrics)) > width
     for name in (*repeated, *_LEFT_OUT):
-        if name in repeated or (width is not None and _width(parts) > width):
+        if name in repeated or (not has_room and _width(parts) > width):
             parts.pop(name, None)
     # A note takes the place of the last column or a line, so that the other columns stay.
     parts |= {" note": note} if (note := _note_nan(logs, state)) else {}
     for name in ("of_time", "data_wait"):
-        if note and width is not None and _width(parts) > width:
+        if note and _width(parts) > width:
             parts.pop(name, None)
-    if width is None or _width(parts) <= width:
+    if _width(parts) <= width:
         return _join(parts)
     # No line ends between a name and its value, unless these are longer than a line that is not very narrow.
     start = f"{place}  " if (place := parts.pop("", "")) else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -58,19 +59,33 @@ def choose_progress_callback(args: BaseArguments, callbacks: list[Any]) -> type[
 
 
 class LinesAboveBar:
-    """A terminal whose lines appear above the bars, as with Lightning's RichProgressBar.
+    """Takes the place of `sys.stdout` or `sys.stderr`, so that lines appear above the bars, as with RichProgressBar.
 
-    Otherwise what a model or a callback prints would go on in the line of the bar.
+    Otherwise what a script prints or logs would go on in the line of the bar.
 
     Args:
-        terminal: where the lines are written.
+        name: the stream's name in `sys`. It must be a terminal; loggers that write to it write here too.
     """
 
-    def __init__(self, terminal: Any) -> None:
-        self.terminal, self._rest = terminal, ""
+    def __init__(self, name: str) -> None:
+        self.terminal = getattr(sys, name)
+        self._name, self._rest = name, ""
+        setattr(sys, name, self)
+        _replace_in_handlers(self.terminal, self)
+
+    def restore(self) -> None:
+        """Give the stream back, unless a script has replaced it since."""
+        self.flush()
+        if getattr(sys, self._name) is self:
+            setattr(sys, self._name, self.terminal)
+        _replace_in_handlers(self, self.terminal)
 
     def write(self, text: str) -> int:
         """Write the complete lines; the rest of the text waits for the end of its line, or for `flush`."""
+        # What draws a bar, and moves between bars: those of a script too write to this stream.
+        if "\r" in text or "\x1b[A" in text or not (self._rest + text).strip("\n"):
+            self.terminal.write(text)
+            return len(text)
         lines, end, self._rest = (self._rest + text).rpartition("\n")
         if end:
             self._write_above_bar(lines + end)
@@ -79,7 +94,9 @@ class LinesAboveBar:
     def flush(self) -> None:
         """Write an unfinished line too, such as a question."""
         rest, self._rest = self._rest, ""
-        self._write_above_bar(rest)
+        if rest:
+            self._write_above_bar(rest)
+        self.terminal.flush()
 
     def _write_above_bar(self, text: str) -> None:
         from tqdm import tqdm
@@ -90,6 +107,14 @@ class LinesAboveBar:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.terminal, name)
+
+
+def _replace_in_handlers(stream: Any, new_stream: Any) -> None:
+    """Let the handlers of loggers that write to a stream write to another one."""
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
+                handler.setStream(new_stream)
 
 
 class ProgressCallback(TrainerCallback):
@@ -104,7 +129,7 @@ class ProgressCallback(TrainerCallback):
         self.prediction_bar: Any = None
         self.max_str_len = max_str_len
         self.current_step = 0
-        self._output: Any = None
+        self._outputs: list[LinesAboveBar] = []
         #: The last losses, which the bar shows.
         self._losses: dict[str, str] = {}
 
@@ -113,12 +138,14 @@ class ProgressCallback(TrainerCallback):
         if state.is_world_process_zero:
             # A run without steps left shows no bar.
             hidden = {"disable": True} if 0 < state.max_steps <= state.global_step else {}
+            if not (hidden or self._outputs) and is_terminal(sys.stderr):
+                # Before the bar is made, which belongs to the stream that it is given.
+                terminals = [name for name in ("stdout", "stderr") if is_terminal(getattr(sys, name))]
+                self._outputs = [LinesAboveBar(name) for name in terminals]
             self.training_bar = _make_bar(total=state.max_steps, initial=state.global_step, **hidden)
             # In the first step DDP writes warnings, which would be in the bar's line.
             if args.world_size > 1:
                 self.training_bar.clear()
-            if is_terminal(sys.stdout) and not self.training_bar.disable:
-                sys.stdout = self._output = LinesAboveBar(sys.stdout)
         self.current_step = state.global_step
         if warnings.showwarning != self._write_warning:
             self._show_warning = warnings.showwarning
@@ -126,12 +153,9 @@ class ProgressCallback(TrainerCallback):
             warnings.showwarning = self._write_warning
 
     def _write_warning(self, message, category, filename, lineno, file=None, line=None):
-        """Show a warning of Python above the bar, on one of the ranks that have it."""
-        from tqdm import tqdm
-
+        """Show a warning of Python on one of the ranks that have it."""
         if find_rank_that_prints(warnings.formatwarning(message, category, filename, lineno), self._pid) is None:
-            with tqdm.external_write_mode():
-                self._show_warning(message, category, filename, lineno, file, line)
+            self._show_warning(message, category, filename, lineno, file, line)
 
     def on_step_end(self, args, state, control, **kwargs):
         """Advance the bar."""
@@ -145,7 +169,9 @@ class ProgressCallback(TrainerCallback):
             return
         if self.prediction_bar is None:
             total = len(eval_dataloader) if has_length(eval_dataloader) else None
-            self.prediction_bar = _make_bar(total=total, leave=self.training_bar is None)
+            # Below the training's bar it has a name.
+            named = {"desc": "eval", "leave": False} if self.training_bar is not None else {}
+            self.prediction_bar = _make_bar(total=total, **named)
         self.prediction_bar.update(1)
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
@@ -181,13 +207,8 @@ class ProgressCallback(TrainerCallback):
             if bar is not None:
                 bar.close()
         self.prediction_bar = self.training_bar = None
-        if self._output is not None:
-            terminal = self._output.terminal
-            self._output.flush()
-            # A script may have replaced it since.
-            if sys.stdout is self._output:
-                sys.stdout = terminal
-            self._output = None
+        while self._outputs:
+            self._outputs.pop().restore()
         if warnings.showwarning == self._write_warning:
             warnings.showwarning = self._show_warning
 

@@ -29,7 +29,7 @@ from tests.support.processes import read_to_end
 from tests.support.small_models import plain_data
 
 SCRIPT = """
-    import logging, os, sys
+    import logging, os, sys, tqdm
     if sys.argv[1:]:
         terminal = os.open(sys.argv[1], os.O_RDWR | os.O_NOCTTY)
         os.dup2(terminal, 1)
@@ -43,7 +43,12 @@ SCRIPT = """
         def on_step_end(self, args, state, control, **kwargs):
             logging.getLogger("hftrainer.script").warning("After a step.")
             print("printed")
+            print("to stderr", file=sys.stderr)
+            logging.getLogger("script").warning("logged")
+            for _ in tqdm.tqdm(range(2), disable=None, leave=False):
+                print("within a bar", file=sys.stderr)
 
+    logging.getLogger("script").addHandler(logging.StreamHandler())
     args = TrainingArguments({folder!r}, max_steps=4, gradient_accumulation_steps=2, logging_steps=2, use_cpu=True,
         eval_strategy="steps", eval_steps=2, save_strategy="no", report_to="none")
     trainer = Trainer(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data(), callbacks=[Warns])
@@ -87,7 +92,7 @@ FILTERED = {"loss": 0.0, "grad_norm": float("nan")}
     ],
 )
 def test_log_line_shows_measurements(logs, line):
-    assert format_log_line(logs, TrainerState(global_step=20, max_steps=1000, log_history=[FILTERED])) == line
+    assert format_log_line(logs, TrainerState(global_step=20, max_steps=1000, log_history=[FILTERED]), 120) == line
 
 
 @pytest.mark.parametrize(
@@ -98,7 +103,7 @@ def test_log_line_shows_measurements(logs, line):
         (73, "20/40  loss 1.000    grad 0.500   ep 6.67     12,346 tokens/s"),
         (74, "20/40  loss 1.000    grad 0.500   lr 5.00e-05  ep 6.67     12,346 tokens/s"),
         (85, "20/40  loss 1.000    grad 0.500   lr 5.00e-05  ep 6.67     12,346 tokens/s  data   3%"),
-        (None, "20/40  loss 1.000    grad 0.500   lr 5.00e-05  ep 6.67     12,346 tokens/s  data   3% of time"),
+        (120, "20/40  loss 1.000    grad 0.500   lr 5.00e-05  ep 6.67     12,346 tokens/s  data   3% of time"),
     ],
 )
 def test_narrow_terminal_keeps_the_most_useful_parts(width, shown):
@@ -118,12 +123,14 @@ def test_metrics_continue_below_each_other():
     """Each evaluation breaks at the same names, and its decimals are aligned."""
     names = [f"eval_{name}" for name in "loss accuracy f1_macro precision_macro recall_macro".split()]
     state = TrainerState(global_step=20, max_steps=40)
-    lines = [format_log_line(dict.fromkeys(names, value), state, 80).splitlines() for value in (0.5, 0.4375)]
+    logs = [dict.fromkeys(names, value) | {"epoch": 2.0, "eval_runtime": 0.25} for value in (0.5, 0.4375)]
+    lines = [format_log_line(line, state, 80).splitlines() for line in logs]
     assert lines[1] == [line.replace("0.5000", "0.4375") for line in lines[0]]
     assert format_log_line({f"eval_{'x' * 90}": 1.0}, state, 80).splitlines()[1].startswith("       xxx")
     assert lines[0] == [
         "20/40  eval_loss 0.5000   eval_accuracy 0.5000   eval_f1_macro 0.5000",
-        "       eval_precision_macro 0.5000   eval_recall_macro 0.5000",
+        "       eval_precision_macro 0.5000   eval_recall_macro 0.5000   ep 2.00",
+        "       time  0.250 s",
     ]
 
 
@@ -131,7 +138,7 @@ def test_columns_keep_their_places():
     names = "loss grad_norm learning_rate epoch runtime tokens_per_second data_wait peak_memory_mb step_seconds".split()
     small = (1.234e-05, 1.234e-05, 1e-7, 0.01, 1e-4, 12.34, 0.0, 1.0, 1.234e-05)
     large = (123_456.0, 98_765.4, 0.1, 123.45, 9_876.5, 7_654_321.0, 1.0, 99_999.0, 1_234.5)
-    lines = [format_log_line(dict(zip(names, row, strict=True)), TrainerState()) for row in (small, large)]
+    lines = [format_log_line(dict(zip(names, row, strict=True)), TrainerState(), 200) for row in (small, large)]
     first, second = ([part.start() for part in re.finditer("  [a-z]", line)] for line in lines)
     assert first == second
 
@@ -172,7 +179,9 @@ def test_terminal_bar_counts_optimizer_steps(tmp_path, processes):
     assert b"5/5" in text
     assert b"8/8" not in text
     assert re.findall(rb"([^\r\n]*)\[hftrainer\] After a step\.\x1b\[0m\r\n", text) == [b"\x1b[33m"] * 4
-    assert re.findall(rb"([^\r\n]*)printed\r\n", text) == [b""] * 4
+    for line, count in {b"printed": 4, b"to stderr": 4, b"logged": 4, b"within a bar": 8}.items():
+        # Below a script's bar, tqdm has moved up to the line.
+        assert re.findall(rb"([^\r\n]*?)(?:\x1b\[A)*" + line + rb"\r\n", text) == [b""] * count
 
 
 class Terminal(io.StringIO):
@@ -249,7 +258,7 @@ def test_bar_of_a_resumed_run_starts_at_its_step(monkeypatch, tmp_path, steps):
     ("value", "text"), [(1234567, "1234567"), (12345678.0, "1.235e7"), (1.2e12, "1.20e12"), (999.96, "1,000")]
 )
 def test_large_numbers_keep_their_digits(value, text):
-    assert format_log_line({"tokens_seen": value}, TrainerState()) == f"tokens_seen {text}"
+    assert format_log_line({"tokens_seen": value}, TrainerState(), 120) == f"tokens_seen {text}"
 
 
 def test_plain_line_in_a_terminal_shows_losses_that_are_nan(monkeypatch, tmp_path):
