@@ -72,7 +72,7 @@ def _note_override(error: BaseException, frames: list[TracebackType]) -> bool:
     kind = type(frames[0].tb_frame.f_locals.get("self"))
     override, bases = getattr(kind, match[2], None), [base for base in kind.__mro__ if match[2] in vars(base)]
     ours = [vars(base)[match[2]] for base in bases if base.__module__.startswith("hftrainer.")]
-    if not ours or getattr(override, "__qualname__", "") != match[1] or override in ours:
+    if not ours or not inspect.isfunction(override) or override.__qualname__ != match[1] or override in ours:
         return False
     parameters = [value.replace(annotation=value.empty) for value in inspect.signature(ours[0]).parameters.values()]
     place = f"{match[1]} ({override.__code__.co_filename}, line {override.__code__.co_firstlineno})"
