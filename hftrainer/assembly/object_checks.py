@@ -75,7 +75,7 @@ def check_objects(args: Any, model: Any, processing_class: Any, functions: Mappi
         raise WrongObject(f"args is the class {args.__name__}: pass an instance, {args.__name__}('folder', ...).")
     if isinstance(args, (str, os.PathLike, Mapping)):
         arguments = "**args" if isinstance(args, Mapping) else repr(str(args))
-        raise WrongObject(f"args is a {type(args).__name__}: pass TrainingArguments({arguments}).")
+        raise WrongObject(f"args is {describe_type(args)}: pass TrainingArguments({arguments}).")
     if isinstance(args, nn.Module):
         raise WrongObject(f"args is a model, {type(args).__name__}: pass the model first, as Trainer(model, args).")
     if not isinstance(args, (TrainingArguments, type(None))) and not hasattr(args, "should_log"):

@@ -58,7 +58,7 @@ def read_mapping(
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise error_class(f"{prefix}{path} is not valid {form}: {error}") from error
     if not isinstance(values, dict):
-        raise error_class(f"{prefix}{path} must hold keys and values, but holds a {type(values).__name__}.")
+        raise error_class(f"{prefix}{path} must hold keys and values, but is of type {type(values).__name__}.")
     return values
 
 

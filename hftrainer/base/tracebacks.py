@@ -6,6 +6,7 @@ HFTRAINER_TRACEBACK=full keeps all frames.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import re
@@ -25,10 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: Packages whose frames lead from `train()` to the script's code, and from there to the function that fails.
 _ENGINE = frozenset(
-    """
-    hftrainer hftrainer_deepspeed hftrainer_lightning hftrainer_ray hftrainer_tensorflow hftrainer_xla
-    accelerate contextlib deepspeed enum functools lightning torch
-    """.split()
+    """hftrainer hftrainer_deepspeed hftrainer_lightning hftrainer_ray hftrainer_tensorflow hftrainer_xla
+    accelerate contextlib deepspeed enum functools lightning torch""".split()
 )
 _WITHOUT_NOTE = {"hftrainer", "contextlib", "enum", "functools"}
 
@@ -52,7 +51,7 @@ class HideEngineFrames(contextlib.AbstractContextManager[None]):
             # The last frames handle the signal, or stop the run after it.
             while isinstance(link, KeyboardInterrupt) and frames and _package_of(frames[-1]) in _ENGINE - {"torch"}:
                 frames.pop()
-            kept = [] if type(link).__module__ == "hftrainer.errors" else frames[-1:]
+            kept = [] if type(link).__module__ == "hftrainer.errors" or _note_override(link, frames) else frames[-1:]
             shown = [frame for frame in frames if frame in kept or _package_of(frame) not in _ENGINE]
             link.__traceback__ = _join_frames(shown)
             # Errors of arguments pass through these too, where no engine runs.
@@ -62,6 +61,23 @@ class HideEngineFrames(contextlib.AbstractContextManager[None]):
             # Below the other notes, which explain the error.
             text = f"(The engine's frames are hidden: {TRACEBACK_VARIABLE}=full shows them.)"
             vars(error)["__notes__"] = [*(note for note in getattr(error, "__notes__", []) if note != text), text]
+
+
+def _note_override(error: BaseException, frames: list[TracebackType]) -> bool:
+    """Add to a TypeError the parameters that the called override of a Trainer lacks; False for any other error."""
+    match = re.match(r"((?:\S+\.)?(\w+))\(\) ", str(error)) if isinstance(error, TypeError) else None
+    # The call of a script has a frame of the script.
+    if match is None or not frames or _package_of(frames[-1]) not in _ENGINE:
+        return False
+    kind = type(frames[0].tb_frame.f_locals.get("self"))
+    override, bases = getattr(kind, match[2], None), [base for base in kind.__mro__ if match[2] in vars(base)]
+    ours = [vars(base)[match[2]] for base in bases if base.__module__.startswith("hftrainer.")]
+    if not ours or not inspect.isfunction(override) or override.__qualname__ != match[1] or override in ours:
+        return False
+    parameters = [value.replace(annotation=value.empty) for value in inspect.signature(ours[0]).parameters.values()]
+    place = f"{match[1]} ({override.__code__.co_filename}, line {override.__code__.co_firstlineno})"
+    add_note(error, f"A Trainer passes {place} other arguments: define it with {inspect.Signature(parameters)}.")
+    return True
 
 
 def _shorten_worker_text(error: BaseException) -> None:

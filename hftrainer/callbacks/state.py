@@ -324,7 +324,7 @@ def as_json(value: Any, name: str) -> Any:
         return value.tolist()
     if isinstance(value, _PLAIN):
         return value
-    log_once(logger, f"{name} is a {type(value).__name__}, which JSON does not have: its repr is written.")
+    log_once(logger, f"{name} is of type {type(value).__name__}, which JSON does not have: its repr is written.")
     return repr(value)
 
 

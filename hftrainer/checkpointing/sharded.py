@@ -436,7 +436,7 @@ class _ShardsReader(FileSystemReader):
 
 def _check_list(metadata: Any, shard_folder: str) -> None:
     if not isinstance(metadata, Metadata):
-        raise TypeError(f"it is a {type(metadata).__name__}")
+        raise TypeError(f"it is of type {type(metadata).__name__}")
     stored = metadata.state_dict_metadata
     if not isinstance(stored, Mapping) or not all(isinstance(name, str) for name in stored):
         raise TypeError("state_dict_metadata is no dict of names")

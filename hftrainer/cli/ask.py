@@ -11,6 +11,8 @@ from typing import Any
 from hftrainer.base.messages import format_duration
 from hftrainer.cli.parser import Parser
 
+_REQUESTS = ("save", "evaluate", "stop", "profile")
+
 
 def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
@@ -21,11 +23,18 @@ def add_subcommand(commands: Any) -> None:
         description="Send a request to the run that writes to OUTPUT_DIR: all its processes act after the same step. "
         "'stop' saves first; 'profile' writes a trace of ten steps. Exits with 1 if the run does not answer.",
     )
-    parser.add_argument("folder", metavar="OUTPUT_DIR", help="the run's output folder")
-    parser.add_argument("request", choices=("save", "evaluate", "stop", "profile"), help="what to do")
+    parser.add_argument("folder", metavar="OUTPUT_DIR", type=_read_folder, help="the run's output folder")
+    parser.add_argument("request", choices=_REQUESTS, help="what to do")
     parser.set_defaults(missing="name the run's output folder, then what to ask: save, evaluate, stop or profile")
     text = "how long to wait; default: 60, or not at all if the last run has ended according to its files"
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
+
+
+def _read_folder(word: str) -> str:
+    """The folder; raises ArgumentTypeError for a request in its place."""
+    if word in _REQUESTS:
+        raise argparse.ArgumentTypeError(f"the output folder comes before the request: ask OUTPUT_DIR {word}")
+    return word
 
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:

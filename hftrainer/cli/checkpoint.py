@@ -46,10 +46,10 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         parser.fail(f"{folder}: {reason}.")
     if (reason := not_a_checkpoint_reason(folder)) is not None:
         found = ", ".join(map(str, checkpoints_newest_first(folder))) if os.path.isdir(folder) else ""
-        nearest = describe_nearest(folder)
-        hint = f"the {nearest}" if nearest else "name a checkpoint-xxx folder"
+        hint = f"the {nearest}" if (nearest := describe_nearest(folder)) else "pass a checkpoint-xxx folder"
         hint = f"the checkpoints in it, newest first: {found}" if found else hint
-        parser.fail(f"{folder} is not a checkpoint: {reason}; {hint}.")
+        problem = f"is not a checkpoint: {reason};" if os.path.exists(folder) else "does not exist:"
+        parser.fail(f"{folder} {problem} {hint}.")
     try:
         if options.accept:
             _accept(options.folder, as_json=options.json)

@@ -254,7 +254,7 @@ def _concatenate_batches(batches: list[Any]) -> Any:
     if isinstance(first, (list, tuple)):
         columns = [_concatenate_batches(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    raise InvalidArgument(f"The main process can scatter tensors, not a {type(first).__name__}: {_ADVICE}")
+    raise InvalidArgument(f"The main process can scatter tensors, not values of type {type(first).__name__}: {_ADVICE}")
 
 
 def _slice_rows(batch: Any, start: int, stop: int) -> Any:

@@ -121,12 +121,12 @@ def as_mixture(dataset: Any) -> Any:
     if splits := [key for key in map(str, dataset) if key in _SPLITS]:
         example = "train" if "train" in splits else splits[0]
         raise InvalidArgument(
-            f"The training dataset is a {type(dataset).__name__} with the keys {', '.join(map(str, dataset))}: pass "
-            f"one of its sets, such as dataset[{example!r}]. In a mixture, each key names a source to train on."
+            f"The training dataset is of type {type(dataset).__name__}, with the keys {', '.join(map(str, dataset))}: "
+            f"pass one of its sets, such as dataset[{example!r}]. In a mixture, each key names a source to train on."
         )
     if columns := _COLUMNS & set(map(str, dataset)):
         raise InvalidArgument(
-            f"The training dataset is a {type(dataset).__name__} with the column {min(columns)!r}: pass "
+            f"The training dataset is of type {type(dataset).__name__}, with the column {min(columns)!r}: pass "
             "datasets.Dataset.from_dict(data), or a list of samples. In a mixture, each key names a source to train on."
         )
     sources = {str(name): source for name, source in dataset.items()}

@@ -92,8 +92,8 @@ def check_column(column: str, dataset: Any) -> None:
         )
     if not libraries.is_map_style_dataset(dataset):
         raise InvalidArgument(
-            f"mixture_column={column!r}: train_dataset is a {type(dataset).__name__}, but only a datasets.Dataset has "
-            "columns. Pass a dict {source: dataset} as train_dataset instead."
+            f"mixture_column={column!r}: train_dataset is of type {type(dataset).__name__}, but only a "
+            "datasets.Dataset has columns. Pass a dict {source: dataset} as train_dataset instead."
         )
     if column not in dataset.column_names:
         columns = dataset.column_names

@@ -13,6 +13,7 @@ import torch
 
 from hftrainer.base.messages import log_once
 from hftrainer.base.nested import nested_apply, nested_numpify
+from hftrainer.base.tracebacks import describe_type
 from hftrainer.parallel.accelerator import EngineAccelerator
 from hftrainer.parallel.processes import LEAVES
 from hftrainer.training_args import TrainingArguments
@@ -104,7 +105,7 @@ def _is_data(value: Any, name: str) -> bool:
     if unknown_leaves:
         log_once(
             logger,
-            f"The model's output {name} contains a {type(unknown_leaves[0]).__name__}, which is not a tensor and is "
+            f"The model's output {name} contains {describe_type(unknown_leaves[0])}, which is not a tensor and is "
             "left out of the predictions. To leave it out without this warning, add its key to ignore_keys or to the "
             "config's keys_to_ignore_at_inference.",
         )
@@ -159,7 +160,7 @@ def _as_rows(leaf: Any) -> np.ndarray:
     array = leaf if isinstance(leaf, np.ndarray) and leaf.ndim else np.atleast_1d(leaf)
     if array.dtype.kind == "O":
         raise TypeError(
-            f"Evaluation cannot concatenate a {type(leaf).__name__}, only tensors: exclude it with ignore_keys, or "
+            f"Evaluation cannot concatenate {describe_type(leaf)}, only tensors: exclude it with ignore_keys, or "
             "set eval_do_concat_batches=False to get a list of batches."
         )
     return array
@@ -187,7 +188,7 @@ def _append_batch(arrays: Any, batch: Any) -> None:
 def _describe(output: Any) -> str:
     if isinstance(output, GrowingArray):
         return "a tensor"
-    return f"a {type(output).__name__}" + (f" of {len(output)}" if isinstance(output, (Mapping, list, tuple)) else "")
+    return describe_type(output) + (f" of {len(output)}" if isinstance(output, (Mapping, list, tuple)) else "")
 
 
 class GrowingArray:

@@ -24,6 +24,7 @@ from hftrainer.base.config_files import env_flag
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.weights import save_weights
 from hftrainer.compat import libraries
+from hftrainer.errors import InvalidSetup
 from hftrainer.plugins import import_adapter
 from hftrainer.trackers.base_callbacks import TrackerCallback, arguments_of, model_config, peft_config, to_tracker_names
 from hftrainer.training_args import TrainingArguments
@@ -58,8 +59,6 @@ SUMMARY_METRICS = frozenset(
     {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
 )
 _SIZE = "model/num_parameters"
-
-
 #: Variables with which users choose the run.
 _WANDB_RUN = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
 
@@ -429,7 +428,12 @@ class CometCallback(TrackerCallback):
         online = {"online": True, "offline": False}.get(value)
         # Lightning's logger cannot start an offline experiment, but it uses a running one.
         if not self._resume(online):
-            comet_ml.start(mode=mode, online=online, experiment_config=comet_ml.ExperimentConfig(name=args.run_name))
+            config = comet_ml.ExperimentConfig(name=args.run_name)
+            try:
+                comet_ml.start(mode=mode, online=online, experiment_config=config)
+            except ValueError as error:
+                # Comet has no key.
+                raise InvalidSetup(f"report_to='comet_ml': {str(error).strip()}, or COMET_MODE=offline.") from None
         return [import_adapter("lightning", "loggers").CometLogger(name=args.run_name)]
 
     def _resume(self, online: bool | None) -> bool:

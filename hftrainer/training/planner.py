@@ -132,7 +132,9 @@ class RunPlanner(Part):
                 logger.warning("fp16=True on a CPU computes in float16; transformers trains in float32 there.")
             if resume_folder is None:
                 resume.warn_about_earlier_run(args)
-            self._tell_start(lengths, sizes["Trainable parameters"])
+            # Without any, the first batch raises an error, unless a callback unfreezes some until then.
+            if parameters := sizes["Trainable parameters"]:
+                self._tell_start(lengths, parameters)
         # XLA compiles the step for each shape of a batch, which takes minutes for a large model.
         if args.device.type == "xla" and not args.dataloader_drop_last:
             self._warn_about_ragged_batches(lengths)
@@ -150,11 +152,10 @@ class RunPlanner(Part):
     def _tell_start(self, lengths: RunLengths, parameters: int) -> None:
         args, tokens, size = self.trainer.args, self.trainer.args.tokens_per_batch, lengths.total_train_batch_size
         batch = count_of(size, "samples") if tokens is None else f"{count_of(tokens, 'tokens')} per device"
-        done = self.trainer.state.global_step
-        total = lengths.max_steps
+        done, total = self.trainer.state.global_step, lengths.max_steps
         steps = f"steps {done + 1:,} to {total:,}, each" if done else count_of(total, "steps")
-        device = f"{args.world_size} x {args.device.type}"
-        tell(f"Training {count_of(parameters, 'parameters')} on {device}: {steps} of {batch}.")
+        model = count_of(parameters, "parameters")
+        tell(f"Training {model} on {args.world_size} x {args.device.type}: {steps} of {batch}.")
 
     def _warn_about_ragged_batches(self, lengths: RunLengths) -> None:
         batch = self.run.train_batch_size * self.trainer.accelerator.processes.data_world_size

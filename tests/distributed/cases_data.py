@@ -216,7 +216,7 @@ REFUSED = (
     (SPLIT, Stream, {"max_steps": 1, "per_device_train_batch_size": 1}, f"{INDIVISIBLE} 1"),
     (None, Broken, {"max_steps": 9}, "the stream is broken"),
     (None, Ragged, {"max_steps": 9, "per_device_train_batch_size": 1}, "The main process cannot concatenate batches"),
-    (None, Texts, {"max_steps": 9, **AS_TEXT}, "The main process can scatter tensors, not a str"),
+    (None, Texts, {"max_steps": 9, **AS_TEXT}, "The main process can scatter tensors, not values of type str"),
 )
 
 

@@ -123,11 +123,9 @@ def test_warning_names_each_output_that_is_no_tensor_once(tmp_path, caplog, as_t
     assert logits.shape == (6, 3)
     assert first.shape == second.shape == (6, 8)
     warnings = sorted(record.getMessage() for record in caplog.records if "is left out" in record.getMessage())
-    kinds = (
-        {"number 2": "object", "number 3": "NoneType"} if as_tuple else {"'memory'": "object", "'mixed'": "NoneType"}
-    )
+    kinds = {"number 2": "an object", "number 3": "None"} if as_tuple else {"'memory'": "an object", "'mixed'": "None"}
     assert [text.partition(", which")[0] for text in warnings] == [
-        f"The model's output {name} contains a {kind}" for name, kind in kinds.items()
+        f"The model's output {name} contains {kind}" for name, kind in kinds.items()
     ]
     assert all(
         "add its key to ignore_keys or to the config's keys_to_ignore_at_inference." in text for text in warnings

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 import hftrainer
+from hftrainer.errors import InvalidSetup
 from tests.support import tracking
 from tests.support.jobs import Job, final_log
 from tests.support.tracking import make_tracked_trainer, scalars
@@ -286,6 +287,15 @@ def test_wandb_run_with_lines_of_the_script_is_left_as_it_is(tmp_path, monkeypat
     assert "it has 0 of 6 lines" in caplog.text
     names = {path.stem for path in tracker.folder.rglob("*.wandb")}
     assert len(names) == 2
+
+
+def test_comet_without_a_key_is_one_error(tmp_path, monkeypatch):
+    pytest.importorskip("comet_ml")
+    monkeypatch.delenv("COMET_API_KEY", raising=False)
+    tracker = tracking.Comet(tmp_path / "run", monkeypatch)
+    monkeypatch.delenv("COMET_START_ONLINE")
+    with pytest.raises(InvalidSetup, match=r"^report_to='comet_ml': .*COMET_API_KEY, or COMET_MODE=offline\."):
+        train(tracker)
 
 
 @pytest.mark.parametrize("is_there", [True, False])

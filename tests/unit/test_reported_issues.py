@@ -247,7 +247,7 @@ MISFITS = {
     "smoothed numbers": (regression, "label_smoothing_factor=0.1 needs a class for each label"),
     "#9636, several sets": (
         lambda: {"data": {"train": plain_data(), "test": plain_data()}},
-        "The training dataset is a dict with the keys train, test: pass one of its sets",
+        "The training dataset is of type dict, with the keys train, test: pass one of its sets",
     ),
     "no samples": (lambda: {"data": []}, "The training dataset has no samples: check its filters"),
     "samples of several lengths": (

@@ -134,6 +134,31 @@ def test_sample_that_is_none_is_named(tmp_path, workers):
     assert not re.search(r"/torch/|/hftrainer/", str(error))
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tracebacks stay complete before Python 3.11")
+@pytest.mark.parametrize(
+    ("name", "accepted"),
+    [
+        ("compute_loss", "(self, model, inputs, return_outputs=False, num_items_in_batch=None)"),
+        ("training_step", "(self, model, inputs, num_items_in_batch=None)"),
+        ("evaluate", "(self, eval_dataset=None, ignore_keys=None, metric_key_prefix='eval')"),
+    ],
+)
+def test_override_with_wrong_parameters_is_named_with_the_right_ones(make_args, name, accepted):
+    def override(self, wrong):
+        raise AssertionError
+
+    override.__qualname__ = f"Own.{name}"
+    kind = type("Own", (hftrainer.Trainer,), {name: override})
+    args = make_args(max_steps=1, eval_strategy="steps", eval_steps=1)
+    with pytest.raises(TypeError, match=rf"^Own.{name}\(\) ") as caught:
+        kind(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data()).train()
+    line = override.__code__.co_firstlineno
+    note = f"A Trainer passes Own.{name} ({__file__}, line {line}) other arguments: define it with {accepted}."
+    assert note in [text.replace("\n", " ") for text in caught.value.__notes__]
+    # This test's call is the only frame.
+    assert len(traceback.extract_tb(caught.value.__traceback__)) == 1
+
+
 def test_full_traceback_on_request(tmp_path, monkeypatch):
     monkeypatch.setenv("HFTRAINER_TRACEBACK", "full")
     error = fail_to_train(tmp_path, {"data_collator": fail})

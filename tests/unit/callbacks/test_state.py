@@ -81,7 +81,7 @@ def test_value_that_json_lacks_is_named_once(caplog):
     for _ in range(2):
         assert as_json({"a": [object]}, "metrics") == {"a": ["<class 'object'>"]}
     assert [record.getMessage() for record in caplog.records] == [
-        "metrics['a'] is a type, which JSON does not have: its repr is written."
+        "metrics['a'] is of type type, which JSON does not have: its repr is written."
     ]
 
 

@@ -221,7 +221,7 @@ def test_resume_with_changed_weights_warns(tmp_path, caplog):
         ({"code": 3, "chat": plain_data(3)}, {}, r"train_dataset\['code'\] is of type int"),
         ({"test": plain_data(3), "train": plain_data(3)}, {}, r"pass one of its sets, such as dataset\['train'\]"),
         (plain_data(3), {}, "mixture_weights and mixture_temperature need several"),
-        (plain_data(3), {"mixture_column": "kind"}, "only a datasets.Dataset has columns"),
+        (plain_data(3), {"mixture_column": "kind"}, "is of type list, but only a datasets.Dataset has columns"),
         (datasets.Dataset.from_dict({"kinds": ["a"]}), {"mixture_column": "kind"}, "did you mean 'kinds'"),
     ],
 )

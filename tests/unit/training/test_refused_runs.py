@@ -112,12 +112,13 @@ METRICS = {
         ),
     ],
 )
-def test_wrong_data_model_or_metric_is_named(make_args, trainer_kwargs, message):
+def test_wrong_data_model_or_metric_is_named(make_args, caplog, trainer_kwargs, message):
     trainer_kwargs = {"model": make_plain(), "train_dataset": plain_data(), **trainer_kwargs}
     settings, kind = trainer_kwargs.pop("settings", {}), trainer_kwargs.pop("kind", InvalidArgument)
     with pytest.raises(kind, match=message) as caught:
         Trainer(args=make_args(**settings), **trainer_kwargs).train()
     assert not str(caught.value).startswith("'")  # as a KeyError's message does
+    assert "Training 0 parameters" not in caplog.text
 
 
 class Own(Trainer):
