@@ -78,10 +78,10 @@ class _ParentLogger(logging.Logger):
 
     @property
     def level(self) -> int:
-        """The level of transformers' logger, else that of `TRANSFORMERS_VERBOSITY`, else the root logger's."""
+        """The level of transformers' logger, else that of `TRANSFORMERS_VERBOSITY`, else its default."""
         if (transformers_logger := _transformers_logger()) is not None:
             return transformers_logger.level
-        return LEVELS.get(os.environ.get("TRANSFORMERS_VERBOSITY", ""), 0)
+        return LEVELS.get(os.environ.get("TRANSFORMERS_VERBOSITY", ""), logging.WARNING)
 
     @level.setter
     def level(self, value: int) -> None:

@@ -211,7 +211,7 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = WithoutTran
         ({}, {}, (0, 0)),
         ({"settings": INFO}, {}, (0, 1)),
         ({}, {"TRANSFORMERS_VERBOSITY": "info"}, (0, 1)),
-        ({"after": "logging.basicConfig(level=logging.INFO, stream=sys.stdout)"}, {}, (1, 0)),
+        ({"after": "logging.basicConfig(level=logging.INFO, stream=sys.stdout)"}, {}, (0, 0)),
         ({"after": TO_STDOUT, "settings": INFO}, {}, (1, 0)),
     ],
 )
