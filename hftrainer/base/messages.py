@@ -163,11 +163,11 @@ def _pass_to_handler(handler: logging.Handler, record: logging.LogRecord) -> Non
             handler.setFormatter(formatter)
 
 
-def wrap_text(text: str, stream: Any) -> str:
-    """Wrap text between words for a terminal, which would break lines within words."""
+def wrap_text(text: str, stream: Any, margin: int = 0) -> str:
+    """Wrap text between words for a terminal, which would break lines within words; `margin` columns stay free."""
     if not is_terminal(stream):
         return text
-    width = shutil.get_terminal_size().columns
+    width = max(shutil.get_terminal_size().columns - margin, 1)
     options: dict[str, Any] = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
     # Keep a key and its value on one line, and a number and its unit.
     unbroken_text = re.sub(r"(\d%?) (?=[A-Za-z])", "\\1\xa0", text.replace("': ", "':\xa0"))

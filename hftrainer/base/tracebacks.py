@@ -110,7 +110,9 @@ def _join_frames(frames: list[TracebackType]) -> TracebackType | None:
 
 def add_note(error: BaseException, text: str) -> None:
     """Add a line below the error's message, once. Log the line if Python shows no notes (3.10)."""
-    notes, text = getattr(error, "__notes__", []), wrap_text(text, sys.stderr)
+    # Of several ranks, each prints its number before the lines of an error.
+    margin = len(f"[rank{torch.distributed.get_rank()}]: ") if torch.distributed.is_initialized() else 0
+    notes, text = getattr(error, "__notes__", []), wrap_text(text, sys.stderr, margin)
     if text not in notes:
         vars(error)["__notes__"] = [*notes, text]
         if sys.version_info < (3, 11):

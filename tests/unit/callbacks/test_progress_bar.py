@@ -14,12 +14,14 @@ import termios
 import textwrap
 
 import pytest
+import torch
 import transformers
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 import hftrainer
 from hftrainer import ProgressCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 from hftrainer.base.messages import wrap_text
+from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.log_lines import format_log_line
 from hftrainer.callbacks.notebook import _find_callback
 from hftrainer.callbacks.progress_bar import _make_bar
@@ -235,6 +237,11 @@ def test_message_keeps_a_number_with_its_unit(monkeypatch):
     monkeypatch.setenv("COLUMNS", "18")
     text = wrap_text("Peak memory is 16 MB, with 10% saving.", Terminal())
     assert text.splitlines() == ["Peak memory is", "    16 MB, with", "    10% saving."]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    add_note(error := ValueError(), "Peak memory is 16 MB")
+    assert error.__notes__ == ["Peak\n    memory\n    is\n    16 MB"]  # behind "[rank0]: "
 
 
 @pytest.mark.parametrize("steps", [4, 9])
