@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hftrainer.checkpointing.layout import step_of
 from hftrainer.checkpointing.run_progress import RunProgress
 from hftrainer.errors import InvalidArgument
 
@@ -157,7 +158,7 @@ class LossAccumulator:
         if not self.has_warned and self.trainer.args.on_divergence is None:
             args = self.trainer.args
             effect = ": log_history leaves it out of its means" if args.logging_nan_inf_filter else ""
-            advice = _advice_on_nan(inputs)
+            advice = self._blame_checkpoint(step) or _advice_on_nan(inputs)
             if args.save_total_limit and self.run.record.checkpoints_written:
                 limit = f"save_total_limit={args.save_total_limit} will delete the checkpoints from before"
                 advice += f" {limit}: on_divergence='stop' ends a run in time."
@@ -165,6 +166,16 @@ class LossAccumulator:
             values = None if inputs is None else {"non_finite_step": step}
             logger.warning("The loss %s at step %s%s. %s", problem, f"{step:,}", effect, advice, extra=values)
             self.has_warned = True
+
+    def _blame_checkpoint(self, step: int) -> str:
+        """What to do if this is the first step after a resume, and its weights are not finite; else an empty text."""
+        folder = self.run.resume_folder
+        # Sharded weights could only be read by all ranks together.
+        if folder is None or step_of(folder) != step - 1 or self.trainer.args.world_size > 1:
+            return ""
+        if all(parameter.isfinite().all() for parameter in self.trainer.model.parameters()):
+            return ""
+        return f"The weights of {folder} are not finite: resume from an older checkpoint."
 
     def restore(self, progress: RunProgress) -> None:
         """Restore the sums for the next log line, whose mean over the ranks will include the restored losses."""

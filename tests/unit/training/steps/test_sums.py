@@ -27,6 +27,18 @@ def test_losses_are_summed_in_float32(make_args, dtype):
     assert torch.equal(run.record.loss_since_log, expected)
 
 
+@pytest.mark.parametrize(("step", "is_named"), [(4, True), (5, False)])
+def test_weights_of_a_checkpoint_that_are_not_finite_are_named(make_args, caplog, step, is_named):
+    """In the first step after a resume; later ones have trained them."""
+    trainer, run = Trainer(make_plain(), make_args()), Run(resume_folder="out/checkpoint-4")
+    run.record.begin(trainer.state, trainer.args.device)
+    next(trainer.model.parameters()).data.fill_(float("nan"))
+    trainer.state.global_step = step
+    LossAccumulator(trainer, run).add_loss(torch.tensor(float("nan")), {})
+    advice = "The weights of out/checkpoint-4 are not finite: resume from an older checkpoint."
+    assert (advice in caplog.text) == is_named and "is NaN at step" in caplog.text
+
+
 def test_logged_values_are_means_over_their_counts_or_else_over_the_steps():
     metrics = LoggedMetrics()
     for value in (1.0, 2.0):
