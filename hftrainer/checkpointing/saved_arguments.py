@@ -88,6 +88,13 @@ def read_arguments_of_run(folder: str, *, skip_unreadable: bool = False) -> dict
     return {name: value for name, value in arguments.items() if name not in _PLACES}
 
 
+def plain_arguments(args: Any) -> dict[str, Any]:
+    """The arguments of a live run as `read_arguments_of_run` returns them after a save, but for JSON's types."""
+    # Only `vars` has those of ours that are not set, and only `to_dict` has plain values.
+    known = _readable_fields(vars(args) | args.to_dict())
+    return {name: value for name, value in known.items() if name not in _PLACES}
+
+
 def differing_arguments(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each run, its arguments with an effect that differ.
 

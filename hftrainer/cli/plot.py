@@ -171,7 +171,6 @@ def _read_runs(folders: list[str], x: str) -> tuple[list[RunRecord], list[str]]:
 
 def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[dict[str, Any]], str]:
     """The values of each run by which they are compared, and what they mean."""
-    from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
     from hftrainer.monitoring.journal import run_names
     from hftrainer.monitoring.run_page import find_nan, kept_goodput
 
@@ -225,8 +224,8 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
         notes[-1] += "; speeds: means without evaluations and saving" * any(
             rate.replace("_", " ") in shown for rate in rates
         )
-    if len(runs) > 1 and not any(read_arguments_of_run(run.folder, skip_unreadable=True) for run in runs):
-        notes.append("arguments unknown: no run has saved a checkpoint")
+    if len(runs) > 1 and not any(run.arguments for run in runs):
+        notes.append("arguments unknown: only checkpoints and observe=True save them")
     if "saving" in shown:
         notes.append(f"{', '.join(SHARE_TITLES.values())}: shares of the time")
     if without_journal:

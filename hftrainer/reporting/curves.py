@@ -16,7 +16,7 @@ import numpy as np
 
 from hftrainer.base.messages import count_of, format_duration, format_number, format_span
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing.saved_arguments import differing_arguments, read_arguments_of_run
+from hftrainer.checkpointing.saved_arguments import differing_arguments
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import run_names
 from hftrainer.monitoring.run_page import RunRecord, find_nan, kept_goodput
@@ -294,13 +294,12 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
     for record in records:
         if reason := explain_empty(record, x):
             raise InvalidArgument(reason)
-    folders = [record.folder for record in records]
-    names = run_names(folders) if len(runs) > 1 else [""]
+    names = run_names([record.folder for record in records]) if len(runs) > 1 else [""]
     logs, size, unit = [record.read_log(x) for record in records], 1, x
     if x == "time":
         last = max(line["step"] for state, _ in logs for line in state.log_history)
         unit, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))
-    arguments = [read_arguments_of_run(folder, skip_unreadable=True) for folder in folders]
+    arguments = [dict(record.arguments) for record in records]
     for record, known, (state, _) in zip(records, arguments, logs, strict=True):
         if device := record.page["device"]:
             known.update({"processes": record.page["world_size"], "device": device.partition(":")[0]})

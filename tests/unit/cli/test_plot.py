@@ -76,7 +76,7 @@ def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys, monkey
     monkeypatch.setattr(journal, "read_events", lambda folder: [read.append(folder), read_events(folder)][1])
     main(["plot", *runs, "--output", str(tmp_path / "a.png")])
     _, _, header, *rows, _, explanation, arguments = capsys.readouterr().out.splitlines()
-    assert arguments == "arguments unknown: no run has saved a checkpoint"
+    assert arguments == "arguments unknown: only checkpoints and observe=True save them"
     titles = ["steps", "state", "last loss", "best loss", "samples per second", "tokens per second", "time"]
     assert re.split("  +", header.strip()) == [*titles, "goodput"] and read == runs  # once
     assert (
