@@ -49,8 +49,9 @@ DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 MANY, FEW, MAX_PARTS = 30, 10, 1000
 #: Number of runs from which evaluation losses have a panel of their own, and its title.
 MANY_RUNS, EVALUATION_LOSS = 5, "evaluation loss"
-#: The word for a run whose loss is not finite at last.
+#: The word for a run whose loss is not finite at last; and the first words of all that did not reach their end.
 DIVERGED = "diverged"
+ENDED_EARLY = (DIVERGED, "killed", "stopped", "failed")
 #: The highest value that is drawn. matplotlib cannot compute with the range of larger ones.
 MAX_SHOWN = 1e250
 
@@ -259,6 +260,12 @@ class Curve:
         return [index for index, value in enumerate(self.values) if not math.isfinite(value)]
 
     @property
+    def end(self) -> int | None:
+        """The index of the last finite loss of a run that ended early; None of other curves."""
+        ended = self.name == "loss" and self.finite and self.state.startswith(ENDED_EARLY)
+        return max(set(range(len(self.values))) - {*self.gaps}) if ended else None
+
+    @property
     def legend_colour(self) -> str:
         """The colour of its entry: black for a curve of several runs."""
         return "black" if self.run and not self.owner else self.colour
@@ -376,7 +383,8 @@ def _describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: b
     seconds = f" in {format_duration(record.seconds)}" if is_alone and record.seconds else ""
     resumes = _describe_resumes(record) if is_alone and record.resumes else ""
     if nan := find_nan(page):
-        return f"{DIVERGED} at step {format_span(nan.first, nan.last)}{resumes}"
+        length = f" of {page['max_steps']:,}" * bool(page["max_steps"])
+        return f"{DIVERGED} at step {format_span(nan.first, nan.last)}{length}{resumes}"
     if page["state"] != "complete" and (page["max_steps"] or page["state"] != "unobserved"):
         return _describe_step(page) + f" of {page['max_steps']:,}" * bool(page["max_steps"]) + seconds + resumes
     # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.
