@@ -272,8 +272,8 @@ class Curve:
 
     @property
     def has_large_marks(self) -> bool:
-        """Whether the marks are all that tells a run from others, or is seen of a curve of one point."""
-        return bool(self.run) or len(self.values) == 1
+        """Whether the marks are all that tells a run from others, or most of what is seen of a curve of few points."""
+        return bool(self.run) or len(self.values) < 5
 
     @cached_property
     def finite(self) -> list[float]:

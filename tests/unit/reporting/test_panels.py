@@ -274,7 +274,8 @@ def test_slow_first_interval_does_not_squeeze_the_others(tmp_path):
 def test_single_value_has_a_large_mark_and_an_axis_from_0(value, limits):
     curve = Curve("eval_f1", "eval_f1", [40.0], [value])
     assert vertical_axis([curve]) == ("linear", pytest.approx(limits)) and curve.has_large_marks
-    assert not replace(curve, steps=[40.0, 50.0], values=[value, value]).has_large_marks
+    few, more = (replace(curve, steps=[*range(count)], values=[value] * count) for count in (4, 5))
+    assert few.has_large_marks and not more.has_large_marks
 
 
 def test_level_that_lasts_remains_in_the_panel():
