@@ -88,6 +88,13 @@ def read_arguments_of_run(folder: str, *, skip_unreadable: bool = False) -> dict
     return {name: value for name, value in arguments.items() if name not in _PLACES}
 
 
+def plain_arguments(args: Any) -> dict[str, Any]:
+    """The arguments of a live run as `read_arguments_of_run` returns them after a save, but for JSON's types."""
+    # Only `vars` has those of ours that are not set, and only `to_dict` has plain values.
+    known = _readable_fields(vars(args) | args.to_dict())
+    return {name: value for name, value in known.items() if name not in _PLACES}
+
+
 def differing_arguments(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each run, its arguments with an effect that differ.
 
@@ -119,7 +126,7 @@ def is_shared(name: str, value: Any, runs: list[dict[str, Any]]) -> bool:
     return 2 * sum(name in run and run[name] == value for run in runs) > len(runs)
 
 
-def _round(name: str, value: Any, runs: list[dict[str, Any]]) -> str:
+def round_argument(name: str, value: Any, runs: list[dict[str, Any]]) -> str:
     """A value of an argument; a number is rounded, unless that of another run would then read the same."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
@@ -134,7 +141,11 @@ def describe(arguments: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     It has so many that it is no other run's text, unless that run has the same arguments.
     """
     parts, *others = (
-        [f"{name} {_round(name, value, runs):.90}" for name, value in run.items() if not is_shared(name, value, runs)]
+        [
+            f"{name} {round_argument(name, value, runs):.90}"
+            for name, value in run.items()
+            if not is_shared(name, value, runs)
+        ]
         for run in (arguments, *runs)
     )
     # As many as fit, and as tell the run from others.

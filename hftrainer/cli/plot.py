@@ -171,7 +171,6 @@ def _read_runs(folders: list[str], x: str) -> tuple[list[RunRecord], list[str]]:
 
 def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[dict[str, Any]], str]:
     """The values of each run by which they are compared, and what they mean."""
-    from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
     from hftrainer.monitoring.journal import run_names
     from hftrainer.monitoring.run_page import find_nan, kept_goodput
 
@@ -225,8 +224,8 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
         notes[-1] += "; speeds: means without evaluations and saving" * any(
             rate.replace("_", " ") in shown for rate in rates
         )
-    if len(runs) > 1 and not any(read_arguments_of_run(run.folder, skip_unreadable=True) for run in runs):
-        notes.append("arguments unknown: no run has saved a checkpoint")
+    if len(runs) > 1 and not any(run.arguments for run in runs):
+        notes.append("arguments unknown: only checkpoints and observe=True save them")
     if "saving" in shown:
         notes.append(f"{', '.join(SHARE_TITLES.values())}: shares of the time")
     if without_journal:
@@ -263,7 +262,7 @@ def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
     # Of runs that are all complete, nothing is said.
     if {run.get("state") for run in runs} in ({"complete"}, {"unknown"}):
         formats["state"] = lambda _: ""
-    runs = [_as_columns(run) for run in runs]
+    runs = [_as_columns(run, [other.get("differs in", {}) for other in runs]) for run in runs]
     # Trials may have different hyperparameters.
     names = list(dict.fromkeys(name for run in runs for name in run))
     rows = [tuple(names) if names[0] == "trial" else ("", *names[1:])]
@@ -277,14 +276,17 @@ def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
     return turned if by_run or are_wide == [True, False] else align(rows, width)
 
 
-def _as_columns(row: dict[str, Any]) -> dict[str, Any]:
+def _as_columns(row: dict[str, Any], settings: list[dict[str, Any]]) -> dict[str, Any]:
     """A row with a column for each argument in which runs differ and the best run named, for a table."""
+    from hftrainer.checkpointing.saved_arguments import round_argument
+
     row = {title: value for title, value in row.items() if title not in ("diverged at", "resumed at", "curves")}
-    settings = row.pop("differs in", {})
+    own = row.pop("differs in", {})
     if row.pop("is best", False):
         row["run"] += " (best)"
     first, *others = row.items()
-    return dict([first, *settings.items(), *others])
+    texts = {name: None if value is None else round_argument(name, value, settings) for name, value in own.items()}
+    return dict([first, *texts.items(), *others])
 
 
 def _show(paths: list[str], curves: list[Curve]) -> None:

@@ -2,8 +2,8 @@
 
 Every line has `time` (seconds since 1970), `event` and `step` (optimizer steps done). The events are:
 
-- `begin`: `train()` started; `max_steps`, `logging_steps` or null, `world_size`, `device`, `pid`, `host`, and
-  `resumed_from`, a folder or null.
+- `begin`: `train()` started; `max_steps`, `logging_steps` or null, `world_size`, `device`, `pid`, `host`,
+  `resumed_from`, a folder or null, and `arguments` without tokens and output paths.
 - `log`: `logs`, a line of `log_history`; and `is_partial` if some losses since the line before were not finite, so that
   its `loss` may leave them out and be too low.
 - `interval`: the time since the last interval; `steps`, and `seconds` by activity: 'steps' (forward, backward,

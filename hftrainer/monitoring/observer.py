@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hftrainer.callbacks.state import TrainerCallback
+from hftrainer.checkpointing.saved_arguments import plain_arguments
 from hftrainer.monitoring.flops import FlopCounter
 from hftrainer.monitoring.journal import Journal, read_events
 from hftrainer.parallel import devices
@@ -175,6 +176,7 @@ class Observer(TrainerCallback):
         logging_steps = state.logging_steps if args.logging_strategy == "steps" else None
         facts = {"max_steps": state.max_steps, "pid": os.getpid(), "host": socket.gethostname(), **self._facts}
         facts |= {name: getattr(args, name) for name in ("metric_for_best_model", "greater_is_better")}
+        facts["arguments"] = plain_arguments(args)
         self.journal.write("begin", state.global_step, **facts, logging_steps=logging_steps)
         logging.getLogger("hftrainer").addHandler(self._handler)
         self._begin_interval(self._read_counters())

@@ -16,6 +16,7 @@ from typing import Any
 from hftrainer.base.messages import format_number
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.layout import save_time, sort_checkpoints
+from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring import journal
 from hftrainer.parallel.environment import has_ended
@@ -358,6 +359,12 @@ class RunRecord:
         for event in self._events:
             run.add_event(event)
         return run.describe() if self._events else run.read()
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the run, which its journal or a checkpoint has; empty if none are known."""
+        starts = [event["arguments"] for event in self._kept if "arguments" in event]
+        return starts[-1] if starts else read_arguments_of_run(self.folder, skip_unreadable=True)
 
     def read_log(self, x: str) -> tuple[TrainerState, dict[float, float]]:
         """The state with places on the axis `x` as the steps of log lines; and place → optimizer step.

@@ -16,7 +16,7 @@ import numpy as np
 
 from hftrainer.base.messages import count_of, format_duration, format_number, format_span
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing.saved_arguments import differing_arguments, read_arguments_of_run
+from hftrainer.checkpointing.saved_arguments import differing_arguments
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import run_names
 from hftrainer.monitoring.run_page import RunRecord, find_nan, kept_goodput
@@ -49,8 +49,9 @@ DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 MANY, FEW, MAX_PARTS = 30, 10, 1000
 #: Number of runs from which evaluation losses have a panel of their own, and its title.
 MANY_RUNS, EVALUATION_LOSS = 5, "evaluation loss"
-#: The word for a run whose loss is not finite at last.
+#: The word for a run whose loss is not finite at last; and the first words of all that did not reach their end.
 DIVERGED = "diverged"
+ENDED_EARLY = (DIVERGED, "killed", "stopped", "failed")
 #: The highest value that is drawn. matplotlib cannot compute with the range of larger ones.
 MAX_SHOWN = 1e250
 
@@ -259,14 +260,20 @@ class Curve:
         return [index for index, value in enumerate(self.values) if not math.isfinite(value)]
 
     @property
+    def end(self) -> int | None:
+        """The index of the last finite loss of a run that ended early; None of other curves."""
+        ended = self.name == "loss" and self.finite and self.state.startswith(ENDED_EARLY)
+        return max(set(range(len(self.values))) - {*self.gaps}) if ended else None
+
+    @property
     def legend_colour(self) -> str:
         """The colour of its entry: black for a curve of several runs."""
         return "black" if self.run and not self.owner else self.colour
 
     @property
     def has_large_marks(self) -> bool:
-        """Whether the marks are all that tells a run from others, or is seen of a curve of one point."""
-        return bool(self.run) or len(self.values) == 1
+        """Whether the marks are all that tells a run from others, or most of what is seen of a curve of few points."""
+        return bool(self.run) or len(self.values) < 5
 
     @cached_property
     def finite(self) -> list[float]:
@@ -294,13 +301,12 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
     for record in records:
         if reason := explain_empty(record, x):
             raise InvalidArgument(reason)
-    folders = [record.folder for record in records]
-    names = run_names(folders) if len(runs) > 1 else [""]
+    names = run_names([record.folder for record in records]) if len(runs) > 1 else [""]
     logs, size, unit = [record.read_log(x) for record in records], 1, x
     if x == "time":
         last = max(line["step"] for state, _ in logs for line in state.log_history)
         unit, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))
-    arguments = [read_arguments_of_run(folder, skip_unreadable=True) for folder in folders]
+    arguments = [dict(record.arguments) for record in records]
     for record, known, (state, _) in zip(records, arguments, logs, strict=True):
         if device := record.page["device"]:
             known.update({"processes": record.page["world_size"], "device": device.partition(":")[0]})
@@ -377,7 +383,8 @@ def _describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: b
     seconds = f" in {format_duration(record.seconds)}" if is_alone and record.seconds else ""
     resumes = _describe_resumes(record) if is_alone and record.resumes else ""
     if nan := find_nan(page):
-        return f"{DIVERGED} at step {format_span(nan.first, nan.last)}{resumes}"
+        length = f" of {page['max_steps']:,}" * bool(page["max_steps"])
+        return f"{DIVERGED} at step {format_span(nan.first, nan.last)}{length}{resumes}"
     if page["state"] != "complete" and (page["max_steps"] or page["state"] != "unobserved"):
         return _describe_step(page) + f" of {page['max_steps']:,}" * bool(page["max_steps"]) + seconds + resumes
     # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.

@@ -232,11 +232,12 @@ def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]
         for level in levels:
             mean = _heights(curve, curve.smooth(SMOOTHING[level]), foot) | {"name": f"{curve.label}, mean"}
             yield trace | mean | {"meta": level}
-    if curve.best is not None:
-        place, value = curve.steps[curve.best], curve.drawable[curve.best]
-        point = {"x": [place], "y": [max(foot, value)], "customdata": [value], "name": f"best {curve.label}"}
-        star = {"symbol": "star", "size": 12, "color": curve.colour, "line": {"width": 1, "color": "black"}}
-        yield trace | point | {"mode": "markers", "marker": star}
+    for index, shape, word in ((curve.best, "star", "best"), (curve.end, "x", "last")):
+        if index is not None:
+            place, value = curve.steps[index], curve.drawable[index]
+            point = {"x": [place], "y": [max(foot, value)], "customdata": [value], "name": f"{word} {curve.label}"}
+            mark = {"symbol": shape, "size": 12, "color": curve.colour, "line": {"width": 1, "color": "black"}}
+            yield trace | point | {"mode": "markers", "marker": mark}
 
 
 def _marks(curves: list[Curve], top: float) -> Iterator[dict[str, Any]]:

@@ -203,10 +203,10 @@ def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
     names = f"{', '.join(runs[:-1])} and {runs[-1]}" if len(runs) < 4 else f"{len(runs)} training runs"
     title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run {name}"]
     if curves[0].state and not curves[0].run:
-        title.append(curves[0].state)
+        title.append("✖ " * any(curve.end is not None for curve in curves) + curves[0].state)
     if any(curve.restarts and curve.x in TIME_UNITS for curve in curves):
         title.append("the time leaves out the pauses before a run resumed")
-    title += filter(None, [_constant_memory(curves)])
+    title += filter(None, [_constants(curves), _constant_memory(curves)])
     settings = list({curve.run: curve.settings for curve in curves}.values())
     shared = {name: value for run in settings for name, value in run.items() if is_shared(name, value, settings)}
     title += [f"most runs: {describe(shared, [])}"] if shared else []
@@ -222,11 +222,26 @@ def opacity_under_mean(curves: list[Curve]) -> float:
 
 
 def group_by_panel(curves: list[Curve]) -> dict[str, list[Curve]]:
-    """The panels. A constant memory has none: a note below the title has it."""
+    """The panels. What is constant and equal in all runs has none, if others have: a note below the title has it."""
     panels = {panel: list(panel_curves) for panel, panel_curves in groupby(curves, key=lambda curve: curve.panel)}
-    memory = [value for curve in panels.get(MEMORY_PANEL, ()) for value in curve.finite]
-    is_flat = memory and len(panels) > 1 and max(memory) < 1.05 * min(memory)
-    return {panel: panel_curves for panel, panel_curves in panels.items() if panel != MEMORY_PANEL or not is_flat}
+    return {panel: panel_curves for panel, panel_curves in panels.items() if not _is_constant(panel_curves)} or panels
+
+
+def _is_constant(curves: list[Curve]) -> bool:
+    """Whether a panel says no more than its first value: no loss, no metric with a best value, no speed."""
+    values, panel = [value for curve in curves for value in curve.finite], curves[0].panel
+    if panel == MEMORY_PANEL:
+        return bool(values) and max(values) < 1.05 * min(values)
+    is_needed = panel in ("loss", EVALUATION_LOSS) or PANEL_OF.get(curves[0].name) in SPEEDS
+    is_special = any(curve.owner or curve.gaps or curve.best is not None or len(curve.values) < 2 for curve in curves)
+    return not is_needed and not is_special and len(set(values)) == 1
+
+
+def _constants(curves: list[Curve]) -> str:
+    """The names and values of what has no panel, but memory."""
+    shown = {MEMORY_PANEL, *group_by_panel(curves)}
+    found = {f"{curve.name} {curve.format(curve.values[0])}": 0 for curve in curves if curve.panel not in shown}
+    return f"constant: {', '.join(found)}" if found else ""
 
 
 def _constant_memory(curves: list[Curve]) -> str:
@@ -274,7 +289,8 @@ def describe_run(run: str, curves: list[Curve]) -> str:
     settings = {curve.run: curve.settings for curve in curves}
     text = describe(settings[run], [*settings.values()])
     text = text if settings[run] or not any(settings.values()) else "arguments unknown"
-    facts = (run_curves[0].state, text, next(best, ""))
+    state = "✖ " * any(curve.end is not None for curve in run_curves) + run_curves[0].state
+    facts = (state, text, next(best, ""))
     name = run + " (best)" * run_curves[0].is_best + f" = {first}" * (first != run)
     return " · ".join(filter(None, (name, *facts)))
 

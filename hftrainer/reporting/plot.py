@@ -137,9 +137,10 @@ def _draw_lines(axis: Any, curves: list[Curve]) -> dict[str, Any]:
         axis.plot(*curve.points(curve.mean or curve.below(top), foot), **marks, **style)
         style |= {"color": curve.legend_colour, "marker": curve.mark if curve.owner else "", "linewidth": 1.5}
         handles.setdefault(curve.legend_entry, axis.plot([], [], **style)[0])
-        if curve.best is not None:
-            star = {"color": curve.colour, "markeredgecolor": "black", "markersize": 10, "zorder": 3}
-            axis.plot(curve.steps[curve.best], max(foot, curve.drawable[curve.best]), "*", **star)
+        for point, shape in ((curve.best, "*"), (curve.end, "X")):
+            if point is not None:
+                mark = {"color": curve.colour, "markeredgecolor": "black", "markersize": 10, "zorder": 3}
+                axis.plot(curve.steps[point], max(foot, curve.drawable[point]), shape, **mark)
     handles |= {text: axis.plot([], [], "_", color="grey")[0]} if text else {}
     return handles
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hftrainer.__main__ import main
-from hftrainer.cli.plot import align, describe_curves
+from hftrainer.cli.plot import _compare, align, describe_curves
 from hftrainer.monitoring import journal
 from hftrainer.monitoring.journal import read_events
 from hftrainer.reporting.curves import Curve, read_curves
@@ -76,7 +76,7 @@ def test_table_of_observed_runs_shows_speed_and_goodput(tmp_path, capsys, monkey
     monkeypatch.setattr(journal, "read_events", lambda folder: [read.append(folder), read_events(folder)][1])
     main(["plot", *runs, "--output", str(tmp_path / "a.png")])
     _, _, header, *rows, _, explanation, arguments = capsys.readouterr().out.splitlines()
-    assert arguments == "arguments unknown: no run has saved a checkpoint"
+    assert arguments == "arguments unknown: only checkpoints and observe=True save them"
     titles = ["steps", "state", "last loss", "best loss", "samples per second", "tokens per second", "time"]
     assert re.split("  +", header.strip()) == [*titles, "goodput"] and read == runs  # once
     assert (
@@ -221,6 +221,11 @@ def test_curves_are_described_in_a_text_table():
         "best a: 7 at step 4",
         "a: max 7 at step 4",
     ]
+
+
+def test_arguments_that_differ_read_differently():
+    rows = [{"run": str(rate), "differs in": {"learning_rate": rate}} for rate in (1e-05, 1.00001e-05, 0.3 / 7)]
+    assert [line.split()[-1] for line in _compare(rows).splitlines()[1:]] == ["1e-05", "1.00001e-05", "0.04286"]
 
 
 @pytest.mark.parametrize("width", [12, 5])

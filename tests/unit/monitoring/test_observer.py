@@ -14,9 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from hftrainer.arguments.choices import OBSERVE_PARTS, read_observe
+from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.flops import peak_flops
 from hftrainer.monitoring.journal import Journal, goodput, read_events, remove_undone_steps
+from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.training import monitors
 from tests.support.checkpoints import AtStep
 from tests.support.parity import assert_same_weights
@@ -273,6 +275,15 @@ def test_journal_has_events_and_seconds_of_a_run(tmp_path, clock):
     assert [event["folder"] for event in events if event["event"] == "checkpoint"] == ["checkpoint-3", "checkpoint-6"]
     phases = [event["phase"] for event in events if event["event"] == "phase"]
     assert phases == ["evaluation", "training", "saving", "training"] * 2
+
+
+def test_journal_has_the_arguments_that_a_checkpoint_has(tmp_path):
+    settings = {"observe": True, "hub_token": "secret", "lr_scheduler_type": "cosine", "optim": "sgd"}
+    for name, strategy in (("a", "no"), ("b", "steps")):
+        train(tmp_path / name, save_strategy=strategy, save_steps=6, **settings)
+    (begin, *_), known = read_events(str(tmp_path / "b")), RunRecord(str(tmp_path / "a")).arguments
+    assert begin["arguments"] == read_arguments_of_run(str(tmp_path / "b")) == known | {"save_strategy": "steps"}
+    assert "secret" not in (tmp_path / "a" / "journal.jsonl").read_text()
 
 
 def test_goodput_leaves_out_steps_lost_by_restarts(tmp_path, monkeypatch):

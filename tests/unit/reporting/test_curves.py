@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,8 @@ from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting.curves import Curve, _with_styles, read_curves
 from hftrainer.reporting.metrics import SHARES, choose_best, logged, logged_curves
 from hftrainer.reporting.panels import describe_run, vertical_axis
-from tests.support.run_logs import SPEEDS, train_two_runs, write_log, write_observed_run
+from hftrainer.reporting.plot import plot
+from tests.support.run_logs import SPEEDS, texts_in_svg, train_two_runs, write_log, write_observed_run
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +54,15 @@ def test_loss_that_leaves_out_some_is_a_gap_and_not_the_best(tmp_path, x, capsys
 
 
 def test_run_whose_last_losses_are_nan_has_diverged(tmp_path):
-    journal = Journal(write_observed_run(tmp_path))
+    journal = Journal(write_observed_run(tmp_path / "a"))
     for step in (30, 40):
         journal.write("log", step, logs={"loss": math.nan, "grad_norm": math.nan})
-    assert read_curves([str(tmp_path)])[0].state == "diverged at step 21-30"
+    curves = read_curves([str(tmp_path / "a")])
+    assert curves[0].state == "diverged at step 21-30 of 30"
+    assert [(curve.name, curve.end) for curve in curves if curve.end is not None] == [("loss", 1)]  # of step 20
+    plot([str(tmp_path / "a"), write_observed_run(tmp_path / "b")], html=True, out=str(tmp_path / "a.svg"))
+    assert any("a · ✖ diverged at step 21-30 of 30" in text for text in texts_in_svg(tmp_path / "a.svg"))
+    assert re.search(r'"name":"last a: loss"[^{]*"x":\[20\.?0?\]', (tmp_path / "a.html").read_text())
 
 
 def test_complete_run_has_its_steps_and_time(tmp_path):

@@ -12,7 +12,15 @@ from hftrainer.monitoring.journal import append_line
 from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting.curves import Curve, read_curves
 from hftrainer.reporting.page import _make_figure
-from hftrainer.reporting.panels import clipped_peaks, describe_run, rug, vertical_axis, vertical_lines
+from hftrainer.reporting.panels import (
+    clipped_peaks,
+    describe_run,
+    group_by_panel,
+    rug,
+    title_and_notes,
+    vertical_axis,
+    vertical_lines,
+)
 from hftrainer.reporting.plot import draw_picture, plot
 from tests.support.run_logs import texts_in_svg, write_log, write_observed_run
 
@@ -266,7 +274,8 @@ def test_slow_first_interval_does_not_squeeze_the_others(tmp_path):
 def test_single_value_has_a_large_mark_and_an_axis_from_0(value, limits):
     curve = Curve("eval_f1", "eval_f1", [40.0], [value])
     assert vertical_axis([curve]) == ("linear", pytest.approx(limits)) and curve.has_large_marks
-    assert not replace(curve, steps=[40.0, 50.0], values=[value, value]).has_large_marks
+    few, more = (replace(curve, steps=[*range(count)], values=[value] * count) for count in (4, 5))
+    assert few.has_large_marks and not more.has_large_marks
 
 
 def test_level_that_lasts_remains_in_the_panel():
@@ -276,3 +285,15 @@ def test_level_that_lasts_remains_in_the_panel():
     assert all(vertical_axis([curve])[1][1] > 12 for curve in curves)
     noisy = [50.0 if step % 11 == 5 else 10.0 for step in range(200)]  # too many for spikes
     assert vertical_axis([replace(curves[1], values=noisy)])[0] == "log"
+
+
+def test_what_is_constant_and_equal_in_all_runs_has_a_note_in_place_of_a_panel(tmp_path):
+    for name, rate in (("a", 0.001), ("b", 0.001), ("c", 0.002)):
+        line = {"loss": 1.0, "learning_rate": rate, "grad_norm": 0.0, "eval_f1": 0.5}
+        write_log(tmp_path / name, [{**line, "step": step} for step in (1, 2)])
+    shown = {}
+    for names in ("a", "ab", "abc"):
+        curves = read_curves([str(tmp_path / name) for name in names])
+        shown[names] = [*group_by_panel(curves)], title_and_notes("", curves)[-1]
+    few = ["loss", "eval_f1"], "constant: learning_rate 0.001, grad_norm 0"
+    assert shown == {"a": few, "ab": few, "abc": (["loss", "eval_f1", "learning rate"], "constant: grad_norm 0")}

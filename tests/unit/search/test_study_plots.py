@@ -4,6 +4,7 @@ import math
 import os
 import re
 import sys
+from pathlib import Path
 
 import optuna
 import pytest
@@ -73,7 +74,24 @@ def test_study_must_be_chosen_and_each_objective_is_drawn(tmp_path):
         with pytest.raises(InvalidArgument, match="has the studies a, b: choose one of them with --study-name"):
             plot_study(url, name, out=str(tmp_path))
     written = plot_study(url, "b", out=str(tmp_path))
-    assert written == [str(tmp_path / f"b_{name}_{number}.png") for name in NAMES for number in (0, 1)]
+    pictures = [f"b_{name}_{number}.png" for name in NAMES[1:] for number in (0, 1)]
+    assert written == [str(tmp_path / name) for name in ("b_pareto_front.png", *pictures)]
+    assert len(plot_study(*make_study_of_three(tmp_path), out=str(tmp_path))) == 9
+
+
+def make_study_of_three(folder):
+    make_study(url := f"sqlite:///{folder}/three.db", directions=("minimize",) * 3)
+    return url, "a"
+
+
+def test_pareto_front_is_a_line_through_the_best_trials(tmp_path):
+    study = optuna.create_study(storage=(url := f"sqlite:///{tmp_path}/a.db"), directions=("minimize", "maximize"))
+    for values in ([3.0, 9.0], [1.0, 2.0], [2.0, 1.0]):
+        kinds = {"x": optuna.distributions.FloatDistribution(0, 9)}
+        study.add_trial(optuna.create_trial(values=values, params={"x": values[0]}, distributions=kinds))
+    *_, page = plot_study(url, out=str(tmp_path), html="cdn")
+    (front,) = re.findall(r'"name":"best trials \(2\)"[^{]*"x":\[([^]]*)\],"y":\[([^]]*)\]', Path(page).read_text())
+    assert [list(map(float, values.split(","))) for values in front] == [[1, 3], [2, 9]]
 
 
 def test_axis_has_the_name_of_the_metric(tmp_path):
