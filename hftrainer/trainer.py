@@ -507,9 +507,9 @@ class Trainer(EarlierMethods):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train once with this batch size: `train()` calls it again if that size does not fit, or after a rollback."""
-        args = self.args if args is None else args
-        runner = self._hftrainer.training_runner
-        return runner.run_attempt(args, batch_size, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        return self._hftrainer.training_runner.run_attempt(
+            batch_size, args, resume_folder=resume_from_checkpoint, trial=trial, ignore_keys=ignore_keys_for_eval
+        )
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int | None = None
