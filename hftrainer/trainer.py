@@ -132,7 +132,7 @@ class Trainer(EarlierMethods):
     is_fsdp_xla_v1_enabled: bool
     is_fsdp_xla_v2_enabled: bool
     current_flos = RunAttribute("flos")
-    current_gradient_accumulation_steps = RunAttribute("accumulation_steps")
+    current_gradient_accumulation_steps = RunAttribute("window_size")
     hp_name: Callable[[Any], str] | None
     hp_search_backend: HPSearchBackend | None
     hp_space: Callable[[Any], dict[str, Any]]
@@ -507,9 +507,9 @@ class Trainer(EarlierMethods):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train once with this batch size: `train()` calls it again if that size does not fit, or after a rollback."""
-        args = self.args if args is None else args
-        runner = self._hftrainer.training_runner
-        return runner.run_attempt(args, batch_size, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        return self._hftrainer.training_runner.run_attempt(
+            batch_size, args, resume_folder=resume_from_checkpoint, trial=trial, ignore_keys=ignore_keys_for_eval
+        )
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int | None = None

@@ -36,8 +36,9 @@ class EarlierLengths(NamedTuple):
     def from_lengths(cls, lengths: Any, *, epoch_based: bool, has_length: bool) -> EarlierLengths:
         """The same lengths in the earlier order."""
         values = lengths._asdict()
-        del values["total_train_batch_size"], values["steps_in_epoch"]
-        return cls(epoch_based=epoch_based, len_dataloader=lengths.steps_in_epoch if has_length else None, **values)
+        del values["total_train_batch_size"]
+        micro_batches = values.pop("micro_batches_in_epoch")
+        return cls(epoch_based=epoch_based, len_dataloader=micro_batches if has_length else None, **values)
 
 
 class PolicyUntil5_22(ReleasePolicy):

@@ -237,7 +237,7 @@ class SkippedSamples:
             return lengths
         # A stream has one epoch, which continues.
         if lengths.num_train_epochs == sys.maxsize:
-            return lengths._replace(steps_in_epoch=lengths.steps_in_epoch + sum(self.windows.values()))
+            return lengths._replace(micro_batches_in_epoch=lengths.micro_batches_in_epoch + sum(self.windows.values()))
 
         def count_skipped(epochs: int) -> int:
             return sum(epoch < epochs for epoch, _ in self.windows)

@@ -84,10 +84,10 @@ class RunPlanner(Part):
         if resume_folder is not None:
             trainer.state = resume.load_state(resume_folder, trainer.args, max_steps)
             trainer._load_callback_state()
-            position_of_progress = None if progress is None else progress.resume_position(lengths.steps_in_epoch)
-            first_epoch, finished_micro_batches = position_of_progress or position_at_step(
+            position = None if progress is None else progress.resume_position(lengths.micro_batches_in_epoch)
+            first_epoch, finished_micro_batches = position or position_at_step(
                 trainer.state.global_step,
-                lengths.steps_in_epoch,
+                lengths.micro_batches_in_epoch,
                 self.parts.engine.accumulation_steps_of,
                 () if self.run.skipped_samples is None else self.run.skipped_samples.windows,
             )

@@ -21,7 +21,7 @@ class RunLengths(NamedTuple):
         num_examples: samples in an epoch.
         num_train_samples: samples in the run.
         total_train_batch_size: samples per optimizer step over all processes.
-        steps_in_epoch: micro-batches in an epoch of this process.
+        micro_batches_in_epoch: micro-batches in an epoch of this process.
         max_steps: optimizer steps in the run.
     """
 
@@ -30,7 +30,7 @@ class RunLengths(NamedTuple):
     num_examples: int
     num_train_samples: float
     total_train_batch_size: int
-    steps_in_epoch: int
+    micro_batches_in_epoch: int
     max_steps: int
 
 
@@ -54,11 +54,10 @@ def read_lengths(values: Any, args: TrainingArguments, *, total_train_batch_size
     if not isinstance(values[4], bool):
         return RunLengths(*values)
     lengths = EarlierLengths(*values)
-    steps = lengths.len_dataloader
-    planned_micro_batches = lengths.max_steps * args.gradient_accumulation_steps
-    return RunLengths(
-        *lengths[:4], total_train_batch_size, planned_micro_batches if steps is None else steps, lengths.max_steps
-    )
+    micro_batches_in_epoch = lengths.len_dataloader
+    if micro_batches_in_epoch is None:
+        micro_batches_in_epoch = lengths.max_steps * args.gradient_accumulation_steps
+    return RunLengths(*lengths[:4], total_train_batch_size, micro_batches_in_epoch, lengths.max_steps)
 
 
 #: Epoch → micro-batches per optimizer step in this epoch.
@@ -111,7 +110,6 @@ def compute_lengths(
     Raises:
         InvalidArgument: if the arguments do not determine the length of training, or if the data is empty.
     """
-    accumulation_steps = accumulation_steps_of(0)
     if micro_batches == 0:
         raise InvalidArgument(
             "The training data has no batches: the dataset is empty, or it is smaller than one batch and "
@@ -124,8 +122,8 @@ def compute_lengths(
                 "computed from num_train_epochs."
             )
         samples = args.max_steps * total_batch_size
-        micro = args.max_steps * accumulation_steps
-        return RunLengths(sys.maxsize, args.max_steps, samples, samples, total_batch_size, micro, args.max_steps)
+        planned = args.max_steps * accumulation_steps_of(0)
+        return RunLengths(sys.maxsize, args.max_steps, samples, samples, total_batch_size, planned, args.max_steps)
     assert num_examples is not None
 
     def count_steps(epoch: int) -> int:

@@ -168,10 +168,11 @@ class TrainingRunner(Part):
             self.run_end.release_run(*failure)
 
     def run_attempt(
-        self, args: TrainingArguments, batch_size: int | None, resume_folder: str | None, trial: Any, ignore_keys: Any
+        self, batch_size: int | None, args: TrainingArguments | None, resume_folder: Any, trial: Any, ignore_keys: Any
     ) -> TrainOutput:
         """Plan, prepare, run Lightning's loop, and finish."""
         trainer = self.trainer
+        args = trainer.args if args is None else args
         # An override may pass other arguments.
         self.parts.trainer_setup.apply_arguments_to_engine(args)
         trainer.accelerator.free_memory()

@@ -206,7 +206,7 @@ def restore_progress(pl_trainer: pl.Trainer, attempt: Attempt, global_step: int)
     epochs = {"ready": started_epochs, "started": started_epochs, "processed": epoch, "completed": epoch}
     state["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}
     batches = dict.fromkeys(("ready", "started", "processed", "completed"), batch)
-    total = {name: epoch * attempt.lengths.steps_in_epoch + count for name, count in batches.items()}
+    total = {name: epoch * attempt.lengths.micro_batches_in_epoch + count for name, count in batches.items()}
     state["epoch_loop.batch_progress"] |= {"total": total, "current": batches, "is_last_batch": False}
     optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
     optimizer["step"]["total"] = {"ready": global_step, "completed": global_step}

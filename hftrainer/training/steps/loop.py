@@ -153,7 +153,7 @@ class TrainingLoop(Part):
             "model": self.trainer.model_wrapped,
             "epoch": self.batches.epoch,
             "train_dataloader": self.batches.reader.loader,
-            "steps_in_epoch": attempt.lengths.steps_in_epoch,
+            "steps_in_epoch": attempt.lengths.micro_batches_in_epoch,
             "num_update_steps_per_epoch": attempt.lengths.num_update_steps_per_epoch,
             "trial": attempt.trial,
             "ignore_keys_for_eval": attempt.ignore_keys,
@@ -278,7 +278,7 @@ class TrainingLoop(Part):
 
     def epoch_after_step(self) -> float:
         """The fraction of epochs that is done once the current step is counted."""
-        return self.batches.epoch + (self.batches.position.index + 1) / self.attempt.lengths.steps_in_epoch
+        return self.batches.epoch + (self.batches.position.index + 1) / self.attempt.lengths.micro_batches_in_epoch
 
     def _log_save_evaluate(self) -> None:
         """Log, evaluate and save as requested. Overrides are called after every step."""

@@ -61,7 +61,7 @@ def divide_by_micro_batches(
     parts: TrainerParts, loss: torch.Tensor, other_losses: Mapping[str, Any], items: torch.Tensor | int | None
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """The loss, and the other losses that are logged, divided by the step's micro-batches unless items divided them."""
-    divisor = parts.policy.loss_divisor(parts.run.accumulation_steps, parts.trainer.args)
+    divisor = parts.policy.loss_divisor(parts.run.window_size, parts.trainer.args)
     if divisor > 1 and _is_divided_by_items(parts, items):
         divisor = 1
     logged_losses = {name: other / divisor for name, other in other_losses.items() if other is not None}
@@ -70,8 +70,8 @@ def divide_by_micro_batches(
 
 def divide_in_backward(accelerator: EngineAccelerator, loss: torch.Tensor) -> torch.Tensor:
     """The loss divided by accelerate's accumulation steps, but not with DeepSpeed, whose engine divides itself."""
-    steps = accelerator.gradient_accumulation_steps
-    return loss / steps if steps > 1 and accelerator.distributed_type is not DistributedType.DEEPSPEED else loss
+    size = accelerator.gradient_accumulation_steps
+    return loss / size if size > 1 and accelerator.distributed_type is not DistributedType.DEEPSPEED else loss
 
 
 def _is_divided_by_items(parts: TrainerParts, items: torch.Tensor | int | None) -> bool:

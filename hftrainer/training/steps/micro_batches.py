@@ -125,20 +125,20 @@ class MicroBatches(Part):
 
     def __len__(self) -> int:
         """Micro-batches in an epoch. For data without a length, as many as `max_steps` needs."""
-        return self.attempt.lengths.steps_in_epoch
+        return self.attempt.lengths.micro_batches_in_epoch
 
     def __iter__(self) -> Iterator[Any]:
         # Do nothing before the first micro-batch is requested: Lightning calls iter() before the epoch begins.
         for start, micro_batches, num_items in self._read_windows():
             for index, micro_batch in enumerate(micro_batches, start):
-                steps = self._accumulation_steps()
+                size = self._accumulation_steps()
                 self.position = MicroBatchPosition(
                     index=index,
                     window_start=start,
                     window_size=len(micro_batches),
                     num_items=num_items,
-                    is_first=index % steps == 0,
-                    is_last=(index + 1) % steps == 0 or index + 1 == len(self),
+                    is_first=index % size == 0,
+                    is_last=(index + 1) % size == 0 or index + 1 == len(self),
                 )
                 yield micro_batch
                 if self._flag_sync.ends_epoch:
@@ -170,9 +170,9 @@ class MicroBatches(Part):
         total = len(self)
         size = self._accumulation_steps()
         # The epoch keeps its planned number of windows if a callback changes the accumulation.
-        last_update = math.ceil(total / self.parts.engine.accumulation_steps_of(self.epoch)) - 1
-        for update in range(start // size, last_update + 1):
-            yield (total % size or size) if update == last_update else self._accumulation_steps()
+        last_window = math.ceil(total / self.parts.engine.accumulation_steps_of(self.epoch)) - 1
+        for window in range(start // size, last_window + 1):
+            yield (total % size or size) if window == last_window else self._accumulation_steps()
 
     # Lightning resumes within an epoch only if the loader has these two methods.
 
@@ -198,7 +198,7 @@ class MicroBatches(Part):
         get_samples = self.trainer.get_batch_samples
         device = self.run.record.loss_since_log.device
         micro_batches, num_items = call_with_accepted(get_samples, iterator, num_batches, device=device)
-        self.run.accumulation_steps = len(micro_batches)
+        self.run.window_size = len(micro_batches)
         if not micro_batches:
             # A stream without a length has ended.
             self.step_phase = phase_before_reading

@@ -64,6 +64,6 @@ def test_lengths_of_an_override_are_read_in_the_order_of_each_release(tmp_path):
     assert read_lengths(list(current), args, total_train_batch_size=4) == current
     # Until v5.2: (..., whether the epochs count, the loader's length, max_steps).
     assert read_lengths((1, 3, 9, 9, True, 5, 3), args, total_train_batch_size=4) == current
-    assert read_lengths((1, 3, 9, 9, False, None, 3), args, total_train_batch_size=4).steps_in_epoch == 6
+    assert read_lengths((1, 3, 9, 9, False, None, 3), args, total_train_batch_size=4).micro_batches_in_epoch == 6
     with pytest.raises(InvalidArgument, match="6 values"):
         read_lengths(current[:6], args, total_train_batch_size=4)
