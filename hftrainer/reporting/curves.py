@@ -49,9 +49,8 @@ DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 MANY, FEW, MAX_PARTS = 30, 10, 1000
 #: Number of runs from which evaluation losses have a panel of their own, and its title.
 MANY_RUNS, EVALUATION_LOSS = 5, "evaluation loss"
-#: The word for a run whose loss is not finite at last; and the first words of all that did not reach their end.
-DIVERGED = "diverged"
-ENDED_EARLY = (DIVERGED, "killed", "stopped", "failed")
+#: The first words of the state of runs that did not reach their end; the first is of a loss that is not finite at last.
+ENDED_EARLY = (DIVERGED := "diverged", "killed", "stopped", "failed")
 #: The highest value that is drawn. matplotlib cannot compute with the range of larger ones.
 MAX_SHOWN = 1e250
 
@@ -298,9 +297,8 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
         InvalidArgument: if there is no run, or its log has nothing to draw.
     """
     records = [RunRecord(run) if isinstance(run, str) else run for run in runs]
-    for record in records:
-        if reason := explain_empty(record, x):
-            raise InvalidArgument(reason)
+    for reason in filter(None, (explain_empty(record, x) for record in records)):
+        raise InvalidArgument(reason)
     names = run_names([record.folder for record in records]) if len(runs) > 1 else [""]
     logs, size, unit = [record.read_log(x) for record in records], 1, x
     if x == "time":
@@ -392,9 +390,8 @@ def _describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: b
     is_last = arguments.get("eval_strategy") == "epoch" and 0 < state.global_step == state.max_steps
     if is_last and not page["started"] and state.epoch not in epochs:
         return f"the evaluation after epoch {state.epoch:g} was not saved (observe=True keeps it)"
-    if is_alone and page["state"] == "complete":
-        return f"complete: {count_of(page['step'], 'steps')}{seconds}{resumes}"
-    return ""
+    complete = f"complete: {count_of(page['step'], 'steps')}{seconds}{resumes}"
+    return complete if is_alone and page["state"] == "complete" else ""
 
 
 def _describe_resumes(record: RunRecord) -> str:
@@ -449,7 +446,7 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     curves, styled_curves = _in_milliseconds(list(plain_curves)), []
     # Several evaluation sets have their names in losses, as `eval_val_loss`, and in metrics.
     datasets = "|".join(re.escape(curve.name[5:-5]) for curve in curves if re.fullmatch("eval_.+_loss", curve.name))
-    metrics = [curve.name for curve in curves if curve.panel == "metrics"]
+    metrics = (curve.name for curve in curves if curve.panel == "metrics")
     titles = {name: re.sub(f"^eval_({datasets})_", "eval_", name) for name in metrics}
     if any(curve.run for curve in curves):
         curves = [curve for curve in curves if curve.panel != SHARES or curve.name == "step_share"]
@@ -492,10 +489,9 @@ def _in_milliseconds(curves: list[Curve]) -> list[Curve]:
 
 def _best_index(state: TrainerState, arguments: dict[str, Any], name: str, values: list[float]) -> int | None:
     """The index of the best value of `metric_for_best_model`, or without it of losses and known metrics; else None."""
-    finite = [value for value in values if math.isfinite(value)]
+    finite, choose = [value for value in values if math.isfinite(value)], choose_best(name, arguments)
     if name in PANEL_OF or not finite:
         return None
-    choose = choose_best(name, arguments)
     if metric := arguments.get("metric_for_best_model"):
         return values.index(choose(finite)) if choose and name == f"eval_{metric.removeprefix('eval_')}" else None
     # Of a run without arguments only the best value is known.

@@ -78,9 +78,13 @@ def plot_study(
     prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
     paths, parts = [], list[str]()
     if has_front := len(names) == 2:
-        paths.append(str(Path(out) / f"{prefix}pareto_front.png"))
-        front = _draw_front(study, [objective["target_name"] for objective in objectives], paths[0], html=bool(html))
-        parts += [front.to_html(full_html=False, include_plotlyjs=html, default_height="480px")] if html else []
+        front = {"target_names": [objective["target_name"] for objective in objectives]}
+        path, heading = Path(out) / f"{prefix}pareto_front.png", f"Pareto front of {names[0]} and {names[1]}"
+        _draw_png("plot_pareto_front", study, front, path, heading, {}, ())
+        paths.append(str(path))
+        if html:
+            figure = _make_page("plot_pareto_front", study, front, heading, {}, (), False)
+            parts.append(figure.to_html(full_html=False, include_plotlyjs=html, default_height="480px"))
     for name, (function, min_trials, title) in PLOTS.items():
         if has_front and name == "history":
             continue
@@ -244,35 +248,6 @@ def _draw_png(
         axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=8, frameon=False, fontsize=9)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
-
-
-def _draw_front(study: Study, names: list[str], path: str, *, html: bool) -> Any:
-    """Draw the trials over two objectives, with a line through the best ones; and return plotly's figure for a page."""
-    best = {trial.number for trial in study.best_trials}
-    complete = [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
-    kinds = {"other trials": [trial for trial in complete if trial.number not in best]}
-    kinds[f"best trials ({len(best)})"] = sorted(
-        (trial for trial in complete if trial.number in best), key=lambda trial: trial.values
-    )
-    title = f"Pareto front of {names[0]} and {names[1]}"
-    drawing = import_plotting("matplotlib.figure").Figure(figsize=(10, 6))
-    axes, page = drawing.add_subplot(), import_plotting("plotly.graph_objects").Figure() if html else None
-    for (label, trials), style, colour in zip(kinds.items(), ("o", "*-"), COLOURS, strict=False):
-        x, y = ([trial.values[number] for trial in trials] for number in (0, 1))
-        axes.plot(x, y, style, color=colour, label=label, markersize=6 if style == "o" else 12)
-        if page is not None:
-            marks = {"marker_size": 7} if style == "o" else {"marker": {"symbol": "star", "size": 12}}
-            marks["mode"] = "markers" if style == "o" else "lines+markers"
-            page.add_scatter(x=x, y=y, name=label, text=[f"trial {t.number}" for t in trials], **marks)
-    axes.set_title(title, loc="left", y=1.06, fontsize=12)
-    axes.set(xlabel=names[0], ylabel=names[1])
-    axes.grid(color="#e0e0e0")
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=2, frameon=False, fontsize=9)
-    drawing.savefig(path, dpi=120, bbox_inches="tight")
-    if page is not None:
-        page.update_layout(title=title, template="plotly_white", font_size=13, colorway=COLOURS)
-        page.update_layout(xaxis_title=names[0], yaxis_title=names[1])
-    return page
 
 
 def _make_page(

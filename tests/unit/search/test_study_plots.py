@@ -84,14 +84,15 @@ def make_study_of_three(folder):
     return url, "a"
 
 
-def test_pareto_front_is_a_line_through_the_best_trials(tmp_path):
+def test_pareto_front_has_the_best_trials(tmp_path):
     study = optuna.create_study(storage=(url := f"sqlite:///{tmp_path}/a.db"), directions=("minimize", "maximize"))
     for values in ([3.0, 9.0], [1.0, 2.0], [2.0, 1.0]):
         kinds = {"x": optuna.distributions.FloatDistribution(0, 9)}
         study.add_trial(optuna.create_trial(values=values, params={"x": values[0]}, distributions=kinds))
     *_, page = plot_study(url, out=str(tmp_path), html="cdn")
-    (front,) = re.findall(r'"name":"best trials \(2\)"[^{]*"x":\[([^]]*)\],"y":\[([^]]*)\]', Path(page).read_text())
-    assert [list(map(float, values.split(","))) for values in front] == [[1, 3], [2, 9]]
+    pattern = r'Best Trial\\u003c.*?"x":\[([^]]*)\],"y":\[([^]]*)\]'
+    (front,) = re.findall(pattern, Path(page).read_text())
+    assert sorted(zip(*(map(float, values.split(",")) for values in front), strict=True)) == [(1, 2), (3, 9)]
 
 
 def test_axis_has_the_name_of_the_metric(tmp_path):
