@@ -111,7 +111,7 @@ def test_config_is_read_from_the_command_line(tmp_path):
         ("absent.json", "the file does not exist"),
         ("a.json", r"a.json is not valid JSON: .*line 1 column 14"),
         ("a.yaml", r"a.yaml is not valid YAML: (.|\n)*line 1"),
-        ("b.json", "holds a list"),
+        ("b.json", "is of type list"),
     ],
 )
 def test_invalid_config_is_refused(tmp_path, monkeypatch, config, message):

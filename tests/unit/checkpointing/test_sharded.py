@@ -106,7 +106,7 @@ WRONG = {
     "parent folder": (rename_files("../pytorch_model_fsdp_0/__0_0.distcp"), "is not in this folder"),
     "absolute path": (rename_files("/etc/hostname"), "is not in this folder"),
     "no name": (rename_files(7), "does not hold what"),
-    "no metadata": (lambda metadata: {"a": 1}, "it is a dict"),
+    "no metadata": (lambda metadata: {"a": 1}, "it is of type dict"),
     "other names": (lambda metadata: metadata.state_dict_metadata.clear(), "does not hold what"),
     "a number as name": (lambda metadata: metadata.state_dict_metadata.update({3: None}), "no dict of names"),
     "no names": (lambda metadata: vars(metadata).pop("state_dict_metadata") and None, "does not hold what"),

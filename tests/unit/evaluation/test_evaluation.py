@@ -249,7 +249,7 @@ def test_overridden_loops_and_steps_may_call_super(make_trainer):
     ("make_more", "error", "message"),
     [
         (lambda x: [x] * len(x), TypeError, "a list of 4 and a list of 3; eval_do_concat_batches=False"),
-        (lambda x: object(), TypeError, r"cannot concatenate a object.*ignore_keys"),
+        (lambda x: object(), TypeError, r"cannot concatenate an object.*ignore_keys"),
         (lambda x: torch.zeros(len(x), 2, len(x)), ValueError, r"\(3, 2, 3\) cannot be appended to.*, 4\)"),
     ],
 )

@@ -124,7 +124,7 @@ def test_fsdp_config_is_read_from_a_file(tmp_path):
     path.write_text(json.dumps({"fsdp_min_num_params": 2000, "fsdp_backward_prefetch": "backward_pre"}))
     settings = read_fsdp("full_shard", str(path), {})
     assert (settings.version, settings.min_num_params, settings.backward_prefetch) == (1, 2000, "BACKWARD_PRE")
-    for text, message in (("{1", "is not valid JSON"), ("[1]", "holds a list")):
+    for text, message in (("{1", "is not valid JSON"), ("[1]", "is of type list")):
         path.write_text(text)
         with pytest.raises(InvalidConfig, match=message):
             read_fsdp(True, str(path), {})
