@@ -26,8 +26,10 @@ logger = logging.getLogger(__name__)
 
 #: Packages whose frames lead from `train()` to the script's code, and from there to the function that fails.
 _ENGINE = frozenset(
-    """hftrainer hftrainer_deepspeed hftrainer_lightning hftrainer_ray hftrainer_tensorflow hftrainer_xla
-    accelerate contextlib deepspeed enum functools lightning torch""".split()
+    """
+    hftrainer hftrainer_deepspeed hftrainer_lightning hftrainer_ray hftrainer_tensorflow hftrainer_xla
+    accelerate contextlib deepspeed enum functools lightning torch
+    """.split()
 )
 _WITHOUT_NOTE = {"hftrainer", "contextlib", "enum", "functools"}
 

@@ -78,8 +78,8 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int) ->
     # Trials have no summary.
     repeated = _IN_SUMMARY if "train_runtime" in logs and not state.is_hyper_param_search else ()
     # Where several metrics need more lines, there is room for all.
-    metrics = [part for name, part in parts.items() if name not in (*_LEFT_OUT, "train_loss")]
-    has_room = len(metrics) > 2 and len("  ".join(metrics)) > width
+    metrics = {name: part for name, part in parts.items() if name not in (*_LEFT_OUT, "train_loss")}
+    has_room = len(metrics) > 2 and _width(metrics) > width
     for name in (*repeated, *_LEFT_OUT):
         if name in repeated or (not has_room and _width(parts) > width):
             parts.pop(name, None)

@@ -84,15 +84,17 @@ def read_arguments_of_run(folder: str, *, skip_unreadable: bool = False) -> dict
     """
     paths = (Path(place) / layout.TRAINING_ARGS_NAME for place in (folder, *layout.checkpoints_newest_first(folder)))
     path = next(filter(zipfile.is_zipfile if skip_unreadable else Path.is_file, paths), None)
-    arguments = {} if path is None else read_arguments(path)
-    return {name: value for name, value in arguments.items() if name not in _PLACES}
+    return _without_places({} if path is None else read_arguments(path))
 
 
 def plain_arguments(args: Any) -> dict[str, Any]:
     """The arguments of a live run as `read_arguments_of_run` returns them after a save, but for JSON's types."""
     # Only `vars` has those of ours that are not set, and only `to_dict` has plain values.
-    known = _readable_fields(vars(args) | args.to_dict())
-    return {name: value for name, value in known.items() if name not in _PLACES}
+    return _without_places(_readable_fields(vars(args) | args.to_dict()))
+
+
+def _without_places(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in _PLACES}
 
 
 def differing_arguments(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

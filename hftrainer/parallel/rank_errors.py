@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch import distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from hftrainer.base.messages import TRACEBACK_VARIABLE
+from hftrainer.base.messages import TRACEBACK_VARIABLE, is_terminal
 from hftrainer.errors import RanksLost
 from hftrainer.parallel.process_group import is_communication_error, start_in_thread
 
@@ -69,7 +69,7 @@ def _refer_to_rank(rank: int, error: BaseException, pid: int) -> None:
     """Print which rank prints the same traceback. Only a file says so, since a terminal shows all ranks."""
     # When this rank ends, a launcher ends the other too: wait until that one has printed its error.
     _ask_store(lambda store: store.wait([_FIRST_ERROR], timedelta(seconds=_STORE_TIMEOUT)), pid)
-    if sys.__stderr__ is None or not sys.__stderr__.isatty():
+    if not is_terminal(sys.__stderr__):
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         _print_as_rank(f"{line} (The traceback is the same as that of rank {rank}.)")
 

@@ -49,8 +49,9 @@ DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 MANY, FEW, MAX_PARTS = 30, 10, 1000
 #: Number of runs from which evaluation losses have a panel of their own, and its title.
 MANY_RUNS, EVALUATION_LOSS = 5, "evaluation loss"
-#: The first words of the state of runs that did not reach their end; the first is of a loss that is not finite at last.
-ENDED_EARLY = (DIVERGED := "diverged", "killed", "stopped", "failed")
+#: The word for a run whose loss is not finite at last; and the first words of all that did not reach their end.
+DIVERGED = "diverged"
+ENDED_EARLY = (DIVERGED, "killed", "stopped", "failed")
 #: The highest value that is drawn. matplotlib cannot compute with the range of larger ones.
 MAX_SHOWN = 1e250
 
@@ -258,11 +259,11 @@ class Curve:
         """The indices of the values that are not finite."""
         return [index for index, value in enumerate(self.values) if not math.isfinite(value)]
 
-    @property
+    @cached_property
     def end(self) -> int | None:
         """The index of the last finite loss of a run that ended early; None of other curves."""
-        ended = self.name == "loss" and self.finite and self.state.startswith(ENDED_EARLY)
-        return max(set(range(len(self.values))) - {*self.gaps}) if ended else None
+        finite = (index for index, value in enumerate(self.values) if math.isfinite(value))
+        return max(finite, default=None) if self.name == "loss" and self.state.startswith(ENDED_EARLY) else None
 
     @property
     def legend_colour(self) -> str:
@@ -311,8 +312,7 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
         # Runs with other data differ in it. With an incomplete last accumulation it is not known exactly.
         steps = state.global_step / (state.epoch or math.inf)
         known.update({"steps per epoch": round(steps)} if known and steps and math.isclose(steps, round(steps)) else {})
-    plain_curves: list[Curve] = []
-    differing = differing_arguments(arguments)
+    plain_curves, differing = list[Curve](), differing_arguments(arguments)
     for record, (state, places), name, known, settings in zip(records, logs, names, arguments, differing, strict=True):
         restarts, non_finite = record.find_incidents(x)
         facts: dict[str, Any] = {"run": name, "settings": settings, "x": unit}
@@ -380,11 +380,11 @@ def _describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: b
     page, state = record.page, record.state
     seconds = f" in {format_duration(record.seconds)}" if is_alone and record.seconds else ""
     resumes = _describe_resumes(record) if is_alone and record.resumes else ""
+    length = f" of {page['max_steps']:,}" * bool(page["max_steps"])
     if nan := find_nan(page):
-        length = f" of {page['max_steps']:,}" * bool(page["max_steps"])
         return f"{DIVERGED} at step {format_span(nan.first, nan.last)}{length}{resumes}"
     if page["state"] != "complete" and (page["max_steps"] or page["state"] != "unobserved"):
-        return _describe_step(page) + f" of {page['max_steps']:,}" * bool(page["max_steps"]) + seconds + resumes
+        return _describe_step(page) + length + seconds + resumes
     # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.
     epochs = [line.get("epoch") for line in state.log_history if any(name.startswith("eval_") for name in line)]
     is_last = arguments.get("eval_strategy") == "epoch" and 0 < state.global_step == state.max_steps
@@ -446,8 +446,8 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     curves, styled_curves = _in_milliseconds(list(plain_curves)), []
     # Several evaluation sets have their names in losses, as `eval_val_loss`, and in metrics.
     datasets = "|".join(re.escape(curve.name[5:-5]) for curve in curves if re.fullmatch("eval_.+_loss", curve.name))
-    metrics = (curve.name for curve in curves if curve.panel == "metrics")
-    titles = {name: re.sub(f"^eval_({datasets})_", "eval_", name) for name in metrics}
+    prefix = f"^eval_({datasets})_"
+    titles = {curve.name: re.sub(prefix, "eval_", curve.name) for curve in curves if curve.panel == "metrics"}
     if any(curve.run for curve in curves):
         curves = [curve for curve in curves if curve.panel != SHARES or curve.name == "step_share"]
         titles["step_share"] = "share of time spent training so far"
@@ -489,12 +489,12 @@ def _in_milliseconds(curves: list[Curve]) -> list[Curve]:
 
 def _best_index(state: TrainerState, arguments: dict[str, Any], name: str, values: list[float]) -> int | None:
     """The index of the best value of `metric_for_best_model`, or without it of losses and known metrics; else None."""
-    finite, choose = [value for value in values if math.isfinite(value)], choose_best(name, arguments)
+    finite = [value for value in values if math.isfinite(value)]
     if name in PANEL_OF or not finite:
         return None
+    choose = choose_best(name, arguments)
     if metric := arguments.get("metric_for_best_model"):
         return values.index(choose(finite)) if choose and name == f"eval_{metric.removeprefix('eval_')}" else None
     # Of a run without arguments only the best value is known.
-    if state.best_metric is not None:
-        return values.index(state.best_metric) if state.best_metric in finite else None
-    return values.index(choose(finite)) if choose else None
+    best = state.best_metric if state.best_metric is not None else choose(finite) if choose else None
+    return values.index(best) if best in finite else None

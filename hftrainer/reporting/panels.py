@@ -203,7 +203,7 @@ def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
     names = f"{', '.join(runs[:-1])} and {runs[-1]}" if len(runs) < 4 else f"{len(runs)} training runs"
     title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run {name}"]
     if curves[0].state and not curves[0].run:
-        title.append("✖ " * any(curve.end is not None for curve in curves) + curves[0].state)
+        title.append(_state(curves))
     if any(curve.restarts and curve.x in TIME_UNITS for curve in curves):
         title.append("the time leaves out the pauses before a run resumed")
     title += filter(None, [_constants(curves), _constant_memory(curves)])
@@ -278,6 +278,11 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
         yield from ((step, step, "", curve.colour if curve.run else "red", ":") for step in curve.diverged)
 
 
+def _state(curves: list[Curve]) -> str:
+    """What became of a run, after the mark at its last loss, if it has one."""
+    return "✖ " * any(curve.end is not None for curve in curves) + curves[0].state
+
+
 def describe_run(run: str, curves: list[Curve]) -> str:
     """The name of a run and of one with equal values, where its arguments differ, its best value, and the rest."""
     points: dict[str, list[Any]] = {curve.run: [] for curve in curves}
@@ -289,8 +294,7 @@ def describe_run(run: str, curves: list[Curve]) -> str:
     settings = {curve.run: curve.settings for curve in curves}
     text = describe(settings[run], [*settings.values()])
     text = text if settings[run] or not any(settings.values()) else "arguments unknown"
-    state = "✖ " * any(curve.end is not None for curve in run_curves) + run_curves[0].state
-    facts = (state, text, next(best, ""))
+    facts = (_state(run_curves), text, next(best, ""))
     name = run + " (best)" * run_curves[0].is_best + f" = {first}" * (first != run)
     return " · ".join(filter(None, (name, *facts)))
 

@@ -77,14 +77,18 @@ def plot_study(
         objectives.append({"target_name": f"{name} ({direction.name.lower()})", **target})
     prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
     paths, parts = [], list[str]()
-    if has_front := len(names) == 2:
-        front = {"target_names": [objective["target_name"] for objective in objectives]}
-        path, heading = Path(out) / f"{prefix}pareto_front.png", f"Pareto front of {names[0]} and {names[1]}"
-        _draw_png("plot_pareto_front", study, front, path, heading, {}, ())
+
+    def draw(name: str, function: str, shown: Study, *plot: Any, is_maximized: bool = False) -> None:
+        path = Path(out) / f"{prefix}{name}.png"
+        _draw_png(function, shown, path, *plot)
         paths.append(str(path))
         if html:
-            figure = _make_page("plot_pareto_front", study, front, heading, {}, (), False)
-            parts.append(figure.to_html(full_html=False, include_plotlyjs=html, default_height="480px"))
+            figure, script = _make_page(function, shown, is_maximized, *plot), False if parts else html
+            parts.append(figure.to_html(full_html=False, include_plotlyjs=script, default_height="480px"))
+
+    if has_front := len(names) == 2:
+        front = {"target_names": [objective["target_name"] for objective in objectives]}
+        draw("pareto_front", "plot_pareto_front", study, front, f"Pareto front of {names[0]} and {names[1]}", {}, ())
     for name, (function, min_trials, title) in PLOTS.items():
         if has_front and name == "history":
             continue
@@ -93,7 +97,6 @@ def plot_study(
             continue
         for number, objective in enumerate(objectives):
             suffix = f"_{number}" if len(names) > 1 else ""
-            path = Path(out) / f"{prefix}{name}{suffix}.png"
             shown, marked, limits = _without_far_trials(study, number)
             doubt = f"; a rough guess: only {count} trials" * _is_guess(study)
             heading = title.format(names[number], doubt)
@@ -107,13 +110,8 @@ def plot_study(
                 heading += f" (best: trial {best})" + f", without {', '.join(left_out)}" * bool(left_out)
             if name == "importance":
                 shown = study
-            _draw_png(function, shown, objective, path, heading, marked, limits)
-            paths.append(str(path))
-            if html:
-                is_maximized = study.directions[number].name == "MAXIMIZE"
-                figure = _make_page(function, shown, objective, heading, marked, limits, is_maximized)
-                script = False if parts else html
-                parts.append(figure.to_html(full_html=False, include_plotlyjs=script, default_height="480px"))
+            is_maximized = study.directions[number].name == "MAXIMIZE"
+            draw(name + suffix, function, shown, objective, heading, marked, limits, is_maximized=is_maximized)
     if parts:
         page = Path(out) / f"{prefix}search.html"
         fields = {"title": escape(f"Search {study.study_name}"), "table": escape(table), "plots": "\n".join(parts)}
@@ -195,7 +193,7 @@ def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tup
 
 
 def _draw_png(
-    function: str, study: Study, objective: dict[str, Any], path: Path, title: str, marked: Any, limits: Any
+    function: str, study: Study, path: Path, objective: dict[str, Any], title: str, marked: Any, limits: Any
 ) -> None:
     """Draw one of Optuna's plots in the style of the plots of runs."""
     plt, visualization = import_plotting("matplotlib.pyplot"), import_plotting("optuna.visualization.matplotlib")
@@ -251,7 +249,7 @@ def _draw_png(
 
 
 def _make_page(
-    function: str, study: Study, objective: dict[str, Any], title: str, marked: Any, limits: Any, is_maximized: bool
+    function: str, study: Study, is_maximized: bool, objective: dict[str, Any], title: str, marked: Any, limits: Any
 ) -> Any:
     """The same plot as plotly's figure."""
     figure = getattr(import_plotting("optuna.visualization"), function)(study, **objective)

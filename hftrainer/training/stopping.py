@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hftrainer.base.messages import tell
+from hftrainer.base.messages import is_terminal, tell
 from hftrainer.base.part import Part
 from hftrainer.parallel.processes import Processes
 
@@ -118,7 +118,7 @@ class SignalListener:
             is_ctrl_c = signal_number == signal.SIGINT
             self.signal_name = "Ctrl-C" if is_ctrl_c else signal.Signals(signal_number).name
             again = "press it again" if is_ctrl_c else "send it again"
-            if is_ctrl_c and sys.stderr is not None and sys.stderr.isatty():
+            if is_ctrl_c and is_terminal(sys.stderr):
                 # Erase the progress bar with the "^C" behind it; the bar is drawn again below the message.
                 sys.stderr.write("\r\x1b[K")
             # Not a warning, which `watch` would show after a resume too.

@@ -173,9 +173,8 @@ class LossAccumulator:
         # Sharded weights could only be read by all ranks together.
         if folder is None or step_of(folder) != step - 1 or self.trainer.args.world_size > 1:
             return ""
-        if all(parameter.isfinite().all() for parameter in self.trainer.model.parameters()):
-            return ""
-        return f"The weights of {folder} are not finite: resume from an older checkpoint."
+        are_finite = all(parameter.isfinite().all() for parameter in self.trainer.model.parameters())
+        return "" if are_finite else f"The weights of {folder} are not finite: resume from an older checkpoint."
 
     def restore(self, progress: RunProgress) -> None:
         """Restore the sums for the next log line, whose mean over the ranks will include the restored losses."""
