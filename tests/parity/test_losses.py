@@ -1,6 +1,5 @@
 """The loss that is trained and logged: functions of the user, label smoothing, losses in parts, `log_metric`."""
 
-import functools
 import logging
 import math
 import sys
@@ -13,6 +12,7 @@ from torch import nn
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import read_events
 from tests.support import parity
+from tests.support.losses import MEANS
 from tests.support.parity import EVALUATED, EVERY_STEP, assert_same_weights, build, compare, subclass, train
 from tests.support.small_models import Plain, language_data, make_llama, make_plain, make_t5, plain_data, t5_data
 
@@ -22,19 +22,6 @@ def make_without_loss():
     original = model.forward
     model.forward = lambda x, labels=None: original(x)
     return model
-
-
-def mean_loss(outputs, labels, **ignored):
-    return nn.functional.cross_entropy(outputs["logits"], labels)
-
-
-#: Reported in huggingface/transformers#36331: such a loss is the mean of its micro-batch.
-MEANS = {
-    "function": lambda outputs, labels: mean_loss(outputs, labels),
-    "function of keywords": mean_loss,
-    "partial": functools.partial(mean_loss),
-    "object": type("Loss", (), {"__call__": lambda self, outputs, labels: mean_loss(outputs, labels)})(),
-}
 
 
 @pytest.mark.parametrize("name", MEANS)
