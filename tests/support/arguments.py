@@ -79,7 +79,7 @@ _CHANGES = "parity/test_model_changes.py::test_"
 _HERE = "parity/test_arguments.py::test_"
 _CHECKPOINTING = f"{_HERE}gradient_checkpointing_sets_activation_checkpointing"
 _ENGINE = f"{_HERE}changing_engine_arguments_after_construction_is_refused"
-_HUB, _HUB_FAULTS = "parity/test_hub.py::test_", "reliability/test_hub.py::test_"
+_HUB = "parity/test_hub.py::test_"
 _TRACKERS = "lightning/test_loggers.py::test_transformers_tracker_callbacks_get_our_log_lines"
 _RESUME = "parity/test_resume.py::test_"
 _GENERATION = "parity/test_seq2seq.py::test_"
@@ -217,9 +217,9 @@ CASES: dict[str, Case] = {
     "push_to_hub": _alone(True, f"{_HUB}each_hub_strategy_pushes_the_same_commits"),
     "hub_model_id": _alone("org/name", f"{_HUB}each_hub_strategy_pushes_the_same_commits"),
     "hub_strategy": _alone("end", f"{_HUB}each_hub_strategy_pushes_the_same_commits"),
-    "hub_token": _alone("hf_token", f"{_HUB_FAULTS}wrong_token_or_repository_is_refused_at_the_start"),
+    "hub_token": _alone("hf_token", "reliability/test_hub.py::test_wrong_token_or_repository_is_refused_at_the_start"),
     "hub_private_repo": _alone(True, f"{_HUB}each_hub_setting_pushes_the_same_commits"),
-    "hub_always_push": _alone(True, f"{_HUB_FAULTS}failed_uploads_are_retried"),
+    "hub_always_push": _alone(True, "unit/hub/test_upload_queue.py::test_failed_uploads_are_retried"),
     "hub_revision": _alone("dev", f"{_HUB}each_hub_setting_pushes_the_same_commits"),
     # Processes.
     "ddp_backend": _shown("gloo", _PLAN),
