@@ -51,7 +51,6 @@ def fail_at(event):
 
 
 READING = "while the samples [0, 1, 2, 3] were read and collated."
-READING_LATER = READING.replace("0, 1, 2, 3", "20, 21, 22, 23")
 #: Name → what fails, the functions in the traceback, and where it happened.
 CASES = {
     "model": (
@@ -212,32 +211,6 @@ def test_loss_without_trainable_weights_is_refused(tmp_path):
     error = fail_to_train(tmp_path, {"compute_loss_func": lambda outputs, labels: outputs["logits"].mean().detach()})
     advice = "compute the loss from the model's outputs, without detach()"
     assert isinstance(error, InvalidSetup) and advice in str(error)
-
-
-@pytest.mark.parametrize("trainer_kwargs", [{"data_collator": fail}, {"train_dataset": Data(plain_data())}])
-def test_error_in_a_loading_process_names_the_samples(tmp_path, trainer_kwargs):
-    error = fail_to_train(tmp_path, trainer_kwargs, dataloader_num_workers=2, dataloader_prefetch_factor=3)
-    assert f"This happened {READING}" in error.__notes__
-
-
-class FailsLater(list):
-    def __getitem__(self, index):
-        if index == 21:
-            raise LookupError("mine")
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_error_in_a_later_batch_names_its_samples(tmp_path, workers):
-    trainer_kwargs = {"train_dataset": FailsLater(plain_data())}
-    error = fail_to_train(tmp_path, trainer_kwargs, dataloader_num_workers=workers, max_steps=9, eval_strategy="no")
-    assert f"This happened {READING_LATER if workers else 'while sample 21 was read.'}" in error.__notes__
-
-
-def test_error_in_a_large_batch_names_the_first_samples(tmp_path):
-    error = fail_to_train(tmp_path, {"data_collator": fail}, per_device_train_batch_size=20)
-    shown = ", ".join(map(str, range(16)))
-    assert f"This happened while the samples [{shown}, ...] were read and collated." in error.__notes__
 
 
 def make_callback(event, parameters):

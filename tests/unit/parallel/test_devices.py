@@ -9,9 +9,7 @@ import torch
 from torch.utils import backend_registration
 
 from hftrainer import Trainer, TrainingArguments
-from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.data import randomness
-from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.parallel import devices
 from hftrainer.strategies.ddp import DdpStrategy
 from hftrainer_lightning.precision import make_precision_plugin
@@ -105,10 +103,6 @@ def test_tf32_is_refused_on_mps(mac):
 
 def test_loaders_on_mps_do_not_pin_memory(mac):
     assert not make_trainer().get_train_dataloader().pin_memory
-    loader = torch.utils.data.DataLoader(plain_data(8), pin_memory=False)
-    for kind, expected in (("mps", False), ("cuda", True)):
-        config = AcceleratorConfig(non_blocking=True)
-        assert PreparedDataLoader(loader, torch.device(kind), config=config).non_blocking == expected
 
 
 @pytest.mark.parametrize(
