@@ -16,7 +16,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 import torch  # it reads them when it is imported
 
 # A comparison that fails in these shows the two values.
-pytest.register_assert_rewrite(*(f"tests.support.{name}" for name in ("hub_runs", "jobs", "parity", "searches")))
+pytest.register_assert_rewrite("tests.support.parity", "tests.support.jobs", "tests.support.searches")
 
 from tests.support import processes as started_processes
 from tests.support.releases import TRANSFORMERS, installed, pinned

@@ -4,23 +4,12 @@ import copy
 
 import datasets
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.parity import build, record
 from tests.support.rank_messages import Messages, error_of
-from tests.support.small_models import language_data, pad, plain_data
-
-
-class Noisy(Dataset):
-    def __init__(self, count=38):
-        self.samples = plain_data(count)
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        return {**self.samples[index], "x": self.samples[index]["x"] + 0.01 * torch.randn(8)}
+from tests.support.small_models import Noisy, StatefulStream, language_data, pad, plain_data
 
 
 class Stream(IterableDataset):
@@ -51,23 +40,8 @@ class Shuffled(IterableDataset):
             yield samples[index]
 
 
-class Counting(IterableDataset):
-    """Samples whose position is saved and restored."""
-
-    def __init__(self, count=40):
-        self.samples, self.at = plain_data(count), 0
-
-    def __iter__(self):
-        while self.at < len(self.samples):
-            self.at += 1
-            yield self.samples[self.at - 1]
-        self.at = 0
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
+def stateful_stream(count=40):
+    return StatefulStream(plain_data(count))
 
 
 def hub(count, shards):
@@ -118,9 +92,9 @@ CASES = {
     "stream, alone, split": ({**ALONE, **SPLIT}, lambda: Sized(37), SHARED),
     "stream, alone, worker": (ALONE, Stream, {**STREAM, "dataloader_num_workers": 1}),
     "stream, alone, shuffled": (ALONE, Shuffled, STREAM),
-    "stream with a state": (None, Counting, STREAM),
-    "stream with a state, alone": (ALONE, Counting, STREAM),
-    "stream with a state, alone, ragged": (ALONE, lambda: Counting(38), STREAM),
+    "stream with a state": (None, stateful_stream, STREAM),
+    "stream with a state, alone": (ALONE, stateful_stream, STREAM),
+    "stream with a state, alone, ragged": (ALONE, lambda: stateful_stream(38), STREAM),
     "main, kept workers": (MAIN, Noisy, {**SHARED, "dataloader_num_workers": 2, "dataloader_persistent_workers": True}),
     "hub, alone": (ALONE, lambda: hub(38, 2).shuffle(seed=1, buffer_size=5), STREAM),
     "hub, alone, few shards": (ALONE, lambda: hub(38, 1), STREAM),

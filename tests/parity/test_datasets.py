@@ -13,19 +13,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler as TheirLengthGro
 
 from hftrainer.data.samplers import LengthGroupedSampler
 from tests.support.parity import EVERY_STEP, accuracy, compare, subclass
-from tests.support.small_models import SizedStream, Stream, make_bert, plain_data
-
-
-class Noisy(Dataset):
-    def __init__(self, count=38):
-        self.data = plain_data()[:count]
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, index):
-        sample = self.data[index]
-        return {"x": sample["x"] + torch.randn(8), "labels": sample["labels"]}
+from tests.support.small_models import Noisy, SizedStream, Stream, make_bert, plain_data
 
 
 class Draws(Dataset):

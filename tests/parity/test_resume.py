@@ -4,7 +4,6 @@
 """
 
 import functools
-import importlib
 import json
 
 import pytest
@@ -72,28 +71,6 @@ def test_both_resume_a_checkpoint_of_transformers_alike(tmp_path, whole_runs, ac
 def test_ignore_data_skip_resumes_alike(tmp_path, whole_runs):
     _, written = whole_runs("transformers", 1, 4)
     assert_agree(lambda name: resume(name, written, tmp_path / name, 1, 4, ignore_data_skip=True))
-
-
-@pytest.mark.parametrize("restore", [False, True])
-def test_callback_states_are_restored_if_asked(tmp_path, restore):
-    more = {"load_best_model_at_end": True, "eval_steps": 2, "metric_for_best_model": "loss"}
-    settings = settings_of(1, 4, restore_callback_states_from_checkpoint=restore, **more)
-
-    def run(name):
-        kind = importlib.import_module(name).EarlyStoppingCallback
-
-        def run_one(patience, checkpoint=None):
-            stopper = kind(patience, early_stopping_threshold=5.0)
-            trainer, _ = build(name, "plain", tmp_path / name, callback=lambda library: stopper, **settings)
-            trainer.train(resume_from_checkpoint=checkpoint)
-            return trainer
-
-        run_one(9)
-        resumed = run_one(50, str(tmp_path / name / "checkpoint-8"))
-        (stopper,) = [each for each in resumed.callback_handler.callbacks if isinstance(each, kind)]
-        return (stopper.early_stopping_patience, stopper.early_stopping_patience_counter)
-
-    assert assert_agree(run)[0] == (9 if restore else 50)
 
 
 def test_complete_run_resumed_with_eval_on_start(tmp_path):

@@ -5,14 +5,14 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 from transformers import DataCollatorForLanguageModeling
 
 import hftrainer
 from hftrainer import Trainer, default_data_collator
 from tests.support.checkpoints import make_trainer, train_to_end
 from tests.support.parity import EVALUATED, assert_same_weights, comparable, with_own_step
-from tests.support.small_models import Plain, plain_data, tokenizer
+from tests.support.small_models import Plain, ReadingStream, StatefulStream, plain_data, tokenizer
 
 #: Generator → what is drawn from it. NumPy keeps every other normal number for the next call.
 DRAWS = {"torch": lambda: torch.randn(8), "numpy": lambda: float(np.random.randn()), "python": random.random}
@@ -31,30 +31,8 @@ class Augmented(Dataset):
         return {**self.samples[index], "x": self.samples[index]["x"] + noise}
 
 
-class AugmentedStream(IterableDataset):
-    def __init__(self, *of):
-        self.data = Augmented(*of)
-        self.read = self.data.read
-
-    def __iter__(self):
-        return map(self.data.__getitem__, range(len(self.data)))
-
-
-class StatefulStream(AugmentedStream):
-    done = 0
-
-    def __iter__(self):
-        start, self.done = self.done, 0
-        for index in range(start, len(self.data)):
-            self.done = index + 1
-            yield self.data[index]
-        self.done = 0
-
-    def state_dict(self):
-        return {"done": self.done}
-
-    def load_state_dict(self, state):
-        self.done = state["done"]
+def augmented_stream():
+    return ReadingStream(Augmented())
 
 
 class Drawing(Plain):
@@ -140,12 +118,12 @@ SETTINGS = {
     "own step, accumulated": {"trainer_class": with_own_step(hftrainer), **THREE},
     "workers": {"steps": [2, 7], "dataloader_prefetch_factor": 3, **WORKERS, **EVALUATED},
     "workers that stay": {"dataloader_persistent_workers": True, **WORKERS, **THREE, **EVALUATED},
-    "stream": {"steps": [1, 5, 6], "make_data": AugmentedStream, "max_steps": 7},
-    "accumulated stream": {"make_data": AugmentedStream, "max_steps": 5, **THREE},
-    "stream, workers": {"steps": [1, 6], "make_data": AugmentedStream, "max_steps": 7, **WORKERS},
-    "stream, by epoch": {"steps": [6, 12], "make_data": AugmentedStream, "max_steps": 14, "save_strategy": "epoch"},
+    "stream": {"steps": [1, 5, 6], "make_data": augmented_stream, "max_steps": 7},
+    "accumulated stream": {"make_data": augmented_stream, "max_steps": 5, **THREE},
+    "stream, workers": {"steps": [1, 6], "make_data": augmented_stream, "max_steps": 7, **WORKERS},
+    "stream, by epoch": {"steps": [6, 12], "make_data": augmented_stream, "max_steps": 14, "save_strategy": "epoch"},
     "accumulated stream, by epoch": (
-        {"steps": [2, 4], "make_data": AugmentedStream, "max_steps": 5, "save_strategy": "epoch", **THREE}
+        {"steps": [2, 4], "make_data": augmented_stream, "max_steps": 5, "save_strategy": "epoch", **THREE}
         | {"eval_strategy": "epoch", "logging_strategy": "epoch"}
     ),
     "grouped by length": (
@@ -270,13 +248,13 @@ def test_resume_restores_seeded_masks_of_transformers(tmp_path, workers):
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_stateful_stream_is_not_read_again(tmp_path, accumulation):
     more = {"max_steps": 7, "gradient_accumulation_steps": accumulation}
-    data = assert_resumes_alike(tmp_path, [1, 4, 7], make_data=lambda: StatefulStream(26), **more)
+    data = assert_resumes_alike(tmp_path, [1, 4, 7], make_data=lambda: StatefulStream(Augmented(26)), **more)
     assert data[0].read[0] == 4 * accumulation  # after one step of batches of 4
     assert data[-1].read == []  # its run was complete
 
 
 def test_stateful_stream_begins_again_after_an_epoch_of_whole_batches(tmp_path):
-    assert_resumes_alike(tmp_path, [5, 6, 7], make_data=lambda: StatefulStream(24), max_steps=12)
+    assert_resumes_alike(tmp_path, [5, 6, 7], make_data=lambda: StatefulStream(Augmented(24)), max_steps=12)
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -304,6 +282,6 @@ def test_resume_is_exact_with_a_stateful_loader_of_torchdata(tmp_path, workers):
             how = {"num_workers": workers, "collate_fn": default_data_collator}
             return stateful.StatefulDataLoader(self.train_dataset, 4, **how)
 
-    settings = {"trainer_class": Own, "make_data": lambda: StatefulStream(22, ()), "max_steps": 9}
+    settings = {"trainer_class": Own, "make_data": lambda: StatefulStream(Augmented(22, ())), "max_steps": 9}
     data = assert_resumes_alike(tmp_path, [1, 3, 6], **settings)
     assert workers or data[1].read[0] == 12  # after three batches of 4

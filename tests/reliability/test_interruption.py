@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from hftrainer import Trainer
 from hftrainer.checkpointing.run_progress import load_progress
 from hftrainer.checkpointing.writing import folder
-from hftrainer.monitoring.journal import read_events
 from tests.reliability import job
 from tests.support.checkpoints import BACKGROUND, BEST, AtStep, assert_same_end, make_trainer, train_to_end
 from tests.support.faults import FailsOnce
@@ -150,13 +149,6 @@ def test_ctrl_c_says_what_was_done(tmp_path):
     done, saved = caught.value.__notes__
     assert re.search(r"Stopped at step 3 of 9, after [\d.]+ m?s( \(.*%.*\))?; last loss [\d.]+\.$", done)
     assert f"Last checkpoint: {tmp_path}/checkpoint-3" in saved
-
-
-def test_ctrl_c_in_a_run_without_saves_says_so(tmp_path):
-    with pytest.raises(KeyboardInterrupt) as caught:
-        make_trainer(tmp_path, callbacks=[at_step(3, signal.SIGINT)], save_strategy="no", observe=True).train()
-    assert "Stopped at step 3 of 9; nothing was saved (save_strategy='no')." in caught.value.__notes__[-1]
-    assert read_events(str(tmp_path))[-1]["reason"] == "Ctrl-C"
 
 
 def test_averaged_weights_are_put_back_when_an_evaluation_fails(tmp_path):

@@ -217,7 +217,9 @@ CASES: dict[str, Case] = {
     "push_to_hub": _alone(True, f"{_HUB}each_hub_strategy_pushes_the_same_commits"),
     "hub_model_id": _alone("org/name", f"{_HUB}each_hub_strategy_pushes_the_same_commits"),
     "hub_strategy": _alone("end", f"{_HUB}each_hub_strategy_pushes_the_same_commits"),
-    "hub_token": _alone("hf_token", "reliability/test_hub.py::test_wrong_token_or_repository_is_refused_at_the_start"),
+    "hub_token": _alone(
+        "hf_token", "unit/hub/test_repository.py::test_wrong_token_or_repository_is_refused_at_the_start"
+    ),
     "hub_private_repo": _alone(True, f"{_HUB}each_hub_setting_pushes_the_same_commits"),
     "hub_always_push": _alone(True, "unit/hub/test_upload_queue.py::test_failed_uploads_are_retried"),
     "hub_revision": _alone("dev", f"{_HUB}each_hub_setting_pushes_the_same_commits"),

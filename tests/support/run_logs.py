@@ -5,6 +5,8 @@ import re
 import time
 from pathlib import Path
 
+import pytest
+
 from hftrainer.monitoring.journal import ACTIVITIES, Journal
 from tests.support.parity import accuracy, train
 
@@ -12,7 +14,8 @@ SPEEDS = {"tokens_per_second": 9000.5, "samples_per_second": 17.5, "step_seconds
 SPEEDS |= {"eval_share": 0.2, "save_share": 0.05, "peak_memory_mb": 812.0, "mfu": 0.4}
 
 
-def train_two_runs(tmp_path_factory):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
     """The folders of two short runs with different learning rates."""
     settings = {"max_steps": 20, "save_strategy": "steps", "save_steps": 10, "eval_strategy": "steps", "eval_steps": 5}
     folders = [tmp_path_factory.mktemp(f"rate-{rate}") for rate in (0.01, 0.1)]

@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 
 class Plain(nn.Module):
@@ -190,6 +190,48 @@ class Stream(IterableDataset):
 class SizedStream(Stream):
     def __len__(self):
         return self.count
+
+
+class Noisy(Dataset):
+    """Samples that draw random numbers when they are read."""
+
+    def __init__(self, count=38):
+        self.samples = plain_data(count)
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return {**self.samples[index], "x": self.samples[index]["x"] + 0.01 * torch.randn(8)}
+
+
+class ReadingStream(IterableDataset):
+    """The samples of a dataset in their order; `read` is what the dataset notes."""
+
+    def __init__(self, samples):
+        self.samples, self.read = samples, getattr(samples, "read", None)
+
+    def __iter__(self):
+        return map(self.samples.__getitem__, range(len(self.samples)))
+
+
+class StatefulStream(ReadingStream):
+    """Continues after the samples of its state."""
+
+    done = 0
+
+    def __iter__(self):
+        start, self.done = self.done, 0
+        for index in range(start, len(self.samples)):
+            self.done = index + 1
+            yield self.samples[index]
+        self.done = 0
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
 
 
 class Note:

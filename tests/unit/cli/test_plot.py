@@ -15,12 +15,7 @@ from hftrainer.monitoring.journal import read_events
 from hftrainer.reporting.curves import Curve, read_curves
 from hftrainer.reporting.metrics import SHARES, sort_pattern
 from hftrainer.reporting.panels import describe_run
-from tests.support.run_logs import texts_in_svg, train_two_runs, write_log, write_observed_run
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return train_two_runs(tmp_path_factory)
+from tests.support.run_logs import runs as runs, texts_in_svg, write_log, write_observed_run
 
 
 def test_command_prints_a_table_of_several_runs(runs, tmp_path, capsys):

@@ -7,14 +7,14 @@ import datasets
 import pytest
 import torch
 import transformers
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from hftrainer import DataCollatorWithPadding, default_data_collator
 from hftrainer.data.collators import RemoveColumnsCollator
 from hftrainer.data.epoch_reader import EpochReader, EpochStart, may_draw
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.randomness import cpu_rng_state, set_cpu_rng_state
-from tests.support.small_models import tokenizer
+from tests.support.small_models import ReadingStream, StatefulStream, tokenizer
 
 ROWS = [{"input_ids": [1, 2], "labels": 0}] * 8
 ROWS_OF_DATASETS = datasets.Dataset.from_list(ROWS)
@@ -67,31 +67,8 @@ class Noisy(Dataset):
         return index, round(torch.rand(()).item(), 4)
 
 
-class NoisyStream(IterableDataset):
-    def __init__(self):
-        self.samples = Noisy()
-        self.read = self.samples.read
-
-    def __iter__(self):
-        return map(self.samples.__getitem__, range(len(self.samples)))
-
-
-class StatefulStream(NoisyStream):
-    """Continues after the samples of its state; `start` is for the next iteration."""
-
-    start = position = 0
-
-    def __iter__(self):
-        start, self.start = self.start, 0
-        for index in range(start, len(self.samples)):
-            self.position = index + 1
-            yield self.samples[index]
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.start = state["position"]
+def noisy_stream():
+    return ReadingStream(Noisy())
 
 
 def make_reader(make_data=Noisy, *, is_prepared=True, **settings):
@@ -130,9 +107,9 @@ def read_epoch_interrupted_after(count, **settings):
     [
         {"shuffle": True},
         {"sampler": RandomSampler(range(10), replacement=True)},
-        {"make_data": NoisyStream},
+        {"make_data": noisy_stream},
         {"is_prepared": False},
-        {"is_prepared": False, "make_data": NoisyStream},
+        {"is_prepared": False, "make_data": noisy_stream},
         {"is_prepared": False, "shuffle": True},
     ],
     ids=lambda settings: ", ".join(settings),
@@ -144,7 +121,7 @@ def test_resumed_epoch_has_the_remaining_batches_and_random_numbers(settings, co
 
 @pytest.mark.parametrize(
     ("make_data", "is_prepared", "first_read"),
-    [(Noisy, True, 6), (Noisy, False, 6), (NoisyStream, True, 0), (StatefulStream, True, 6)],
+    [(Noisy, True, 6), (Noisy, False, 6), (noisy_stream, True, 0), (lambda: StatefulStream(Noisy()), True, 6)],
 )
 def test_used_samples_are_read_again_only_by_streams_without_state(make_data, is_prepared, first_read):
     whole, rest, resumed = read_epoch_interrupted_after(3, make_data=make_data, is_prepared=is_prepared)

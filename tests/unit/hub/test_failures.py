@@ -5,17 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hftrainer.hub import failures, repository
-
-
-def test_progress_bars_stay_off_until_the_last_upload_has_ended():
-    quiet, hidden = repository._without_progress_bars, repository.are_progress_bars_disabled
-    before = hidden()
-    with quiet():
-        with quiet():
-            pass
-        assert hidden()
-    assert hidden() == before
+from hftrainer.hub import failures
 
 
 def test_messages_hide_tokens_and_signatures(monkeypatch):

@@ -15,17 +15,7 @@ import pytest
 from hftrainer.errors import HubError
 from hftrainer.search.workers import pickle_trainer
 from tests.support.checkpoints import AtStep, OnSave
-from tests.support.hub_runs import (
-    STEPS,
-    assert_no_token_is_shown as assert_no_token_is_shown,
-    environment,
-    head,
-    hub as hub,
-    make_uploading,
-    messages,
-    step_messages,
-    undisturbed as undisturbed,
-)
+from tests.support.hub_runs import STEPS, environment, head, make_uploading, messages, step_messages
 from tests.support.hub_server import cut, fail
 from tests.support.parity import assert_same_weights
 from tests.support.small_models import make_plain

@@ -19,12 +19,7 @@ from hftrainer.reporting.curves import Curve, _with_styles, read_curves
 from hftrainer.reporting.metrics import SHARES, choose_best, logged, logged_curves
 from hftrainer.reporting.panels import describe_run, vertical_axis
 from hftrainer.reporting.plot import plot
-from tests.support.run_logs import SPEEDS, texts_in_svg, train_two_runs, write_log, write_observed_run
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return train_two_runs(tmp_path_factory)
+from tests.support.run_logs import SPEEDS, runs as runs, texts_in_svg, write_log, write_observed_run
 
 
 def test_logs_without_weights_are_drawn(tmp_path):

@@ -16,13 +16,8 @@ from hftrainer.reporting.curves import curves_of_run, read_curves
 from hftrainer.reporting.metrics import PANELS, SHARES
 from hftrainer.reporting.plot import plot
 from tests.support.checkpoints import AtStep
-from tests.support.run_logs import SPEEDS, texts_in_svg, train_two_runs, write_log, write_observed_run
+from tests.support.run_logs import SPEEDS, runs as runs, texts_in_svg, write_log, write_observed_run
 from tests.support.small_models import make_plain
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return train_two_runs(tmp_path_factory)
 
 
 def test_plot_writes_a_picture_and_a_page(runs, tmp_path):

@@ -34,14 +34,7 @@ def test_loss_is_divided_by_micro_batches_or_items(case, micro_batches):
 
 # In a step of 3 micro-batches with gradient_accumulation_steps=4.
 @pytest.mark.parametrize(
-    ("release", "accepts", "divisor"),
-    [
-        ("4.52", True, 1),
-        ("4.53", True, 4),
-        ("4.54", False, 4),
-        ("4.55", False, 3),
-        ("4.55", True, 3),
-    ],
+    ("release", "accepts", "divisor"), [("4.52", True, 1), ("4.53", True, 4), ("4.54", False, 4), ("4.55", True, 3)]
 )
 def test_short_last_step_is_divided_as_in_the_release(release, accepts, divisor):
     args = SimpleNamespace(device="cpu", torch_empty_cache_steps=None, gradient_accumulation_steps=4)
@@ -49,24 +42,12 @@ def test_short_last_step_is_divided_as_in_the_release(release, accepts, divisor)
     assert losses.micro_batch_loss(LOSS, {}, None).item() == 12 / divisor
 
 
-ITEMS_FUNCTION = DIVIDED_BY_ITEMS["function that takes items"][0]
-
-
 @pytest.mark.parametrize(
-    ("attributes", "items", "factor"),
-    [
-        ({}, 5, 1),
-        (ACCEPTS, 5, 3),
-        (ACCEPTS, None, 1),
-        (ACCEPTS | {"averages_tokens": False}, 5, 1),
-        (ACCEPTS | {"world_size": 1}, 5, 1),
-        (ITEMS_FUNCTION, 5, 3),
-        ({"compute_loss_func": MEANS["function of keywords"]}, 5, 1),
-    ],
+    ("case", "factor"), [("plain model", 1), *((f"{kind} that takes items", 3) for kind in ("model", "function"))]
 )
-def test_mean_over_ranks_is_undone_if_the_items_of_all_divide(attributes, items, factor):
-    parts = make_losses(**{"averages_tokens": True, "world_size": 3, **attributes}).parts
-    assert loss_division.undo_mean_over_ranks(parts, 2.0, items) == 2.0 * factor
+def test_mean_over_ranks_is_undone_if_the_items_of_all_divide(case, factor):
+    parts = make_losses(averages_tokens=True, world_size=3, **DIVIDED_BY_ITEMS[case][0]).parts
+    assert [loss_division.undo_mean_over_ranks(parts, 2.0, items) for items in (5, None)] == [2.0 * factor, 2.0]
 
 
 @pytest.mark.parametrize(("steps", "kind", "divisor"), [(1, "NO", 1), (4, "NO", 4), (4, "DEEPSPEED", 1)])
