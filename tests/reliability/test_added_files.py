@@ -8,12 +8,11 @@ from unittest import mock
 
 import pytest
 
-import hftrainer
 from hftrainer.checkpointing.inspection import inspect_checkpoint
 from hftrainer.checkpointing.writing import folder as folder_module, writer
 from hftrainer.checkpointing.writing.files import read_manifest
 from hftrainer.checkpointing.writing.folder import staging_folder
-from tests.support.checkpoints import BACKGROUND, OnSave, train_to_end
+from tests.support.checkpoints import BACKGROUND, OnSave, SetFlag, train_to_end
 from tests.support.known_differences import files_in
 from tests.support.parity import assert_agree, assert_same_weights, build
 from tests.support.small_models import make_plain
@@ -136,12 +135,8 @@ def test_saving_a_step_twice_keeps_added_files(tmp_path):
     """Files of callbacks too, and files rewritten with the same contents."""
     saves = []
 
-    class Twice(hftrainer.TrainerCallback):
-        def on_epoch_end(self, args, state, control, **kwargs):
-            control.should_save = True
-
     trainer = make(tmp_path, max_steps=10, save_steps=10)
-    for callback in (Twice(), OnSave(write_on_save), OnSave(saves.append)):
+    for callback in (SetFlag("should_save", 10, "on_epoch_end"), OnSave(write_on_save), OnSave(saves.append)):
         trainer.add_callback(callback)
     trainer.train()
     assert saves == [tmp_path / "checkpoint-10"] * 2

@@ -7,10 +7,9 @@ import re
 import pytest
 import torch
 
-from hftrainer import TrainerCallback
 from hftrainer.checkpointing.optimizer_state import load_scheduler_or_scaler
 from hftrainer.errors import InvalidSetup
-from tests.support.parity import assert_same_weights, train
+from tests.support.parity import assert_same_weights, callback, train
 from tests.support.small_models import make_plain, plain_data
 
 SAVED = {"save_strategy": "steps", "save_steps": 1}
@@ -71,25 +70,19 @@ def test_plateau_schedule_may_resume_another(make_trainer, tmp_path):
     assert then.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2")).global_step == 3
 
 
-# ---- Parameter groups ------------------------------------------------------------------------------------------------
-
-
 def resume(folder, **settings):
     """State and settings of each parameter when the resumed run begins, by name, and the record of the run."""
     began = {}
 
-    class Look(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if not began:
-                names = {parameter: name for name, parameter in kwargs["model"].named_parameters()}
-                for group in kwargs["optimizer"].param_groups:
-                    for parameter in group["params"]:
-                        held = copy.deepcopy(kwargs["optimizer"].state[parameter])
-                        began[names[parameter]] = (held, group["lr"], group["weight_decay"])
+    def on_step_begin(self, args, state, control, model, optimizer, **kwargs):
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for group in optimizer.param_groups if not began else ():
+            for parameter in group["params"]:
+                held = copy.deepcopy(optimizer.state[parameter])
+                began[names[parameter]] = (held, group["lr"], group["weight_decay"])
 
-    ended = train(
-        *("hftrainer", "llama", folder, str(folder / "checkpoint-2")), **STEPS, **settings, callback=lambda _: Look()
-    )
+    settings |= {**STEPS, "callback": callback(on_step_begin=on_step_begin)}
+    ended = train("hftrainer", "llama", folder, str(folder / "checkpoint-2"), **settings)
     return began, ended
 
 

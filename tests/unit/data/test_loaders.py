@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def prepare(data, size=4, device=CPU, **settings):
-    of_loader = {name: settings.pop(name) for name in ("config", "shard_spec", "processes") if name in settings}
+    of_loader = {name: settings.pop(name) for name in ("config", "shard_spec") if name in settings}
     return PreparedDataLoader(DataLoader(data, size, **settings), device, **of_loader)
 
 
@@ -33,19 +33,13 @@ def test_next_batch_is_read_before_the_last_one_is_used():
         (range(8), {}, [None, None]),
         (range(10), {"drop_last": True}, [None, None]),
         (Numbers(10), {}, [None, None, 2]),
+        (range(10), {"shard_spec": ShardSpec(0, 2)}, [None, 2]),
+        (range(10), {"shard_spec": ShardSpec(1, 2)}, [None, 0]),  # a filler
     ],
 )
 def test_last_batch_of_an_evaluation_counts_its_samples(data, settings, counted):
     loader = prepare(data, **settings)
     assert [loader.position.counted_samples for _ in loader] == counted
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_without_a_last_batch_gets_a_filler_that_does_not_count(rank):
-    loader = prepare(range(10), shard_spec=ShardSpec(rank, 2))
-    found = [(loader.position.is_filler, loader.position.counted_samples) for _ in loader]
-    assert found == [(False, None), [(False, 2), (True, 0)][rank]]
-    assert loader.total_batch_size == 8
 
 
 @pytest.mark.parametrize("make", [prepare, DataLoader], ids=["prepared", "of a script"])
@@ -61,9 +55,6 @@ def test_first_batches_are_skipped_once(make):
 def test_batches_are_moved_without_waiting_but_not_to_mps(kind, expected):
     config = AcceleratorConfig(non_blocking=True)
     assert prepare(plain_data(8), device=torch.device(kind), config=config).non_blocking is expected
-
-
-# ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
 class Fails(list):

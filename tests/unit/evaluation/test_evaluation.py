@@ -16,6 +16,7 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collecting import GrowingArray
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from tests.support import small_models
+from tests.support.checkpoints import AtStep
 from tests.support.small_models import detection_data, make_detector, make_plain, pad, plain_data
 
 EVALUATED = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
@@ -295,12 +296,11 @@ def test_evaluation_leaves_nothing_in_memory(make_trainer):
 def test_predict_ignores_limit_val_batches(make_trainer):
     seen = []
 
-    class Predicts(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            seen.append((len(trainer.predict(plain_data(18)).predictions), trainer.evaluate()["eval_loss"]))
+    def predict():
+        seen.append((len(trainer.predict(plain_data(18)).predictions), trainer.evaluate()["eval_loss"]))
 
     trainer = make_trainer(max_steps=1, lightning_config={"limit_val_batches": 2})
-    trainer.add_callback(Predicts)
+    trainer.add_callback(AtStep(1, predict))
     trainer.train()
     assert seen[0][0] == 18
     assert trainer.evaluate()["eval_loss"] == seen[0][1]  # of two batches

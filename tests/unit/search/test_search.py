@@ -65,6 +65,10 @@ REFUSED = {
     "out of range": (choose(gradient_accumulation_steps=0), InvalidArgument, "=0: use a number of at least 1"),
     "nothing": ({"compute_objective": return_none}, InvalidArgument, "returned None: it must return"),
     "two for one": ({"compute_objective": lambda _: (1, 2)}, InvalidArgument, r"returned \(1, 2\): .* a number"),
+    "a metric that is missing": ({"compute_objective": lambda of: of["eval_f1"]}, KeyError, "reads 'eval_f1', but"),
+    "no argument": ({"compute_objective": lambda: 1.0}, InvalidArgument, "compute_objective=.* of one argument"),
+    "two arguments": ({"hp_space": lambda trial, more: {}}, InvalidArgument, "hp_space=.* of one argument, the trial"),
+    "a name": ({"hp_name": lambda: "x"}, InvalidArgument, "hp_name=.*: pass a function of one argument"),
     "one for two": ({"direction": ["minimize"] * 2}, InvalidArgument, "it must return 2 numbers, one per direction"),
 }
 

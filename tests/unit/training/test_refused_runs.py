@@ -9,8 +9,9 @@ from lightning.pytorch import LightningDataModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hftrainer import EarlyStoppingCallback, Trainer, TrainerCallback
+from hftrainer import EarlyStoppingCallback, Trainer
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, MetricNotFound, UnknownKey, WrongObject
+from tests.support.checkpoints import AtStep
 from tests.support.small_models import Plain, SizedStream, Stream, make_plain, plain_data
 
 STEPS = {"eval_strategy": "steps", "save_strategy": "steps"}
@@ -137,13 +138,10 @@ def test_names_in_place_of_datasets_are_refused_when_the_trainer_is_made(make_ar
 
 
 def test_callback_may_unfreeze_a_model_before_the_first_step(make_args):
-    class Unfreezes(TrainerCallback):
-        def on_step_begin(self, args, state, control, model, **kwargs):
-            model.requires_grad_(True)
-
     model = make_plain().requires_grad_(False)
+    unfreeze = AtStep(0, lambda: model.requires_grad_(True), "on_step_begin")
     optimizers = (torch.optim.SGD(model.parameters(), 0.1), None)
-    trainer = Trainer(model, make_args(), None, plain_data(), optimizers=optimizers, callbacks=[Unfreezes()])
+    trainer = Trainer(model, make_args(), None, plain_data(), optimizers=optimizers, callbacks=[unfreeze])
     assert trainer.train().global_step == 2
 
 

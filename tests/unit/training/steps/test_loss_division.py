@@ -57,14 +57,6 @@ def test_backward_divides_by_the_steps_of_accelerate(steps, kind, divisor):
     assert loss_division.divide_in_backward(accelerator, 12.0) == 12.0 / divisor
 
 
-@pytest.mark.parametrize("divides", [True, False])
-def test_model_that_ignores_the_items_does_not_divide_by_them(divides):
-    parts = make_losses().parts
-    parts.counters = counters.Counters(parts)
-    model = lambda x, num_items_in_batch: {"loss": x.sum() / (num_items_in_batch if divides else 1)}  # noqa: E731
-    assert loss_division.divides_by_items(parts, model, {"x": torch.ones(2)}, torch.tensor(4.0)) is divides
-
-
 LABELS = [{"labels": torch.tensor([[1, -100, 3]])}, {"labels": torch.tensor([[1, 2, 3], [-100, -100, -100]])}]
 
 
