@@ -213,7 +213,9 @@ CASES: dict[str, Case] = {
     "save_on_interrupt": _alone(False, "reliability/test_interruption.py::test_signal_saves_and_exits_with_its_status"),
     "enable_jit_checkpoint": _shown(True, "reliability/test_interruption.py::test_jit_checkpoint_saves_once", STEPS),
     "load_best_model_at_end": _always(True, {**BEST, "greater_is_better": True}),
-    "restore_callback_states_from_checkpoint": _shown(True, f"{_RESUME}callback_states_are_restored_if_asked"),
+    "restore_callback_states_from_checkpoint": _shown(
+        True, "parity/test_events.py::test_callback_state_is_saved_and_restored"
+    ),
     "push_to_hub": _alone(True, f"{_HUB}each_hub_strategy_pushes_the_same_commits"),
     "hub_model_id": _alone("org/name", f"{_HUB}each_hub_strategy_pushes_the_same_commits"),
     "hub_strategy": _alone("end", f"{_HUB}each_hub_strategy_pushes_the_same_commits"),
