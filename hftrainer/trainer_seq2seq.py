@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrainer.base.tracebacks import describe_type
 from hftrainer.compat.overrides import record_methods
 from hftrainer.errors import InvalidArgument, WrongObject
 from hftrainer.evaluation.collecting import make_full_gather
@@ -30,7 +31,7 @@ class Seq2SeqTrainer(Trainer):
         super().__init__(model, args, *positional, **kwargs)
         if not hasattr(self.args, "predict_with_generate"):
             raise WrongObject(
-                f"args is a {type(self.args).__name__}, which has no arguments for generation: pass "
+                f"args is {describe_type(self.args)}, which has no arguments for generation: pass "
                 "Seq2SeqTrainingArguments."
             )
         self._gen_kwargs: dict[str, Any] = {}

@@ -89,7 +89,9 @@ class _ParentLogger(logging.Logger):
 
     @property
     def propagate(self) -> bool:
-        """False if a script has removed transformers' handler to silence it."""
+        """False if a script has removed transformers' handler to silence it, or has not set up logging."""
+        if _is_set_up_by_itself(logging.getLogger()):
+            return False
         transformers_logger = _transformers_logger()
         return transformers_logger is None or bool(transformers_logger.handlers) or transformers_logger.propagate
 
@@ -140,6 +142,12 @@ class _ForwardingHandler(logging.Handler):
         is_lost = not (is_shown or transformers_logger.handlers)
         if is_lost and last_resort is not None and record.levelno >= last_resort.level:
             last_resort.handle(record)
+
+
+def _is_set_up_by_itself(root: logging.Logger) -> bool:
+    """Whether the root logger has only the handler that `logging.warning` adds, and its default level."""
+    format_of = {getattr(each, "stream", None): getattr(each.formatter, "_fmt", "") for each in root.handlers}
+    return root.level == logging.WARNING and format_of == {sys.stderr: logging.BASIC_FORMAT}
 
 
 def _writes_to_terminal(handler: logging.Handler) -> bool:

@@ -163,8 +163,8 @@ def describe_type(value: Any) -> str:
         return "None"
     name = type(value).__name__
     # Of initials, such as SGD, the first is spoken by its name.
-    vowels = "AEFHILMNORSX" if name[:2].isupper() else "aeioAEIO"
-    return f"{'an' if name[0] in vowels else 'a'} {name}"
+    vowel = "[AEFHILMNORSX]" if name[:2].isupper() else "(?i)[aeio]|un(?!i)"
+    return f"{'an' if re.match(vowel, name) else 'a'} {name}"
 
 
 #: Column → what to do if an index in it is too large for the model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -84,18 +85,55 @@ def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int) ->
         if name in repeated or (not has_room and _width(parts) > width):
             parts.pop(name, None)
     # A note takes the place of the last column or a line, so that the other columns stay.
-    parts |= {" note": note} if (note := _note_nan(logs, state)) else {}
+    note = _note_nan(logs, state)
     for name in ("of_time", "data_wait"):
-        if note and _width(parts) > width:
+        if note and _width(parts | {" note": note}) > width:
             parts.pop(name, None)
-    if _width(parts) <= width:
-        return _join(parts)
-    # No line ends between a name and its value, unless these are longer than a line that is not very narrow.
-    start = f"{place}  " if (place := parts.pop("", "")) else ""
-    longest = max(20, width - (len(start) or 4))
-    words = (word for part in parts.values() for word in textwrap.wrap(part.replace(" ", "\xa0"), longest))
-    wrap = textwrap.TextWrapper(width, start, " " * (len(start) or 4), break_long_words=False, break_on_hyphens=False)
-    return "\n".join(line.replace("\xa0", " ").rstrip() for line in wrap.wrap("  ".join(words)))
+    if note and _width(parts | {" note": note}) <= width:
+        parts[" note"], note = note, ""
+    text = _join(parts) if _width(parts) <= width else _wrap(parts, metrics if has_room else {}, width)
+    return f"{text}\n{'':{len(parts.get('', '')) + 2}}{note}" if note else text
+
+
+def _wrap(parts: dict[str, str], metrics: Mapping[str, str], width: int) -> str:
+    """A log line in several rows.
+
+    Args:
+        parts: the parts.
+        metrics: those that are metrics; what their names share is said once.
+        width: terminal columns.
+    """
+    place, label = parts.get("", ""), os.path.commonprefix(list(filter(None, metrics))).rpartition("_")[0]  # noqa: RUF071 - of characters
+    # The speeds follow from the time.
+    hidden = [name for name in parts if metrics and "runtime" in parts and name.endswith("_per_second")]
+    cells = [part.removeprefix(f"{label}_") for name, part in parts.items() if name and name not in hidden]
+    place += "  " * bool(place)
+    label += ":  " * bool(label)
+    if label and len(place + label) > width // 5:
+        # A long label has its own row.
+        label = f"{label.strip()}\n{'':{len(place)}}"
+    return place + label + _align(cells, width, len((place + label).rpartition("\n")[2]))
+
+
+def _align(parts: list[str], width: int, indent: int) -> str:
+    """Rows of as many columns as fit. None ends between a name and its value, unless these are longer than a row.
+
+    Args:
+        parts: parts of a log line.
+        width: terminal columns.
+        indent: columns before the rows; the first row has none, as it follows a title.
+    """
+    room = max(20, width - indent)
+    cells = [word.lstrip("\xa0") for part in parts for word in textwrap.wrap(part.replace(" ", "\xa0"), room)]
+    for columns in range(len(cells), 0, -1):
+        widths = [max(map(len, cells[column::columns])) for column in range(columns)]
+        # The padding of the last column is not written.
+        widths[-1] = max(len(cell.rstrip("\xa0")) for cell in cells[columns - 1 :: columns])
+        if sum(widths) + 2 * (columns - 1) <= room:
+            break
+    rows = [zip(cells[row : row + columns], widths, strict=False) for row in range(0, len(cells), columns)]
+    lines = ["  ".join(cell.ljust(size) for cell, size in row).replace("\xa0", " ").rstrip() for row in rows]
+    return f"\n{'':{indent}}".join(lines)
 
 
 def _width(parts: Mapping[str, str]) -> int:

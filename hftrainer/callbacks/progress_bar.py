@@ -23,6 +23,8 @@ from hftrainer.parallel.rank_errors import find_rank_that_prints
 
 #: Columns of the bar for which losses beside it are left out, with its two edges.
 MIN_BAR = 20
+#: Erases the rest of a terminal's line.
+ERASE = "\x1b[K"
 
 
 def is_in_notebook() -> bool:
@@ -61,7 +63,7 @@ def choose_progress_callback(args: BaseArguments, callbacks: list[Any]) -> type[
 class LinesAboveBar:
     """Takes the place of `sys.stdout` or `sys.stderr`, so that lines appear above the bars, as with RichProgressBar.
 
-    Otherwise what a script prints or logs would go on in the line of the bar.
+    Otherwise what a script prints or logs would go on in the line of the bar, which may be that of another rank.
 
     Args:
         name: the stream's name in `sys`. It must be a terminal; loggers that write to it write here too.
@@ -74,14 +76,15 @@ class LinesAboveBar:
         _replace_in_handlers(self.terminal, self)
 
     def restore(self) -> None:
-        """Give the stream back, unless a script has replaced it since."""
-        self.flush()
+        """Write an unfinished line too, and give the stream back, unless a script has replaced it since."""
+        if self._rest:
+            self._write_above_bar(self._rest)
         if getattr(sys, self._name) is self:
             setattr(sys, self._name, self.terminal)
         _replace_in_handlers(self, self.terminal)
 
     def write(self, text: str) -> int:
-        """Write the complete lines; the rest of the text waits for the end of its line, or for `flush`."""
+        """Write the complete lines; the rest of the text waits for the end of its line, or for `restore`."""
         # What draws a bar, and moves between bars: those of a script too write to this stream.
         if "\r" in text or "\x1b[A" in text or not (self._rest + text).strip("\n"):
             self.terminal.write(text)
@@ -91,18 +94,12 @@ class LinesAboveBar:
             self._write_above_bar(lines + end)
         return len(text)
 
-    def flush(self) -> None:
-        """Write an unfinished line too, such as a question."""
-        rest, self._rest = self._rest, ""
-        if rest:
-            self._write_above_bar(rest)
-        self.terminal.flush()
-
     def _write_above_bar(self, text: str) -> None:
         from tqdm import tqdm
 
         with tqdm.external_write_mode(file=sys.stderr):
-            self.terminal.write(text)
+            # This process cannot redraw the bar of another one, which does that at its next step.
+            self.terminal.write(f"\r{ERASE}{text}")
             self.terminal.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -135,13 +132,13 @@ class ProgressCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Open the bar at the step from which training resumes."""
+        # A run without steps left shows no bar.
+        hidden = {"disable": True} if 0 < state.max_steps <= state.global_step else {}
+        if not (hidden or self._outputs) and is_terminal(sys.stderr):
+            # Before the bar is made, which belongs to the stream that it is given.
+            terminals = [name for name in ("stdout", "stderr") if is_terminal(getattr(sys, name))]
+            self._outputs = [LinesAboveBar(name) for name in terminals]
         if state.is_world_process_zero:
-            # A run without steps left shows no bar.
-            hidden = {"disable": True} if 0 < state.max_steps <= state.global_step else {}
-            if not (hidden or self._outputs) and is_terminal(sys.stderr):
-                # Before the bar is made, which belongs to the stream that it is given.
-                terminals = [name for name in ("stdout", "stderr") if is_terminal(getattr(sys, name))]
-                self._outputs = [LinesAboveBar(name) for name in terminals]
             self.training_bar = _make_bar(total=state.max_steps, initial=state.global_step, **hidden)
             # In the first step DDP writes warnings, which would be in the bar's line.
             if args.world_size > 1:
@@ -269,6 +266,10 @@ def _make_bar(**kwargs: Any) -> Any:
             while columns and values["postfix"] and len(tqdm.format_meter(**values | {"ncols": 0})) > columns - MIN_BAR:
                 values["postfix"] = values["postfix"].rpartition(", ")[0]
             return values | {"ncols": columns}
+
+        def __str__(self) -> str:
+            # A wider bar of the script may have been in this line.
+            return super().__str__() + ERASE
 
     # With disable=None, tqdm shows no bar outside a terminal; a notebook can show it anyway.
     return Bar(**{"dynamic_ncols": True, "disable": False if is_in_notebook() else None} | kwargs)

@@ -190,16 +190,6 @@ def _damaged_shard(inspection: Inspection) -> str | None:
     return None
 
 
-def not_a_checkpoint_reason(folder: str | Path) -> str | None:
-    """Why the folder is not a checkpoint; None if it has a trainer state."""
-    folder = Path(folder)
-    if (folder / layout.TRAINER_STATE_NAME).is_file():
-        return None
-    if folder.is_dir():
-        return f"it lacks {layout.TRAINER_STATE_NAME}"
-    return "it is not a folder" if folder.exists() else "the folder does not exist"
-
-
 def accept_checkpoint(folder: str | Path) -> Inspection:
     """Accept the checkpoint in its current state.
 
@@ -213,7 +203,7 @@ def accept_checkpoint(folder: str | Path) -> Inspection:
         DamagedCheckpoint: if a file cannot be read; the error names it.
     """
     folder = Path(folder)
-    if (reason := not_a_checkpoint_reason(folder)) is not None:
+    if (reason := layout.not_a_checkpoint_reason(folder)) is not None:
         raise CheckpointNotFound(f"{folder} is not a checkpoint: {reason}. Pass a checkpoint-xxx folder.")
     inspection = inspect_checkpoint(folder)
     for name in list_files(folder):

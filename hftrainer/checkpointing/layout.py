@@ -87,6 +87,16 @@ def sort_checkpoints(run_folder: str) -> list[str]:
     return [path for _, _, path in sorted(folders)]
 
 
+def not_a_checkpoint_reason(folder: str | Path) -> str | None:
+    """Why the folder is not a checkpoint; None if it has a trainer state."""
+    folder = Path(folder)
+    if (folder / TRAINER_STATE_NAME).is_file():
+        return None
+    if folder.is_dir():
+        return f"it lacks {TRAINER_STATE_NAME}"
+    return "it is not a folder" if folder.exists() else "the folder does not exist"
+
+
 def describe_nearest(missing: str, *folders: str) -> str:
     """At most five checkpoints in place of a missing one, nearest step first; '' if there are none.
 

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hftrainer.base.messages import RED, format_bytes, paint
+from hftrainer.base.messages import RED, format_bytes, format_span, paint
 from hftrainer.cli.parser import Parser
 
 #: Entries that the table shows under other names.
-_RENAMED = ("complete", "damage", "step", "max_steps", "epoch", "bytes")
+_RENAMED = ("complete", "damage", "step", "max_steps", "epoch", "loss", "bytes")
 
 _ADVICE = "To resume, resume_from_checkpoint=True takes the newest complete checkpoint of the run."
 
@@ -29,7 +29,8 @@ def add_subcommand(commands: Any) -> None:
         "that was changed after it was written (for example, its weights were converted), and write a new manifest, "
         "so that it counts as complete; if a file cannot be read, exit with 1 and change nothing.",
     )
-    parser.add_argument("folder", metavar="CHECKPOINT", help="a folder such as out/checkpoint-500")
+    help_text = "a folder such as out/checkpoint-500; of a run's folder, the newest checkpoint is shown"
+    parser.add_argument("folder", metavar="CHECKPOINT", help=help_text)
     parser.set_defaults(missing="pass a checkpoint folder")
     parser.add_argument("--accept", action="store_true", help="write a new manifest for files that were changed")
 
@@ -37,24 +38,25 @@ def add_subcommand(commands: Any) -> None:
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.arguments.storage_url import explain_unreadable_url
-    from hftrainer.checkpointing.inspection import not_a_checkpoint_reason
-    from hftrainer.checkpointing.layout import checkpoints_newest_first, describe_nearest
+    from hftrainer.checkpointing.layout import checkpoints_newest_first, describe_nearest, not_a_checkpoint_reason
     from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsafeCheckpoint
 
     folder = options.folder
     if (reason := explain_unreadable_url(folder)) is not None:
         parser.fail(f"{folder}: {reason}.")
     if (reason := not_a_checkpoint_reason(folder)) is not None:
-        found = ", ".join(map(str, checkpoints_newest_first(folder))) if os.path.isdir(folder) else ""
+        found = [*checkpoints_newest_first(folder)] if os.path.isdir(folder) else []
         hint = f"the {nearest}" if (nearest := describe_nearest(folder)) else "pass a checkpoint-xxx folder"
-        hint = f"the checkpoints in it, newest first: {found}" if found else hint
+        hint = f"the checkpoints in it, newest first: {', '.join(found)}" if found else hint
         problem = f"is not a checkpoint: {reason};" if os.path.exists(folder) else "does not exist:"
-        parser.fail(f"{folder} {problem} {hint}.")
+        if options.accept or not found:
+            parser.fail(f"{folder} {problem} {hint}.")
+        folder = found[0]
     try:
         if options.accept:
-            _accept(options.folder, as_json=options.json)
+            _accept(folder, as_json=options.json)
             return
-        description = describe(options.folder)
+        description = describe(folder)
     except (CheckpointNotFound, DamagedCheckpoint, UnsafeCheckpoint, OSError) as error:
         parser.fail(f"{error} {_ADVICE}", status=1)
     if options.json:
@@ -66,10 +68,12 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
 
 def _table(description: dict[str, Any]) -> str:
     rows = {
+        "folder": description["folder"],
         "complete": "yes" if description["damage"] is None else paint(f"no: {description['damage']}", RED, sys.stdout),
         "what to do": description["damage"] and f"{_ADVICE} If you changed its files on purpose, pass --accept.",
         "optimizer step": f"{description['step']:,} of {description['max_steps']:,}",
         "epoch": f"{description['epoch'] or 0:.4g}",
+        "loss": description["loss"] and paint(description["loss"], RED, sys.stdout),
         "size": format_bytes(description["bytes"]),
         **{name.replace("_", " "): value for name, value in description.items() if name not in _RENAMED},
     }
@@ -100,6 +104,7 @@ def describe(folder: str) -> dict[str, Any]:
     from hftrainer.checkpointing.run_progress import load_progress
     from hftrainer.checkpointing.writing.files import list_files
     from hftrainer.errors import DamagedCheckpoint
+    from hftrainer.reporting.summary import find_nan
 
     state_file = os.path.join(folder, layout.TRAINER_STATE_NAME)
     try:
@@ -111,12 +116,15 @@ def describe(folder: str) -> dict[str, Any]:
     settings = {} if progress is None else progress.settings
     size = sum((Path(folder) / name).stat().st_size for name in list_files(Path(folder)))
     kind, resumes_on = _strategy(folder)
+    nan = find_nan(state)
     return {
+        "folder": folder,
         "complete": damage is None,
         "damage": damage,
         "step": state.global_step,
         "max_steps": state.max_steps,
         "epoch": state.epoch,
+        "loss": None if nan is None else f"NaN since step {format_span(nan.first, nan.last)}",
         "bytes": size,
         "samples_read_in_epoch": None if progress is None else progress.samples,
         "global_batch": None if progress is None else progress.global_batch_size,

@@ -215,6 +215,7 @@ class TrainingRunner(Part):
         self.parts.loader_factory.warn_about_custom_loader(dataloader)
         planned = self.planner.plan_lengths(args, dataloader)
         skipped_samples = self.run.skipped_samples
+        # `RunPlanner.init_state` reads both, behind `_init_training_state`, whose signature has no place for them.
         self.run.lengths = lengths = planned if skipped_samples is None else skipped_samples.extend_lengths(planned)
         self.run.resumed_progress = self.parts.checkpoint_restorer.load_adapted_progress(resume_folder, lengths)
         epoch, finished_micro_batches = self.trainer._init_training_state(

@@ -240,3 +240,13 @@ def test_handlers_of_a_script_keep_their_format(formatter, start):
     finally:
         transformers.logging.get_logger("transformers").removeHandler(handler)
     assert handler.stream.getvalue() == start + " " + "words " * 40 + "\n"
+
+
+def test_root_handler_that_no_script_set_up_does_not_set_our_format(tmp_path, output_of):
+    """`logging.warning` adds one, which shows the names of loggers and levels."""
+    _, error = output_of(program(tmp_path, before="logging.warning('first')", settings=INFO))
+    assert (error.count(f"\n[hftrainer]   {LINE}\n"), error.count("INFO:"), error.count("WARNING:root:first")) == (
+        1,
+        0,
+        1,
+    )

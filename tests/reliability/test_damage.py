@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -310,12 +311,16 @@ def test_checkpoint_command_describes_the_run(checkpoint, run_command):
     assert (found["damage"], found["step"], found["max_steps"], found["lacks"]) == (None, 6, 9, None)
     assert (found["processes"], found["global_batch"], found["samples_read_in_epoch"]) == (1, 4, 24)
     assert found["resumes_on"] == "any number of processes, with DDP, FSDP or neither"
+    assert (found["folder"], found["loss"]) == (str(checkpoint), None)
     assert re.search("^optimizer step +6 of 9$", run_command(checkpoint)[1], re.MULTILINE)
+    state = checkpoint / "trainer_state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"log_history": [{"step": 6, "loss": math.nan}]}))
+    assert re.search("^loss +NaN since step 1-6$", run_command(checkpoint)[1], re.MULTILINE)
     truncate(checkpoint / "optimizer.pt")
     status, printed, _ = run_command(checkpoint)
     assert status == 1
     assert f"no: {checkpoint / 'optimizer.pt'} has changed size since it was written" in printed
-    assert run_command(checkpoint.parent)[0] == 2
+    assert run_command(checkpoint.parent)[:2] == (1, printed)  # the newest of the run
 
 
 def test_accept_updates_the_manifest_or_names_the_damage(finished_runs, checkpoint, run_command, caplog):

@@ -1,7 +1,7 @@
 """`TrainingLoop`: what happens in an epoch, a micro-batch and an optimizer step of a training run.
 
 `private_api/epoch_loop.py` of the adapter for Lightning calls `run_micro_batch`, which has the order of a step; the
-hooks of its `TrainerModule` call the other methods.
+hooks of its `TrainerModule` call the methods for the beginning and end of training and of an epoch.
 
 The order of events, log lines and random draws is that of `transformers.Trainer` v5.24.
 """

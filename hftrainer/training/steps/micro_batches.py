@@ -52,8 +52,10 @@ class MicroBatchPosition:
         window_start: index of the window's first micro-batch.
         window_size: micro-batches in the window; the last of an epoch may have fewer. 0 before the first.
         num_items: items over which the loss of the window is averaged; None when not needed.
-        is_first: whether this is the window's first micro-batch.
+        is_first: whether a step begins with this micro-batch.
         is_last: whether the optimizer steps after this micro-batch.
+
+    While the accumulation is constant, `is_first` and `is_last` are the ends of the window.
     """
 
     index: int = -1
@@ -131,6 +133,8 @@ class MicroBatches(Part):
         # Do nothing before the first micro-batch is requested: Lightning calls iter() before the epoch begins.
         for start, micro_batches, num_items in self._read_windows():
             for index, micro_batch in enumerate(micro_batches, start):
+                # As in transformers, a callback that changes the accumulation moves the end of a step at once, though
+                # the window was read with the value before: a step may have no `is_first`, and `num_items` of more.
                 size = self._accumulation_steps()
                 self.position = MicroBatchPosition(
                     index=index,

@@ -24,7 +24,7 @@ from hftrainer.base.messages import wrap_text
 from hftrainer.base.tracebacks import add_note
 from hftrainer.callbacks.log_lines import format_log_line
 from hftrainer.callbacks.notebook import _find_callback
-from hftrainer.callbacks.progress_bar import _make_bar
+from hftrainer.callbacks.progress_bar import ERASE, _make_bar
 from hftrainer.training.stopping import SignalListener
 from tests.support.parity import comparable
 from tests.support.processes import read_to_end
@@ -122,7 +122,7 @@ def test_narrow_terminal_keeps_the_most_useful_parts(width, shown):
 
 
 def test_metrics_continue_below_each_other():
-    """Each evaluation breaks at the same names, and its decimals are aligned."""
+    """Each evaluation breaks at the same names, which say once what they share, and its values are aligned."""
     names = [f"eval_{name}" for name in "loss accuracy f1_macro precision_macro recall_macro".split()]
     state = TrainerState(global_step=20, max_steps=40)
     logs = [dict.fromkeys(names, value) | {"epoch": 2.0, "eval_runtime": 0.25} for value in (0.5, 0.4375)]
@@ -130,9 +130,17 @@ def test_metrics_continue_below_each_other():
     assert lines[1] == [line.replace("0.5000", "0.4375") for line in lines[0]]
     assert format_log_line({f"eval_{'x' * 90}": 1.0}, state, 80).splitlines()[1].startswith("       xxx")
     assert lines[0] == [
-        "20/40  eval_loss 0.5000   eval_accuracy 0.5000   eval_f1_macro 0.5000",
-        "       eval_precision_macro 0.5000   eval_recall_macro 0.5000   ep 2.00",
-        "       time  0.250 s",
+        "20/40  eval:  loss 0.5000              accuracy 0.5000       f1_macro 0.5000",
+        "              precision_macro 0.5000   recall_macro 0.5000   ep 2.00",
+        "              time  0.250 s",
+    ]
+    more = {
+        f"eval_second_{name.removeprefix('eval_')}": 0.5 for name in [*names, "eval_runtime", "eval_steps_per_second"]
+    }
+    assert format_log_line(more, state, 80).splitlines() == [
+        "20/40  eval_second:",
+        "       loss 0.5000              accuracy 0.5000       f1_macro 0.5000",
+        "       precision_macro 0.5000   recall_macro 0.5000   time  0.500 s",
     ]
 
 
@@ -183,7 +191,7 @@ def test_terminal_bar_counts_optimizer_steps(tmp_path, processes):
     assert re.findall(rb"([^\r\n]*)\[hftrainer\] After a step\.\x1b\[0m\r\n", text) == [b"\x1b[33m"] * 4
     for line, count in {b"printed": 4, b"to stderr": 4, b"logged": 4, b"within a bar": 8}.items():
         # Below a script's bar, tqdm has moved up to the line.
-        assert re.findall(rb"([^\r\n]*?)(?:\x1b\[A)*" + line + rb"\r\n", text) == [b""] * count
+        assert re.findall(rb"([^\r\n]*?)(?:\x1b\[[AK])*" + line + rb"\r\n", text) == [b""] * count
 
 
 class Terminal(io.StringIO):
@@ -205,7 +213,7 @@ def test_ctrl_c_erases_the_bar(monkeypatch):
         bar.close()
     drawn, erased, _ = read_to_end(ours).decode().partition("\r\x1b[K")
     os.close(ours)
-    assert erased and "0/4" in drawn and len(drawn.split("\r")[-1]) <= 37
+    assert erased and "0/4" in drawn and len(drawn.split("\r")[-1].removesuffix(ERASE)) <= 37
 
 
 def test_output_is_given_back_with_an_unfinished_line(monkeypatch, tmp_path):
@@ -216,9 +224,22 @@ def test_output_is_given_back_with_an_unfinished_line(monkeypatch, tmp_path):
     callback.on_train_begin(TrainingArguments(str(tmp_path)), state, TrainerControl())
     callback.on_prediction_step(None, state, None, eval_dataloader=range(2))
     print("a line\nand more", end="")
-    assert output.getvalue() == "a line\n"
+    sys.stdout.flush()  # as tqdm does for each bar
+    assert output.getvalue() == f"\r{ERASE}a line\n"
     callback.close()  # as after an error in an evaluation
-    assert sys.stdout is output and output.getvalue() == "a line\nand more" and callback.prediction_bar is None
+    assert sys.stdout is output and callback.prediction_bar is None
+    assert output.getvalue() == f"\r{ERASE}a line\n\r{ERASE}and more"
+
+
+def test_rank_without_a_bar_erases_that_of_another_rank(monkeypatch, tmp_path):
+    output = Terminal()
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    callback, state = ProgressCallback(), TrainerState(max_steps=4, is_world_process_zero=False)
+    callback.on_train_begin(TrainingArguments(str(tmp_path)), state, TrainerControl())
+    print("a line")
+    callback.on_train_end(None, state, None)
+    assert (callback.training_bar, output.getvalue(), sys.stdout) == (None, f"\r{ERASE}a line\n", output)
 
 
 @pytest.mark.parametrize(("columns", "losses"), [(80, "loss 0.5"), (120, "loss 0.5, eval_loss 0.9937"), (50, "")])
@@ -228,7 +249,7 @@ def test_narrow_bar_leaves_out_losses(monkeypatch, columns, losses):
     bar = _make_bar(total=600_000, dynamic_ncols=False, ncols=columns)
     bar.set_postfix_str("loss 0.5, eval_loss 0.9937")
     bar.close()
-    drawn = terminal.getvalue().split("\r")[-1].rstrip()
+    drawn = terminal.getvalue().split("\r")[-1].rstrip().removesuffix(ERASE)
     assert drawn.endswith(f"{', ' * bool(losses)}{losses}]") and len(drawn) == columns - 3
     assert len(drawn.split("|")[1]) >= 15
 

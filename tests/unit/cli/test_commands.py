@@ -318,11 +318,11 @@ def test_path_without_a_run_is_named(tmp_path, capsys, words, name, reason):
     assert path in error
 
 
-def test_checkpoint_command_lists_those_in_the_folder(tmp_path, capsys):
+def test_accept_lists_the_checkpoints_in_the_folder(tmp_path, capsys):
     for step in (5, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
     with pytest.raises(SystemExit) as ended:
-        main(["checkpoint", str(tmp_path)])
+        main(["checkpoint", "--accept", str(tmp_path)])
     assert ended.value.code == 2
     assert f"newest first: {tmp_path / 'checkpoint-10'}, {tmp_path / 'checkpoint-5'}." in capsys.readouterr().err
