@@ -19,6 +19,8 @@ from hftrainer.errors import DamagedCheckpoint
 _OTHER_ATTRIBUTES = ("distributed_state", "deepspeed_plugin", "hf_deepspeed_config", CONSTRUCTION_KEY)
 #: Arguments that may differ between equal runs: output paths, and the checkpoint from which a run resumes.
 _PLACES = ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint")
+#: Arguments in which repetitions of a run differ.
+SEEDS = ("seed", "data_seed")
 #: Arguments without effect on what is learned: what a run evaluates, logs, saves, measures and uploads.
 _WITHOUT_EFFECT = re.compile(
     "(do|eval|hub|include|load|log|logging|push|save|trackio)_.*|dataloader_(num|persistent|pin|prefetch).*"

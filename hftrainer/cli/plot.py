@@ -118,8 +118,8 @@ def _draw_runs(options: argparse.Namespace) -> _Drawn:
     folders, x = {os.path.realpath(folder): folder for folder in options.folders}, options.x or "step"
     runs, left_out = _read_runs(sort_pattern(list(folders.values())), x)
     charts = read_charts(runs, x, with_others=bool(options.html))
-    # The tables are by step.
-    curves = charts.get("step") or read_curves(runs)
+    # The tables are by step, with a row for each seed.
+    curves = read_curves(runs)
     shows_rows = len(runs) > 1 or options.json
     rows, note = _summarize_runs(runs, curves) if shows_rows or options.html else ([], "")
     counts = [(run.page["step"], run.state.log_history[-1].get("epoch") or 0) for run in runs]

@@ -200,7 +200,7 @@ def _heights(curve: Curve, values: list[float], foot: float) -> dict[str, Any]:
 
 def _base_trace(curve: Curve) -> dict[str, Any]:
     """What all traces of a curve have."""
-    style = {"color": curve.colour, "dash": list(DASHES.values())[curve.dash], "width": curve.width + 0.5}
+    style = {"color": curve.colour, "dash": list(DASHES.values())[curve.dash], "width": 2}
     steps, values = curve.points(curve.drawable)
     group = curve.run or curve.name
     return {"x": steps, "y": values, "name": curve.label, "legendgroup": group, "showlegend": False, "line": style}
@@ -221,7 +221,13 @@ def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]
     marks = {"size": sizes, "symbol": MARKS[curve.mark], "opacity": 1, "line_width": 0}
     trace |= {"mode": "lines+markers", "marker": marks}
     faint = {"mode": "lines", "opacity": panels.opacity_under_mean(curves), "line": trace["line"] | {"width": 1}}
+    if curve.member:
+        yield trace | faint
+        return
     levels, plain = curve.smoothings, [trace]
+    wide = {"mode": "lines", "hoverinfo": "skip", "line": trace["line"] | {"width": curve.width + 0.5}}
+    wide |= {"meta": "light" if curve.mean else "off light" * bool(levels)}
+    yield from [trace | wide | {"y": curve.shared_points(curve.mean or curve.drawable, foot)[1]}] * (curve.shared > 1)
     if curve.peaks(top := panels.vertical_axis(curves)[1][1]):
         plain = [trace | faint, trace | {"y": curve.points(curve.below(top), foot)[1], "hoverinfo": "skip"}]
     if not levels:

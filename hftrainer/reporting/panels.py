@@ -14,7 +14,8 @@ import numpy as np
 from hftrainer.base.messages import count_of, format_number
 from hftrainer.checkpointing.saved_arguments import describe, is_shared
 from hftrainer.errors import MissingPackage, cause_if_installed
-from hftrainer.reporting.curves import DIVERGED, EVALUATION_LOSS, TIME_UNITS, WORDS, Curve
+from hftrainer.monitoring.run_page import DIVERGED
+from hftrainer.reporting.curves import EVALUATION_LOSS, TIME_UNITS, WORDS, Curve
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS
 
 #: Number of losses from which a few high ones may leave a panel; their least ratio to the range of the others; and
@@ -174,7 +175,7 @@ def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list
     """What leaves a panel, of each run its highest curve: the places of marks, and a text for the legend."""
     runs: dict[str, list[Curve]] = {}
     for curve in sorted((curve for curve in curves if curve.peaks(top)), key=lambda curve: -max(curve.finite)):
-        runs.setdefault(curve.run, []).append(curve)
+        runs.setdefault(curve.member or curve.run, []).append(curve)
     for curve, *others in list(runs.values())[:MAX_PEAK_TEXTS]:
         places = curve.peaks(top)
         first = next(index for index, value in enumerate(curve.values) if value > top)
@@ -184,7 +185,7 @@ def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list
         if len(after) > 2 and 2 * sum(value > top for value in after) > len(after):
             text, where, places = f"above the axis from {describe_place(curve, first)}, ", "", [first]
         # The label of the axis names the only curve.
-        name = curve.run or curve.label * any(other.name != curve.name for other in curves)
+        name = curve.member or curve.run or curve.label * any(other.name != curve.name for other in curves)
         text = f"{name}: " * bool(name) + f"{text}max {format_number(peak)}{where}"
         also = ", ".join(f"{other.name} {format_number(max(other.finite))}" for other in others)
         places = sorted(places, key=curve.values.__getitem__, reverse=True)[:MAX_TRIANGLES]
@@ -200,8 +201,9 @@ def describe_place(curve: Curve, index: int) -> str:
 def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
     """The runs; and notes for below: first what became of a run; and which runs have no speeds."""
     runs = list(dict.fromkeys(curve.run for curve in curves))
-    names = f"{', '.join(runs[:-1])} and {runs[-1]}" if len(runs) < 4 else f"{len(runs)} training runs"
-    title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run {name}"]
+    count = len({curve.member or curve.run for curve in curves} - {curve.run for curve in curves if curve.member})
+    names = f"{', '.join(runs[:-1])} and {runs[-1]}" if len(runs) < 4 else f"{count} training runs"
+    title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run{'s' * bool(runs[0])} {runs[0] or name}"]
     if curves[0].state and not curves[0].run:
         title.append(_state(curves))
     if any(curve.restarts and curve.x in TIME_UNITS for curve in curves):
@@ -210,6 +212,8 @@ def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
     settings = list({curve.run: curve.settings for curve in curves}.values())
     shared = {name: value for run in settings for name, value in run.items() if is_shared(name, value, settings)}
     title += [f"most runs: {describe(shared, [])}"] if shared else []
+    if any(curve.member for curve in curves):
+        title.append("thin: a run of each seed; thick: their mean")
     observed = {curve.run for curve in curves if PANEL_OF.get(curve.name) in SPEEDS}
     if observed and (others := ", ".join(run for run in runs if run not in observed)):
         title.append(f"{others} ran without observe=True: no speed, time or memory")
@@ -259,9 +263,9 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
     What is between start and step of a restart was lost. The text is empty if another line or the entry of the run has
     it. A log line has the values since the one before, so that the first non-finite one may be anywhere between both.
     """
-    for curve in {curve.run: curve for curve in curves}.values():
+    for curve in {curve.member or curve.run: curve for curve in curves}.values():
         for number, (lost, restart) in enumerate(curve.restarts):
-            text = f"{curve.run}: resumed" if curve.run else "resumed"
+            text = f"{curve.member or curve.run}: resumed" if curve.run else "resumed"
             text += " (shaded: steps done again)" * any(lost < restart for lost, restart in curve.restarts)
             colour = curve.colour if curve.run else "#808080"
             yield lost, restart, text if curve.panel == "loss" and not number else "", colour, "--"

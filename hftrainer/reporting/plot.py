@@ -129,13 +129,17 @@ def _draw_lines(axis: Any, curves: list[Curve]) -> dict[str, Any]:
     top = panels.vertical_axis(curves)[1][1]
     foot, text = panels.foot_of_zeros(curves)
     for curve in curves:
-        style = {"color": curve.colour, "linestyle": list(DASHES)[curve.dash], "linewidth": curve.width}
+        style = {"color": curve.colour, "linestyle": list(DASHES)[curve.dash], "linewidth": 1.5}
         marks = {"marker": curve.mark, "markersize": 5 if curve.has_large_marks else 3, "markevery": curve.marked}
-        if curve.mean or curve.peaks(top):
+        if curve.mean or curve.peaks(top) or curve.member:
             faint = {"color": curve.colour, "linewidth": 0.8, "alpha": panels.opacity_under_mean(curves)}
             axis.plot(*curve.points(curve.drawable, foot), **faint)
-        axis.plot(*curve.points(curve.mean or curve.below(top), foot), **marks, **style)
-        style |= {"color": curve.legend_colour, "marker": curve.mark if curve.owner else "", "linewidth": 1.5}
+        if curve.member:
+            continue
+        values = curve.mean or curve.below(top)
+        axis.plot(*curve.shared_points(values, foot), **(style | {"linewidth": curve.width}))
+        axis.plot(*curve.points(values, foot), **marks, **style)
+        style |= {"color": curve.legend_colour, "marker": curve.mark if curve.owner else ""}
         handles.setdefault(curve.legend_entry, axis.plot([], [], **style)[0])
         for point, shape in ((curve.best, "*"), (curve.end, "X")):
             if point is not None:
