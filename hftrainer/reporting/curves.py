@@ -199,8 +199,8 @@ class Curve:
 
     @property
     def smoothings(self) -> list[str]:
-        """The choices of a page that smooth it: of noisy values, which are not shares, rates and evaluations."""
-        is_exact = self.name in ("learning_rate", *PANELS[SHARES]) or self.name.startswith("eval_")
+        """The choices of a page that smooth it: of noisy values, not shares, rates, evaluations and single seeds."""
+        is_exact = self.member or self.name in ("learning_rate", *PANELS[SHARES]) or self.name.startswith("eval_")
         points = {"light": MANY, "strong": FEW}
         return [level for level in points if not is_exact and len(self.values) >= points[level]]
 
@@ -274,11 +274,6 @@ class Curve:
         """The colour of its entry: black for a curve of several runs."""
         return "black" if self.run and not self.owner else self.colour
 
-    @property
-    def has_large_marks(self) -> bool:
-        """Whether the marks are all that tells a run from others, or most of what is seen of a curve of few points."""
-        return bool(self.run) or len(self.values) < 5
-
     @cached_property
     def finite(self) -> list[float]:
         """The finite values."""
@@ -339,28 +334,28 @@ def _join_seeds(curves: list[Curve]) -> list[Curve]:
         seeds = str([curve.settings.get(name) for name in SEEDS])
         groups.setdefault(f"{settings[curve.run]} {curve.state}", {})[curve.run] = seeds
     # Runs with the same seed differ in something else.
-    found = [runs for runs in groups.values() if len(runs) == len({*runs.values()}) > 1]
-    names = {run: f"{next(iter(runs))} … ({len(runs)} seeds)" for runs in found for run in runs}
-    parts: dict[tuple[str, str], list[Curve]] = {}
-    for curve in (curve for curve in curves if curve.run in names):
-        member = replace(curve, run=names[curve.run], member=curve.run, settings=settings[curve.run])
-        parts.setdefault((member.run, curve.name), []).append(member)
-    means = {key: _mean_of(each) for key, each in parts.items() if len(each) == [*names.values()].count(key[0])}
-    joined = [replace(c, best=None) if means.get(key) else c for key, each in parts.items() for c in each]
-    return [*(curve for curve in curves if curve.run not in names), *joined, *filter(None, means.values())]
+    for runs in (runs for runs in groups.values() if len(runs) == len({*runs.values()}) > 1):
+        facts = {"run": f"{next(iter(runs))} … ({len(runs)} seeds)", "settings": settings[next(iter(runs))]}
+        members = [replace(curve, member=curve.run, **facts) for curve in curves if curve.run in runs]
+        curves = [curve for curve in curves if curve.run not in runs]
+        for name in dict.fromkeys(curve.name for curve in members):
+            parts = [curve for curve in members if curve.name == name]
+            mean = _mean_of(parts) if len(parts) == len(runs) and name not in PANELS[SHARES] else []
+            curves += [*(replace(curve, best=None) for curve in parts), *mean] if mean else parts
+    # In the order of the runs.
+    return sorted(curves, key=lambda curve: [*settings].index(curve.run.partition(" … (")[0]))
 
 
-def _mean_of(curves: list[Curve]) -> Curve | None:
-    """The mean of a curve of several seeds, where all have finite values; None of shares, and of less than two."""
+def _mean_of(curves: list[Curve]) -> list[Curve]:
+    """The mean of a curve of several seeds, if there are places where all have finite values."""
     points = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves]
     steps = [step for step in points[0] if all(math.isfinite(found.get(step, math.nan)) for found in points)]
-    if len(steps) < 2 or curves[0].name in PANELS[SHARES]:
-        return None
     mean = [statistics.fmean(found[step] for found in points) for step in steps]
     # The best value of a metric is its lowest or its highest.
     choose = min if all(c.best is not None and c.values[c.best] == min(c.finite) for c in curves) else max
-    best = None if curves[0].best is None else mean.index(choose(mean))
-    return replace(curves[0], member="", steps=steps, values=mean, best=best, restarts=(), non_finite=None, pace=())
+    best = mean.index(choose(mean)) if mean and curves[0].best is not None else None
+    facts: dict[str, Any] = {"member": "", "best": best, "restarts": (), "non_finite": None, "pace": ()}
+    return [replace(curves[0], steps=steps, values=mean, **facts)] if mean else []
 
 
 def _find_best_runs(curves: list[Curve], arguments: dict[str, Any]) -> set[str]:
@@ -457,7 +452,9 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     curves.sort(key=lambda curve: (curve.panel in alone - {*PANELS}, list(panels).index(curve.panel)))
     for place, curve in enumerate(curves, 1):
         # Equal runs, and copies that were resumed until they part, hide each other.
-        equal = [_count_shared(curve, later) for later in curves[place:] if later.name == curve.name]
+        peers = (later for later in curves[place:] if later.name == curve.name and not curve.member)
+        points = (zip(c.steps, curve.steps, c.values, curve.values, strict=False) for c in peers)
+        equal = [sum(1 for _ in takewhile(lambda four: four[::2] == four[1::2], pairs)) for pairs in points]
         width, shared = 1.5 + 0.75 * min(2, sum(count > 1 for count in equal)), max([0, *equal])
         names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
         run, dash = runs.index(curve.run), names.index(curve.name)
@@ -467,12 +464,6 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
         styled = replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, owner=owner)
         styled_curves.append(replace(styled, width=width, shared=shared))
     return styled_curves
-
-
-def _count_shared(a: Curve, b: Curve) -> int:
-    """The number of points before the first that differs."""
-    pairs = zip(a.steps, b.steps, a.values, b.values, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and pair[2] == pair[3], pairs))
 
 
 def _in_milliseconds(curves: list[Curve]) -> list[Curve]:

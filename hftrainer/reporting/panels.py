@@ -68,7 +68,7 @@ def _axis_of_values(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
         return _axis_of_speeds(parts)
     lowest, highs = min(map(min, parts)), list(map(max, parts))
     if panel == "learning rate" and lowest >= 0 and max(highs) >= 50 * min(highs) > 0:
-        return _log_axis(min(highs) / 100, max(highs))
+        return log_axis(min(highs) / 100, max(highs))
     return "linear", axis_range([lowest, max(highs)])
 
 
@@ -83,7 +83,7 @@ def _axis_of_speeds(parts: list[list[float]]) -> tuple[str, tuple[float, float]]
     end = max(2 * usual, *map(_lasting_height, parts)) or high
     is_noisy = high > 2 * end and any(sum(value > end for value in part) > max(2, len(part) / 50) for part in parts)
     if is_noisy or 0 < 10 * min(map(statistics.median, parts)) <= usual:
-        return _log_axis(min(value for part in parts for value in part if value > 0), high)
+        return log_axis(min(value for part in parts for value in part if value > 0), high)
     return "linear", (0, 1.05 * (high if high <= 2 * end else end) or 1)
 
 
@@ -117,7 +117,7 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     # Zeros are at the foot.
     low = min((value / factor for value, factor in shown if value > 0), default=math.inf)
     if top >= 100 * low and not any(value < 0 for value, _ in shown):
-        return _log_axis(low, high)
+        return log_axis(low, high)
     # A mark of what leaves the panel needs space.
     return "linear", axis_range([bottom, top + is_cut * (top - bottom) / 10])
 
@@ -142,7 +142,8 @@ def _lasting_height(values: list[float]) -> float:
     return max(float(np.median(part)) for part in np.array_split(values, max(1, min(20, len(values) // 5))))
 
 
-def _log_axis(low: float, high: float) -> tuple[str, tuple[float, float]]:
+def log_axis(low: float, high: float) -> tuple[str, tuple[float, float]]:
+    """The scale and the range of a logarithmic axis, with a margin."""
     first, last = axis_range([math.log10(low), math.log10(high)])
     return "log", (10**first, 10**last)
 
@@ -204,16 +205,14 @@ def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
     count = len({curve.member or curve.run for curve in curves} - {curve.run for curve in curves if curve.member})
     names = f"{', '.join(runs[:-1])} and {runs[-1]}" if len(runs) < 4 else f"{count} training runs"
     title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run{'s' * bool(runs[0])} {runs[0] or name}"]
-    if curves[0].state and not curves[0].run:
-        title.append(_state(curves))
-    if any(curve.restarts and curve.x in TIME_UNITS for curve in curves):
-        title.append("the time leaves out the pauses before a run resumed")
-    title += filter(None, [_constants(curves), _constant_memory(curves)])
+    state = _state(curves) * (not curves[0].run)
+    has_pauses = any(curve.restarts and curve.x in TIME_UNITS for curve in curves)
+    pauses = "the time leaves out the pauses before a run resumed" * has_pauses
+    seeds = "thin: a run of each seed; thick: their mean" * any(curve.member for curve in curves)
+    title += filter(None, [state, pauses, _constants(curves), _constant_memory(curves), seeds])
     settings = list({curve.run: curve.settings for curve in curves}.values())
     shared = {name: value for run in settings for name, value in run.items() if is_shared(name, value, settings)}
     title += [f"most runs: {describe(shared, [])}"] if shared else []
-    if any(curve.member for curve in curves):
-        title.append("thin: a run of each seed; thick: their mean")
     observed = {curve.run for curve in curves if PANEL_OF.get(curve.name) in SPEEDS}
     if observed and (others := ", ".join(run for run in runs if run not in observed)):
         title.append(f"{others} ran without observe=True: no speed, time or memory")

@@ -16,7 +16,6 @@ def test_runs_without_speeds_are_named_and_the_mean_of_a_page_can_be_chosen(tmp_
     page = (tmp_path / "b" / "comparison.html").read_text()
     assert "b, c, d ran without observe=True: no speed, time or memory" in page and '"opacity":0.25' in page
     assert '"parts": {"light": 30, "strong": 8}, "level": "light"' in page
-    # Two of equal curves are wide below the last.
     counts = [page.count(f'"meta":"{choice}"') for choice in ("off", "light", "strong", "light strong")]
     assert counts == [3, 5, 3, 3]
     plot(runs[:1], html=True)
