@@ -56,7 +56,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_arguments(path: str | Path) -> dict[str, Any]:
-    """The training arguments in a `torch.save` file, as plain values and without tokens.
+    """The training arguments in a `torch.save` file, as plain values and without tokens and passwords of URLs.
 
     The file may be ours or that of transformers.
 
@@ -180,4 +180,6 @@ def _to_plain_value(value: Any) -> Any:
         return args[0] if len(args) == 1 else f"{type(value).__name__}{tuple(args)}"
     if isinstance(value, dict):
         return {str(_to_plain_value(key)): _to_plain_value(item) for key, item in value.items()}
+    if isinstance(value, str):
+        return re.sub(r"(://[^\s/:@]*):[^\s/]*@", r"\1:***@", value)
     return [_to_plain_value(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -271,7 +271,7 @@ def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
         texts = {name: format_number if is_number(value) else str for name, value in run.items()} | formats
         rows.append(tuple(missing[name] if run.get(name) is None else texts[name](run[name]) for name in names))
     turned = align([column for column in zip(*rows, strict=True) if any(column[1:])])
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else math.inf
     are_wide = [any(len(line) > width for line in table.splitlines()) for table in (align(rows), turned)]
     return turned if by_run or are_wide == [True, False] else align(rows, width)
 
