@@ -29,6 +29,7 @@ os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # it would write down every run of MLflow, and wait for its threads
 # Under CI, transformers also propagates to the root logger, which would duplicate lines.
 os.environ.pop("CI", None)
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and tables in a pipe would have that width
 # Workers of a collected DataLoader are not told to stop; torch waits 5 s for each.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 # A shell's background jobs ignore Ctrl-C, and so would what they start.

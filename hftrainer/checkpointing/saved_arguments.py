@@ -19,6 +19,8 @@ from hftrainer.errors import DamagedCheckpoint
 _OTHER_ATTRIBUTES = ("distributed_state", "deepspeed_plugin", "hf_deepspeed_config", CONSTRUCTION_KEY)
 #: Arguments that may differ between equal runs: output paths, and the checkpoint from which a run resumes.
 _PLACES = ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint")
+#: Arguments in which repetitions of a run differ.
+SEEDS = ("seed", "data_seed")
 #: Arguments without effect on what is learned: what a run evaluates, logs, saves, measures and uploads.
 _WITHOUT_EFFECT = re.compile(
     "(do|eval|hub|include|load|log|logging|push|save|trackio)_.*|dataloader_(num|persistent|pin|prefetch).*"
@@ -54,7 +56,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_arguments(path: str | Path) -> dict[str, Any]:
-    """The training arguments in a `torch.save` file, as plain values and without tokens.
+    """The training arguments in a `torch.save` file, as plain values and without tokens and passwords of URLs.
 
     The file may be ours or that of transformers.
 
@@ -178,4 +180,6 @@ def _to_plain_value(value: Any) -> Any:
         return args[0] if len(args) == 1 else f"{type(value).__name__}{tuple(args)}"
     if isinstance(value, dict):
         return {str(_to_plain_value(key)): _to_plain_value(item) for key, item in value.items()}
+    if isinstance(value, str):
+        return re.sub(r"(://[^\s/:@]*):[^\s/]*@", r"\1:***@", value)
     return [_to_plain_value(item) for item in value] if isinstance(value, (list, tuple)) else value

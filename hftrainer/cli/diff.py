@@ -149,11 +149,11 @@ def compare(a: str, b: str) -> Difference:
     from hftrainer.monitoring.run_page import RunRecord
     from hftrainer.reporting.metrics import logged
 
-    states = RunRecord(a).state, RunRecord(b).state
+    records = RunRecord(a), RunRecord(b)
     # Name → optimizer step → value.
     logs: tuple[dict[str, dict[float, Any]], ...] = {}, {}
-    for values, state in zip(logs, states, strict=True):
-        for step, name, value in logged(state.log_history):
+    for values, record in zip(logs, records, strict=True):
+        for step, name, value in logged(record.state.log_history):
             values.setdefault(name, {})[step] = value
     partings: dict[str, ComparedValues] = {}
     compared = dict.fromkeys(SUBJECTS, 0)
@@ -170,11 +170,12 @@ def compare(a: str, b: str) -> Difference:
     names = run_names([a, b])
     return Difference(
         (names[0], names[1]),
-        (states[0].global_step, states[1].global_step),
+        (records[0].state.global_step, records[1].state.global_step),
         {subject: _shorten(partings[subject]) for subject in SUBJECTS if subject in partings},
         compared,
         {name: names[name not in logs[0]] for name in sorted(logs[0].keys() ^ logs[1].keys())},
-        _find_differences(read_arguments_of_run(a), read_arguments_of_run(b)),
+        # A run without checkpoints may have a journal with them.
+        _find_differences(*(read_arguments_of_run(record.folder) or record.arguments for record in records)),
         _find_differences(_versions(a), _versions(b)),
     )
 

@@ -118,8 +118,8 @@ def _draw_runs(options: argparse.Namespace) -> _Drawn:
     folders, x = {os.path.realpath(folder): folder for folder in options.folders}, options.x or "step"
     runs, left_out = _read_runs(sort_pattern(list(folders.values())), x)
     charts = read_charts(runs, x, with_others=bool(options.html))
-    # The tables are by step.
-    curves = charts.get("step") or read_curves(runs)
+    # The tables are by step, with a row for each seed.
+    curves = read_curves(runs)
     shows_rows = len(runs) > 1 or options.json
     rows, note = _summarize_runs(runs, curves) if shows_rows or options.html else ([], "")
     counts = [(run.page["step"], run.state.log_history[-1].get("epoch") or 0) for run in runs]
@@ -271,7 +271,7 @@ def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
         texts = {name: format_number if is_number(value) else str for name, value in run.items()} | formats
         rows.append(tuple(missing[name] if run.get(name) is None else texts[name](run[name]) for name in names))
     turned = align([column for column in zip(*rows, strict=True) if any(column[1:])])
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else math.inf
     are_wide = [any(len(line) > width for line in table.splitlines()) for table in (align(rows), turned)]
     return turned if by_run or are_wide == [True, False] else align(rows, width)
 

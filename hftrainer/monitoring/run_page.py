@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from hftrainer.base.messages import format_number
+from hftrainer.base.messages import count_of, format_duration, format_number, format_span
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.layout import save_time, sort_checkpoints
 from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
@@ -34,6 +34,8 @@ Event = dict[str, Any]
 
 #: Minimum of the seconds after which a run is silent, in addition to three times its longest pause.
 SILENCE = 300.0
+#: The word for a run whose loss is not finite at last.
+DIVERGED = "diverged"
 
 
 @dataclass
@@ -447,3 +449,41 @@ class RunRecord:
         found = ((event["time"], step) for event in self._kept if (step := event.get("non_finite_step")))
         firsts = ((time if x == "time" else step * scale, f"at step {format_number(step)}") for time, step in found)
         return restarts, next(((place, place, text) for place, text in firsts), None)
+
+
+def describe_step(page: dict[str, Any]) -> str:
+    """The state and the last known step, which of a run that did not write its end is not that of the end."""
+    word = "at" if page["state"] in ("running", "stopped", "failed") else "after"
+    return f"{page['state'].replace('unobserved', 'state unknown')} {word} step {page['step']:,}"
+
+
+def describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: bool) -> str:
+    """What became of a run, if it is not complete; else a missing evaluation. Of a single run, time and resumes too."""
+    page, state = record.page, record.state
+    seconds = f" in {format_duration(record.seconds)}" if is_alone and record.seconds else ""
+    resumes = _describe_resumes(record) if is_alone and record.resumes else ""
+    length = f" of {page['max_steps']:,}" * bool(page["max_steps"])
+    if nan := find_nan(page):
+        return f"{DIVERGED} at step {format_span(nan.first, nan.last)}{length}{resumes}"
+    if page["state"] != "complete" and (page["max_steps"] or page["state"] != "unobserved"):
+        return describe_step(page) + length + seconds + resumes
+    # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.
+    epochs = [line.get("epoch") for line in state.log_history if any(name.startswith("eval_") for name in line)]
+    is_last = arguments.get("eval_strategy") == "epoch" and 0 < state.global_step == state.max_steps
+    if is_last and not page["started"] and state.epoch not in epochs:
+        return f"the evaluation after epoch {state.epoch:g} was not saved (observe=True keeps it)"
+    complete = f"complete: {count_of(page['step'], 'steps')}{seconds}{resumes}"
+    return complete if is_alone and page["state"] == "complete" else ""
+
+
+def _describe_resumes(record: RunRecord) -> str:
+    """The last place where a run resumed, the steps that all resumes undid, and what they cost; after a comma."""
+    page, resumes = record.page, record.resumes
+    often = f"{len(resumes)} times, last " * (len(resumes) > 1)
+    undone = sum(max(0, last - step) for step, last, _ in resumes)
+    # Of a run that was killed, the last event is known, but not the last step.
+    least = "at least " * any(is_partial for *_, is_partial in resumes)
+    again = f" ({least}{count_of(undone, 'steps')} done again)" * bool(undone)
+    downtime = f", {format_duration(page['downtime'])} of downtime" * bool(page["downtime"])
+    goodput = "" if (share := kept_goodput(page)) is None else f", goodput {share:.0%}"
+    return f", resumed {often}at step {resumes[-1][0]:,}{again}{downtime}{goodput}"

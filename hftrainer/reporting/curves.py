@@ -9,17 +9,17 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 import numpy as np
 
-from hftrainer.base.messages import count_of, format_duration, format_number, format_span
+from hftrainer.base.messages import format_number, format_span
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing.saved_arguments import differing_arguments
+from hftrainer.checkpointing.saved_arguments import SEEDS, differing_arguments
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import run_names
-from hftrainer.monitoring.run_page import RunRecord, find_nan, kept_goodput
+from hftrainer.monitoring.run_page import DIVERGED, RunRecord, describe_state, describe_step
 from hftrainer.reporting.metrics import (
     PANEL_OF,
     PANELS,
@@ -27,8 +27,10 @@ from hftrainer.reporting.metrics import (
     SPEEDS,
     choose_best,
     is_number,
+    leaps,
     logged,
     logged_curves,
+    replace_spikes,
     sort_names,
 )
 
@@ -49,8 +51,7 @@ DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 MANY, FEW, MAX_PARTS = 30, 10, 1000
 #: Number of runs from which evaluation losses have a panel of their own, and its title.
 MANY_RUNS, EVALUATION_LOSS = 5, "evaluation loss"
-#: The word for a run whose loss is not finite at last; and the first words of all that did not reach their end.
-DIVERGED = "diverged"
+#: The first words of the states of runs that did not reach their end.
 ENDED_EARLY = (DIVERGED, "killed", "stopped", "failed")
 #: The highest value that is drawn. matplotlib cannot compute with the range of larger ones.
 MAX_SHOWN = 1e250
@@ -67,6 +68,7 @@ class Curve:
         values: the values; some may be NaN.
         best: the index of the best value; None if unknown.
         run: the name of the run in a plot of several runs, else empty.
+        member: the name of one of several runs that differ in seeds alone, which are one run; empty for their mean.
         settings: the arguments in which the run differs from the others, and their values.
         x: what `steps` holds, a key of `X_AXES`.
         colour: the colour of the run, or in a plot of one run the colour of the curve.
@@ -79,7 +81,7 @@ class Curve:
         start: where the interval of the first value began.
         pace: seconds per step of the interval of each value, with evaluations and saving; 0 if unknown.
         state: what became of the run, if not its end; and an evaluation that was not saved.
-        width: of its line; more if the first half of a later curve is like its own, so that it is seen below them.
+        width: of the line of its first `shared` values, which later curves have too, so that it is seen below them.
         is_best: whether the best value of its run is the best of all runs.
         diverged: where the loss of its run was first not finite; empty if the run did not diverge.
     """
@@ -90,6 +92,7 @@ class Curve:
     values: list[float]
     best: int | None = None
     run: str = ""
+    member: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     x: str = "step"
     colour: str = COLOURS[0]
@@ -102,6 +105,7 @@ class Curve:
     pace: Sequence[float] = ()
     state: str = ""
     width: float = 1.5
+    shared: int = 0
     is_best: bool = False
     diverged: Sequence[float] = ()
 
@@ -185,22 +189,18 @@ class Curve:
 
     @cached_property
     def without_spikes(self) -> list[float]:
-        """The values, of losses and norms with the running median in place of one or two that are far from the others.
-
-        Far is four times the range of the middle values of eleven.
-        """
-        if self.panel not in ("loss", EVALUATION_LOSS, "gradient norm") or len(self.finite) < FEW:
+        """The values, but of speeds without single ones that are far from the others."""
+        if PANEL_OF.get(self.name) in SPEEDS or len(self.finite) < FEW:
             return self.drawable
-        finite = np.clip(self.finite, -MAX_SHOWN, MAX_SHOWN)
-        windows = np.lib.stride_tricks.sliding_window_view(np.pad(finite, 5, mode="reflect"), 11)
-        low, median, high = np.percentile(windows, (20, 50, 80), axis=1)
-        usual = iter(np.where(abs(finite - median) > 4 * (high - low), median, finite).tolist())
-        return [next(usual) if math.isfinite(value) else math.nan for value in self.values]
+        calm = replace_spikes(self.drawable)
+        # Many are no spikes, as in a metric that is 1 at every tenth step and else 0.
+        is_rare = 100 * sum(abs(a - b) > 0 for a, b in zip(calm, self.drawable, strict=True)) <= len(calm)
+        return calm if is_rare or self.panel in ("loss", EVALUATION_LOSS, "gradient norm") else self.drawable
 
     @property
     def smoothings(self) -> list[str]:
-        """The choices of a page that smooth it: of noisy values, which are not shares, rates and evaluations."""
-        is_exact = self.name in ("learning_rate", *PANELS[SHARES]) or self.name.startswith("eval_")
+        """The choices of a page that smooth it: of noisy values, not shares, rates, evaluations and single seeds."""
+        is_exact = self.member or self.name in ("learning_rate", *PANELS[SHARES]) or self.name.startswith("eval_")
         points = {"light": MANY, "strong": FEW}
         return [level for level in points if not is_exact and len(self.values) >= points[level]]
 
@@ -233,6 +233,10 @@ class Curve:
         """The values, with a gap for those above `top`: the lines to them would be walls."""
         return [value if value <= top else math.nan for value in self.drawable]
 
+    def shared_points(self, values: list[float], foot: float) -> tuple[list[float], list[float]]:
+        """The points of the values that later curves have too; a gap for the others."""
+        return self.points(values[: self.shared] + [math.nan] * (len(values) - self.shared), foot)
+
     def peaks(self, top: float) -> list[int]:
         """The index of the highest of each group of neighbours above `top`."""
         above = enumerate(index for index, value in enumerate(self.values) if value > top)
@@ -242,7 +246,7 @@ class Curve:
     @property
     def label(self) -> str:
         """The name in words, in a plot of several runs after the name of the run."""
-        return f"{self.run}: " * bool(self.run) + WORDS.get(self.name, self.name)
+        return f"{self.member or self.run}: " * bool(self.run) + WORDS.get(self.name, self.name)
 
     @property
     def legend_entry(self) -> str:
@@ -270,29 +274,17 @@ class Curve:
         """The colour of its entry: black for a curve of several runs."""
         return "black" if self.run and not self.owner else self.colour
 
-    @property
-    def has_large_marks(self) -> bool:
-        """Whether the marks are all that tells a run from others, or most of what is seen of a curve of few points."""
-        return bool(self.run) or len(self.values) < 5
-
     @cached_property
     def finite(self) -> list[float]:
         """The finite values."""
         return list(filter(math.isfinite, self.values))
 
 
-def leaps(values: Sequence[float], place: int) -> bool:
-    """Whether the change to the value at `place` is far from 0 and the changes before and after it."""
-    before, change, after = (np.diff(values[max(0, n - 1) : n + 1]).tolist() for n in (place - 1, place, place + 1))
-    others = [0.0, *before, *after]
-    margin = max(map(abs, others)) / 4 if before or after else math.inf
-    return bool(change) and not min(others) - margin <= change[0] <= max(others) + margin
-
-
-def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]:
+def read_curves(runs: Sequence[str | RunRecord], x: str = "step", *, join_seeds: bool = False) -> list[Curve]:
     """The curves of runs: of their folders, or of what was read from these.
 
-    One run has a colour per curve; several runs have a colour and a marker per run, and a dash per curve.
+    One run has a colour per curve; several runs have a colour and a marker per run, and a dash per curve. With
+    `join_seeds`, those that differ in seeds alone are one run, with their mean.
 
     Raises:
         InvalidArgument: if there is no run, or its log has nothing to draw.
@@ -316,7 +308,7 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
     for record, (state, places), name, known, settings in zip(records, logs, names, arguments, differing, strict=True):
         restarts, non_finite = record.find_incidents(x)
         facts: dict[str, Any] = {"run": name, "settings": settings, "x": unit}
-        facts["state"] = _describe_state(record, known, is_alone=not name)
+        facts["state"] = describe_state(record, known, is_alone=not name)
         facts["restarts"] = [(lost / size, restart / size) for lost, restart in restarts]
         for curve in _plain_curves(state, known, places):
             spans = [span for span in (curve.non_finite, curve.name == "loss" and non_finite) if span]
@@ -324,17 +316,52 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step") -> list[Curve]
             first = min(found, key=lambda span: (span[1], -span[0]), default=None)
             scaled = [step / size for step in curve.steps]
             plain_curves.append(replace(curve, steps=scaled, start=curve.start / size, non_finite=first, **facts))
-    curves = _with_styles(plain_curves)
+    curves = _with_styles(_join_seeds(plain_curves) if join_seeds else plain_curves)
     losses = [curve for curve in curves if curve.name == "loss" and curve.state.startswith(DIVERGED)]
     diverged = {curve.run: [curve.non_finite[1]] for curve in losses if curve.non_finite}
     best_runs = _find_best_runs(curves, next((known for known in arguments if "metric_for_best_model" in known), {}))
     return [replace(c, is_best=c.run in best_runs, diverged=diverged.get(c.run, ())) for c in curves]
 
 
+def _join_seeds(curves: list[Curve]) -> list[Curve]:
+    """The curves, with runs that differ in seeds alone as one run, and their means.
+
+    Runs that ended differently are apart, so that the legend says what became of each.
+    """
+    groups: dict[str, dict[str, str]] = {}
+    settings = {c.run: {name: value for name, value in c.settings.items() if name not in SEEDS} for c in curves}
+    for curve in (curve for curve in curves if curve.settings):
+        seeds = str([curve.settings.get(name) for name in SEEDS])
+        groups.setdefault(f"{settings[curve.run]} {curve.state}", {})[curve.run] = seeds
+    # Runs with the same seed differ in something else.
+    for runs in (runs for runs in groups.values() if len(runs) == len({*runs.values()}) > 1):
+        facts = {"run": f"{next(iter(runs))} … ({len(runs)} seeds)", "settings": settings[next(iter(runs))]}
+        members = [replace(curve, member=curve.run, **facts) for curve in curves if curve.run in runs]
+        curves = [curve for curve in curves if curve.run not in runs]
+        for name in dict.fromkeys(curve.name for curve in members):
+            parts = [curve for curve in members if curve.name == name]
+            mean = _mean_of(parts) if len(parts) == len(runs) and name not in PANELS[SHARES] else []
+            curves += [*(replace(curve, best=None) for curve in parts), *mean] if mean else parts
+    # In the order of the runs.
+    return sorted(curves, key=lambda curve: [*settings].index(curve.run.partition(" … (")[0]))
+
+
+def _mean_of(curves: list[Curve]) -> list[Curve]:
+    """The mean of a curve of several seeds, if there are places where all have finite values."""
+    points = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves]
+    steps = [step for step in points[0] if all(math.isfinite(found.get(step, math.nan)) for found in points)]
+    mean = [statistics.fmean(found[step] for found in points) for step in steps]
+    # The best value of a metric is its lowest or its highest.
+    choose = min if all(c.best is not None and c.values[c.best] == min(c.finite) for c in curves) else max
+    best = mean.index(choose(mean)) if mean and curves[0].best is not None else None
+    facts: dict[str, Any] = {"member": "", "best": best, "restarts": (), "non_finite": None, "pace": ()}
+    return [replace(curves[0], steps=steps, values=mean, **facts)] if mean else []
+
+
 def _find_best_runs(curves: list[Curve], arguments: dict[str, Any]) -> set[str]:
     """The runs with the best value that has a star, of the first metric; none if it reads the same in all runs."""
     name = next((curve.name for curve in curves if curve.best is not None), "")
-    evaluated = [curve for curve in curves if curve.name == name]
+    evaluated = [curve for curve in curves if curve.name == name and not curve.member]
     values = {curve.run: curve.values[curve.best] for curve in evaluated if curve.best is not None}
     choose = choose_best(name, arguments)
     best = format_number(choose(values.values()) if choose and values else None)
@@ -344,7 +371,7 @@ def _find_best_runs(curves: list[Curve], arguments: dict[str, Any]) -> set[str]:
 
 
 def read_charts(runs: Sequence[RunRecord | str], x: str, *, with_others: bool) -> dict[str, list[Curve]]:
-    """Horizontal axis → the curves of runs: over `x`, and over the others if all runs have something to draw there.
+    """Horizontal axis → the curves to draw: over `x`, and over the others if all runs have something to draw there.
 
     Raises:
         InvalidArgument: if a run has nothing to draw over `x`.
@@ -352,7 +379,7 @@ def read_charts(runs: Sequence[RunRecord | str], x: str, *, with_others: bool) -
     records = [RunRecord(run) if isinstance(run, str) else run for run in runs]
     others = [other for other in ("step", "epoch", "time") if other != x] if with_others else []
     found = [x, *(other for other in others if not any(explain_empty(record, other) for record in records))]
-    return {metric: read_curves(records, metric) for metric in found}
+    return {metric: read_curves(records, metric, join_seeds=True) for metric in found}
 
 
 def explain_empty(record: RunRecord, x: str) -> str | None:
@@ -362,49 +389,11 @@ def explain_empty(record: RunRecord, x: str) -> str | None:
         return None
     page = record.page
     if page["step"] < (page["logging_steps"] or 0):
-        place = f"{_describe_step(page)}, before its first log line at step {page['logging_steps']:,}"
+        place = f"{describe_step(page)}, before its first log line at step {page['logging_steps']:,}"
         return f"{record.folder}: {place}: there is nothing to draw."
     if x == "time" and not state.log_history:
         return f"{record.folder} has no times (it ran without observe=True): leave out --x time or that run."
     return f"{record.folder}: the log has nothing to draw: set logging_steps."
-
-
-def _describe_step(page: dict[str, Any]) -> str:
-    """The state and the last known step, which of a run that did not write its end is not that of the end."""
-    word = "at" if page["state"] in ("running", "stopped", "failed") else "after"
-    return f"{page['state'].replace('unobserved', 'state unknown')} {word} step {page['step']:,}"
-
-
-def _describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: bool) -> str:
-    """What became of a run, if it is not complete; else a missing evaluation. Of a single run, time and resumes too."""
-    page, state = record.page, record.state
-    seconds = f" in {format_duration(record.seconds)}" if is_alone and record.seconds else ""
-    resumes = _describe_resumes(record) if is_alone and record.resumes else ""
-    length = f" of {page['max_steps']:,}" * bool(page["max_steps"])
-    if nan := find_nan(page):
-        return f"{DIVERGED} at step {format_span(nan.first, nan.last)}{length}{resumes}"
-    if page["state"] != "complete" and (page["max_steps"] or page["state"] != "unobserved"):
-        return _describe_step(page) + length + seconds + resumes
-    # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.
-    epochs = [line.get("epoch") for line in state.log_history if any(name.startswith("eval_") for name in line)]
-    is_last = arguments.get("eval_strategy") == "epoch" and 0 < state.global_step == state.max_steps
-    if is_last and not page["started"] and state.epoch not in epochs:
-        return f"the evaluation after epoch {state.epoch:g} was not saved (observe=True keeps it)"
-    complete = f"complete: {count_of(page['step'], 'steps')}{seconds}{resumes}"
-    return complete if is_alone and page["state"] == "complete" else ""
-
-
-def _describe_resumes(record: RunRecord) -> str:
-    """The last place where a run resumed, the steps that all resumes undid, and what they cost; after a comma."""
-    page, resumes = record.page, record.resumes
-    often = f"{len(resumes)} times, last " * (len(resumes) > 1)
-    undone = sum(max(0, last - step) for step, last, _ in resumes)
-    # Of a run that was killed, the last event is known, but not the last step.
-    least = "at least " * any(is_partial for *_, is_partial in resumes)
-    again = f" ({least}{count_of(undone, 'steps')} done again)" * bool(undone)
-    downtime = f", {format_duration(page['downtime'])} of downtime" * bool(page["downtime"])
-    goodput = "" if (share := kept_goodput(page)) is None else f", goodput {share:.0%}"
-    return f", resumed {often}at step {resumes[-1][0]:,}{again}{downtime}{goodput}"
 
 
 def curves_of_run(state: TrainerState) -> list[Curve]:
@@ -462,18 +451,18 @@ def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
     alone = {panel for panel, found in panels.items() if len(found) == 1 < len(runs)}
     curves.sort(key=lambda curve: (curve.panel in alone - {*PANELS}, list(panels).index(curve.panel)))
     for place, curve in enumerate(curves, 1):
-        # Runs that share their first half, such as copies that were resumed, hide each other there.
-        end = max(2, (len(curve.steps) + 1) // 2)
-        start = (curve.name, curve.steps[:end], curve.finite[:end])
-        hidden = sum((later.name, later.steps[:end], later.finite[:end]) == start for later in curves[place:])
-        width = 1.5 + 0.75 * min(2, hidden)
+        # Equal runs, and copies that were resumed until they part, hide each other.
+        peers = (later for later in curves[place:] if later.name == curve.name and not curve.member)
+        points = (zip(c.steps, curve.steps, c.values, curve.values, strict=False) for c in peers)
+        equal = [sum(1 for _ in takewhile(lambda four: four[::2] == four[1::2], pairs)) for pairs in points]
+        width, shared = 1.5 + 0.75 * min(2, sum(count > 1 for count in equal)), max([0, *equal])
         names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
         run, dash = runs.index(curve.run), names.index(curve.name)
         owner = f"only {curve.run}" + f": {curve.name}" * (len(names) > 1) if curve.panel in alone else ""
         colour, mark = COLOURS[(run if curve.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
         colour = "#d9d9d9" if curve.panel == SHARES and curve.name == "step_share" else colour
-        styled = replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, owner=owner, width=width)
-        styled_curves.append(styled)
+        styled = replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, owner=owner)
+        styled_curves.append(replace(styled, width=width, shared=shared))
     return styled_curves
 
 

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hftrainer.callbacks.state import TrainerState, as_json, evaluation_key, is_measurement
 from hftrainer.errors import MetricNotFound, WrongObject
 
@@ -155,6 +157,26 @@ def choose_best(name: str, arguments: Mapping[str, Any]) -> Callable[..., Any] |
     if _LESS_IS_BETTER.fullmatch(name):
         return min
     return max if _GREATER_IS_BETTER.fullmatch(name) else None
+
+
+def leaps(values: Sequence[float], place: int) -> bool:
+    """Whether the change to the value at `place` is far from 0 and the changes before and after it."""
+    before, change, after = (np.diff(values[max(0, n - 1) : n + 1]).tolist() for n in (place - 1, place, place + 1))
+    others = [0.0, *before, *after]
+    margin = max(map(abs, others)) / 4 if before or after else math.inf
+    return bool(change) and not min(others) - margin <= change[0] <= max(others) + margin
+
+
+def replace_spikes(values: list[float]) -> list[float]:
+    """The values, with the running median in place of one or two that are far from the others.
+
+    Far is four times the range of the middle values of eleven.
+    """
+    finite = np.array([value for value in values if math.isfinite(value)])
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(finite, 5, mode="reflect"), 11)
+    low, median, high = np.percentile(windows, (20, 50, 80), axis=1)
+    usual = iter(np.where(abs(finite - median) > 4 * (high - low), median, finite).tolist())
+    return [next(usual) if math.isfinite(value) else math.nan for value in values]
 
 
 def logged_curves(state: TrainerState) -> Curves:

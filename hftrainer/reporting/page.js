@@ -6,13 +6,20 @@ const [box, smoothing, axis, smoothed] = ["log_scale", "smoothing", "axis", "smo
 const charts = {[shown]: {data: plot.data, layout: structuredClone(plot.layout)}, ...others};
 let x = shown;
 
+// On a phone, plotly would cut the entries of runs, which are in no legend of a panel.
+const wrap = ({name, legend}) => legend || innerWidth >= 600 || !name ? name : name.match(/.{1,42}( |$)|[^ ]+ ?/g).join("<br>");
+const names = () => charts[x].data.map(wrap);
+
 // As many columns as are readable in the window, as high as it. `legend.y` is the share of the height of the panels.
 const fitting = () => {
-    const layout = layouts[x].find(([width]) => innerWidth >= width)[1], top = layout["margin.t"];
+    const layout = {...layouts[x].find(([width]) => innerWidth >= width)[1]};
+    const lines = names().filter((_, index) => charts[x].data[index].showlegend !== false).join("").split("<br>").length - 1;
+    layout.height += 13 * lines;
+    const top = layout["margin.t"] += 13 * lines;
     const height = Math.max(layout.height, innerHeight - plot.getBoundingClientRect().top - scrollY - 12);
     return {...layout, height, "legend.y": 1 + (layout["legend.y"] - 1) * (layout.height - top) / (height - top)};
 };
-onresize = () => Plotly.relayout(plot, fitting());
+onresize = () => Plotly.update(plot, {name: names()}, fitting());
 
 // The scale of the losses, whose panel is the first.
 const setScale = () => scales[x].log && Plotly.relayout(plot, scales[x][box.checked ? "log" : "linear"]);
@@ -28,7 +35,7 @@ const setAxis = async () => {
     x = axis.value;
     const visible = choose(charts[x].data, hidden), layout = structuredClone(charts[x].layout);
     await Plotly.react(plot, charts[x].data.map((each, index) => ({...each, visible: visible[index]})), layout);
-    await Plotly.relayout(plot, fitting());
+    await onresize();
     document.getElementById("notes").textContent = notes[x];
     setScale();
 };

@@ -200,7 +200,7 @@ def _heights(curve: Curve, values: list[float], foot: float) -> dict[str, Any]:
 
 def _base_trace(curve: Curve) -> dict[str, Any]:
     """What all traces of a curve have."""
-    style = {"color": curve.colour, "dash": list(DASHES.values())[curve.dash], "width": curve.width + 0.5}
+    style = {"color": curve.colour, "dash": list(DASHES.values())[curve.dash], "width": 2}
     steps, values = curve.points(curve.drawable)
     group = curve.run or curve.name
     return {"x": steps, "y": values, "name": curve.label, "legendgroup": group, "showlegend": False, "line": style}
@@ -216,13 +216,16 @@ def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]
     """A curve, its means and its star."""
     foot, _ = panels.foot_of_zeros(curves)
     trace = _base_trace(curve) | _heights(curve, curve.drawable, foot)
-    marked, size = set(curve.marked), 9 if curve.has_large_marks else 4
+    marked, size = set(curve.marked), 9 if curve.run or len(curve.values) < 5 else 4
     sizes = [size * (point in marked) for point in range(len(trace["x"]))]
     marks = {"size": sizes, "symbol": MARKS[curve.mark], "opacity": 1, "line_width": 0}
     trace |= {"mode": "lines+markers", "marker": marks}
     faint = {"mode": "lines", "opacity": panels.opacity_under_mean(curves), "line": trace["line"] | {"width": 1}}
-    levels, plain = curve.smoothings, [trace]
-    if curve.peaks(top := panels.vertical_axis(curves)[1][1]):
+    levels, plain = curve.smoothings, [trace | faint if curve.member else trace]
+    wide = {"mode": "lines", "hoverinfo": "skip", "line": trace["line"] | {"width": curve.width + 0.5}}
+    wide |= {"meta": "light" if curve.mean else "off light" * bool(levels)}
+    yield from [trace | wide | {"y": curve.shared_points(curve.mean or curve.drawable, foot)[1]}] * (curve.shared > 1)
+    if curve.peaks(top := panels.vertical_axis(curves)[1][1]) and not curve.member:
         plain = [trace | faint, trace | {"y": curve.points(curve.below(top), foot)[1], "hoverinfo": "skip"}]
     if not levels:
         yield from plain
@@ -232,12 +235,12 @@ def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]
         for level in levels:
             mean = _heights(curve, curve.smooth(SMOOTHING[level]), foot) | {"name": f"{curve.label}, mean"}
             yield trace | mean | {"meta": level}
-    for index, shape, word in ((curve.best, "star", "best"), (curve.end, "x", "last")):
+    for index, shape, word, size in ((curve.best, "star", "best", 14), (curve.end, "x", "last", 8)):
         if index is not None:
             place, value = curve.steps[index], curve.drawable[index]
             point = {"x": [place], "y": [max(foot, value)], "customdata": [value], "name": f"{word} {curve.label}"}
-            mark = {"symbol": shape, "size": 12, "color": curve.colour, "line": {"width": 1, "color": "black"}}
-            yield trace | point | {"mode": "markers", "marker": mark}
+            mark = {"symbol": shape, "size": size, "color": curve.colour, "line": {"width": 1, "color": "black"}}
+            yield trace | point | {"mode": "markers", "marker": mark, "zorder": 20 - size}
 
 
 def _marks(curves: list[Curve], top: float) -> Iterator[dict[str, Any]]:

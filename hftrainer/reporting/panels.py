@@ -14,7 +14,8 @@ import numpy as np
 from hftrainer.base.messages import count_of, format_number
 from hftrainer.checkpointing.saved_arguments import describe, is_shared
 from hftrainer.errors import MissingPackage, cause_if_installed
-from hftrainer.reporting.curves import DIVERGED, EVALUATION_LOSS, TIME_UNITS, WORDS, Curve
+from hftrainer.monitoring.run_page import DIVERGED
+from hftrainer.reporting.curves import EVALUATION_LOSS, TIME_UNITS, WORDS, Curve
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS
 
 #: Number of losses from which a few high ones may leave a panel; their least ratio to the range of the others; and
@@ -67,7 +68,7 @@ def _axis_of_values(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
         return _axis_of_speeds(parts)
     lowest, highs = min(map(min, parts)), list(map(max, parts))
     if panel == "learning rate" and lowest >= 0 and max(highs) >= 50 * min(highs) > 0:
-        return _log_axis(min(highs) / 100, max(highs))
+        return log_axis(min(highs) / 100, max(highs))
     return "linear", axis_range([lowest, max(highs)])
 
 
@@ -82,7 +83,7 @@ def _axis_of_speeds(parts: list[list[float]]) -> tuple[str, tuple[float, float]]
     end = max(2 * usual, *map(_lasting_height, parts)) or high
     is_noisy = high > 2 * end and any(sum(value > end for value in part) > max(2, len(part) / 50) for part in parts)
     if is_noisy or 0 < 10 * min(map(statistics.median, parts)) <= usual:
-        return _log_axis(min(value for part in parts for value in part if value > 0), high)
+        return log_axis(min(value for part in parts for value in part if value > 0), high)
     return "linear", (0, 1.05 * (high if high <= 2 * end else end) or 1)
 
 
@@ -116,7 +117,7 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     # Zeros are at the foot.
     low = min((value / factor for value, factor in shown if value > 0), default=math.inf)
     if top >= 100 * low and not any(value < 0 for value, _ in shown):
-        return _log_axis(low, high)
+        return log_axis(low, high)
     # A mark of what leaves the panel needs space.
     return "linear", axis_range([bottom, top + is_cut * (top - bottom) / 10])
 
@@ -141,7 +142,8 @@ def _lasting_height(values: list[float]) -> float:
     return max(float(np.median(part)) for part in np.array_split(values, max(1, min(20, len(values) // 5))))
 
 
-def _log_axis(low: float, high: float) -> tuple[str, tuple[float, float]]:
+def log_axis(low: float, high: float) -> tuple[str, tuple[float, float]]:
+    """The scale and the range of a logarithmic axis, with a margin."""
     first, last = axis_range([math.log10(low), math.log10(high)])
     return "log", (10**first, 10**last)
 
@@ -174,7 +176,7 @@ def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list
     """What leaves a panel, of each run its highest curve: the places of marks, and a text for the legend."""
     runs: dict[str, list[Curve]] = {}
     for curve in sorted((curve for curve in curves if curve.peaks(top)), key=lambda curve: -max(curve.finite)):
-        runs.setdefault(curve.run, []).append(curve)
+        runs.setdefault(curve.member or curve.run, []).append(curve)
     for curve, *others in list(runs.values())[:MAX_PEAK_TEXTS]:
         places = curve.peaks(top)
         first = next(index for index, value in enumerate(curve.values) if value > top)
@@ -184,7 +186,7 @@ def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list
         if len(after) > 2 and 2 * sum(value > top for value in after) > len(after):
             text, where, places = f"above the axis from {describe_place(curve, first)}, ", "", [first]
         # The label of the axis names the only curve.
-        name = curve.run or curve.label * any(other.name != curve.name for other in curves)
+        name = curve.member or curve.run or curve.label * any(other.name != curve.name for other in curves)
         text = f"{name}: " * bool(name) + f"{text}max {format_number(peak)}{where}"
         also = ", ".join(f"{other.name} {format_number(max(other.finite))}" for other in others)
         places = sorted(places, key=curve.values.__getitem__, reverse=True)[:MAX_TRIANGLES]
@@ -200,13 +202,14 @@ def describe_place(curve: Curve, index: int) -> str:
 def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
     """The runs; and notes for below: first what became of a run; and which runs have no speeds."""
     runs = list(dict.fromkeys(curve.run for curve in curves))
-    names = f"{', '.join(runs[:-1])} and {runs[-1]}" if len(runs) < 4 else f"{len(runs)} training runs"
-    title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run {name}"]
-    if curves[0].state and not curves[0].run:
-        title.append(_state(curves))
-    if any(curve.restarts and curve.x in TIME_UNITS for curve in curves):
-        title.append("the time leaves out the pauses before a run resumed")
-    title += filter(None, [_constants(curves), _constant_memory(curves)])
+    count = len({curve.member or curve.run for curve in curves} - {curve.run for curve in curves if curve.member})
+    names = f"{', '.join(runs[:-1])} and {runs[-1]}" if len(runs) < 4 else f"{count} training runs"
+    title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run{'s' * bool(runs[0])} {runs[0] or name}"]
+    state = _state(curves) * (not curves[0].run)
+    has_pauses = any(curve.restarts and curve.x in TIME_UNITS for curve in curves)
+    pauses = "the time leaves out the pauses before a run resumed" * has_pauses
+    seeds = "thin: a run of each seed; thick: their mean" * any(curve.member for curve in curves)
+    title += filter(None, [state, pauses, _constants(curves), _constant_memory(curves), seeds])
     settings = list({curve.run: curve.settings for curve in curves}.values())
     shared = {name: value for run in settings for name, value in run.items() if is_shared(name, value, settings)}
     title += [f"most runs: {describe(shared, [])}"] if shared else []
@@ -259,9 +262,9 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
     What is between start and step of a restart was lost. The text is empty if another line or the entry of the run has
     it. A log line has the values since the one before, so that the first non-finite one may be anywhere between both.
     """
-    for curve in {curve.run: curve for curve in curves}.values():
+    for curve in {curve.member or curve.run: curve for curve in curves}.values():
         for number, (lost, restart) in enumerate(curve.restarts):
-            text = f"{curve.run}: resumed" if curve.run else "resumed"
+            text = f"{curve.member or curve.run}: resumed" if curve.run else "resumed"
             text += " (shaded: steps done again)" * any(lost < restart for lost, restart in curve.restarts)
             colour = curve.colour if curve.run else "#808080"
             yield lost, restart, text if curve.panel == "loss" and not number else "", colour, "--"

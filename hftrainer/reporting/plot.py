@@ -94,7 +94,7 @@ def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
     if curves[0].x == "step":
         axis.xaxis.set_major_formatter("{x:,.7g}")
     values = {value for curve in curves for value in curve.drawable if math.isfinite(value)}
-    _format_ticks(axis.yaxis, scale, limits, is_share=curves[0].name in PANELS[SHARES])
+    format_ticks(axis.yaxis, scale, limits, is_share=curves[0].name in PANELS[SHARES])
     if len(values) < 2:
         ticks = sorted({0.0, *values}) if values else []
         axis.set_yticks(ticks, list(map(curves[0].format, ticks)))
@@ -129,17 +129,23 @@ def _draw_lines(axis: Any, curves: list[Curve]) -> dict[str, Any]:
     top = panels.vertical_axis(curves)[1][1]
     foot, text = panels.foot_of_zeros(curves)
     for curve in curves:
-        style = {"color": curve.colour, "linestyle": list(DASHES)[curve.dash], "linewidth": curve.width}
-        marks = {"marker": curve.mark, "markersize": 5 if curve.has_large_marks else 3, "markevery": curve.marked}
-        if curve.mean or curve.peaks(top):
-            faint = {"color": curve.colour, "linewidth": 0.8, "alpha": panels.opacity_under_mean(curves)}
-            axis.plot(*curve.points(curve.drawable, foot), **faint)
-        axis.plot(*curve.points(curve.mean or curve.below(top), foot), **marks, **style)
-        style |= {"color": curve.legend_colour, "marker": curve.mark if curve.owner else "", "linewidth": 1.5}
-        handles.setdefault(curve.legend_entry, axis.plot([], [], **style)[0])
-        for point, shape in ((curve.best, "*"), (curve.end, "X")):
+        style = {"color": curve.colour, "linestyle": list(DASHES)[curve.dash], "linewidth": 1.5}
+        # Marks tell runs apart, and are most of what is seen of a few points.
+        marks = {"marker": curve.mark, "markersize": 5 if curve.run or len(curve.values) < 5 else 3}
+        entry = {"color": curve.legend_colour, "marker": curve.mark if curve.owner else ""}
+        handles.setdefault(curve.legend_entry, axis.plot([], [], **(style | entry))[0])
+        if curve.mean or curve.peaks(top) or curve.member:
+            faint = {"linewidth": 0.8, "alpha": panels.opacity_under_mean(curves)}
+            axis.plot(*curve.points(curve.drawable, foot), **(style | faint))
+        if curve.member:
+            continue
+        values = curve.mean or curve.below(top)
+        axis.plot(*curve.shared_points(values, foot), **(style | {"linewidth": curve.width}))
+        axis.plot(*curve.points(values, foot), markevery=curve.marked, **marks, **style)
+        # Both are seen where they meet.
+        for point, shape, size in ((curve.best, "*", 14), (curve.end, "X", 7)):
             if point is not None:
-                mark = {"color": curve.colour, "markeredgecolor": "black", "markersize": 10, "zorder": 3}
+                mark = {"color": curve.colour, "markeredgecolor": "black", "markersize": size, "zorder": 20 - size}
                 axis.plot(curve.steps[point], max(foot, curve.drawable[point]), shape, **mark)
     handles |= {text: axis.plot([], [], "_", color="grey")[0]} if text else {}
     return handles
@@ -168,7 +174,7 @@ def _draw_peaks(axis: Any, curves: list[Curve], top: float, letters: int) -> dic
     return handles
 
 
-def _format_ticks(axis: Any, scale: str, limits: tuple[float, float], *, is_share: bool) -> None:
+def format_ticks(axis: Any, scale: str, limits: tuple[float, float], *, is_share: bool) -> None:
     """Write the values of a vertical axis; of a linear one with one exponent and equal decimals: not 1e-4 and 5e-05."""
     if scale == "log" and limits[1] < 1000 * limits[0]:
         axis.get_major_locator().set_params(subs=(1, 2, 5))

@@ -8,7 +8,7 @@ import os
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.base.messages import format_number
 from hftrainer.errors import InvalidArgument
 from hftrainer.reporting.curves import COLOURS
-from hftrainer.reporting.panels import axis_range, import_plotting
+from hftrainer.reporting.panels import axis_range, import_plotting, log_axis
+from hftrainer.reporting.plot import format_ticks
 from hftrainer.search.studies import open_journal
 
 if TYPE_CHECKING:
@@ -71,19 +72,17 @@ def plot_study(
         raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial yet to plot.")
     os.makedirs(out, exist_ok=True)
     names = _objective_names(study)
-    objectives: list[dict[str, Any]] = []
-    for number, (name, direction) in enumerate(zip(names, study.directions, strict=True)):
-        target = {"target": lambda trial, number=number: trial.values[number]} if len(names) > 1 else {}
-        objectives.append({"target_name": f"{name} ({direction.name.lower()})", **target})
+    pairs = zip(names, study.directions, strict=True)
+    objectives = [{"target_name": f"{name} ({direction.name.lower()})"} for name, direction in pairs]
     prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
     paths, parts = [], list[str]()
 
-    def draw(name: str, function: str, shown: Study, *plot: Any, is_maximized: bool = False) -> None:
+    def draw(name: str, function: str, shown: Study, *plot: Any) -> None:
         path = Path(out) / f"{prefix}{name}.png"
         _draw_png(function, shown, path, *plot)
         paths.append(str(path))
         if html:
-            figure, script = _make_page(function, shown, is_maximized, *plot), False if parts else html
+            figure, script = _make_page(function, shown, *plot), False if parts else html
             parts.append(figure.to_html(full_html=False, include_plotlyjs=script, default_height="480px"))
 
     if has_front := len(names) == 2:
@@ -97,21 +96,17 @@ def plot_study(
             continue
         for number, objective in enumerate(objectives):
             suffix = f"_{number}" if len(names) > 1 else ""
-            shown, marked, limits = _without_far_trials(study, number)
+            shown, marked, limits = _one_objective(study, number, can_be_log=name == "history")
             doubt = f"; a rough guess: only {count} trials" * _is_guess(study)
             heading = title.format(names[number], doubt)
-            if len(names) > 1:
-                # Optuna draws no best value so far then.
-                heading = heading.removesuffix(", and the best so far")
             counts = Counter(why for why, _ in marked.values())
+            far = counts.pop("far worse", 0)
             left_out = [f"{counts[why]} {why}" for why in REASONS.values() if counts[why]]
             if name == "parallel_coordinates":
                 best = next(trial for trial, (why, _) in marked.items() if why == "best trial")
                 heading += f" (best: trial {best})" + f", without {', '.join(left_out)}" * bool(left_out)
-            if name == "importance":
-                shown = study
-            is_maximized = study.directions[number].name == "MAXIMIZE"
-            draw(name + suffix, function, shown, objective, heading, marked, limits, is_maximized=is_maximized)
+                heading += f"; {far} far worse at the end" * bool(far)
+            draw(name + suffix, function, shown, objective, heading, marked, limits)
     if parts:
         page = Path(out) / f"{prefix}search.html"
         fields = {"title": escape(f"Search {study.study_name}"), "table": escape(table), "plots": "\n".join(parts)}
@@ -157,39 +152,52 @@ def _history_marks(marked: dict[int, tuple[str, float]], limits: tuple[float, fl
         yield kind, text, list(found), [min(high, max(low, value)) for value in found.values()]
 
 
-def _without_far_trials(study: Study, number: int) -> tuple[Study, dict[int, tuple[str, float]], tuple[float, float]]:
-    """A copy without results so far beyond the third quarter that they would squeeze the others.
+def _one_objective(study: Study, number: int, *, can_be_log: bool) -> tuple[Study, dict[int, tuple[str, float]], Any]:
+    """A copy with one objective, for which Optuna's plots need no function that gives its values.
+
+    Results so far beyond the third quarter that they would squeeze the others are at the end of the axis, unless its
+    scale is logarithmic.
 
     Returns:
-        The copy; by number why trials were left out, and the best trial, with their values: of unfinished trials the
-        last, or if it is unknown the worst end of the axis; and the ends of the axis, which unfinished trials extend to
-        up to twice the range of the others.
+        The copy; by number why a trial is drawn otherwise, and the best trial, with their values: of unfinished trials
+        the last, or if it is unknown the worst end of the axis; and the ends of the axis, which unfinished trials
+        extend to up to twice the range of the others.
     """
-    optuna = import_plotting("optuna")
-    copy, trials = optuna.create_study(directions=study.directions), study.get_trials(deepcopy=True)
+    optuna, direction = import_plotting("optuna"), study.directions[number]
+    copy, trials = optuna.create_study(direction=direction), study.get_trials(deepcopy=True)
     complete = {trial.number: trial.values[number] for trial in trials if trial.state.name == "COMPLETE"}
-    is_maximized = study.directions[number].name == "MAXIMIZE"
+    is_maximized = direction.name == "MAXIMIZE"
     ranked = sorted(complete.values(), reverse=is_maximized)
     best = next(trial for trial, value in complete.items() if value == ranked[0])
     limit = 4 * abs(ranked[len(ranked) * 3 // 4] - ranked[0]) or math.inf
-    near = [value for value in ranked if abs(value - ranked[0]) <= limit]
-    unfinished = [trial for trial in trials if trial.state.name != "COMPLETE"]
-    last = {trial.number: trial.intermediate_values.get(trial.last_step or 0, math.nan) for trial in unfinished}
+    is_log = _axis_of(ranked, can_be_log=can_be_log)[0] == "log"
+    near = [value for value in ranked if is_log or abs(value - ranked[0]) <= limit]
     # The last report of a failed trial is no result.
-    last |= {trial.number: math.nan for trial in unfinished if trial.state.name == "FAIL"}
+    unfinished = [trial for trial in trials if trial.state.name not in ("COMPLETE", "FAIL")]
+    last = {trial.number: trial.intermediate_values.get(trial.last_step or 0, math.nan) for trial in unfinished}
     reach = 2 * abs(near[-1] - near[0])
-    limits = axis_range([*near, *(value for value in last.values() if abs(value - ranked[0]) <= reach)])
+    least = 0 if is_log else -math.inf
+    shown = [*near, *(value for value in last.values() if value > least and abs(value - ranked[0]) <= reach)]
+    limits = _axis_of(shown, can_be_log=is_log)[1]
     marked: dict[int, tuple[str, float]] = {}
     for trial in trials:
-        value = last[trial.number] if trial.number in last else trial.values[number]
-        if trial.number in last or value not in near:
-            height = limits[0 if is_maximized else 1] if math.isnan(value) else value
-            marked[trial.number] = REASONS[trial.state.name], height
-            trial.state, trial.values = optuna.trial.TrialState.PRUNED, None
+        worst = limits[0 if is_maximized else 1]
+        value = complete.get(trial.number, last.get(trial.number, math.nan))
+        if value not in near or trial.number not in complete:
+            marked[trial.number] = REASONS[trial.state.name], worst if math.isnan(value) else value
         elif trial.number == best:
             marked[trial.number] = "best trial", value
+        trial.values = [value if value in near else worst]
+        if trial.number not in complete:
+            trial.state, trial.values = optuna.trial.TrialState.PRUNED, None
         copy.add_trial(trial)
     return copy, marked, limits
+
+
+def _axis_of(values: Sequence[float], *, can_be_log: bool = True) -> tuple[str, tuple[float, float]]:
+    """The scale and the range; that of positive values over two orders of magnitude is logarithmic."""
+    low, high = min(values), max(values)
+    return log_axis(low, high) if can_be_log and high >= 100 * low > 0 else ("linear", axis_range([*values]))
 
 
 def _draw_png(
@@ -233,8 +241,11 @@ def _draw_png(
         for kind, text, x, y in _history_marks(marked, limits) if function == "plot_optimization_history" else ():
             style = {"s": 200, "color": COLOURS[1], "zorder": 3} if kind == "best trial" else {"color": "0.5"}
             axes.scatter(x, y, marker=REASON_MARKS[kind][0], label=text, **style)
-            axes.set_ylim(axis_range([*limits]))
             axes.xaxis.get_major_locator().set_params(integer=True)
+        if function == "plot_optimization_history":
+            scale, ends = _axis_of(limits)
+            axes.set(yscale=scale, ylim=ends)
+            format_ticks(axes.yaxis, scale, ends, is_share=False)
         if function == "plot_param_importances":
             # It would name the objective, as the title does.
             axes.get_legend().remove()
@@ -248,14 +259,12 @@ def _draw_png(
     plt.close(figure)
 
 
-def _make_page(
-    function: str, study: Study, is_maximized: bool, objective: dict[str, Any], title: str, marked: Any, limits: Any
-) -> Any:
+def _make_page(function: str, study: Study, objective: dict[str, Any], title: str, marked: Any, limits: Any) -> Any:
     """The same plot as plotly's figure."""
     figure = getattr(import_plotting("optuna.visualization"), function)(study, **objective)
     figure.update_layout(title=title, template="plotly_white", font_size=13, colorway=COLOURS)
     if function == "plot_parallel_coordinate":
-        _colour_page(figure, is_maximized=is_maximized)
+        _colour_page(figure, is_maximized=study.direction.name == "MAXIMIZE")
         _label_page(figure, [objective["target_name"], *_parameters(study)], _whole_places(study))
     figure.update_traces(opacity=1, selector={"type": "scatter"})
     figure.update_traces(line_shape="hv", name="best so far", selector={"name": "Best Value"})
@@ -265,7 +274,10 @@ def _make_page(
             figure.update_traces(marker_color=PALE, text=None, texttemplate=None)
     elif function == "plot_optimization_history":
         # Of few trials, plotly would have fractions.
-        figure.update_layout(yaxis_range=axis_range([*limits]), xaxis_dtick=1 if len(study.trials) < 10 else None)
+        scale, ends = _axis_of(limits)
+        places = [*map(math.log10, ends)] if scale == "log" else ends
+        y_axis = {"type": scale, "range": places, "tickformat": ","}
+        figure.update_layout(yaxis=y_axis, xaxis_dtick=1 if len(study.trials) < 10 else None)
         for kind, text, x, y in _history_marks(marked, limits):
             colour, size = (COLOURS[1], 16) if kind == "best trial" else ("gray", 9)
             marker = {"symbol": REASON_MARKS[kind][1], "color": colour, "size": size}

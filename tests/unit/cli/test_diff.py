@@ -14,6 +14,7 @@ from hftrainer.__main__ import main
 from hftrainer.checkpointing.saved_arguments import read_arguments
 from hftrainer.cli.diff import _pair, compare
 from hftrainer.errors import DamagedCheckpoint
+from hftrainer.monitoring.journal import Journal
 from tests.support.checkpoints import MaliciousPickle
 from tests.support.parity import accuracy, build
 
@@ -136,6 +137,14 @@ def test_values_recorded_by_one_run_only_are_named(folder_of, tmp_path):
     assert found.partings["loss"].step == 2
     assert "arguments      not recorded" in str(found)
     assert compare(str(folder), str(folder)).is_equal  # NaN too
+
+
+def test_arguments_without_a_checkpoint_are_those_of_the_journal(tmp_path):
+    for run in "ab":
+        journal = Journal(str(tmp_path / run))
+        journal.write("begin", 0, max_steps=1, pid=1, host="there", resumed_from=None, arguments={"optim": run})
+        journal.write("log", 1, logs={"loss": 1.0, "step": 1})
+    assert compare(str(tmp_path / "a"), str(tmp_path / "b")).arguments == {"optim": ("a", "b")}
 
 
 @pytest.mark.newest_peer

@@ -100,6 +100,8 @@ def test_table_has_the_shares_of_the_time_of_a_run(tmp_path, capsys, monkeypatch
     assert [row.split()[2] for row in rows] == ["running", "unknown"]
     monkeypatch.setenv("COLUMNS", "50")
     assert re.match(" +a +b\nsteps +20 +0\n(.+\n)*saving +0% +-\n", show_plot(*runs).split("\n\n", 1)[1])
+    main(["plot", *runs, "--output", str(tmp_path / "a.png")])
+    assert re.search("\nsaving +0% +-\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def test_journal_has_events_and_seconds_of_a_run(tmp_path, clock):
 
 
 def test_journal_has_the_arguments_that_a_checkpoint_has(tmp_path):
-    settings = {"observe": True, "hub_token": "secret", "lr_scheduler_type": "cosine", "optim": "sgd"}
+    settings = {"observe": True, "hub_token": "secret", "lr_scheduler_type": "cosine", "project": "s3://a:secret@b/c"}
     for name, strategy in (("a", "no"), ("b", "steps")):
         train(tmp_path / name, save_strategy=strategy, save_steps=6, **settings)
     (begin, *_), known = read_events(str(tmp_path / "b")), RunRecord(str(tmp_path / "a")).arguments

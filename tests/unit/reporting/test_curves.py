@@ -93,11 +93,32 @@ def test_curves_have_colours_dashes_and_a_best_value(tmp_path):
     assert dashes == {"a: loss": 0, "a: eval_loss": 1, "a: eval_f1": 0, "b: eval_loss": 1, "b: loss": 0}
     assert {line.run: line.best for line in both if line.name == "eval_loss"} == {"a": 1, "b": 0}  # b: the lowest
     assert {(line.run, line.mark) for line in both} == {("a", "o"), ("b", "s")}
-    # The first of curves whose first half is equal is wider.
-    wider = {line.label for line in both if line.width == 2.25}
+    # The first of curves that begin equally is wider there.
+    wider = {line.label for line in both if line.width == 2.25 and line.shared == 2}
     assert wider == {"a: loss", "a: eval_loss"} and {line.width for line in read_curves([str(tmp_path / "a")])} == {1.5}
     others = (Curve("loss", "loss", [2.0, 4.0, last, 9.0, 10.0], [1.0] * 5, run=f"{last}") for last in (4.5, 6.0))
-    assert all(line.width == 1.5 for line in _with_styles(others))
+    assert [line.shared for line in _with_styles(others)] == [2, 0]
+
+
+def test_runs_that_differ_in_seeds_alone_are_one_with_their_mean(tmp_path):
+    for number, (rate, seed) in enumerate([(0.1, 1), (0.1, 2), (0.1, 3), (0.2, 1), (0.2, 1)]):
+        lines = [{"step": step, "eval_loss": step % 3 + number} for step in range(1, 4 + (number == 1))]
+        folder = write_log(tmp_path / str(number), lines)
+        torch.save(TrainingArguments(folder, learning_rate=rate, seed=seed), f"{folder}/training_args.bin")
+    write_log(tmp_path / "5", [{"step": 1, "eval_loss": 9.0}])
+    curves = read_curves([str(tmp_path / str(number)) for number in range(6)], join_seeds=True)
+    thin, (mean, *others) = [c for c in curves if c.member], [c for c in curves if not c.member]
+    assert (mean.run, mean.settings, mean.is_best) == ("0 … (3 seeds)", {"learning_rate": 0.1}, True)
+    assert (mean.steps, mean.values, mean.best) == ([1, 2, 3], [2.0, 3.0, 1.0], 2)
+    assert [(c.member, c.run, c.colour, c.best) for c in thin] == [(n, mean.run, mean.colour, None) for n in "012"]
+    assert [curve.run for curve in others] == ["3", "4", "5"] and len({c.colour for c in curves}) == 4
+
+
+def test_mean_does_not_widen_a_spike_which_is_drawn_at_its_height():
+    values = [1 + step % 3 / 100 + 4 * (step == 2501) for step in range(6000)]
+    curve = Curve("entropy", "entropy", [float(step) for step in range(6000)], values)
+    assert max(curve.mean) < 1.02 and max(curve.points(values)[1]) == values[2501]
+    assert replace(curve, values=[float(step % 10 == 0) for step in range(6000)]).mean[3000] > 0.05
 
 
 def test_learning_rate_breaks_where_a_restart_changed_its_schedule():

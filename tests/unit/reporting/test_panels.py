@@ -11,7 +11,7 @@ import pytest
 from hftrainer.monitoring.journal import append_line
 from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting.curves import Curve, read_curves
-from hftrainer.reporting.page import _make_figure
+from hftrainer.reporting.page import _curve_traces, _make_figure
 from hftrainer.reporting.panels import (
     clipped_peaks,
     describe_run,
@@ -273,9 +273,12 @@ def test_slow_first_interval_does_not_squeeze_the_others(tmp_path):
 @pytest.mark.parametrize(("value", "limits"), [(0.8, (-0.05, 1.05)), (-2.0, (-4.2, 0.2)), (0.0, (-0.05, 1.05))])
 def test_single_value_has_a_large_mark_and_an_axis_from_0(value, limits):
     curve = Curve("eval_f1", "eval_f1", [40.0], [value])
-    assert vertical_axis([curve]) == ("linear", pytest.approx(limits)) and curve.has_large_marks
+    assert vertical_axis([curve]) == ("linear", pytest.approx(limits))
     few, more = (replace(curve, steps=[*range(count)], values=[value] * count) for count in (4, 5))
-    assert few.has_large_marks and not more.has_large_marks
+    assert [next(_curve_traces(each, [each]))["marker"]["size"][0] for each in (curve, few, more)] == [9, 9, 4]
+    both = replace(more, name="loss", state="killed", best=4)
+    star, cross = [*_curve_traces(both, [both])][1:]
+    assert star["marker"]["size"] > cross["marker"]["size"] and star["zorder"] < cross["zorder"]
 
 
 def test_level_that_lasts_remains_in_the_panel():

@@ -84,6 +84,7 @@ def make_study_of_three(folder):
     return url, "a"
 
 
+@pytest.mark.filterwarnings("error:PedAnova")  # it warns that low values would be the best
 def test_pareto_front_has_the_best_trials(tmp_path):
     study = optuna.create_study(storage=(url := f"sqlite:///{tmp_path}/a.db"), directions=("minimize", "maximize"))
     for values in ([3.0, 9.0], [1.0, 2.0], [2.0, 1.0]):
@@ -104,6 +105,13 @@ def test_axis_has_the_name_of_the_metric(tmp_path):
     assert all("eval_loss" in plot for plot in plots)
 
 
+def test_history_over_two_decades_has_a_log_scale_with_all_trials(tmp_path):
+    study = optuna.create_study(storage=(url := f"sqlite:///{tmp_path}/search.db"))
+    study.optimize(lambda trial: 10.0 ** (3 - trial.suggest_int("x", trial.number, trial.number)), n_trials=5)
+    history = Path(plot_study(url, out=str(tmp_path), html="cdn")[-1]).read_text().split("Plotly.newPlot")[1]
+    assert '"type":"log"' in history and '"y":[1000.0,100.0,10.0,1.0,0.1]' in history
+
+
 def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **settings: figures.append(figure))
@@ -122,7 +130,7 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     plot_study(url, out=str(tmp_path), html=True)
     assert best_trials(url)[1] == "5 best of 10 trials: 8 completed, 1 pruned, 1 failed"
     page, _, lines = (tmp_path / "search.html").read_text().split("Plotly.newPlot")[-3:]
-    assert "a line per trial (best: trial 0), without 1 pruned, 1 failed, 1 far worse" in lines
+    assert "a line per trial (best: trial 0), without 1 pruned, 1 failed; 1 far worse at the end" in lines
     # The failed and the far one are at the end of the axis, not at their last reports; the pruned one is at its last.
     marks = re.findall(r'"symbol":"([\w-]+)"},"mode":"markers","name":"([^"]+)","x":\[(\d)\],"y":\[([\d.]+)\]', page)
     far = ("triangle-up", "beyond the axis (up to 1,000,000)", "5", "4.2")
