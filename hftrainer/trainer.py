@@ -641,7 +641,7 @@ class Trainer(EarlierMethods):
         Raises:
             InvalidArgument: for a tensor of another shape.
         """
-        self._hftrainer.run.record.logged_metrics.add(name, value)
+        self._hftrainer.run.attempt.logged_metrics.add(name, value)
 
     def compute_loss(
         self,
@@ -900,7 +900,7 @@ class Trainer(EarlierMethods):
             trial: the hyperparameter trial, if any.
             metrics: an evaluation's metrics, to find the best model; passed until v4.46.
         """
-        if metrics is not None and metrics is not self._hftrainer.run.record.evaluation_metrics:
+        if metrics is not None and metrics is not self._hftrainer.run.attempt.evaluation_metrics:
             self._determine_best_metric(metrics, trial)
         self._hftrainer.checkpoint_saver.write_checkpoint(trial)
 

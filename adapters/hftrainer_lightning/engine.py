@@ -104,7 +104,8 @@ class LightningEngine:
         """
         attempt = loop.attempt
         optimizer = loop.parts.require_optimizer()
-        callback_states = {} if attempt.resume_folder is None else load_lightning_callbacks(attempt.resume_folder)
+        resume_folder = loop.run.resume_folder
+        callback_states = {} if resume_folder is None else load_lightning_callbacks(resume_folder)
         max_epochs = attempt.lengths.num_train_epochs
         with quiet_lightning():
             settings = StrategySettings(self.scaler, loop.parts.model_setup.finds_unused_parameters())

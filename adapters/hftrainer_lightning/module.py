@@ -95,7 +95,7 @@ class TrainerModule(WithoutBatchTransfer):
 
     def setup(self, stage: str) -> None:
         """Restore the callbacks' states from the checkpoint, before `on_fit_start` loads the optimizer's."""
-        if stage == "fit" and self.training_loop.attempt.resume_folder is not None:
+        if stage == "fit" and self.training_loop.run.resume_folder is not None:
             callbacks.restore_state(self.trainer, self, self._callback_states)
 
     def on_fit_start(self) -> None:
@@ -105,7 +105,7 @@ class TrainerModule(WithoutBatchTransfer):
             if isinstance(callback, EarlyStopping):
                 # Otherwise the summary would name an earlier run's reason.
                 callback.stopping_reason_message = None
-        if self.training_loop.attempt.resume_folder is not None:
+        if self.training_loop.run.resume_folder is not None:
             callbacks.unfreeze_optimized_parameters(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]
             self.training_loop.load_optimizer()
 

@@ -201,7 +201,7 @@ class RaySearch(SearchBackend):
 
     def _find_checkpoint(self, trainer: Trainer, step: int) -> Path | None:
         """The checkpoint of a step, if a trial can resume from it."""
-        if self.parts.run.record.last_saved_step != step or trainer.args.save_only_model:
+        if self.parts.run.attempt.last_saved_step != step or trainer.args.save_only_model:
             return None
         self.parts.checkpoint_saver.wait_for_save()
         folder = Path(trainer._get_output_dir(self.parts.run.trial), f"{PREFIX_CHECKPOINT_DIR}-{step}").absolute()

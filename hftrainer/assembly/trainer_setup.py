@@ -181,7 +181,7 @@ class TrainerSetup(Part):
             strategy,
             parts.lightning_callbacks,
             get_loggers=parts.open_loggers,
-            log_values=lambda values: parts.run.record.logged_metrics.set(values),
+            log_values=lambda values: parts.run.attempt.logged_metrics.set(values),
         )
         trainer.accelerator = EngineAccelerator(
             parts.engine,

@@ -123,7 +123,7 @@ class EvaluationRunner(Part):
             with (
                 # An evaluation must not change training's values.
                 temporary_attributes(self.run, mems=None),
-                temporary_attributes(self.run.record, logged_metrics=LoggedMetrics()),
+                temporary_attributes(self.run.attempt, logged_metrics=LoggedMetrics()),
                 devices.error_hints(),
                 trainer.accelerator.gradient_state.limit_to_loader(dataloader),
                 CollectiveCall("the other ranks in an evaluation"),

@@ -91,7 +91,7 @@ class EarlierMethods:
             output_dir: the folder of the checkpoints; None means `args.output_dir`.
         """
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        newest, best = self._hftrainer.run.record.checkpoints_written[-1:], self.state.best_model_checkpoint
+        newest, best = self._hftrainer.run.attempt.checkpoints_written[-1:], self.state.best_model_checkpoint
         checkpoints = self._sorted_checkpoints(use_mtime=use_mtime, output_dir=folder)
         rotate_checkpoints(folder, self.args.save_total_limit, best, newest, checkpoints)
 

@@ -37,7 +37,7 @@ class ControlActions(Part):
             grad_norm = loop.grad_norm if grad_norm is None else grad_norm
             learning_rate = loop.learning_rate if learning_rate is None else learning_rate
             start_time = loop.start_time if start_time is None else start_time
-        if self.trainer.control.should_log and self.trainer.state.global_step > self.run.record.last_logged_step:
+        if self.trainer.control.should_log and self.trainer.state.global_step > self.run.attempt.last_logged_step:
             self._log_training_loss(tr_loss, grad_norm, learning_rate, start_time)
             self._sync_flags()
 
@@ -48,7 +48,7 @@ class ControlActions(Part):
             return None
         with self.run.measure_activity("evaluation"):
             metrics = trainer._evaluate(trial, ignore_keys)
-        self.run.record.evaluation_metrics = metrics
+        self.run.attempt.evaluation_metrics = metrics
         is_new_best = trainer._determine_best_metric(metrics=metrics, trial=trial)
         if trainer.args.save_strategy == SaveStrategy.BEST:
             trainer.control.should_save = is_new_best
@@ -75,10 +75,10 @@ class ControlActions(Part):
         self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None, start_time: float | None
     ) -> None:
         """Log the mean loss since the last log line, and reset the sum."""
-        record, loop = self.run.record, self.run.loop
-        steps = self.trainer.state.global_step - record.last_logged_step
+        attempt, loop = self.run.attempt, self.run.loop
+        steps = self.trainer.state.global_step - attempt.last_logged_step
         loss = self.trainer.accelerator.gather(tr_loss).mean() if self.trainer.args.world_size > 1 else tr_loss
-        interval_loss, metrics = record.logged_metrics.pop(loss, steps)
+        interval_loss, metrics = attempt.logged_metrics.pop(loss, steps)
         # As in transformers, NaN stays NaN, which `zero_()` would reset.
         tr_loss -= tr_loss
         self.parts.strategy.run_recorded_xla_operations()
@@ -89,15 +89,15 @@ class ControlActions(Part):
         logs |= metrics
         if loop is not None:
             logs |= loop.monitors.log_values(steps)
-        record.loss_up_to_log += interval_loss
-        record.last_logged_step = self.trainer.state.global_step
+        attempt.loss_up_to_log += interval_loss
+        attempt.last_logged_step = self.trainer.state.global_step
         self.trainer.store_flos()
         call_with_accepted(self.trainer.log, logs, start_time=start_time)
 
     def evaluate(self, trial: Any, ignore_keys: list[str] | None, *, steps_schedule: bool) -> dict[str, float]:
         """Evaluate during training, and step a metric-driven schedule with `steps_schedule`."""
         trainer = self.trainer
-        self.run.record.has_unfinished_evaluation = True
+        self.run.attempt.has_unfinished_evaluation = True
         try:
             with self.parts.engine.evaluation_group() as lightning_metrics:
                 if isinstance(trainer.eval_dataset, Mapping):
@@ -112,7 +112,7 @@ class ControlActions(Part):
                 "The evaluation did not fit into memory; auto_find_batch_size changes training batches only: reduce "
                 f"per_device_eval_batch_size={trainer.args.per_device_eval_batch_size}."
             ) from error
-        self.run.record.has_unfinished_evaluation = False
+        self.run.attempt.has_unfinished_evaluation = False
         if trainer.args.metric_for_best_model is not None or needs_metric(trainer.lr_scheduler):
             # Metrics may differ between ranks, if they are random or computed from a part of the data.
             rank_metrics = metrics

@@ -60,5 +60,5 @@ class FinderSteps(Part):
         self.run.window_size = 1
         items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
         loss = self.parts.loss_computer.micro_batch_loss(model, inputs, items)
-        self.run.record.logged_metrics = LoggedMetrics()
+        self.run.attempt.logged_metrics = LoggedMetrics()
         return loss

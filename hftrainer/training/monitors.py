@@ -20,7 +20,6 @@ from hftrainer.training.steps.counters import count_batch
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
-    from hftrainer.training.run import Attempt
     from hftrainer.training.steps.micro_batches import MicroBatches
 
 
@@ -29,7 +28,6 @@ class Monitors(Part):
 
     Args:
         parts: the parts of the Trainer.
-        attempt: its trial, and the checkpoint that it resumes from.
         batches: the micro-batches of the run.
 
     Attributes:
@@ -38,19 +36,19 @@ class Monitors(Part):
         user_requests: the requests to the run; None except on the main process.
     """
 
-    def __init__(self, parts: TrainerParts, attempt: Attempt, batches: MicroBatches) -> None:
+    def __init__(self, parts: TrainerParts, batches: MicroBatches) -> None:
         super().__init__(parts)
         self.batches = batches
         self.source_log = make_source_log(parts, batches.reader.loader)
-        run_folder = parts.run_folder_without_override(attempt.trial)
-        self.observer = self._make_observer(run_folder, attempt)
+        run_folder = parts.run_folder_without_override(self.run.trial)
+        self.observer = self._make_observer(run_folder)
         self.user_requests: Requests | None = None
         if self.trainer.is_world_process_zero():
             since_evaluation = 0.0 if self.run.resumed_progress is None else self.run.resumed_progress.since_evaluation
             can_evaluate = self.trainer.eval_dataset is not None
             self.user_requests = Requests(run_folder, self.trainer.args, since_evaluation, can_evaluate=can_evaluate)
 
-    def _make_observer(self, run_folder: str, attempt: Attempt) -> Observer | None:
+    def _make_observer(self, run_folder: str) -> Observer | None:
         """The observer of a run; None without `observe`."""
         args, plan = self.trainer.args, self.parts.engine.plan
         # All later runs in a folder write to its journal, so that it says which is the last.
@@ -60,18 +58,18 @@ class Monitors(Part):
             return None
         peak = peak_flops(args.device, plan.precision) if "mfu" in observations else None
         # The resume of a run that has already ended would spoil its record.
-        last_event = (read_events(run_folder) or [{}])[-1] if attempt.is_finished else {}
+        last_event = (read_events(run_folder) or [{}])[-1] if self.run.attempt.is_finished else {}
         is_recorded = last_event.get("reason") in COMPLETE
         has_journal = "journal" in observations and self.trainer.is_world_process_zero() and not is_recorded
         return Observer(
             observations,
             step=lambda: self.trainer.state.global_step,
-            seconds=lambda: self.run.record.seconds_by_activity,
+            seconds=lambda: self.run.attempt.seconds_by_activity,
             waits=self.batches.reader.wait_seconds_by_cause,
             sum_over_data=lambda count: int(self.parts.counters.sum_over_data(torch.tensor([count]))),
             flops=None if peak is None else FlopCounter(peak),
             journal=Journal(run_folder if has_journal else None),
-            facts={"world_size": args.world_size, "device": str(args.device), "resumed_from": attempt.resume_folder},
+            facts={"world_size": args.world_size, "device": str(args.device), "resumed_from": self.run.resume_folder},
         )
 
     def begin(self) -> None:

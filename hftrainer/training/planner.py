@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrainer.arguments.choices import IntervalStrategy
 from hftrainer.base.messages import count_of, log_facts, tell
@@ -18,9 +18,6 @@ from hftrainer.releases.earlier import EarlierLengths
 from hftrainer.reporting import summary
 from hftrainer.training.run_lengths import RunLengths, compute_lengths, position_at_step, read_lengths
 from hftrainer.training_args import TrainingArguments
-
-if TYPE_CHECKING:
-    from hftrainer.training.run import Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +65,8 @@ class RunPlanner(Part):
             UnsupportedArgument: when a subclass has its own training loop.
         """
         trainer = self.trainer
-        lengths = self.run.lengths
-        progress = self.run.resumed_progress
-        if lengths is None:
+        attempt, progress = self.run.attempt, self.run.resumed_progress
+        if not hasattr(attempt, "lengths"):
             raise UnsupportedArgument(
                 "_inner_training_loop: a copy of transformers' own loop cannot run, since Lightning's loop trains. "
                 "To run code before or after it, call super()._inner_training_loop(...); for the rest, override "
@@ -84,10 +80,10 @@ class RunPlanner(Part):
         if resume_folder is not None:
             trainer.state = resume.load_state(resume_folder, trainer.args, max_steps)
             trainer._load_callback_state()
-            position = None if progress is None else progress.resume_position(lengths.micro_batches_in_epoch)
+            position = None if progress is None else progress.resume_position(attempt.lengths.micro_batches_in_epoch)
             first_epoch, finished_micro_batches = position or position_at_step(
                 trainer.state.global_step,
-                lengths.micro_batches_in_epoch,
+                attempt.lengths.micro_batches_in_epoch,
                 self.parts.engine.accumulation_steps_of,
                 () if self.run.skipped_samples is None else self.run.skipped_samples.windows,
             )
@@ -104,10 +100,9 @@ class RunPlanner(Part):
             return lengths.num_update_steps_per_epoch
         return sys.maxsize if strategy == IntervalStrategy.NO else max(1, int(self.trainer.state.logging_steps))
 
-    def log_start(self, attempt: Attempt) -> None:
+    def log_start(self) -> None:
         """Log the sizes and the start of the run, and warn about batches that XLA compiles separately."""
-        lengths = attempt.lengths
-        resume_folder = attempt.resume_folder
+        lengths, resume_folder = self.run.attempt.lengths, self.run.resume_folder
         args, tokens, steps = self.trainer.args, self.trainer.args.tokens_per_batch, lengths.max_steps
         size_label = "Batch size of a device" if tokens is None else "Most tokens in a batch of a device"
         sizes = {
@@ -125,7 +120,7 @@ class RunPlanner(Part):
         if args.num_train_epochs < 0 and args.max_steps <= 0:
             logger.warning("num_train_epochs=%s trains no step: use more than 0.", args.num_train_epochs)
         if resume_folder is not None:
-            self._log_resume(attempt)
+            self._log_resume()
         # In a search, each trial would repeat it.
         if self.trainer.is_world_process_zero() and self.trainer.state.global_step < steps and self.run.trial is None:
             if args.fp16 and args.device.type == "cpu":
@@ -139,8 +134,8 @@ class RunPlanner(Part):
         if args.device.type == "xla" and not args.dataloader_drop_last:
             self._warn_about_ragged_batches(lengths)
 
-    def _log_resume(self, attempt: Attempt) -> None:
-        args = self.trainer.args
+    def _log_resume(self) -> None:
+        args, attempt = self.trainer.args, self.run.attempt
         facts = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": attempt.first_epoch}
         if not args.ignore_data_skip:
             facts["Batches of the next epoch that are skipped"] = attempt.finished_micro_batches

@@ -150,7 +150,7 @@ class Restarts(Part):
         self.run.train_batch_size //= 2
         logger.warning("Out of memory: restarting with %s in a batch.", count_of(self.run.train_batch_size, "samples"))
         self._end_attempt("out of memory", optimizers)
-        self.parts.storage_sync.discard_checkpoints(self.run.record.checkpoints_written)
+        self.parts.storage_sync.discard_checkpoints(self.run.attempt.checkpoints_written)
         initial_state.restore()
 
     def _end_attempt(self, reason: str, optimizers: tuple[Any, Any]) -> None:

@@ -1,6 +1,6 @@
-"""`Run`: the state of a run; `Attempt` and `AttemptRecord`: what is fixed for one attempt of it, and what that counts.
+"""`Run`: the state of a run; `Attempt`: that of one attempt of it.
 
-None is the plan of the engine (`parallel/plan.py`), which is made from the arguments, for all runs of a Trainer.
+Neither is the plan of the engine (`parallel/plan.py`), which is made from the arguments, for all runs of a Trainer.
 """
 
 from __future__ import annotations
@@ -27,34 +27,18 @@ if TYPE_CHECKING:
     from hftrainer.training.steps.loop import TrainingLoop
 
 
-@dataclass(frozen=True)
+@dataclass
 class Attempt:
-    """What is fixed in one pass through Lightning's loop; a rollback or a smaller batch begins another in the same run.
+    """One pass through Lightning's loop; a rollback or a smaller batch begins another in the same run.
+
+    It counts from the step to which the run returned.
 
     Attributes:
-        trial: the hyperparameter trial, if any.
         ignore_keys: outputs of the model that evaluation leaves out.
-        lengths: the lengths of the run.
-        resume_folder: the checkpoint that it resumes from, if any.
+        lengths: the lengths of the run, once they are planned.
         first_epoch: the epoch in which it starts, counted from 0.
         finished_micro_batches: those of the first epoch that an earlier run has finished.
         is_finished: whether the checkpoint already contains the run's last step.
-    """
-
-    trial: Any
-    ignore_keys: list[str] | None
-    lengths: RunLengths
-    resume_folder: str | None
-    first_epoch: int
-    finished_micro_batches: int
-    is_finished: bool = False
-
-
-@dataclass
-class AttemptRecord:
-    """What an attempt counts, sums and writes. After a rollback, it counts from the step to which the run returned.
-
-    Attributes:
         loss_since_log: the sum of the losses since the last log line, `()`, on the device.
         loss_up_to_log: the sum of the losses up to the last log line.
         last_logged_step: optimizer step of the last log line.
@@ -72,6 +56,11 @@ class AttemptRecord:
         has_saved_after_error: whether an error that ends the run made it write the last of them.
     """
 
+    ignore_keys: list[str] | None = None
+    lengths: RunLengths = field(init=False)
+    first_epoch: int = 0
+    finished_micro_batches: int = 0
+    is_finished: bool = False
     loss_since_log: torch.Tensor = field(init=False)
     loss_up_to_log: float = 0.0
     last_logged_step: int = 0
@@ -108,10 +97,9 @@ class Run:
             of the Trainer call that code, and have no argument for a loop: scripts override them, and call some
             without a run.
         signal_listener: the signals that ask this run to stop.
-        lengths: the planned lengths, for `Trainer._init_training_state`, which does not receive them.
         resumed_progress: our progress data in the checkpoint that the run resumes from, or None.
         resume_folder: the checkpoint that the run resumes from, if any.
-        record: what the present or last attempt counts.
+        attempt: the present or last attempt.
         mems: the model's memory of earlier batches, with `past_index`.
         heartbeat: the signs of progress, which the server of `metrics_port` reports.
         skipped_samples: the samples that the run skips, with `on_divergence`.
@@ -125,10 +113,9 @@ class Run:
     trial: Any = None
     loop: TrainingLoop | None = None
     signal_listener: SignalListener = field(default_factory=lambda: SignalListener(should_save=False))
-    lengths: RunLengths | None = None
     resumed_progress: RunProgress | None = None
     resume_folder: str | None = None
-    record: AttemptRecord = field(default_factory=AttemptRecord)
+    attempt: Attempt = field(default_factory=Attempt)
     mems: Any = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     skipped_samples: SkippedSamples | None = None
@@ -142,12 +129,12 @@ class Run:
 
     @contextlib.contextmanager
     def measure_time(self, activity: str) -> Iterator[None]:
-        """Add the duration of the block to the record's `seconds_by_activity`."""
+        """Add the duration of the block to the attempt's `seconds_by_activity`."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            seconds = self.record.seconds_by_activity
+            seconds = self.attempt.seconds_by_activity
             seconds[activity] = seconds.get(activity, 0.0) + time.perf_counter() - start
 
     def measure_activity(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -157,16 +144,16 @@ class Run:
 
 
 class RunAttribute:
-    """Descriptor for an attribute of the Trainer, named as in transformers, held by its `Run` or that run's record."""
+    """Descriptor for an attribute of the Trainer, named as in transformers, held by its `Run` or that run's attempt."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.is_in_record = name in {field.name for field in dataclasses.fields(AttemptRecord)}
-        assert self.is_in_record or name in {field.name for field in dataclasses.fields(Run)}
+        self.is_in_attempt = name in {field.name for field in dataclasses.fields(Attempt)}
+        assert self.is_in_attempt or name in {field.name for field in dataclasses.fields(Run)}
 
-    def _find_holder(self, trainer: Any) -> Run | AttemptRecord:
+    def _find_holder(self, trainer: Any) -> Run | Attempt:
         run: Run = trainer._hftrainer.run
-        return run.record if self.is_in_record else run
+        return run.attempt if self.is_in_attempt else run
 
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
         return self if trainer is None else getattr(self._find_holder(trainer), self.name)

@@ -40,7 +40,7 @@ class RunEnd(Part):
         if not parts.policy.loads_best_after_logging:
             parts.checkpoint_saver.wait_for_save()
             parts.checkpoint_restorer.load_best_at_end()
-        self.run.record.loss_up_to_log = loss = self.run.loop.loss_accumulator.sum_of_call()
+        self.run.attempt.loss_up_to_log = loss = self.run.loop.loss_accumulator.sum_of_call()
         metrics = self._final_metrics(loss, num_train_samples, start_time)
         trainer.log(metrics)
         parts.checkpoint_saver.wait_for_save()
@@ -57,7 +57,7 @@ class RunEnd(Part):
         else:
             trainer._finish_current_push()
         parts.storage_sync.finish_uploads(run_folder, only_checkpoint)
-        has_trained = trainer.state.global_step != self.run.record.initial_step
+        has_trained = trainer.state.global_step != self.run.attempt.initial_step
         if has_trained and trial is None and trainer.is_world_process_zero():
             for text, level in summary.make_summary(self._describe_run(metrics, self.run.loop)):
                 tell(text, level)
@@ -77,7 +77,7 @@ class RunEnd(Part):
                 for line in text.splitlines():
                     add_note(error, f"[hftrainer] {line}")
                 hide_interrupt_traceback()
-            elif isinstance(error, Exception) and self.run.record.checkpoints_written and parts.search_backend is None:
+            elif isinstance(error, Exception) and self.run.attempt.checkpoints_written and parts.search_backend is None:
                 add_note(error, text)
             elif self.run.signal_listener.signal_number is not None:
                 for line in text.splitlines():
@@ -89,26 +89,26 @@ class RunEnd(Part):
 
     def describe_saves(self) -> str:
         """What an interrupted run has saved; empty in all but the main process, and with save_on_interrupt=False."""
-        run, record = self.run, self.run.record
+        run, attempt = self.run, self.run.attempt
         step = self.trainer.state.global_step
         if not self.trainer.is_world_process_zero():
             return ""
         if not self.parts.checkpoint_saver.should_save_on_interrupt():
-            is_empty = step and self.trainer.args.save_strategy == "no" and not record.checkpoints_written
+            is_empty = step and self.trainer.args.save_strategy == "no" and not attempt.checkpoints_written
             place = f"step {step:,} of {self.trainer.state.max_steps:,}"
             return f"Stopped at {place}; nothing was saved (save_strategy='no')." if is_empty else ""
         since = f" since {run.resume_folder}" if run.resume_folder else ""
-        label = "Saved at the error" if record.has_saved_after_error else "Last checkpoint"
+        label = "Saved at the error" if attempt.has_saved_after_error else "Last checkpoint"
         nan = summary.find_nan(self.trainer.state, run.loop.loss_accumulator.non_finite_since if run.loop else None)
         earlier = summary.checkpoints_beside(run.resume_folder)
-        written = record.checkpoints_written
+        written = attempt.checkpoints_written
         hint = summary.make_resume_hint(written, is_complete=False, label=label, nan=nan, earlier=earlier)
-        if not nan and record.has_saved_after_error and run.loop is not None and run.loop.batches.step_phase.has_begun:
+        if not nan and attempt.has_saved_after_error and run.loop is not None and run.loop.batches.step_phase.has_begun:
             hint = f"{hint.removesuffix('.')}, with other random numbers, since the error was within a step."
         text = ""
         if run.signal_listener.is_forced:
             text = f"A second signal stopped the run at step {step}, before its save was complete. "
-        elif run.signal_listener.signal_number is not None and run.loop is not None and step > record.initial_step:
+        elif run.signal_listener.signal_number is not None and run.loop is not None and step > attempt.initial_step:
             runtime = time.time() - run.loop.start_time
             text = f"{summary.make_stop_message(self.trainer.state, runtime, run.loop.seconds_by_cause())}\n"
         return text + (hint or f"No checkpoint was saved{since}.")
@@ -130,13 +130,13 @@ class RunEnd(Part):
         run.mems = None
         run.skipped_samples = None
         run.initial_state = None
-        run.record.evaluation_metrics = None
+        run.attempt.evaluation_metrics = None
         self.trainer.is_in_train = False
 
     def _describe_run(self, metrics: Mapping[str, float], loop: TrainingLoop) -> summary.FinishedRun:
         """What the summary of a run of at least one step tells."""
         state = self.trainer.state
-        steps = state.global_step - self.run.record.initial_step
+        steps = state.global_step - self.run.attempt.initial_step
         # Lightning's EarlyStopping notes why it stops.
         callbacks = self.parts.engine.callbacks
         stoppers = [type(callback).__name__ for callback in callbacks if vars(callback).get("stopping_reason_message")]
@@ -153,7 +153,7 @@ class RunEnd(Part):
             stopper=self.trainer.callback_handler.stopped_by or next(iter(stoppers), ""),
             was_asked_to_stop=requests is not None and requests.has_stopped,
             non_finite_since=losses.non_finite_since if losses.has_warned else None,
-            checkpoints=self.run.record.checkpoints_written,
+            checkpoints=self.run.attempt.checkpoints_written,
             earlier=summary.checkpoints_beside(self.run.resume_folder),
             has_failed_save=self.parts.checkpoint_writer.has_failed,
             has_journal=observer is not None and observer.journal.folder is not None,
@@ -162,11 +162,11 @@ class RunEnd(Part):
 
     def _final_metrics(self, loss: float, num_train_samples: float, start_time: float) -> dict[str, float]:
         """The last log line. `loss` is the sum of the losses of the steps."""
-        state, record = self.trainer.state, self.run.record
-        steps = state.global_step - (record.initial_step if self.parts.policy.averages_train_loss_over_call else 0)
+        state, attempt = self.trainer.state, self.run.attempt
+        steps = state.global_step - (attempt.initial_step if self.parts.policy.averages_train_loss_over_call else 0)
         samples = num_train_samples * steps / max(state.max_steps, 1)
         counts_tokens = old_names.old_argument(self.trainer.args, "include_tokens_per_second")
-        tokens = record.trained_tokens if counts_tokens else None
+        tokens = attempt.trained_tokens if counts_tokens else None
         metrics = speed_metrics("train", start_time, num_samples=samples, num_steps=steps, num_tokens=tokens)
         logger.info("Training is complete.")
         self.trainer.store_flos()

@@ -26,7 +26,7 @@ from hftrainer.training.divergence import Diverged
 from hftrainer.training.lightning_finders import LightningFinders
 from hftrainer.training.planner import RunPlanner
 from hftrainer.training.restarts import Restarts
-from hftrainer.training.run import Attempt, AttemptRecord
+from hftrainer.training.run import Attempt
 from hftrainer.training.run_end import RunEnd
 from hftrainer.training.steps.loop import TrainingLoop
 from hftrainer.training.stopping import SignalListener
@@ -178,91 +178,89 @@ class TrainingRunner(Part):
         trainer.accelerator.free_memory()
         if args.auto_find_batch_size and batch_size is not None:
             trainer._update_auto_batch_size(batch_size)
-        self.run.record = AttemptRecord()
+        self.run.trial, self.run.resume_folder = trial, resume_folder
+        self.run.attempt = attempt = Attempt(ignore_keys)
         trainer.callback_handler.stopped_by = ""
         if resume_folder is None:
             self.finders.apply_batch_size_finder()
-        loop, model = self._prepare_attempt(args, resume_folder, trial, ignore_keys)
-        self._announce_run(loop)
-        self.run.record.begin(trainer.state, args.device)
+        loop, model = self._prepare_attempt(args)
+        self._announce_run()
+        attempt.begin(trainer.state, args.device)
         if self.run.resumed_progress is not None:
             loop.loss_accumulator.restore(self.run.resumed_progress)
-        if loop.attempt.is_finished:
+        if attempt.is_finished:
             self._resume_finished_run(loop)
         else:
             with _add_step_note(loop), loop.step_end_values.record_outputs(trainer.model), devices.error_hints():
-                steps_between_logs = self.planner.steps_between_logs(loop.attempt.lengths)
+                steps_between_logs = self.planner.steps_between_logs(attempt.lengths)
                 # After an error, it saves a checkpoint, which includes what Lightning's callbacks add.
                 self.parts.engine.fit(loop, model, log_every_n_steps=steps_between_logs)
         self.run.heartbeat.begin_activity("ended")
-        return trainer._finalize_training(trial, loop.attempt.lengths.num_train_samples, loop.start_time)
+        return trainer._finalize_training(trial, attempt.lengths.num_train_samples, loop.start_time)
 
-    def _prepare_attempt(
-        self, args: TrainingArguments, resume_folder: str | None, trial: Any, ignore_keys: list[str] | None
-    ) -> tuple[TrainingLoop, Any]:
+    def _prepare_attempt(self, args: TrainingArguments) -> tuple[TrainingLoop, Any]:
         """Plan an attempt, and prepare its data, state, model and optimizer.
 
         Returns:
             The loop of the run, and the model to train.
         """
+        run, attempt, folder = self.run, self.run.attempt, self.run.resume_folder
         # An override of get_train_dataloader prepares its loader in this block.
         with self.parts.loader_factory.treat_as_training_data():
             dataloader = self.trainer.get_train_dataloader()
-        if args.on_divergence is not None and self.run.skipped_samples is None:
+        if args.on_divergence is not None and run.skipped_samples is None:
             raise UnsupportedArgument(
                 f"on_divergence={args.on_divergence!r} needs Trainer.train: let your train() call super().train()."
             )
         self.parts.loader_factory.warn_about_custom_loader(dataloader)
         planned = self.planner.plan_lengths(args, dataloader)
-        skipped_samples = self.run.skipped_samples
+        skipped_samples = run.skipped_samples
         # `RunPlanner.init_state` reads both, behind `_init_training_state`, whose signature has no place for them.
-        self.run.lengths = lengths = planned if skipped_samples is None else skipped_samples.extend_lengths(planned)
-        self.run.resumed_progress = self.parts.checkpoint_restorer.load_adapted_progress(resume_folder, lengths)
-        epoch, finished_micro_batches = self.trainer._init_training_state(
-            lengths.max_steps, lengths.num_update_steps_per_epoch, planned.num_train_epochs, resume_folder, trial
+        attempt.lengths = lengths = planned if skipped_samples is None else skipped_samples.extend_lengths(planned)
+        run.resumed_progress = self.parts.checkpoint_restorer.load_adapted_progress(folder, lengths)
+        attempt.first_epoch, attempt.finished_micro_batches = self.trainer._init_training_state(
+            lengths.max_steps, lengths.num_update_steps_per_epoch, planned.num_train_epochs, folder, run.trial
         )
         self.parts.loader_factory.check_evaluation_data()
-        model, dataloader = self.trainer._prepare_for_training(lengths.max_steps, dataloader, resume_folder)
-        if resume_folder is None:
+        model, dataloader = self.trainer._prepare_for_training(lengths.max_steps, dataloader, folder)
+        if folder is None:
             self.finders.apply_learning_rate_finder(lengths.max_steps)
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
-        has_all_steps = resume_folder is not None and self.trainer.state.global_step >= lengths.max_steps
-        is_finished = has_all_steps or epoch >= lengths.num_train_epochs
-        attempt = Attempt(trial, ignore_keys, lengths, resume_folder, epoch, finished_micro_batches, is_finished)
-        self.planner.log_start(attempt)
-        self.run.loop = loop = TrainingLoop(self.parts, attempt, dataloader)
+        has_all_steps = folder is not None and self.trainer.state.global_step >= lengths.max_steps
+        attempt.is_finished = has_all_steps or attempt.first_epoch >= lengths.num_train_epochs
+        self.planner.log_start()
+        run.loop = loop = TrainingLoop(self.parts, dataloader)
         loop.monitors.begin()
         return loop, model
 
-    def _announce_run(self, loop: TrainingLoop) -> None:
+    def _announce_run(self) -> None:
         """Notify trackers and the checkpoint writer that a run begins.
 
         Trackers do not continue a finished run, which already has its last log line.
         """
         trainer = self.trainer
         progress = self.run.resumed_progress
-        trial = loop.attempt.trial
         if trainer.is_world_process_zero():
             tracker_runs: Mapping[str, Any] = {}
-            if progress is not None and (progress.owes_evaluation or not loop.attempt.is_finished):
+            if progress is not None and (progress.owes_evaluation or not self.run.attempt.is_finished):
                 tracker_runs = progress.tracker_runs
-            place = self.parts.storage_sync.checkpoint_place(trial)
+            place = self.parts.storage_sync.checkpoint_place(self.run.trial)
             begin_runs(trainer.callback_handler.callbacks, tracker_runs, trainer.args, trainer.state, place)
         if trainer.args.should_save:
-            run_folder = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
+            run_folder = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(self.run.trial)
             self.parts.checkpoint_writer.script_files.record_existing_files(run_folder)
 
     def _resume_finished_run(self, loop: TrainingLoop) -> None:
         """Load the checkpoint of a finished run, without training, and complete what follows its last save."""
         loop.load_optimizer()
         loop.begin_training()
-        folder = loop.attempt.resume_folder
+        folder = self.run.resume_folder
         if folder is None:
             return
         # The run may have ended before its last upload, and before it deleted older checkpoints.
         if self.trainer.args.push_to_hub:
             self.trainer._push_from_checkpoint(folder)
-        self.parts.checkpoint_saver.delete_older(folder, loop.attempt.trial)
+        self.parts.checkpoint_saver.delete_older(folder, self.run.trial)
 
     # ---- Releasing ---------------------------------------------------------------------------------------------
 

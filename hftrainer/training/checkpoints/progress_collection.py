@@ -45,10 +45,10 @@ def collect_progress(loop: TrainingLoop) -> RunProgress:
         position=loop.attempt.finished_micro_batches if position.is_before_first else position.index + 1,
         epoch_ended=loop.epoch_ended,
         epoch_left=loop.epoch_ended and parts.trainer.control.should_epoch_stop,
-        owes_evaluation=parts.run.record.has_unfinished_evaluation,
-        loss=parts.run.record.loss_since_log.cpu().clone(),
-        last_logged=parts.run.record.last_logged_step,
-        metrics=parts.run.record.logged_metrics.state_dict(),
+        owes_evaluation=parts.run.attempt.has_unfinished_evaluation,
+        loss=parts.run.attempt.loss_since_log.cpu().clone(),
+        last_logged=parts.run.attempt.last_logged_step,
+        metrics=parts.run.attempt.logged_metrics.state_dict(),
         sources={} if loop.monitors.source_log is None else loop.monitors.source_log.state_dict(),
         grad_norm=loop.grad_norm.cpu() if isinstance(loop.grad_norm, torch.Tensor) else loop.grad_norm,
         learning_rate=loop.learning_rate,
@@ -57,7 +57,7 @@ def collect_progress(loop: TrainingLoop) -> RunProgress:
         since_evaluation=0.0 if loop.monitors.user_requests is None else loop.monitors.user_requests.since_evaluation,
         recent_losses=list(loop.divergence.recent_losses),
         tracker_runs=ids_of_open_runs(
-            parts.trainer.callback_handler.callbacks, parts.storage_sync.checkpoint_place(loop.attempt.trial)
+            parts.trainer.callback_handler.callbacks, parts.storage_sync.checkpoint_place(parts.run.trial)
         ),
     )
 

@@ -130,19 +130,20 @@ class CheckpointSaver(Part):
                 lambda: (writer.has_failed, state.best_model_checkpoint)
             )
 
-    def ensure_saved(self, trial: Any) -> None:
+    def ensure_saved(self) -> None:
         """Write a checkpoint of this step unless it exists, and wait until it is on disk."""
         self.wait_for_save()
-        if self.run.record.last_saved_step != self.trainer.state.global_step or self.parts.checkpoint_writer.has_failed:
-            with self.run.measure_activity("saving"):
-                self.trainer._save_checkpoint(self.trainer.model_wrapped, trial)
-                self.run.record.last_saved_step = self.trainer.state.global_step
+        run, state = self.run, self.trainer.state
+        if run.attempt.last_saved_step != state.global_step or self.parts.checkpoint_writer.has_failed:
+            with run.measure_activity("saving"):
+                self.trainer._save_checkpoint(self.trainer.model_wrapped, run.trial)
+                run.attempt.last_saved_step = state.global_step
                 self.call_on_save()
         self.wait_for_save()
 
     def last_checkpoint(self) -> str | None:
         """The newest complete checkpoint of the run; None in a process that writes no checkpoints."""
-        folders = [self.run.resume_folder, *self.run.record.checkpoints_written]
+        folders = [self.run.resume_folder, *self.run.attempt.checkpoints_written]
         return folders[-1] if self.trainer.args.should_save else None
 
     def should_save_on_interrupt(self) -> bool:
@@ -196,13 +197,13 @@ class CheckpointSaver(Part):
         is_updating = loop.batches.step_phase.may_have_changed_weights
         if isinstance(error, CheckpointNotWritten) or should_restart or is_distributed or is_updating:
             return
-        has_new_step = self.trainer.state.global_step > self.run.record.initial_step
-        if not has_new_step or loop.attempt.trial is not None or not self.should_save_on_interrupt():
+        has_new_step = self.trainer.state.global_step > self.run.attempt.initial_step
+        if not has_new_step or self.run.trial is not None or not self.should_save_on_interrupt():
             return
-        count = len(self.run.record.checkpoints_written)
+        count = len(self.run.attempt.checkpoints_written)
         try:
-            self.ensure_saved(loop.attempt.trial)
-            self.run.record.has_saved_after_error = len(self.run.record.checkpoints_written) > count
+            self.ensure_saved()
+            self.run.attempt.has_saved_after_error = len(self.run.attempt.checkpoints_written) > count
         except Exception:
             logger.exception("Could not save a checkpoint after the error that ends the run.")
 
@@ -279,7 +280,7 @@ class CheckpointSaver(Part):
         self.trainer.store_flos()
         self.wait_for_save()
         self.parts.storage_sync.wait_for_space()
-        self.run.record.last_saved_step = state.global_step
+        self.run.attempt.last_saved_step = state.global_step
         run_folder = self.trainer._get_output_dir(trial)
         earlier_best = state.best_model_checkpoint
         best_path = os.path.join(run_folder, f"{layout.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
@@ -290,7 +291,7 @@ class CheckpointSaver(Part):
         rotate = self._make_rotation(run_folder, path)
 
         def on_written() -> None:
-            self.run.record.checkpoints_written.append(path)
+            self.run.attempt.checkpoints_written.append(path)
             if not self.trainer.args.auto_find_batch_size:
                 self.run.initial_state = None
             rotate()

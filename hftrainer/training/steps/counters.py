@@ -27,7 +27,7 @@ class Counters(Part):
     def track_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument requests it."""
         if old_names.old_argument(self.trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
-            self.run.record.trained_tokens += (
+            self.run.attempt.trained_tokens += (
                 inputs["input_ids"].numel() * self.trainer.accelerator.processes.data_world_size
             )
         mode = token_counting_mode(self.trainer.args.include_num_input_tokens_seen)
@@ -45,7 +45,7 @@ class Counters(Part):
         tokens = self.trainer.state.num_input_tokens_seen
         metrics: dict[str, float] = {"num_input_tokens_seen": tokens}
         if start_time is not None and self.parts.policy.logs_tokens_per_second:
-            metrics |= speed_metrics("train", start_time, num_tokens=tokens - self.run.record.initial_tokens_seen)
+            metrics |= speed_metrics("train", start_time, num_tokens=tokens - self.run.attempt.initial_tokens_seen)
         return metrics
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -75,12 +75,12 @@ class Counters(Part):
 
     def store_flos(self) -> None:
         """Add the operations counted since the last call to `state.total_flos`."""
-        flos = self.run.record.flos
+        flos = self.run.attempt.flos
         # The sum is in float32, as in transformers.
         if self.trainer.args.world_size > 1:
             flos = self.sum_over_data(torch.tensor([flos])).item()
         self.trainer.state.total_flos += flos
-        self.run.record.flos = 0.0
+        self.run.attempt.flos = 0.0
 
 
 def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:

@@ -9,7 +9,6 @@ The order of events, log lines and random draws is that of `transformers.Trainer
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,7 +29,6 @@ from hftrainer.training.stopping import FlagSync
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
-    from hftrainer.training.run import Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +68,6 @@ class TrainingLoop(Part):
 
     Args:
         parts: the parts of the Trainer.
-        attempt: what is fixed for this attempt at training.
         loader: the loader of the training data.
 
     Attributes:
@@ -79,18 +76,18 @@ class TrainingLoop(Part):
         syncs_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
     """
 
-    def __init__(self, parts: TrainerParts, attempt: Attempt, loader: Any) -> None:
+    def __init__(self, parts: TrainerParts, loader: Any) -> None:
         super().__init__(parts)
-        self.attempt = attempt
-        self.flag_sync = FlagSync(parts, functools.partial(parts.checkpoint_saver.ensure_saved, attempt.trial))
-        self.batches = MicroBatches(parts, attempt, self.flag_sync, loader)
+        self.attempt = self.run.attempt
+        self.flag_sync = FlagSync(parts, parts.checkpoint_saver.ensure_saved)
+        self.batches = MicroBatches(parts, self.flag_sync, loader)
         self.start_time = time.time()
         self.syncs_each_batch = parts.resolved.accelerator_config.sync_each_batch
 
         self.loss_accumulator = LossAccumulator(self.trainer, self.run)
         self.divergence = DivergenceWatch(parts, self.batches)
         self.step_end_values = StepEndValues(self.trainer.callback_handler.callbacks)
-        self.monitors = Monitors(parts, attempt, self.batches)
+        self.monitors = Monitors(parts, self.batches)
 
         self.grad_norm: torch.Tensor | float | None = None
         self.learning_rate: float | None = None
@@ -104,8 +101,8 @@ class TrainingLoop(Part):
         scheduler = self.trainer.lr_scheduler
         initial_groups = [dict(group) for group in optimizer.param_groups]
         add_missing_groups(scheduler, optimizer)
-        folder = self.attempt.resume_folder
-        is_trial = self.attempt.trial is not None
+        folder = self.run.resume_folder
+        is_trial = self.run.trial is not None
         with keep_argument_settings(optimizer, scheduler) if is_trial else contextlib.nullcontext():
             try:
                 self.trainer._load_optimizer_and_scheduler(folder)
@@ -121,10 +118,10 @@ class TrainingLoop(Part):
         self.parts.strategy.run_recorded_xla_operations()
         self.parts.call_callbacks("on_train_begin")
         # `train_runtime` includes it, but journals begin with this event.
-        self.run.record.seconds_by_activity["preparation"] = time.time() - self.start_time
+        self.run.attempt.seconds_by_activity["preparation"] = time.time() - self.start_time
         if self.trainer.args.eval_on_start:
             with self.flag_sync.abort_evaluation_on_signal(), self.monitors.measure_activity("evaluation"):
-                self.trainer._evaluate(self.attempt.trial, self.attempt.ignore_keys, skip_scheduler=True)
+                self.trainer._evaluate(self.run.trial, self.attempt.ignore_keys, skip_scheduler=True)
             self.flag_sync.sync_now()
             self.flag_sync.stop_if_signalled()
         if self.run.resumed_progress is not None and self.run.resumed_progress.owes_evaluation:
@@ -155,10 +152,10 @@ class TrainingLoop(Part):
             "train_dataloader": self.batches.reader.loader,
             "steps_in_epoch": attempt.lengths.micro_batches_in_epoch,
             "num_update_steps_per_epoch": attempt.lengths.num_update_steps_per_epoch,
-            "trial": attempt.trial,
+            "trial": self.run.trial,
             "ignore_keys_for_eval": attempt.ignore_keys,
             "start_time": self.start_time,
-            "resume_from_checkpoint": attempt.resume_folder,
+            "resume_from_checkpoint": self.run.resume_folder,
             "epochs_trained": attempt.first_epoch,
             "steps_trained_in_current_epoch": attempt.finished_micro_batches,
         }
@@ -184,7 +181,7 @@ class TrainingLoop(Part):
         """Stop the training, or raise InvalidArgument for an empty stream where accelerate's loader fails too."""
         is_stream = isinstance(self.trainer.train_dataset, torch.utils.data.IterableDataset)
         fails = is_stream and self.trainer.accelerator.dispatch_batches is not False
-        if fails and not self.batches.epoch and self.attempt.resume_folder is None:
+        if fails and not self.batches.epoch and self.run.resume_folder is None:
             problem = "check its filters, its split, or whether its iterator was used up"
             raise InvalidArgument(f"The training dataset yielded no batch: {problem}.")
         text = "The training data yielded no batch in epoch %d: stopping training at step %d!"
@@ -239,7 +236,7 @@ class TrainingLoop(Part):
         self.divergence.add_loss(loss)
         self.monitors.add_micro_batch(self.loss_accumulator.add_loss(loss, inputs), inputs)
         self.step_end_values.add_micro_batch(loss, inputs)
-        self.run.record.flos += float(self.trainer.floating_point_ops(inputs))
+        self.run.attempt.flos += float(self.trainer.floating_point_ops(inputs))
         # Reads the arguments at each step, since a callback may have changed them.
         self.trainer._track_num_input_tokens(inputs)
 
@@ -289,16 +286,16 @@ class TrainingLoop(Part):
             with self.flag_sync.abort_evaluation_on_signal():
                 overrides.call_log_save_evaluate(
                     self.trainer,
-                    tr_loss=self.run.record.loss_since_log,
+                    tr_loss=self.run.attempt.loss_since_log,
                     grad_norm=self.grad_norm,
                     model=self.trainer.model_wrapped,
-                    trial=self.attempt.trial,
+                    trial=self.run.trial,
                     epoch=self.batches.epoch,
                     ignore_keys_for_eval=self.attempt.ignore_keys,
                     start_time=self.start_time,
                     learning_rate=self.learning_rate,
                 )
-        if self.parts.search_backend is not None and self.attempt.trial is not None:
+        if self.parts.search_backend is not None and self.run.trial is not None:
             self.parts.search_backend.send_pending_report(self.trainer)
 
     # ---- The end -----------------------------------------------------------------------------------------------
@@ -310,7 +307,7 @@ class TrainingLoop(Part):
 
     def seconds_by_cause(self) -> dict[str, float]:
         """The seconds that went into other activities than training."""
-        seconds = self.run.record.seconds_by_activity
+        seconds = self.run.attempt.seconds_by_activity
         return {
             "preparation": seconds.get("preparation", 0.0),
             "data": sum(self.batches.reader.wait_seconds_by_cause().values()),

@@ -86,10 +86,10 @@ class LossComputer(Part):
         trainer = self.trainer
         _set_training_mode(model, trainer.optimizer)
         inputs = trainer._prepare_inputs(inputs)
-        if not self.run.record.has_checked_model:
+        if not self.run.attempt.has_checked_model:
             check_first_batch(self.parts, model, inputs, items)
             # A batch without labels cannot show whether the model divides its loss.
-            self.run.record.has_checked_model = items is not None or not trainer.args.elastic
+            self.run.attempt.has_checked_model = items is not None or not trainer.args.elastic
         try:
             with trainer.compute_loss_context_manager():
                 accepted = accepted_args(trainer.compute_loss, {"num_items_in_batch": items})
@@ -102,7 +102,7 @@ class LossComputer(Part):
         loss = check_loss(loss, self._loss_remedy)
         loss, logged_losses = loss_division.divide_by_micro_batches(self.parts, loss, other_losses, items)
         for name, logged_loss in logged_losses.items():
-            self.run.record.logged_metrics.add(name, logged_loss, count=0)
+            self.run.attempt.logged_metrics.add(name, logged_loss, count=0)
         return loss
 
     def _end_forward(self) -> None:

@@ -16,7 +16,6 @@ from hftrainer.data.epoch_reader import EpochReader, EpochStart
 
 if TYPE_CHECKING:
     from hftrainer.assembly.trainer_parts import TrainerParts
-    from hftrainer.training.run import Attempt
     from hftrainer.training.stopping import FlagSync
 
 
@@ -97,7 +96,6 @@ class MicroBatches(Part):
 
     Args:
         parts: the parts of the Trainer.
-        attempt: its lengths, and where in the data it starts.
         flag_sync: knows when a control flag ends the epoch.
         loader: the loader of the training data.
 
@@ -107,9 +105,9 @@ class MicroBatches(Part):
         step_phase: how far the current optimizer step is.
     """
 
-    def __init__(self, parts: TrainerParts, attempt: Attempt, flag_sync: FlagSync, loader: Any) -> None:
+    def __init__(self, parts: TrainerParts, flag_sync: FlagSync, loader: Any) -> None:
         super().__init__(parts)
-        self.attempt = attempt
+        self.attempt = attempt = self.run.attempt
         self.epoch = attempt.first_epoch
         self.position = MicroBatchPosition()
         self.step_phase = StepPhase.NOT_BEGUN
@@ -200,7 +198,7 @@ class MicroBatches(Part):
         phase_before_reading = self.step_phase
         self.step_phase = StepPhase.BEGUN
         get_samples = self.trainer.get_batch_samples
-        device = self.run.record.loss_since_log.device
+        device = self.run.attempt.loss_since_log.device
         micro_batches, num_items = call_with_accepted(get_samples, iterator, num_batches, device=device)
         self.run.window_size = len(micro_batches)
         if not micro_batches:
@@ -213,7 +211,7 @@ class MicroBatches(Part):
     @property
     def resumes_epoch(self) -> bool:
         """Whether the current epoch is the one in which the run resumes."""
-        return self.attempt.resume_folder is not None and self.epoch == self.attempt.first_epoch
+        return self.run.resume_folder is not None and self.epoch == self.attempt.first_epoch
 
     def _open_epoch(self) -> Iterator[Any]:
         """The batches of the epoch; in the one in which the run resumes, the remaining ones."""
@@ -238,6 +236,6 @@ class MicroBatches(Part):
         self._has_restored_rng = True
 
     def _restore_rng_states(self) -> None:
-        self.trainer._load_rng_state(self.attempt.resume_folder)
+        self.trainer._load_rng_state(self.run.resume_folder)
         if self._data_state is not None:
             self.reader.restore_generators(self._data_state)

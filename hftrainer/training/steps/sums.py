@@ -109,12 +109,12 @@ class LossAccumulator:
         Returns:
             The added number, shape `()`.
         """
-        record = self.run.record
-        if loss.device != (device := record.loss_since_log.device):
+        attempt = self.run.attempt
+        if loss.device != (device := attempt.loss_since_log.device):
             raise ValueError(f"The loss is on {loss.device}, but training runs on {device}: move the loss to {device}.")
-        steps = 1 + self.trainer.state.global_step - record.last_logged_step
+        steps = 1 + self.trainer.state.global_step - attempt.last_logged_step
         summand = self._summand_on_cpu(loss, steps, inputs) if self._is_on_cpu else self._summand_on_device(loss, steps)
-        record.loss_since_log += summand
+        attempt.loss_since_log += summand
         return summand
 
     def _summand_on_device(self, loss: torch.Tensor, steps: int) -> torch.Tensor:
@@ -127,26 +127,26 @@ class LossAccumulator:
         self._has_non_finite = self._has_non_finite | ~is_finite
         # XLA would compile the number into the step as a constant, and recompile the step for each new number.
         divisor = torch.tensor([float(steps)], device=loss.device).reshape(()) if loss.device.type == "xla" else steps
-        return torch.where(is_finite, loss, self.run.record.loss_since_log / divisor)
+        return torch.where(is_finite, loss, self.run.attempt.loss_since_log / divisor)
 
     def _summand_on_cpu(self, loss: torch.Tensor, steps: int, inputs: Any) -> torch.Tensor:
         """The number to add. Records the step of a loss that is not finite, and warns about the first."""
         state = self.trainer.state
         bad_step = 0 if math.isfinite(loss) else state.global_step + 1
         self.non_finite_since = (self.non_finite_since or bad_step) if bad_step else 0
-        if self._non_finite_step <= self.run.record.last_logged_step:
+        if self._non_finite_step <= self.run.attempt.last_logged_step:
             self._non_finite_step = state.non_finite_step = bad_step
         if not bad_step:
             return loss
         self._warn_about_non_finite_loss("is NaN" if math.isnan(loss) else "is infinite", bad_step, inputs)
-        return self.run.record.loss_since_log / steps if self.trainer.args.logging_nan_inf_filter else loss
+        return self.run.attempt.loss_since_log / steps if self.trainer.args.logging_nan_inf_filter else loss
 
     def check_before_log(self) -> None:
         """Warn about non-finite losses since the last log line; logging reads from the device anyway."""
         if self._is_on_cpu or not self.trainer.control.should_log:
             return
         state = self.trainer.state
-        is_found = bool(self._has_non_finite | ~self.run.record.loss_since_log.isfinite())
+        is_found = bool(self._has_non_finite | ~self.run.attempt.loss_since_log.isfinite())
         # The step itself is not known.
         state.non_finite_step = state.global_step if is_found else 0
         if is_found:
@@ -159,7 +159,7 @@ class LossAccumulator:
             args = self.trainer.args
             effect = ": log_history leaves it out of its means" if args.logging_nan_inf_filter else ""
             advice = self._blame_checkpoint(step) or _advice_on_nan(inputs)
-            if args.save_total_limit and self.run.record.checkpoints_written:
+            if args.save_total_limit and self.run.attempt.checkpoints_written:
                 limit = f"save_total_limit={args.save_total_limit} will delete the checkpoints from before"
                 advice += f" {limit}: on_divergence='stop' ends a run in time."
             # Without inputs, the step is that of the log line.
@@ -178,19 +178,19 @@ class LossAccumulator:
 
     def restore(self, progress: RunProgress) -> None:
         """Restore the sums for the next log line, whose mean over the ranks will include the restored losses."""
-        record = self.run.record
-        record.loss_since_log = progress.loss.to(record.loss_since_log.device, copy=True)
-        record.loss_up_to_log = -float(self.trainer.accelerator.processes.reduce(record.loss_since_log, "mean"))
-        record.last_logged_step = progress.last_logged
-        record.logged_metrics.load_state_dict(progress.metrics, record.loss_since_log.device)
+        attempt = self.run.attempt
+        attempt.loss_since_log = progress.loss.to(attempt.loss_since_log.device, copy=True)
+        attempt.loss_up_to_log = -float(self.trainer.accelerator.processes.reduce(attempt.loss_since_log, "mean"))
+        attempt.last_logged_step = progress.last_logged
+        attempt.logged_metrics.load_state_dict(progress.metrics, attempt.loss_since_log.device)
 
     def sum_of_call(self) -> float:
         """The sum of the losses of this call of `train()`, without those that `restore` restored."""
-        record, progress = self.run.record, self.run.resumed_progress
-        if progress is not None and record.last_logged_step == progress.last_logged:
+        attempt, progress = self.run.attempt, self.run.resumed_progress
+        if progress is not None and attempt.last_logged_step == progress.last_logged:
             # No log line has gathered the restored losses: the sum since then holds those of this rank.
-            return record.loss_since_log.item() - float(progress.loss)
-        return record.loss_up_to_log + record.loss_since_log.item()
+            return attempt.loss_since_log.item() - float(progress.loss)
+        return attempt.loss_up_to_log + attempt.loss_since_log.item()
 
 
 def _advice_on_nan(inputs: Any) -> str:

@@ -24,7 +24,8 @@ def pl_trainer(make_args):
 
 @pytest.mark.parametrize(("epoch", "batch"), [(2, 0), (2, 3)])
 def test_counters_continue_where_the_checkpoint_ended(pl_trainer, epoch, batch):
-    attempt = Attempt(None, None, RunLengths(9, 0, 0, 0, 0, 5, 0), "folder", epoch, batch)  # of five micro-batches
+    attempt = Attempt(first_epoch=epoch, finished_micro_batches=batch)
+    attempt.lengths = RunLengths(9, 0, 0, 0, 0, 5, 0)  # of five micro-batches
     epoch_loop.restore_progress(pl_trainer, attempt, 7)
     progress, loop = pl_trainer.fit_loop.epoch_loop.batch_progress, pl_trainer.fit_loop.epoch_loop
     assert pl_trainer.current_epoch == epoch

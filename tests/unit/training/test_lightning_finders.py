@@ -63,9 +63,9 @@ def test_trial_loss_is_that_of_a_whole_step_and_is_not_logged():
     parts.trainer._get_num_items_in_batch = lambda batches, device: len(batches) * 7
 
     def micro_batch_loss(model, inputs, items):
-        parts.run.record.logged_metrics.add("part", torch.tensor(1.0))
+        parts.run.attempt.logged_metrics.add("part", torch.tensor(1.0))
         return inputs, items, parts.run.window_size
 
     parts.loss_computer = SimpleNamespace(micro_batch_loss=micro_batch_loss)
     assert FinderSteps(parts).loss("model", "batch") == ("batch", 7, 1)
-    assert parts.run.record.logged_metrics.state_dict() == {}
+    assert parts.run.attempt.logged_metrics.state_dict() == {}

@@ -77,8 +77,8 @@ def test_request_made_while_a_checkpoint_is_written_is_kept(tmp_path, monkeypatc
 def test_step_is_saved_unless_its_checkpoint_exists(tmp_path, monkeypatch, saved_step, has_failed, saves):
     trainer, saved = make_trainer(tmp_path), []
     parts = trainer._hftrainer
-    trainer.state.global_step, parts.run.record.last_saved_step = 3, saved_step
+    trainer.state.global_step, parts.run.attempt.last_saved_step = 3, saved_step
     parts.checkpoint_writer.has_failed = has_failed
     monkeypatch.setattr(trainer, "_save_checkpoint", lambda *_: saved.append(trainer.state.global_step))
-    parts.checkpoint_saver.ensure_saved(None)
+    parts.checkpoint_saver.ensure_saved()
     assert saved == ([3] if saves else [])

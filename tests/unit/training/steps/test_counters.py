@@ -12,10 +12,10 @@ from tests.support.small_models import make_bert
 def test_operations_are_counted_once(make_trainer):
     trainer = make_trainer(make_bert())
     trainer.state.total_flos = 1.0
-    trainer._hftrainer.run.record.flos = operations = trainer.floating_point_ops({"input_ids": torch.ones(2, 5)})
+    trainer._hftrainer.run.attempt.flos = operations = trainer.floating_point_ops({"input_ids": torch.ones(2, 5)})
     for _ in range(2):
         trainer.store_flos()
-    assert (trainer.state.total_flos, trainer._hftrainer.run.record.flos) == (1 + operations, 0)
+    assert (trainer.state.total_flos, trainer._hftrainer.run.attempt.flos) == (1 + operations, 0)
     assert operations == 6 * trainer.model.num_parameters(exclude_embeddings=True) * 2 * 5
 
 

@@ -15,7 +15,7 @@ def test_dict_of_losses_is_summed_and_logged_in_parts():
     assert split_losses({"a": 1, "b": 2}) == (3, {"a": 1, "b": 2})
     losses, parts = make_losses(), {"a": torch.tensor(12.0), "b": torch.tensor(36.0), "none": None}
     assert losses.micro_batch_loss(Returns({**parts, "loss": torch.tensor(48.0)}), {}, None).item() == 48 / 4
-    assert losses.run.record.logged_metrics.pop(torch.tensor(0.0), 1)[1] == {"a": 12 / 4, "b": 36 / 4}
+    assert losses.run.attempt.logged_metrics.pop(torch.tensor(0.0), 1)[1] == {"a": 12 / 4, "b": 36 / 4}
 
 
 @pytest.mark.parametrize(("release", "divisor"), [("5.20", 8), ("5.14", 3)])

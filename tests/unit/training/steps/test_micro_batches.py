@@ -8,7 +8,6 @@ import pytest
 
 from hftrainer import Trainer
 from hftrainer.training.divergence import SkippedSamples
-from hftrainer.training.run import Attempt
 from hftrainer.training.run_lengths import RunLengths
 from hftrainer.training.steps.micro_batches import MicroBatches, MicroBatchPosition
 from hftrainer.training.stopping import FlagSync
@@ -35,11 +34,12 @@ def make_batches(make_trainer):
         trainer.args.gradient_accumulation_steps, trainer.calls = accumulation, []
         parts = trainer._hftrainer
         parts.run.resumed_progress = data_state and SimpleNamespace(data=data_state)
-        parts.run.record.begin(trainer.state, trainer.args.device)
-        lengths, loader = RunLengths(1, 0, 0, 0, 0, length or count, 0), [str(index) for index in range(count)]
+        parts.run.attempt.begin(trainer.state, trainer.args.device)
+        parts.run.resume_folder, parts.run.attempt.first_epoch, parts.run.attempt.finished_micro_batches = start
+        parts.run.attempt.lengths = RunLengths(1, 0, 0, 0, 0, length or count, 0)
         flag_sync = FlagSync(parts, trainer.calls.clear)
         flag_sync.is_distributed = ranks > 1
-        return MicroBatches(parts, Attempt(None, None, lengths, *start), flag_sync, loader)
+        return MicroBatches(parts, flag_sync, [str(index) for index in range(count)])
 
     return make_batches
 

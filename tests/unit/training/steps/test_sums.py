@@ -16,22 +16,22 @@ from tests.support.small_models import Plain, make_plain
 def test_losses_are_summed_in_float32(make_args, dtype):
     """As transformers does, also losses of float64; a loss that is not finite counts as the mean so far."""
     trainer, run = Trainer(make_plain(), make_args(on_divergence="stop")), Run()
-    run.record.begin(trainer.state, trainer.args.device)
+    run.attempt.begin(trainer.state, trainer.args.device)
     trainer.state.global_step = 1
     losses = LossAccumulator(trainer, run)
     expected = torch.tensor(0.0)
     for loss in torch.tensor([1 / 3, 2 / 3, float("nan"), 0.1], dtype=dtype):
         losses.add_loss(loss, {})
         expected += loss if loss.isfinite() else expected / 2
-    assert run.record.loss_since_log.dtype is torch.float32
-    assert torch.equal(run.record.loss_since_log, expected)
+    assert run.attempt.loss_since_log.dtype is torch.float32
+    assert torch.equal(run.attempt.loss_since_log, expected)
 
 
 @pytest.mark.parametrize(("step", "is_named"), [(4, True), (5, False)])
 def test_weights_of_a_checkpoint_that_are_not_finite_are_named(make_args, caplog, step, is_named):
     """In the first step after a resume; later ones have trained them."""
     trainer, run = Trainer(make_plain(), make_args()), Run(resume_folder="out/checkpoint-4")
-    run.record.begin(trainer.state, trainer.args.device)
+    run.attempt.begin(trainer.state, trainer.args.device)
     next(trainer.model.parameters()).data.fill_(float("nan"))
     trainer.state.global_step = step
     LossAccumulator(trainer, run).add_loss(torch.tensor(float("nan")), {})
