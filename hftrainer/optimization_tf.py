@@ -6,6 +6,7 @@ They do not need TensorFlow: `hftrainer_tensorflow.optimizers` builds a torch op
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from hftrainer.errors import UnknownKey
@@ -16,6 +17,7 @@ NO_DECAY_NAMES = ("LayerNorm", "layer_norm", "bias")
 CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
+@dataclass(eq=False)
 class PolynomialDecay:
     """A schedule that decays from one learning rate to another, then stays constant.
 
@@ -26,16 +28,11 @@ class PolynomialDecay:
         power: 1 is linear.
     """
 
-    def __init__(
-        self,
-        initial_learning_rate: float,
-        decay_steps: int,
-        end_learning_rate: float = 0.0001,
-        power: float = 1.0,
-        name: str | None = None,
-    ) -> None:
-        self.initial_learning_rate, self.decay_steps = initial_learning_rate, decay_steps
-        self.end_learning_rate, self.power, self.name = end_learning_rate, power, name
+    initial_learning_rate: float
+    decay_steps: int
+    end_learning_rate: float = 0.0001
+    power: float = 1.0
+    name: str | None = None
 
     def __call__(self, step: int) -> float:
         """The learning rate after `step` optimizer steps."""
@@ -48,6 +45,7 @@ class PolynomialDecay:
         return dict(vars(self))
 
 
+@dataclass(eq=False)
 class WarmUp:
     """A schedule that rises from 0 to a learning rate, then follows another schedule.
 
@@ -58,16 +56,11 @@ class WarmUp:
         power: 1 is linear.
     """
 
-    def __init__(
-        self,
-        initial_learning_rate: float,
-        decay_schedule_fn: Callable[[int], Any],
-        warmup_steps: int,
-        power: float = 1.0,
-        name: str | None = None,
-    ) -> None:
-        self.initial_learning_rate, self.decay_schedule_fn = initial_learning_rate, decay_schedule_fn
-        self.warmup_steps, self.power, self.name = warmup_steps, power, name
+    initial_learning_rate: float
+    decay_schedule_fn: Callable[[int], Any]
+    warmup_steps: int
+    power: float = 1.0
+    name: str | None = None
 
     def __call__(self, step: int) -> Any:
         """The learning rate after `step` optimizer steps."""

@@ -9,6 +9,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.base.content_checks import check_fields, name_file_in_errors
@@ -164,8 +165,7 @@ class TrainerState:
         if self.log_history:
             lines = "[\n    " + ",\n    ".join(self._log_lines_as_json()) + "\n  ]"
             text = text.replace('\n  "log_history": []', f'\n  "log_history": {lines}')
-        with open(json_path, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+        Path(json_path).write_text(text + "\n", encoding="utf-8")
 
     def _log_lines_as_json(self) -> list[str]:
         """Each log line as JSON, from a cache. Changed and new lines are serialized again."""
@@ -182,8 +182,7 @@ class TrainerState:
     @classmethod
     def load_from_json(cls, json_path: str) -> TrainerState:
         """Read a state. Unknown fields, which other releases write, are ignored."""
-        with open(json_path, encoding="utf-8") as file:
-            values = json.load(file)
+        values = json.loads(Path(json_path).read_text(encoding="utf-8"))
         field_names = {field.name for field in dataclasses.fields(cls)}
         with name_file_in_errors(json_path):
             if not isinstance(values, dict):
@@ -225,11 +224,9 @@ class TrainerState:
 
 def drop_from_json(path: str, name: str) -> None:
     """Remove a key from a JSON file that holds an object."""
-    with open(path, encoding="utf-8") as file:
-        values = json.load(file)
+    values = json.loads(Path(path).read_text(encoding="utf-8"))
     values.pop(name, None)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    Path(path).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def export_states(callbacks: Sequence[Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from hftrainer.base.content_checks import check_file_name, name_file_in_errors
+from hftrainer.base.part import temporary_attributes
 from hftrainer.base.safe_loading import read_weights
 from hftrainer.checkpointing import layout
 from hftrainer.checkpointing.layout import FULL_STATE_FILES, SHARD_FOLDERS, has_state_files
@@ -89,18 +90,13 @@ def _saving_alone(model: Any) -> Iterator[None]:
     """
     transformers_logging = importlib.import_module("transformers.utils.logging")
     config: Any = getattr(model, "config", None)
-    distributed_config = getattr(config, "distributed_config", None)
-    if distributed_config is not None:
-        config.distributed_config = None
-    has_bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
+    with contextlib.ExitStack() as stack:
+        if getattr(config, "distributed_config", None) is not None:
+            stack.enter_context(temporary_attributes(config, distributed_config=None))
+        if transformers_logging.is_progress_bar_enabled():
+            stack.callback(transformers_logging.enable_progress_bar)
+        transformers_logging.disable_progress_bar()
         yield
-    finally:
-        if distributed_config is not None:
-            config.distributed_config = distributed_config
-        if has_bar:
-            transformers_logging.enable_progress_bar()
 
 
 def save_configs(model: Any, folder: str) -> None:
@@ -141,8 +137,8 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
         os.remove(path)
     if (index := first_file(folder, layout.SAFE_WEIGHTS_INDEX_NAME)) is not None:
         metadata = _read_index(index)["metadata"]
-        with open(os.path.join(folder, layout.WEIGHTS_INDEX_NAME), "w", encoding="utf-8") as file:
-            json.dump({"metadata": metadata, "weight_map": weight_map}, file, indent=2, sort_keys=True)
+        text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
+        Path(folder, layout.WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
         os.remove(index)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,6 +103,7 @@ def check_column(column: str, dataset: Any) -> None:
         )
 
 
+@dataclass(eq=False, repr=False)
 class SourceLog:
     """Sums the loss, the samples and the tokens of each source.
 
@@ -114,26 +116,23 @@ class SourceLog:
         stream: the stream that this process reads, if any.
     """
 
-    def __init__(
-        self,
-        parts: TrainerParts,
-        names: list[str],
-        plan: mixture.MixturePlan,
-        steps_in_epoch: int,
-        sizes: list[int] | None,
-        stream: mixture.MixtureStream | None,
-    ) -> None:
-        self.parts, self.names, self.sizes, self.stream = parts, names, sizes, stream
-        self._plan, self._steps_in_epoch = plan, steps_in_epoch
+    parts: TrainerParts
+    names: list[str]
+    plan: mixture.MixturePlan
+    steps_in_epoch: int
+    sizes: list[int] | None
+    stream: mixture.MixtureStream | None
+
+    def __post_init__(self) -> None:
         #: An optimizer step, and the sources of its micro-batches.
         self._step_sources: tuple[int, list[int]] = -1, []
         #: The loss of each source since the last log line, on the device; its samples and tokens, on the CPU.
-        self._losses = torch.zeros(len(names), device=parts.trainer.args.device)
-        self._counts = torch.zeros(len(names), 2, dtype=torch.float64)
+        self._losses = torch.zeros(len(self.names), device=self.parts.trainer.args.device)
+        self._counts = torch.zeros(len(self.names), 2, dtype=torch.float64)
         #: Whether the sums cover all steps since the last log line.
         self._is_complete = True
-        if parts.run.resumed_progress is not None:
-            self._restore_sums(parts.run.resumed_progress.sources)
+        if (progress := self.parts.run.resumed_progress) is not None:
+            self._restore_sums(progress.sources)
 
     def state_dict(self) -> dict[str, list[float]]:
         """The sums, by source: loss, samples and tokens."""
@@ -151,10 +150,10 @@ class SourceLog:
         """Add a micro-batch, the `index`-th of this process in its epoch."""
         processes = self.parts.trainer.accelerator.processes
         number = index * processes.data_world_size + processes.data_rank
-        step_in_epoch, index_in_step = divmod(number, self._plan.micro_batches)
-        if (step := epoch * self._steps_in_epoch + step_in_epoch) != self._step_sources[0]:
-            self._plan = self._plan.from_step(step)
-            self._step_sources = step, [source for source, _ in self._plan.next_step()]
+        step_in_epoch, index_in_step = divmod(number, self.plan.micro_batches)
+        if (step := epoch * self.steps_in_epoch + step_in_epoch) != self._step_sources[0]:
+            self.plan = self.plan.from_step(step)
+            self._step_sources = step, [source for source, _ in self.plan.next_step()]
         source = self._step_sources[1][index_in_step]
         self._losses[source] += loss.detach()
         self._counts[source, 0] += samples
@@ -188,7 +187,7 @@ class SourceLog:
         if self.sizes is None:
             passes = [] if self.stream is None else list(self.stream.passes.values())
             return [float(number) for number in passes] if any(passes) else []
-        size, drawn = self.parts.run.train_batch_size, self._plan.drawn.tolist()
+        size, drawn = self.parts.run.train_batch_size, self.plan.drawn.tolist()
         return [batches * size / samples for batches, samples in zip(drawn, self.sizes, strict=True)]
 
 

@@ -95,13 +95,11 @@ class Repository:
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
     """Turn off the client's progress bars. Since the switch is global, other uploads may show theirs."""
-    was_enabled = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
+    with contextlib.ExitStack() as stack:
+        if not are_progress_bars_disabled():
+            stack.callback(enable_progress_bars)
+        disable_progress_bars()
         yield
-    finally:
-        if was_enabled:
-            enable_progress_bars()
 
 
 def open_repository(

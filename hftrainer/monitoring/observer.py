@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hftrainer.callbacks.state import TrainerCallback
@@ -38,6 +39,7 @@ _REMEDIES = {
 }
 
 
+@dataclass(eq=False, repr=False)
 class Observer(TrainerCallback):
     """A callback that measures the intervals between log lines. `Monitors` reports micro-batches and phases to it.
 
@@ -52,31 +54,22 @@ class Observer(TrainerCallback):
         facts: values for the first event.
     """
 
-    def __init__(
-        self,
-        observations: frozenset[str],
-        step: Callable[[], int],
-        seconds: Callable[[], Mapping[str, float]],
-        waits: Callable[[], Mapping[str, float]],
-        sum_over_data: Callable[[int], int],
-        flops: FlopCounter | None,
-        journal: Journal,
-        facts: Mapping[str, Any],
-    ) -> None:
-        self.observations = observations
-        self.journal = journal
-        self.flops = flops
-        self._step = step
-        self._seconds = seconds
-        self._waits = waits
-        self._sum_over_data = sum_over_data
-        self._facts = facts
+    observations: frozenset[str]
+    step: Callable[[], int]
+    seconds: Callable[[], Mapping[str, float]]
+    waits: Callable[[], Mapping[str, float]]
+    sum_over_data: Callable[[int], int]
+    flops: FlopCounter | None
+    journal: Journal
+    facts: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
         self._samples = self._tokens = self._first_elements = 0
         self._written_step = 0
         self._median_step_seconds: float | None = None
         self._has_warned_of_data = False
         self._handler = _JournalHandler(self)
-        samples_memory = "memory" in observations and devices.memory_peak() is None
+        samples_memory = "memory" in self.observations and devices.memory_peak() is None
         self._next_sample = 0.0 if samples_memory else math.inf
         #: Seconds of the steps since `_checked_counters`, for warnings: the interval of a log line may have few steps.
         self._latest_step_seconds: deque[float] = deque(maxlen=_MAX_STEPS)
@@ -91,7 +84,7 @@ class Observer(TrainerCallback):
 
     def _read_counters(self) -> dict[str, float]:
         """The current counters: seconds of each activity, and numbers of samples and tokens."""
-        waits, seconds = self._waits(), self._seconds()
+        waits, seconds = self.waits(), self.seconds()
         counters = {name: seconds.get(name, 0.0) for name in ("evaluation", "saving")} | {"data": sum(waits.values())}
         return {"time": time.perf_counter(), **counters, "samples": self._samples, "tokens": self._tokens, **waits}
 
@@ -109,7 +102,7 @@ class Observer(TrainerCallback):
         values: dict[str, float] = {}
         if "speed" in self.observations and self._steps_in_interval:
             rates = {
-                name: self._sum_over_data(int(differences[name])) / training_seconds for name in ("tokens", "samples")
+                name: self.sum_over_data(int(differences[name])) / training_seconds for name in ("tokens", "samples")
             }
             values = {f"{name}_per_second": rate for name, rate in rates.items() if rate}
             values["step_seconds"] = training_seconds / self._steps_in_interval
@@ -137,7 +130,7 @@ class Observer(TrainerCallback):
         differences = {name: value - self._written_counters.get(name, 0.0) for name, value in counters.items()}
         other_seconds = {name: differences[name] for name in ("data", "evaluation", "saving")}
         seconds = {"steps": differences["time"] - sum(other_seconds.values()), **other_seconds}
-        step = self._step()
+        step = self.step()
         self.journal.write("interval", step, steps=step - self._written_step, seconds=seconds)
         self._written_counters = counters
         self._written_step = step
@@ -151,12 +144,12 @@ class Observer(TrainerCallback):
     def activity(self, name: str) -> Iterator[None]:
         """Write the start and end of an activity ('evaluation' or 'saving') to the journal."""
         self.write_interval()
-        self.journal.write("phase", self._step(), phase=name)
+        self.journal.write("phase", self.step(), phase=name)
         try:
             yield
         finally:
             self.write_interval()
-            self.journal.write("phase", self._step(), phase="training")
+            self.journal.write("phase", self.step(), phase="training")
 
     # ---- Micro-batches -----------------------------------------------------------------------------------------
 
@@ -174,7 +167,7 @@ class Observer(TrainerCallback):
         """Start the journal and the first interval."""
         self._written_step = state.global_step
         logging_steps = state.logging_steps if args.logging_strategy == "steps" else None
-        facts = {"max_steps": state.max_steps, "pid": os.getpid(), "host": socket.gethostname(), **self._facts}
+        facts = {"max_steps": state.max_steps, "pid": os.getpid(), "host": socket.gethostname(), **self.facts}
         facts |= {name: getattr(args, name) for name in ("metric_for_best_model", "greater_is_better")}
         facts["arguments"] = plain_arguments(args)
         self.journal.write("begin", state.global_step, **facts, logging_steps=logging_steps)
@@ -190,7 +183,7 @@ class Observer(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         """Record the time of the step, and the memory."""
         now = time.perf_counter()
-        seconds = self._seconds()
+        seconds = self.seconds()
         step_seconds = now - seconds.get("evaluation", 0.0) - seconds.get("saving", 0.0)
         self._steps_in_interval += 1
         self._latest_step_seconds.append(step_seconds - self._step_start)
@@ -217,7 +210,7 @@ class Observer(TrainerCallback):
             self.flops.stop()
         self.write_interval()
         values = {"message": message.splitlines()[0]} if message else {}
-        self.journal.write("end", self._step(), reason=reason, **values)
+        self.journal.write("end", self.step(), reason=reason, **values)
         logging.getLogger("hftrainer").removeHandler(self._handler)
 
     # ---- Warnings ----------------------------------------------------------------------------------------------
@@ -227,7 +220,7 @@ class Observer(TrainerCallback):
             return
         if seconds > max(_SLOW_FACTOR * self._median_step_seconds, _SLOW_SECONDS):
             times = seconds / self._median_step_seconds
-            logger.warning("Step %d took %.3g s, %.0f times the median.", self._step(), seconds, times)
+            logger.warning("Step %d took %.3g s, %.0f times the median.", self.step(), seconds, times)
             # No second warning before the next log line.
             self._median_step_seconds = None
 
@@ -235,7 +228,7 @@ class Observer(TrainerCallback):
         """Warn once if steps wait for data more than half of their time, and name the main cause."""
         share = seconds["data"] / _step_seconds(seconds)
         if share > 0.5 and "warnings" in self.observations and not self._has_warned_of_data:
-            cause = max(self._waits(), key=lambda name: seconds[name])
+            cause = max(self.waits(), key=lambda name: seconds[name])
             text = "Steps wait for data %.0f %% of the time, mostly for %s: %s."
             logger.warning(text, 100 * share, cause, _REMEDIES[cause])
             self._has_warned_of_data = True
@@ -252,7 +245,7 @@ class _JournalHandler(logging.Handler):
         """Write the message."""
         step = getattr(record, "non_finite_step", None)
         values = {} if step is None else {"non_finite_step": step}
-        self._observer.journal.write("warning", self._observer._step(), text=record.getMessage(), **values)
+        self._observer.journal.write("warning", self._observer.step(), text=record.getMessage(), **values)
 
 
 def _step_seconds(counters: Mapping[str, float]) -> float:

@@ -10,6 +10,7 @@ import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,10 +76,7 @@ def write_metrics(folder: str, split: str, metrics: Mapping[str, Any], *, combin
     if not combined:
         return
     path = os.path.join(folder, "all_results.json")
-    old_metrics = {}
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            old_metrics = json.load(file)
+    old_metrics = json.loads(Path(path).read_text(encoding="utf-8")) if os.path.exists(path) else {}
     _write(path, {**old_metrics, **metrics})
 
 
@@ -120,11 +118,8 @@ def write_file_atomically(path: str, write: Callable[[str], Any]) -> None:
 
 
 def _write(path: str, values: Mapping[str, Any]) -> None:
-    def write(temporary: str) -> None:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(as_json(values, "metrics"), file, indent=4, sort_keys=True)
-
-    write_file_atomically(path, write)
+    text = json.dumps(as_json(values, "metrics"), indent=4, sort_keys=True)
+    write_file_atomically(path, lambda temporary: Path(temporary).write_text(text, encoding="utf-8"))
 
 
 def get_metric(metrics: Mapping[str, float], name: str) -> float:

@@ -16,6 +16,7 @@ import reprlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,11 +51,8 @@ class _Reason(enum.IntEnum):
     LOSS = 3
 
 
-_DESCRIPTIONS = {
-    _Reason.SPIKE: "the loss is a spike",
-    _Reason.GRADIENT: "the gradient norm is not finite",
-    _Reason.LOSS: "the loss is not finite",
-}
+#: A text for each reason, in the same order.
+_DESCRIPTIONS = ("", "the loss is a spike", "the gradient norm is not finite", "the loss is not finite")
 
 
 @dataclass
@@ -195,8 +193,7 @@ class SkippedSamples:
             os.replace(self.path, os.path.join(os.path.dirname(self.path), f"earlier_{SKIPPED_NAME}"))
         run_entries = entries if checkpoint is not None else []
         # Write even an empty file: it replaces the one at the storage's URL.
-        with open(self.path, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(entry) + "\n" for entry in run_entries)
+        Path(self.path).write_text("".join(f"{json.dumps(entry)}\n" for entry in run_entries), encoding="utf-8")
         return run_entries
 
     def _window_settings(self) -> dict[str, Any]:
@@ -317,11 +314,9 @@ def _describe_samples(samples: list[Any]) -> str:
 def _read_entries(path: str) -> list[dict[str, Any]]:
     """The entries of the file. A killed process may have left an incomplete line."""
     entries = []
-    if os.path.isfile(path):
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                try:
-                    entries.append(json.loads(line))
-                except ValueError:
-                    logger.warning("%s: an incomplete line is ignored: %s", path, reprlib.repr(line))
+    for line in Path(path).read_text(encoding="utf-8").splitlines() if os.path.isfile(path) else ():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            logger.warning("%s: an incomplete line is ignored: %s", path, reprlib.repr(line))
     return entries

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hftrainer.base.messages import is_terminal, tell
-from hftrainer.base.part import Part
+from hftrainer.base.part import Part, temporary_attributes
 from hftrainer.parallel.processes import Processes
 
 if TYPE_CHECKING:
@@ -88,13 +88,11 @@ class SignalListener:
     @contextlib.contextmanager
     def abort_evaluation_on_signal(self) -> Iterator[None]:
         """Abort evaluations in the block when a signal arrives."""
-        self.can_abort_evaluation = True
-        try:
-            yield
-        except EvaluationAborted:
-            tell("The evaluation was aborted.")
-        finally:
-            self.can_abort_evaluation = False
+        with temporary_attributes(self, can_abort_evaluation=True):
+            try:
+                yield
+            except EvaluationAborted:
+                tell("The evaluation was aborted.")
 
     def abort_if_signalled(self) -> None:
         """Abort the evaluation if a signal has arrived. Called after each batch.

@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from hftrainer.base.part import temporary_attributes
 from hftrainer.checkpointing.writing import files, writer_process
 from hftrainer.checkpointing.writing.folder import CheckpointFolder, ScriptFiles
 from hftrainer.errors import CheckpointNotWritten
@@ -86,7 +87,7 @@ class CheckpointInProgress:
         known_entries: path → manifest entry, for large files that the writer has written.
         futures: writes of another thread while the checkpoint is filled.
         completion_callbacks: called in the caller's thread when the checkpoint is complete.
-        publication: future that is done when the checkpoint is complete; None without background writing.
+        publication: future that is done when the checkpoint is complete; only with background writing.
     """
 
     folder: CheckpointFolder
@@ -97,7 +98,7 @@ class CheckpointInProgress:
     known_entries: dict[str, files.Entry] = field(default_factory=dict)
     futures: list[Future[None]] = field(default_factory=list)
     completion_callbacks: list[Callable[[], None]] = field(default_factory=list)
-    publication: Future[None] | None = None
+    publication: Future[None] = field(init=False)
 
     @contextlib.contextmanager
     def discard_partial_on_error(self) -> Iterator[None]:
@@ -145,9 +146,6 @@ class CheckpointWriter:
     _pending: CheckpointInProgress | None = None
     _uses_other_thread: bool = False
     _shard_future: Future[None] | None = None
-    _thread: ThreadPoolExecutor = field(init=False)
-    _copies: files.HostCopies = field(init=False)
-    _process: writer_process.WriterProcess | None = field(init=False)
 
     def __post_init__(self) -> None:
         self._open()
@@ -156,7 +154,7 @@ class CheckpointWriter:
         """Make what writes in the background. The thread and the process start with their first task."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._copies = files.HostCopies()
-        self._process = None
+        self._process: writer_process.WriterProcess | None = None
         if self.is_async and writer_process.IS_AVAILABLE:
             self._copies = copies = writer_process.SharedCopies()
             self._process = writer_process.WriterProcess(copies)
@@ -315,17 +313,12 @@ class CheckpointWriter:
         self._shard_future = None
         self._copies.begin()
 
-    @contextlib.contextmanager
-    def write_in_thread(self) -> Iterator[None]:
+    def write_in_thread(self) -> contextlib.AbstractContextManager[None]:
         """Run the writes of the block in another thread. The checkpoint waits for them at the end.
 
         Until then the values must not change, and devices must have finished computing them.
         """
-        self._uses_other_thread = True
-        try:
-            yield
-        finally:
-            self._uses_other_thread = False
+        return temporary_attributes(self, _uses_other_thread=True)
 
     def report_shard_errors(self, path: str) -> contextlib.AbstractContextManager[None]:
         """A context in which ranks other than 0 write into the checkpoint.
@@ -337,7 +330,7 @@ class CheckpointWriter:
 
     def poll(self) -> None:
         """Announce a checkpoint that was finished in the background."""
-        if self._pending is not None and self._pending.publication is not None and self._pending.publication.done():
+        if self._pending is not None and self._pending.publication.done():
             self.wait()
 
     def wait(self) -> None:
@@ -349,7 +342,7 @@ class CheckpointWriter:
         self.wait_for_shard()
         pending = self._pending
         self._pending = None
-        if pending is None or pending.publication is None:
+        if pending is None:
             return
         self.has_failed = False
         with self._report_errors(str(pending.folder.path), pending.on_failure):
