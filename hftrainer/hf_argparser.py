@@ -11,7 +11,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
@@ -206,7 +206,8 @@ def _add_field(group: Any, field: Any, hint: Any, **override: Any) -> None:
         settings |= {"nargs": "?", "const": True}
         default = False if default is dataclasses.MISSING else default
     elif choices := _choices(value_type):
-        settings |= {"choices": choices, "type": _make_choice_converter(choices)}
+        choice_of_word = {str(choice): choice for choice in choices}
+        settings |= {"choices": choices, "type": lambda word: choice_of_word.get(word, word)}
     elif _is_json(hint):
         settings["type"] = _parse_json_object
     elif typing.get_origin(value_type) is list or value_type is list:
@@ -264,9 +265,3 @@ def _choices(value_type: Any) -> list[Any]:
     if isinstance(value_type, type) and issubclass(value_type, enum.Enum):
         return [member.value for member in value_type]
     return []
-
-
-def _make_choice_converter(choices: Iterable[Any]) -> Callable[[str], Any]:
-    """A function that converts a word to its choice, which may be a number."""
-    choice_of_word = {str(choice): choice for choice in choices}
-    return lambda word: choice_of_word.get(word, word)

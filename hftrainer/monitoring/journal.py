@@ -145,11 +145,7 @@ def remove_undone_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     remaining: list[dict[str, Any]] = []
     for event in select_last_run(events):
         if event["event"] == "begin":
-            remaining = [
-                earlier
-                for earlier in remaining
-                if earlier["event"] in ("begin", "end") or earlier["step"] <= event["step"]
-            ]
+            remaining = [old for old in remaining if old["event"] in ("begin", "end") or old["step"] <= event["step"]]
         remaining.append(event)
     return remaining
 

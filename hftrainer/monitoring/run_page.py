@@ -154,12 +154,6 @@ class JournalSummary:
             return "killed"
         return "silent" if now - self.last_event["time"] > max(SILENCE, 3 * self.longest_pause) else "running"
 
-    def recent_seconds(self) -> dict[str, float]:
-        """Activity → seconds in the last intervals."""
-        return {
-            name: sum(interval["seconds"].get(name, 0.0) for interval in self.intervals) for name in journal.ACTIVITIES
-        }
-
     def metric(self, name: str, nan: NanSpan | None) -> dict[str, float | None]:
         """The last and the best value of a curve.
 
@@ -260,6 +254,7 @@ class WatchedRun:
         # Rotation removes checkpoints.
         files = os.listdir(self.folder)
         checkpoints = [event for path, event in run.checkpoints.items() if os.path.basename(path) in files]
+        recent = {name: sum(i["seconds"].get(name, 0.0) for i in run.intervals) for name in journal.ACTIVITIES}
         page = {
             "folder": self.folder,
             "state": state,
@@ -275,10 +270,7 @@ class WatchedRun:
             "goodput": journal.goodput([*run.spans, {**last, "event": "now"}]) if run.begin else None,
             "downtime": run.downtime,
             "values": run.values,
-            "seconds": {
-                "recent": run.recent_seconds(),
-                "all": {name: run.seconds[name] for name in journal.ACTIVITIES},
-            },
+            "seconds": {"recent": recent, "all": {name: run.seconds[name] for name in journal.ACTIVITIES}},
             "checkpoints": _rows(checkpoints, "folder", "step", "time"),
             "non_finite_step": run.non_finite_step,
             "warnings": _rows(run.warnings, "text", "step", "time"),

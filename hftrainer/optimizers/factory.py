@@ -125,21 +125,15 @@ class OptimizerInputs:
         values: dict[str, Any] = {}
         for name, kind in converters.items():
             convert, *default = kind if isinstance(kind, tuple) else (kind,)
-            if name in self.options:
-                values[name] = self._convert(name, convert)
+            if (text := self.options.get(name)) is not None:
+                with contextlib.suppress(ValueError):
+                    values[name] = parse_bool(text) if convert is bool else convert(text)
+                if values.get(name) is None:
+                    expected = "flag" if convert is bool else convert.__name__
+                    raise InvalidArgument(f"optim_args: {name}={text!r} is not a valid {expected}.")
             elif default:
                 (values[name],) = default
         return values
-
-    def _convert(self, name: str, convert: Callable[[str], Any]) -> Any:
-        text = self.options[name]
-        value = None
-        with contextlib.suppress(ValueError):
-            value = parse_bool(text) if convert is bool else convert(text)
-        if value is None:
-            expected = "flag" if convert is bool else convert.__name__
-            raise InvalidArgument(f"optim_args: {name}={text!r} is not a valid {expected}.")
-        return value
 
 
 OptimizerSpec = tuple[Any, dict[str, Any]]
@@ -319,8 +313,7 @@ OPTIMIZERS: dict[str, OptimizerBuilder] = {
         """.split(),
         _galore,
     ),
-    "lomo": _lomo,
-    "adalomo": _lomo,
+    **dict.fromkeys(("lomo", "adalomo"), _lomo),
     "grokadamw": _make_builder(
         "grokadamw",
         "GrokAdamW",
@@ -331,11 +324,8 @@ OPTIMIZERS: dict[str, OptimizerBuilder] = {
         grokking_signal_decay_rate=(float, 0.1),
         gradient_clipping=(float, 1.0),
     ),
-    "schedule_free_radam": _schedule_free,
-    "schedule_free_adamw": _schedule_free,
-    "schedule_free_sgd": _schedule_free,
-    "apollo_adamw": _apollo,
-    "apollo_adamw_layerwise": _apollo,
+    **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), _schedule_free),
+    **dict.fromkeys(("apollo_adamw", "apollo_adamw_layerwise"), _apollo),
     "stable_adamw": _stable_adamw,
 }
 

@@ -175,15 +175,13 @@ class ReportingCallback(TrainerCallback):
         if not os.path.isdir(required_folder):
             self._warn_about_new_run(required_folder, "the folder does not exist.")
             return False
-        if self._log_folder is None:
-            self._log_folder = LogFolder(args)
+        self._log_folder = self._log_folder or LogFolder(args)
         self._log_folder.reuse(self._trial, folder)
         return os.path.abspath(self._path(args)) == folder
 
     def _path(self, args: TrainingArguments) -> str:
         """The folder for files of the run, or of the trial."""
-        if self._log_folder is None:
-            self._log_folder = LogFolder(args)
+        self._log_folder = self._log_folder or LogFolder(args)
         return self._log_folder.path(self._trial)
 
     def _is_writing(self, state: TrainerState) -> bool:

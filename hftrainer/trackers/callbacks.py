@@ -258,13 +258,11 @@ class MLflowCallback(TrackerCallback):
     name = "mlflow"
     _ids = ("id",)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._auto_end_run = self._log_artifacts = False
-        #: The id of the run, if this callback started it.
-        self._started_run_id: str | None = None
-        #: Values of the checkpoint's step and later steps in a resumed run, by name and step.
-        self._stored_values: dict[tuple[str, int], float] | None = None
+    _auto_end_run = _log_artifacts = False
+    #: The id of the run, if this callback started it.
+    _started_run_id: str | None = None
+    #: Values of the checkpoint's step and later steps in a resumed run, by name and step.
+    _stored_values: dict[tuple[str, int], float] | None = None
 
     @functools.cached_property
     def _ml_flow(self) -> Any:
@@ -409,10 +407,7 @@ class CometCallback(TrackerCallback):
 
     name = "comet_ml"
     _ids = ("key",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._log_assets = False
+    _log_assets = False
 
     @property
     def _experiment(self) -> Any:

@@ -60,12 +60,8 @@ class CheckpointSaver(Part):
         if self.run.loop is not None:
             own_files[layout.progress_name(rank, size)] = vars(collect_progress(self.run.loop))
         files_by_rank = self.trainer.accelerator.processes.gather_objects([own_files])
-        return {
-            name: state
-            for other_rank, files in enumerate(files_by_rank)
-            if other_rank != rank
-            for name, state in files.items()
-        }
+        del files_by_rank[rank]
+        return {name: state for files in files_by_rank for name, state in files.items()}
 
     def _write_files(self, folder: str, files_of_other_ranks: Mapping[str, Any]) -> None:
         """Write everything that a run needs to resume."""
