@@ -51,8 +51,11 @@ class _Reason(enum.IntEnum):
     LOSS = 3
 
 
-#: A text for each reason, in the same order.
-_DESCRIPTIONS = ("", "the loss is a spike", "the gradient norm is not finite", "the loss is not finite")
+_DESCRIPTIONS = {
+    _Reason.SPIKE: "the loss is a spike",
+    _Reason.GRADIENT: "the gradient norm is not finite",
+    _Reason.LOSS: "the loss is not finite",
+}
 
 
 @dataclass
