@@ -94,6 +94,11 @@ class LinesAboveBar:
             self._write_above_bar(lines + end)
         return len(text)
 
+    def end_line(self) -> None:
+        """Write an unfinished line, and end it, before a line that begins at the left."""
+        if self._rest:
+            self.write("\n")
+
     def _write_above_bar(self, text: str) -> None:
         from tqdm import tqdm
 
@@ -126,6 +131,7 @@ class ProgressCallback(TrainerCallback):
         self.prediction_bar: Any = None
         self.max_str_len = max_str_len
         self.current_step = 0
+        self._is_in_train = False
         self._outputs: list[LinesAboveBar] = []
         #: The last losses, which the bar shows.
         self._losses: dict[str, str] = {}
@@ -134,10 +140,9 @@ class ProgressCallback(TrainerCallback):
         """Open the bar at the step from which training resumes."""
         # A run without steps left shows no bar.
         hidden = {"disable": True} if 0 < state.max_steps <= state.global_step else {}
-        if not (hidden or self._outputs) and is_terminal(sys.stderr):
-            # Before the bar is made, which belongs to the stream that it is given.
-            terminals = [name for name in ("stdout", "stderr") if is_terminal(getattr(sys, name))]
-            self._outputs = [LinesAboveBar(name) for name in terminals]
+        self._is_in_train = True
+        if not hidden:
+            self._replace_outputs()
         if state.is_world_process_zero:
             self.training_bar = _make_bar(total=state.max_steps, initial=state.global_step, **hidden)
             # In the first step DDP writes warnings, which would be in the bar's line.
@@ -148,6 +153,12 @@ class ProgressCallback(TrainerCallback):
             self._show_warning = warnings.showwarning
             self._pid = os.getpid()
             warnings.showwarning = self._write_warning
+
+    def _replace_outputs(self) -> None:
+        """Replace the streams. A bar, which belongs to the stream that it is given, is made afterwards."""
+        if not self._outputs and is_terminal(sys.stderr):
+            terminals = [name for name in ("stdout", "stderr") if is_terminal(getattr(sys, name))]
+            self._outputs = [LinesAboveBar(name) for name in terminals]
 
     def _write_warning(self, message, category, filename, lineno, file=None, line=None):
         """Show a warning of Python on one of the ranks that have it."""
@@ -162,6 +173,7 @@ class ProgressCallback(TrainerCallback):
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
         """Advance the evaluation bar, which opens at the first batch. Without a length, it only counts."""
+        self._replace_outputs()
         if not state.is_world_process_zero:
             return
         if self.prediction_bar is None:
@@ -176,6 +188,8 @@ class ProgressCallback(TrainerCallback):
         if self.prediction_bar is not None:
             self.prediction_bar.close()
             self.prediction_bar = None
+        if not self._is_in_train:
+            self.close()
 
     on_predict = on_evaluate
 
@@ -187,6 +201,8 @@ class ProgressCallback(TrainerCallback):
             self._losses |= {name: f"{name} {shown[name]:.4g}" for name in ("loss", "eval_loss") if name in shown}
             # A narrow bar leaves out the last one.
             self.training_bar.set_postfix_str(", ".join(sorted(self._losses.values(), reverse=True)))
+            for output in self._outputs:
+                output.end_line()
             self.training_bar.write(_format_line(values, args, state, above_bar=True))
 
     def _shorten(self, value: Any) -> Any:
@@ -204,6 +220,7 @@ class ProgressCallback(TrainerCallback):
             if bar is not None:
                 bar.close()
         self.prediction_bar = self.training_bar = None
+        self._is_in_train = False
         while self._outputs:
             self._outputs.pop().restore()
         if warnings.showwarning == self._write_warning:

@@ -21,6 +21,7 @@ from hftrainer.base.nested import nested_detach
 from hftrainer.base.part import Part, temporary_attributes
 from hftrainer.base.signatures import accepted_args, call_with_accepted
 from hftrainer.base.tracebacks import add_note, describe_type
+from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.compat import libraries
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.errors import InvalidArgument
@@ -130,7 +131,9 @@ class EvaluationRunner(Part):
                 precision,
             ):
                 self.parts.engine.evaluate(evaluation, trainer.model, stage)
-        except Exception as error:
+        except BaseException as error:
+            if not trainer.is_in_train:
+                close_bars(trainer.callback_handler.callbacks)
             if devices.is_out_of_memory(error) and not loss_only and trainer.compute_metrics is not None:
                 add_note(error, _MEMORY_HINT)
             raise

@@ -116,6 +116,8 @@ class SignalListener:
             is_ctrl_c = signal_number == signal.SIGINT
             self.signal_name = "Ctrl-C" if is_ctrl_c else signal.Signals(signal_number).name
             again = "press it again" if is_ctrl_c else "send it again"
+            if self._duplicate_window > 1:
+                again += f" {self._duplicate_window:.0f} s later"
             if is_ctrl_c and is_terminal(sys.stderr):
                 # Erase the progress bar with the "^C" behind it; the bar is drawn again below the message.
                 sys.stderr.write("\r\x1b[K")

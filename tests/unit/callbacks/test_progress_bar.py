@@ -229,6 +229,12 @@ def test_output_is_given_back_with_an_unfinished_line(monkeypatch, tmp_path):
     callback.close()  # as after an error in an evaluation
     assert sys.stdout is output and callback.prediction_bar is None
     assert output.getvalue() == f"\r{ERASE}a line\n\r{ERASE}and more"
+    callback.on_prediction_step(None, state, None, eval_dataloader=range(2))
+    assert sys.stdout is not output  # outside of a run too
+    print(".", end="")
+    sys.stdout.end_line()  # as before a log line
+    callback.on_evaluate(None, state, None)
+    assert sys.stdout is output and output.getvalue().endswith(f"{ERASE}.\n")
 
 
 def test_rank_without_a_bar_erases_that_of_another_rank(monkeypatch, tmp_path):

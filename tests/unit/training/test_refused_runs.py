@@ -54,10 +54,10 @@ METRICS = {
         ({"settings": {"eval_strategy": "steps"}}, "eval_strategy='steps' needs an eval_dataset"),
         ({"train_dataset": SizedStream(0)}, "training data has no batches"),
         ({"train_dataset": Stream(10), "settings": {"max_steps": -1}}, "max_steps must be set"),
-        ({"train_dataset": Unsized()}, "training dataset is a Unsized without a length: give it a __len__, or pass"),
+        ({"train_dataset": Unsized()}, "training dataset is an Unsized without a length: give it a __len__, or pass"),
         (
             {"eval_dataset": Unsized(), "settings": {"eval_strategy": "steps", "eval_steps": 1}},
-            "evaluation dataset is a Unsized without a length",
+            "evaluation dataset is an Unsized without a length",
         ),
         ({"callbacks": [EarlyStoppingCallback()], "kind": ValueError}, "metric_for_best_model"),
         ({"settings": {"optim": "sgd", "optim_args": {"momentum": 0.9}}}, "is not name=value"),
