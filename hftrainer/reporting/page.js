@@ -21,8 +21,14 @@ const fitting = () => {
 };
 onresize = () => Plotly.update(plot, {name: names()}, fitting());
 
-// The scale of the losses, whose panel is the first.
-const setScale = () => scales[x].log && Plotly.relayout(plot, scales[x][box.checked ? "log" : "linear"]);
+// The scale of the losses, whose panel is the first. In any but its own no value is above the panel, so no mark says so.
+const isPeak = each => each.yaxis === "y1002" && each.marker?.symbol === "triangle-up";
+const setScale = () => {
+    if (!scales[x].log) return;
+    const isOwn = box.checked === (charts[x].layout.yaxis2.type === "log");
+    Plotly.update(plot, {opacity: plot.data.map(each => isPeak(each) && !isOwn ? 0 : each.opacity === 0 ? 1 : each.opacity)},
+        scales[x][box.checked ? "log" : "linear"]);
+};
 
 // The means: `meta` names the choices at which a curve is shown. Runs hidden by the legend remain hidden.
 const findHidden = () => new Set(plot.data.filter(each => each.visible === "legendonly").map(each => each.legendgroup));

@@ -38,6 +38,8 @@ MANY_TRIALS, PALE = 20, "#99c7e0"
 STATES = {"complete": "completed", "fail": "failed"}
 #: Optuna's state of a trial that is not drawn as the others → why, in the order of a legend.
 REASONS = {"PRUNED": "pruned", "FAIL": "failed", "COMPLETE": "far worse", "RUNNING": "running", "WAITING": "waiting"}
+#: The same in a legend, where it is longer.
+LEGEND = {"pruned": "pruned, at its last report"}
 #: What a trial is, if it is not as the others, or where it is beyond the axis → its mark, matplotlib's and plotly's.
 REASON_MARKS = {
     **{"best trial": ("*", "star"), "pruned": ("P", "cross"), "failed": ("x", "x"), "running": ("s", "square")},
@@ -77,13 +79,14 @@ def plot_study(
     prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
     paths, parts = [], list[str]()
 
-    def draw(name: str, function: str, shown: Study, *plot: Any) -> None:
+    def draw(name: str, function: str, shown: Study, *settings: Any) -> None:
         path = Path(out) / f"{prefix}{name}.png"
-        _draw_png(function, shown, path, *plot)
+        _draw_png(function, shown, path, *settings)
         paths.append(str(path))
         if html:
-            figure, script = _make_page(function, shown, *plot), False if parts else html
-            parts.append(figure.to_html(full_html=False, include_plotlyjs=script, default_height="480px"))
+            figure, script = _make_page(function, shown, *settings), False if parts else html
+            plot = figure.to_html(full_html=False, include_plotlyjs=script, default_height="480px")
+            parts.append(f'<div class="{name.rstrip("_0123456789")}">{plot}</div>')
 
     if has_front := len(names) == 2:
         front = {"target_names": [objective["target_name"] for objective in objectives]}
@@ -148,7 +151,7 @@ def _history_marks(marked: dict[int, tuple[str, float]], limits: tuple[float, fl
     for kind in (kind for kind in REASON_MARKS if kind in kinds.values()):
         found = {number: marked[number][1] for number in marked if kinds[number] == kind}
         farthest = format_number((max if kind == "up" else min)(found.values()))
-        text = f"beyond the axis ({kind} to {farthest})" if kind in ("up", "down") else kind
+        text = f"beyond the axis ({kind} to {farthest})" if kind in ("up", "down") else LEGEND.get(kind, kind)
         yield kind, text, list(found), [min(high, max(low, value)) for value in found.values()]
 
 

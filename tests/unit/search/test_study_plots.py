@@ -134,7 +134,7 @@ def test_unfinished_and_far_trials_are_marked_at_the_edge(tmp_path, monkeypatch)
     # The failed and the far one are at the end of the axis, not at their last reports; the pruned one is at its last.
     marks = re.findall(r'"symbol":"([\w-]+)"},"mode":"markers","name":"([^"]+)","x":\[(\d)\],"y":\[([\d.]+)\]', page)
     far = ("triangle-up", "beyond the axis (up to 1,000,000)", "5", "4.2")
-    assert marks[-3:] == [("cross", "pruned", "7", "4.0"), ("x", "failed", "8", "4.2"), far]
+    assert marks[-3:] == [("cross", "pruned, at its last report", "7", "4.0"), ("x", "failed", "8", "4.2"), far]
     assert '"text":"objective (minimize)"' in page
     assert ",4.42" in page and '"name":"best trial","x":[0]' in page and "1000000.0" not in page
     legend, none, lines = (figure.axes[0].get_legend() for figure in figures)
