@@ -15,7 +15,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.base.messages import format_duration, format_number, format_span
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
     from hftrainer.monitoring.run_facts import RunFacts, WatchedRun
     from hftrainer.reporting.metrics import NanSpan
+
+    #: The name of a run, and its facts or, if it has not started yet, the problem.
+    NamedFacts = tuple[str, RunFacts | Exception]
 
 #: State of a run → colour of its frame and progress bar; red for other states, and if the loss is NaN.
 COLOURS = {"running": "cyan", "complete": "green", "stopped": "yellow", "unobserved": "blue"}
@@ -127,22 +130,18 @@ def _show(console: Console, runs: list[tuple[str, WatchedRun]], every: float) ->
     for _, run in runs:
         if os.path.exists(run.folder) or explain_unreadable_url(run.folder):
             check_folder(run.folder)
-    found: list[tuple[str, RunFacts | Exception]] = []
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            found = _read_runs(runs)
-            live.update(_make_page(console, found, console.height), refresh=True)
+            live.update(_make_page(console, _read_runs(runs), console.height), refresh=True)
             time.sleep(every)
     # The terminal has its own screen again, without the page.
-    if found:
-        console.print(_make_page(console, _read_runs(runs), None))
+    console.print(_make_page(console, _read_runs(runs), None))
 
 
-def _read_runs(runs: list[tuple[str, WatchedRun]]) -> list[tuple[str, RunFacts | Exception]]:
-    """The names of the runs and their facts; or of one that has not started yet, the problem."""
+def _read_runs(runs: list[tuple[str, WatchedRun]]) -> list[NamedFacts]:
     from hftrainer.monitoring.journal import check_folder
 
-    found: list[tuple[str, RunFacts | Exception]] = []
+    found: list[NamedFacts] = []
     for name, run in runs:
         try:
             check_folder(run.folder)
@@ -152,9 +151,7 @@ def _read_runs(runs: list[tuple[str, WatchedRun]]) -> list[tuple[str, RunFacts |
     return found
 
 
-def _make_page(
-    console: Console, runs: Sequence[tuple[str, RunFacts | Exception]], height: int | None
-) -> RenderableType:
+def _make_page(console: Console, runs: Sequence[NamedFacts], height: int | None) -> RenderableType:
     """All runs, side by side in a wide terminal.
 
     Args:
@@ -168,7 +165,7 @@ def _make_page(
     columns = max(1, min(len(runs), console.width // MIN_COLUMNS))
     lines = None if height is None else max(3, height // -(-len(runs) // columns))
     grid = Table.grid(*(Column(ratio=1) for _ in range(columns)), expand=True)
-    panels = [_make_panel(console, *run, console.width // columns, lines) for run in runs]
+    panels = [_make_panel(console, run, console.width // columns, lines) for run in runs]
     for start in range(0, len(panels), columns):
         grid.add_row(*panels[start : start + columns])
     if not console.options.ascii_only:
@@ -178,49 +175,58 @@ def _make_page(
     return Segments(part._replace(text=text.decode()) for part, text in texts)
 
 
-def _make_panel(
-    console: Console, name: str, facts: RunFacts | Exception, width: int, height: int | None
-) -> Panel | Text:
+def _make_panel(console: Console, run: NamedFacts, width: int, height: int | None) -> Panel | Text:
     """One run in a frame that is `width` characters wide; or in a line, why there is none yet."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
 
+    name, facts = run
     if isinstance(facts, Exception):
         return Text(f"Waiting for a run: {facts}", "blue")
     colour = "red" if facts.nan else COLOURS.get(facts.state, "red")
-    # The advice is at the end of a warning, but a low page needs its lines for the curves.
     inner = width - 4
-    texts = 5 if height is None or height > 40 else 2
-
-    def make_parts(left_out: Sequence[str] = (), hidden_metrics: int = 0) -> tuple[list[RenderableType], int]:
-        """The parts that `_parts` makes, and their lines."""
-        parts = [*_parts(facts, inner, colour, texts, left_out, hidden_metrics)]
-        return parts, len(console.render_lines(Group(*parts), console.options.update(width=inner)))
-
     # A point is no curve, unless NaN follows or precedes it.
     curves = {name: each for name, each in facts.curves.items() if _finite(each) and len(each["values"]) > 1}
+    # The advice is at the end of a warning, but a low page needs its lines for the curves.
+    text_lines = 5 if height is None or height > 40 else 2
+    make_parts = functools.partial(_measure_parts, console, facts, inner, colour, text_lines)
     parts, lines = make_parts()
-    with_chart = lines + (LOW_ROWS + 4 if curves else 2)
+    chart_lines = LOW_ROWS + 4 if curves else 2
     hidden = len(facts.warnings) - MAX_EVENTS
     note = f"earlier warnings: {hidden}, in --json" if hidden > 0 else None
-    if height is not None and with_chart > height:
+    if height is not None and lines + chart_lines > height:
         note = "not all lines fit: use a taller window"
-        levels = [make_parts(LEFT_OUT[:count]) for count in range(len(LEFT_OUT) + 1)]
-        levels += [make_parts(LEFT_OUT, hidden) for hidden in range(1, len(facts.metrics))]
-        # A low page keeps three metrics and a chart rather than all else; where no chart fits, as much as fits.
-        with_metrics = levels[: max(len(LEFT_OUT) + 1, len(levels) - 2)]
-        charted = (made for made in with_metrics if made[1] + with_chart - lines <= height)
-        fitting = (made for made in levels if made[1] + 2 <= height)
-        parts, lines = next(itertools.chain(charted, fitting), levels[len(LEFT_OUT)])
+        parts, lines = _fit_parts(make_parts, len(facts.metrics), height, chart_lines)
     is_flat = all(len({*_finite(curve)}) < 2 for curve in curves.values())
     rows = min(1 if is_flat else MAX_ROWS, ROWS if height is None else height - lines - 4)
-    if rows > (not is_flat) and curves:
+    if curves and rows >= (1 if is_flat else 2):
         parts.append(_make_charts(console, curves, inner, rows))
         lines += rows + 2
     title = Text.assemble((name, "bold"), "  ", (_state(facts), colour))
     height = height and min(height, lines + 2)
     return Panel(Group(*parts), title=title, title_align="left", subtitle=note, border_style=colour, height=height)
+
+
+def _measure_parts(console: Console, facts: RunFacts, width: int, *arguments: Any) -> tuple[list[RenderableType], int]:
+    """The parts above the curves, from `_make_parts`, and their lines."""
+    from rich.console import Group
+
+    parts = _make_parts(facts, width, *arguments)
+    return parts, len(console.render_lines(Group(*parts), console.options.update(width=width)))
+
+
+def _fit_parts(make_parts: Callable[..., Any], metrics: int, height: int, chart_lines: int) -> Any:
+    """What `make_parts` returns for the parts that leave room for a chart; or else for as many as fit.
+
+    A low page keeps three metrics and a chart rather than all else.
+    """
+    levels = [make_parts(LEFT_OUT[:count]) for count in range(len(LEFT_OUT) + 1)]
+    levels += [make_parts(LEFT_OUT, hidden) for hidden in range(1, metrics)]
+    with_metrics = levels[: max(len(LEFT_OUT) + 1, len(levels) - 2)]
+    charted = (made for made in with_metrics if made[1] + chart_lines <= height)
+    fitting = (made for made in levels if made[1] + 2 <= height)
+    return next(itertools.chain(charted, fitting), levels[len(LEFT_OUT)])
 
 
 def _state(facts: RunFacts) -> str:
@@ -244,56 +250,77 @@ def _state(facts: RunFacts) -> str:
     return problem + words[facts.state]
 
 
-def _parts(
-    facts: RunFacts, width: int, colour: str, lines: int, left_out: Sequence[str], hidden_metrics: int
-) -> Iterator[RenderableType]:
-    """The lines above the curves, without those that `LEFT_OUT` names; a message has at most `lines` lines."""
+def _make_parts(
+    facts: RunFacts, width: int, colour: str, text_lines: int, left_out: Sequence[str] = (), hidden_metrics: int = 0
+) -> list[RenderableType]:
+    """What is above the curves, without that of `left_out`; a message has at most `text_lines` lines."""
     from rich.text import Text
 
+    now = time.time()
+    is_brief = "more details and warnings" in left_out
+    details = _join(_list_details(facts, now), width)
+    has_times = any(facts.seconds["all"].values()) and "times" not in left_out
+    warnings = (_describe_warning(warning, now) for warning in facts.warnings[-1 if is_brief else -MAX_EVENTS :])
+    parts = [
+        _make_progress(facts, colour),
+        Text(details.split("\n")[0] if is_brief else details, "dim"),
+        Text(_clean(f"{facts.reason}: {facts.message}", text_lines * width) if facts.message else "", "red"),
+        _make_metrics(facts, hidden_metrics),
+        Text("" if "values" in left_out else _join(_list_values(facts.values), width)),
+        _seconds_by_activity(facts.seconds) if has_times else "",
+        Text("" if "checkpoints" in left_out else _join(_list_checkpoints(facts, now), width)),
+        Text(_explain_resume(facts), "dim"),
+        *(Text(_clean(warning, text_lines * width), "yellow") for warning in warnings),
+    ]
+    # An empty text would be an empty line.
+    return [part for part in parts if part]
+
+
+def _make_metrics(facts: RunFacts, hidden: int) -> Table | Text:
+    """A table of losses and metrics without the last `hidden` ones; before the first, what a run waits for."""
+    from rich.text import Text
+
+    titles = {"last": "last", "best": "best", "best_step": "at step"}
+    rows = [(name, *(format_number(metric[title]) for title in titles)) for name, metric in facts.metrics.items()]
+    if rows:
+        more = [(f"+{hidden} more",)] if hidden else []
+        return _make_table(["", *titles.values()], [*rows[: len(rows) - hidden], *more])
+    interval = f" (logging_steps={facts.logging_steps:g})" if facts.logging_steps else ""
+    return Text(f"waiting for the first log line{interval}" if facts.state == "running" else "")
+
+
+def _list_values(values: dict[str, float]) -> Iterable[str]:
+    """The last learning rate, speeds and other values, in words."""
     from hftrainer.callbacks.log_lines import format_values
     from hftrainer.reporting.metrics import SHARES, SPEEDS
 
-    now, values = time.time(), facts.values
     # The table of activities has the shares too. Means over the run would look like speeds of the last interval.
     hidden = (*SPEEDS[SHARES], *(name for name in values if name.startswith("train_") and "step_seconds" in values))
-    yield _make_progress(facts, colour)
-    if details := _join(_list_details(facts, now), width):
-        yield Text(details.split("\n")[0] if "more details and warnings" in left_out else details, "dim")
-    titles = {"last": "last", "best": "best", "best_step": "at step"}
-    if facts.message:
-        yield Text(_clean(f"{facts.reason}: {facts.message}", lines * width), "red")
-    rows = [(name, *(format_number(metric[title]) for title in titles)) for name, metric in facts.metrics.items()]
-    if rows:
-        more = [(f"+{hidden_metrics} more",)] if hidden_metrics else []
-        yield _make_table(["", *titles.values()], [*rows[: len(rows) - hidden_metrics], *more])
-    elif facts.state == "running":
-        interval = f" (logging_steps={facts.logging_steps:g})" if facts.logging_steps else ""
-        yield Text(f"waiting for the first log line{interval}")
-    parts = format_values({name: value for name, value in values.items() if name not in hidden})
-    if parts and "values" not in left_out:
-        yield Text(_join(map(str.strip, parts.values()), width))
-    if any(facts.seconds["all"].values()) and "times" not in left_out:
-        yield _seconds_by_activity(facts.seconds)
-    checkpoints = facts.checkpoints[: -MAX_EVENTS - 1 : -1]
-    nan = facts.nan
-    if saves := [
-        f"{os.path.basename(save['folder'])} {_format_age(now, save['time'])}{_nan_mark(save['step'], nan)}"
-        for save in (checkpoints if "checkpoints" not in left_out else ())
-    ]:
-        yield Text(_join([f"saved: {saves[0]}", *saves[1:]], width))
-    usable = [save["folder"] for save in facts.checkpoints if not _nan_mark(save["step"], nan)]
+    return map(str.strip, format_values({name: values[name] for name in values if name not in hidden}).values())
+
+
+def _list_checkpoints(facts: RunFacts, now: float) -> Iterator[str]:
+    """The newest checkpoints with their ages."""
+    for place, save in enumerate(facts.checkpoints[: -MAX_EVENTS - 1 : -1]):
+        age = _format_age(now, save["time"]) + _nan_mark(save["step"], facts.nan)
+        yield f"{'' if place else 'saved: '}{os.path.basename(save['folder'])} {age}"
+
+
+def _explain_resume(facts: RunFacts) -> str:
+    """How to go on with a run that was interrupted."""
     # A callback stops a run on purpose.
-    is_interrupted = facts.state in ("stopped", "killed", "failed") and facts.reason != "stopped"
-    if is_interrupted and usable:
-        path = os.path.join(facts.folder, os.path.basename(usable[-1]))
-        yield Text(f"to resume: trainer.train(resume_from_checkpoint={path!r})", "dim")
-    elif is_interrupted and not facts.checkpoints:
-        yield Text("no checkpoint: start it again", "dim")
-    for warning in facts.warnings[-1 if "more details and warnings" in left_out else -MAX_EVENTS :]:
-        # The warning may be of a step that has begun since, and name it.
-        place = "" if re.search(r"(?i)\bstep \d", warning["text"]) else f", after step {warning['step']:,}"
-        text = f"{_format_age(now, warning['time'])}{place}: {warning['text']}"
-        yield Text(_clean(text, lines * width), "yellow")
+    if facts.state not in ("stopped", "killed", "failed") or facts.reason == "stopped":
+        return ""
+    usable = [os.path.basename(save["folder"]) for save in facts.checkpoints if not _nan_mark(save["step"], facts.nan)]
+    if usable:
+        return f"to resume: trainer.train(resume_from_checkpoint={os.path.join(facts.folder, usable[-1])!r})"
+    return "" if facts.checkpoints else "no checkpoint: start it again"
+
+
+def _describe_warning(warning: dict[str, Any], now: float) -> str:
+    # The warning may be of a step that has begun since, and name it.
+    place = "" if re.search(r"(?i)\bstep \d", warning["text"]) else f", after step {warning['step']:,}"
+    return f"{_format_age(now, warning['time'])}{place}: {warning['text']}"
 
 
 def _clean(text: str, length: int) -> str:
@@ -318,11 +345,11 @@ def _make_progress(facts: RunFacts, colour: str) -> Table:
     from rich.progress_bar import ProgressBar
     from rich.table import Column, Table
 
-    step, steps, seconds_left = facts.step, facts.max_steps, facts.seconds_left
+    step, steps = facts.step, facts.max_steps
     grid = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), expand=True, padding=(0, 1))
     bar = ProgressBar(max(steps, step, 1), step, complete_style=colour, finished_style=colour)
     share = f"{min(step / steps, 1):.0%}" if steps else ""
-    left = "" if seconds_left is None else f", {format_duration(round(seconds_left))} left"
+    left = "" if facts.seconds_left is None else f", {format_duration(round(facts.seconds_left))} left"
     end = f", past the end at {steps:,}" if step > steps else f" of {steps:,}"
     grid.add_row(f"step {step:,}{end if steps else ''}", bar, share + left)
     return grid
@@ -360,9 +387,8 @@ def _make_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     from rich.table import Column, Table
     from rich.text import Text
 
-    first, *others = titles
-    numbers = (Column(title, justify="right") for title in others)
-    table = Table(first, *numbers, box=None, pad_edge=False, header_style="dim")
+    numbers = (Column(title, justify="right") for title in titles[1:])
+    table = Table(titles[0], *numbers, box=None, pad_edge=False, header_style="dim")
     for label, *cells in rows:
         table.add_row(Text(label), *cells)
     return table
@@ -420,8 +446,9 @@ def _make_chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int
     text = Text(" " * margin, no_wrap=True)
     for colour, name in zip(CURVE_COLOURS, curves, strict=False):
         text.append(f"{name}  ", colour)
-    peak = f"max {format_number(max(values))} at step {values[max(values)]:,.0f}" * (high < max(values))
-    text.append("log scale  " * (scale == "log") + peak, "dim")
+    text.append("log scale  " if scale == "log" else "", "dim")
+    peak = max(values)
+    text.append(f"max {format_number(peak)} at step {values[peak]:,.0f}" if high < peak else "", "dim")
     for row, label in enumerate(labels):
         text.append(f"\n{label:>{margin - 1}} ", "dim")
         for column in range(columns):
