@@ -335,7 +335,8 @@ def _join_seeds(curves: list[Curve]) -> list[Curve]:
         groups.setdefault(f"{settings[curve.run]} {curve.state}", {})[curve.run] = seeds
     # Runs with the same seed differ in something else.
     for runs in (runs for runs in groups.values() if len(runs) == len({*runs.values()}) > 1):
-        facts = {"run": f"{next(iter(runs))} … ({len(runs)} seeds)", "settings": settings[next(iter(runs))]}
+        first = next(iter(runs))
+        facts: dict[str, Any] = {"run": f"{first} … ({len(runs)} seeds)", "settings": settings[first]}
         members = [replace(curve, member=curve.run, **facts) for curve in curves if curve.run in runs]
         curves = [curve for curve in curves if curve.run not in runs]
         for name in dict.fromkeys(curve.name for curve in members):
