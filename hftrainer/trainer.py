@@ -132,7 +132,7 @@ class Trainer(EarlierMethods):
     is_fsdp_xla_v1_enabled: bool
     is_fsdp_xla_v2_enabled: bool
     current_flos = RunAttribute("flos")
-    current_gradient_accumulation_steps = RunAttribute("window_size")
+    current_gradient_accumulation_steps = RunAttribute("current_gradient_accumulation_steps")
     hp_name: Callable[[Any], str] | None
     hp_search_backend: HPSearchBackend | None
     hp_space: Callable[[Any], dict[str, Any]]

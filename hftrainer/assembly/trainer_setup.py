@@ -216,7 +216,7 @@ class TrainerSetup(Part):
 
     def copy_argument_values(self) -> None:
         """Take the values that the parts read from the arguments; again for each trial."""
-        self.run.window_size = self.trainer.args.gradient_accumulation_steps
+        self.run.current_gradient_accumulation_steps = self.trainer.args.gradient_accumulation_steps
         self.run.train_batch_size = self.trainer.args.train_batch_size
         self.trainer.neftune_noise_alpha = self.trainer.args.neftune_noise_alpha
         self.trainer._eval_dataloaders = {}

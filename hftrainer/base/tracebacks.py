@@ -224,32 +224,49 @@ def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:
     columns = inputs if isinstance(inputs, Mapping) else {}
     lookups = [function.__code__ for function in (embedding, cross_entropy, nll_loss, binary_cross_entropy_with_logits)]
     calls = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in lookups]
-    length = [0, *getattr(columns.get("input_ids"), "shape", ())][-1]
-    limit = getattr(config, "max_position_embeddings", None)
-    if isinstance(error, IndexError) and calls:
-        call, is_label = calls[-1], "target" in calls[-1]
-        indices, rows = call["target" if is_label else "input"], call["input" if is_label else "weight"].shape
-        other = "labels" if is_label else "positions"
-        name = next((name for name, value in columns.items() if value is indices), other)
-        indices = indices[indices != call.get("ignore_index")]
-        low, high = indices.min(), indices.max()
-        allowed = rows[: 1 + is_label][-1] - 1
-        found = f"The values of {name} are {low} to {high}" if low < high else f"The value of {name} is {low}"
-        return f"{found}, but the model accepts 0 to {allowed}: {_REMEDIES.get(name, 'correct them')}."
-    if limit is not None and length > limit and str(limit) in str(error):
-        remedy = f"tokenize with truncation=True, max_length={limit}"
-        return f"Samples of {length} tokens exceed max_position_embeddings={limit}: {remedy}."
-    target = calls[-1].get("target") if calls else None
-    logits: Any = target if target is None else calls[-1]["input"]
-    # Probabilities of classes are floats, and have the shape of the logits.
-    if target is not None and target.dtype != torch.long and target.ndim < logits.ndim and logits.shape[-1] > 1:
-        return f"The labels are {str(target.dtype).removeprefix('torch.')}: use torch.long for class indices."
-    if re.search(_ONE_HOT_ERRORS, str(error)) and _is_one_hot(labels := columns.get("labels")):
-        remedy = "pass the index of the class, labels.argmax(-1)"
-        return f"The labels are one-hot, {describe_shapes(labels)}, but the loss takes one class per sample: {remedy}."
+    call = calls[-1] if calls else {}
+    if isinstance(error, IndexError) and call:
+        return _explain_index(call, columns)
+    if explanation := _explain_length(error, columns, config) or _explain_labels(error, call, columns.get("labels")):
+        return explanation
     matches = ((re.search(pattern, str(error)), text) for pattern, text in _EXPLANATIONS.items())
     match, text = next((match for match in matches if match[0]), (None, ""))
     return match and match.expand(text).format(columns=_columns_of_size(columns, match))
+
+
+def _explain_index(call: dict[str, Any], columns: Mapping[str, Any]) -> str:
+    """The column whose values are too large or negative for the model, in the call of torch's function."""
+    is_label = "target" in call
+    indices = call["target" if is_label else "input"]
+    rows = call["input" if is_label else "weight"].shape
+    name = next((name for name, value in columns.items() if value is indices), "labels" if is_label else "positions")
+    indices = indices[indices != call.get("ignore_index")]
+    low, high = indices.min(), indices.max()
+    allowed = rows[: 1 + is_label][-1] - 1
+    found = f"The values of {name} are {low} to {high}" if low < high else f"The value of {name} is {low}"
+    return f"{found}, but the model accepts 0 to {allowed}: {_REMEDIES.get(name, 'correct them')}."
+
+
+def _explain_length(error: Exception, columns: Mapping[str, Any], config: Any) -> str | None:
+    """Samples that are longer than the model's positions."""
+    length = [0, *getattr(columns.get("input_ids"), "shape", ())][-1]
+    limit = getattr(config, "max_position_embeddings", None)
+    remedy = f"tokenize with truncation=True, max_length={limit}"
+    text = f"Samples of {length} tokens exceed max_position_embeddings={limit}: {remedy}."
+    return text if limit is not None and length > limit and str(limit) in str(error) else None
+
+
+def _explain_labels(error: Exception, call: dict[str, Any], labels: Any) -> str | None:
+    """Labels of a type or shape that the loss does not take, in the call of torch's function."""
+    target: Any = call.get("target")
+    logits: Any = call.get("input")
+    # Probabilities of classes are floats, and have the shape of the logits.
+    if target is not None and target.dtype != torch.long and target.ndim < logits.ndim and logits.shape[-1] > 1:
+        return f"The labels are {str(target.dtype).removeprefix('torch.')}: use torch.long for class indices."
+    if re.search(_ONE_HOT_ERRORS, str(error)) and _is_one_hot(labels):
+        remedy = "pass the index of the class, labels.argmax(-1)"
+        return f"The labels are one-hot, {describe_shapes(labels)}, but the loss takes one class per sample: {remedy}."
+    return None
 
 
 def _columns_of_size(columns: Mapping[str, Any], match: re.Match[str]) -> str:

@@ -6,10 +6,13 @@ import argparse
 import json
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hftrainer.base.messages import format_duration
 from hftrainer.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from hftrainer.monitoring.run_facts import RunFacts
 
 _REQUESTS = ("save", "evaluate", "stop", "profile")
 
@@ -41,7 +44,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.errors import InvalidArgument
     from hftrainer.monitoring.journal import check_folder
-    from hftrainer.monitoring.run_page import WatchedRun
+    from hftrainer.monitoring.run_facts import WatchedRun
     from hftrainer.monitoring.run_requests import send_request
 
     folder, timeout = options.folder, 60.0 if options.timeout is None else options.timeout
@@ -68,11 +71,10 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     parser.exit(1 if answer.startswith("refused") else 0)
 
 
-def _describe_end(page: dict[str, Any]) -> str | None:
+def _describe_end(facts: RunFacts) -> str | None:
     """How and when the run ended, according to its journal or newest checkpoint; None if it may be live."""
-    state = page["state"]
-    if state in ("running", "silent", "unobserved"):
+    if facts.state in ("running", "silent", "unobserved"):
         return None
-    how = {"killed": "was killed after", "complete": "completed at"}.get(state, f"ended ({page['reason']}) at")
-    age = f", {format_duration(round(time.time() - page['updated']))} ago" if page["updated"] else ""
-    return f"the run {how} step {page['step']:,}{age}"
+    how = {"killed": "was killed after", "complete": "completed at"}.get(facts.state, f"ended ({facts.reason}) at")
+    age = f", {format_duration(round(time.time() - facts.updated))} ago" if facts.updated else ""
+    return f"the run {how} step {facts.step:,}{age}"

@@ -146,7 +146,7 @@ def compare(a: str, b: str) -> Difference:
     """
     from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
     from hftrainer.monitoring.journal import run_names
-    from hftrainer.monitoring.run_page import RunRecord
+    from hftrainer.monitoring.run_facts import RunRecord
     from hftrainer.reporting.metrics import logged
 
     records = RunRecord(a), RunRecord(b)

@@ -17,7 +17,7 @@ from hftrainer.base.messages import count_of, format_number
 from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from hftrainer.monitoring.run_page import RunRecord
+    from hftrainer.monitoring.run_facts import RunRecord
     from hftrainer.reporting.curves import Curve
 
 #: Activity of a journal → the title of its share of the time.
@@ -122,13 +122,13 @@ def _draw_runs(options: argparse.Namespace) -> _Drawn:
     curves = read_curves(runs)
     shows_rows = len(runs) > 1 or options.json
     rows, note = _summarize_runs(runs, curves) if shows_rows or options.html else ([], "")
-    counts = [(run.page["step"], run.state.log_history[-1].get("epoch") or 0) for run in runs]
+    counts = [(run.facts.step, run.state.log_history[-1].get("epoch") or 0) for run in runs]
     (fewest, few_epochs), *_, (most, epochs) = sorted([*counts, *counts])
     if x == "step" and most >= 10 * fewest > 0 and 0 < epochs < 10 * few_epochs:
         note += f"\nfrom {fewest:,} to {most:,} steps, but similar epochs: --x epoch draws them on one scale"
     table = ""
     if options.html:
-        dated = [row | {"started": run.page["started"]} for run, row in zip(runs, rows, strict=True)]
+        dated = [row | {"started": run.facts.started} for run, row in zip(runs, rows, strict=True)]
         table = f"{_compare(dated, by_run=True)}\n\n{note}"
     paths = plot([run.folder for run in runs], html=options.html, out=options.output, x=x, charts=charts, table=table)
     return _Drawn(paths, rows, note, left_out) if shows_rows else _Drawn(paths, [], "", left_out, charts[x])
@@ -150,7 +150,7 @@ def _read_runs(folders: list[str], x: str) -> tuple[list[RunRecord], list[str]]:
         InvalidArgument: or another error of the first folder, if no run can be drawn.
     """
     from hftrainer.errors import InvalidArgument
-    from hftrainer.monitoring.run_page import RunRecord
+    from hftrainer.monitoring.run_facts import RunRecord
     from hftrainer.reporting.curves import explain_empty
 
     runs, errors = [], list[Exception]()
@@ -172,45 +172,44 @@ def _read_runs(folders: list[str], x: str) -> tuple[list[RunRecord], list[str]]:
 def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[dict[str, Any]], str]:
     """The values of each run by which they are compared, and what they mean."""
     from hftrainer.monitoring.journal import run_names
-    from hftrainer.monitoring.run_page import find_nan, kept_goodput
 
     names = run_names([run.folder for run in runs])
     # The curves of a single run do not name it.
     named = {(curve.run or names[0], curve.name): curve for curve in curves}
     marked = {key: curve.values[curve.best] for key, curve in named.items() if curve.best is not None}
-    evaluated = [name for run in runs for name in run.page["metrics"] if name.startswith("eval_")]
+    evaluated = [name for run in runs for name in run.facts.metrics if name.startswith("eval_")]
     starred = dict.fromkeys(name for _, name in marked)
     metrics = list(dict.fromkeys([*starred, *evaluated]))[: max(2, len(starred))] or ["loss"]
     rates = ("samples_per_second", "tokens_per_second")
     rows, without_journal, unknown = [], [], []
     for run, name in zip(runs, names, strict=True):
-        page, logged, seconds = run.page, run.page["values"], run.seconds
+        facts, seconds = run.facts, run.seconds
         pace = named.get((name, "step_seconds")) or named.get((name, "step_milliseconds"))
         speeds = {rate: _mean_speed(named[name, rate], pace) if (name, rate) in named else None for rate in rates}
-        if seconds is None and "train_runtime" in logged:
-            speeds = {rate: logged.get(f"train_{rate}") for rate in rates}
-            seconds = logged["train_runtime"]
+        if seconds is None and "train_runtime" in facts.values:
+            speeds = {rate: facts.values.get(f"train_{rate}") for rate in rates}
+            seconds = facts.values["train_runtime"]
             without_journal.append(name)
         elif seconds is None:
             unknown.append(name)
-        best = {metric: marked.get((name, metric), page["metrics"].get(metric, {}).get("best")) for metric in metrics}
+        best = {metric: marked.get((name, metric), facts.metrics.get(metric, {}).get("best")) for metric in metrics}
         curve = next(curve for (run_name, _), curve in named.items() if run_name == name)
-        spent = page["seconds"]["all"]
-        total, nan = sum(spent.values()), find_nan(page)
+        spent = facts.seconds["all"]
+        total = sum(spent.values())
         row = {
             "run": name,
             "is best": curve.is_best if len(runs) > 1 else None,
             "differs in": curve.settings,
-            "steps": page["step"],
-            "state": "diverged" if nan else page["state"].replace("unobserved", "unknown"),
-            "last loss": page["metrics"].get("loss", {}).get("last"),
+            "steps": facts.step,
+            "state": "diverged" if facts.nan else facts.state.replace("unobserved", "unknown"),
+            "last loss": facts.metrics.get("loss", {}).get("last"),
             **{f"best {metric}": value for metric, value in best.items()},
             **{rate.replace("_", " "): value for rate, value in speeds.items()},
             "time": seconds,
-            "downtime": page["downtime"] or None,
-            "goodput": kept_goodput(page),
+            "downtime": facts.downtime or None,
+            "goodput": facts.kept_goodput,
             **{title: spent[part] / total if total else None for part, title in SHARE_TITLES.items()},
-            "diverged at": nan and (nan.first, nan.last),
+            "diverged at": facts.nan and (facts.nan.first, facts.nan.last),
             "resumed at": [step for step, *_ in run.resumes],
             "curves": {curve: found.summary for (run_name, curve), found in named.items() if run_name == name},
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -14,7 +15,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.base.messages import format_duration, format_number, format_span
@@ -28,8 +29,11 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from hftrainer.monitoring.run_page import WatchedRun
+    from hftrainer.monitoring.run_facts import RunFacts, WatchedRun
     from hftrainer.reporting.metrics import NanSpan
+
+    #: The name of a run, and its facts or, if it has not started yet, the problem.
+    NamedFacts = tuple[str, RunFacts | Exception]
 
 #: State of a run → colour of its frame and progress bar; red for other states, and if the loss is NaN.
 COLOURS = {"running": "cyan", "complete": "green", "stopped": "yellow", "unobserved": "blue"}
@@ -39,7 +43,7 @@ MIN_COLUMNS = 78
 #: Number of checkpoints and warnings on the page; `--json` has all.
 MAX_EVENTS = 3
 #: What a low page leaves out, in this order; then metrics from the last on.
-LEFT_OUT = ("more facts and warnings", "times", "values", "checkpoints")
+LEFT_OUT = ("more details and warnings", "times", "values", "checkpoints")
 #: Rows of a chart: on a page that is printed once; on a live page at most, and those for which metrics give way.
 ROWS, MAX_ROWS, LOW_ROWS = 6, 30, 3
 #: The bits of the dots in a braille character, by row and column.
@@ -67,39 +71,33 @@ def add_subcommand(commands: Any) -> None:
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
-    from hftrainer.monitoring.journal import check_folder, find_runs, run_names
-    from hftrainer.monitoring.run_page import WatchedRun
+    from hftrainer.monitoring.journal import find_runs, run_names
+    from hftrainer.monitoring.run_facts import WatchedRun
     from hftrainer.reporting.metrics import sort_pattern
 
     if not 0 < options.every <= 86_400:
         parser.error(f"--every {options.every:g}: use a number of seconds above 0, and at most 86400")
     folders = sort_pattern(options.folders)
     options.folders = [run for folder in folders for run in find_runs(folder, "") or find_runs(folder) or [folder]]
-    runs = [WatchedRun(folder) for folder in options.folders]
-    names = run_names(options.folders)
+    runs = [*zip(run_names(options.folders), map(WatchedRun, options.folders), strict=True)]
     try:
         console = None if options.json else _console()
         if console is not None and sys.stdout.isatty() and not options.once:
-            _show(console, runs, names, options.every)
+            _show(console, runs, options.every)
             return
     except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
-    found: list[tuple[str, dict[str, Any]]] = []
-    errors: list[Exception] = []
-    for name, run in zip(names, runs, strict=True):
-        try:
-            check_folder(run.folder)
-            found.append((name, run.read()))
-        except (InvalidArgument, OSError) as error:
-            errors.append(error)
+    read = _read_runs(runs)
+    errors = [facts for _, facts in read if isinstance(facts, Exception)]
+    found = [(name, facts) for name, facts in read if not isinstance(facts, Exception)]
     if errors and (console is None or not found):
         parser.fail(errors[0])
-    pages = [page for _, page in found]
     if console is None:
         # NaN is not JSON.
-        print(json.dumps({"runs": json.loads(json.dumps(pages), parse_constant=lambda _: None)}, indent=2))
+        text = json.dumps([dataclasses.asdict(facts) for _, facts in found])
+        print(json.dumps({"runs": json.loads(text, parse_constant=lambda _: None)}, indent=2))
     else:
-        console.print(_make_page(console, [name for name, _ in found], pages, None))
+        console.print(_make_page(console, found, None))
         # The other runs are above the error.
         if errors:
             parser.fail(errors[0])
@@ -118,7 +116,7 @@ def _console() -> Console:
     return Console()
 
 
-def _show(console: Console, runs: list[WatchedRun], names: list[str], every: float) -> None:
+def _show(console: Console, runs: list[tuple[str, WatchedRun]], every: float) -> None:
     """Show the page until Ctrl-C.
 
     Raises:
@@ -129,47 +127,45 @@ def _show(console: Console, runs: list[WatchedRun], names: list[str], every: flo
     from hftrainer.arguments.storage_url import explain_unreadable_url
     from hftrainer.monitoring.journal import check_folder
 
-    for run in runs:
+    for _, run in runs:
         if os.path.exists(run.folder) or explain_unreadable_url(run.folder):
             check_folder(run.folder)
-    pages: list[dict[str, Any]] = []
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            pages = [*map(_read_page, runs)]
-            live.update(_make_page(console, names, pages, console.height), refresh=True)
+            live.update(_make_page(console, _read_runs(runs), console.height), refresh=True)
             time.sleep(every)
     # The terminal has its own screen again, without the page.
-    if pages:
-        console.print(_make_page(console, names, [*map(_read_page, runs)], None))
+    console.print(_make_page(console, _read_runs(runs), None))
 
 
-def _read_page(run: WatchedRun) -> dict[str, Any]:
-    """The data of a run; or if it has not started yet, the problem."""
+def _read_runs(runs: list[tuple[str, WatchedRun]]) -> list[NamedFacts]:
     from hftrainer.monitoring.journal import check_folder
 
-    try:
-        check_folder(run.folder)
-        return run.read()
-    except (InvalidArgument, OSError) as error:
-        return {"problem": str(error)}
+    found: list[NamedFacts] = []
+    for name, run in runs:
+        try:
+            check_folder(run.folder)
+            found.append((name, run.read()))
+        except (InvalidArgument, OSError) as error:
+            found.append((name, error))
+    return found
 
 
-def _make_page(console: Console, names: list[str], pages: list[dict[str, Any]], height: int | None) -> RenderableType:
+def _make_page(console: Console, runs: Sequence[NamedFacts], height: int | None) -> RenderableType:
     """All runs, side by side in a wide terminal.
 
     Args:
         console: the terminal.
-        names: names of the runs.
-        pages: data of the runs, from `WatchedRun.read`.
+        runs: what `_read_runs` found.
         height: lines of the page; None for no limit.
     """
     from rich.segment import Segments
     from rich.table import Column, Table
 
-    columns = max(1, min(len(pages), console.width // MIN_COLUMNS))
-    lines = None if height is None else max(3, height // -(-len(pages) // columns))
+    columns = max(1, min(len(runs), console.width // MIN_COLUMNS))
+    lines = None if height is None else max(3, height // -(-len(runs) // columns))
     grid = Table.grid(*(Column(ratio=1) for _ in range(columns)), expand=True)
-    panels = [_make_panel(console, *pair, console.width // columns, lines) for pair in zip(names, pages, strict=True)]
+    panels = [_make_panel(console, run, console.width // columns, lines) for run in runs]
     for start in range(0, len(panels), columns):
         grid.add_row(*panels[start : start + columns])
     if not console.options.ascii_only:
@@ -179,127 +175,152 @@ def _make_page(console: Console, names: list[str], pages: list[dict[str, Any]], 
     return Segments(part._replace(text=text.decode()) for part, text in texts)
 
 
-def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, height: int | None) -> Panel | Text:
+def _make_panel(console: Console, run: NamedFacts, width: int, height: int | None) -> Panel | Text:
     """One run in a frame that is `width` characters wide; or in a line, why there is none yet."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
 
-    from hftrainer.monitoring.run_page import find_nan
-
-    if "problem" in page:
-        return Text(f"Waiting for a run: {page['problem']}", "blue")
-    colour = "red" if find_nan(page) else COLOURS.get(page["state"], "red")
-    # The advice is at the end of a warning, but a low page needs its lines for the curves.
+    name, facts = run
+    if isinstance(facts, Exception):
+        return Text(f"Waiting for a run: {facts}", "blue")
+    colour = "red" if facts.nan else COLOURS.get(facts.state, "red")
     inner = width - 4
-    texts = 5 if height is None or height > 40 else 2
-
-    def make_parts(left_out: Sequence[str] = (), hidden_metrics: int = 0) -> tuple[list[RenderableType], int]:
-        """The parts that `_parts` makes, and their lines."""
-        parts = [*_parts(page, inner, colour, texts, left_out, hidden_metrics)]
-        return parts, len(console.render_lines(Group(*parts), console.options.update(width=inner)))
-
     # A point is no curve, unless NaN follows or precedes it.
-    curves = {name: each for name, each in page.get("curves", {}).items() if _finite(each) and len(each["values"]) > 1}
+    curves = {name: each for name, each in facts.curves.items() if _finite(each) and len(each["values"]) > 1}
+    # The advice is at the end of a warning, but a low page needs its lines for the curves.
+    text_lines = 5 if height is None or height > 40 else 2
+    make_parts = functools.partial(_measure_parts, console, facts, inner, colour, text_lines)
     parts, lines = make_parts()
-    with_chart = lines + (LOW_ROWS + 4 if curves else 2)
-    hidden = len(page["warnings"]) - MAX_EVENTS
+    chart_lines = LOW_ROWS + 4 if curves else 2
+    hidden = len(facts.warnings) - MAX_EVENTS
     note = f"earlier warnings: {hidden}, in --json" if hidden > 0 else None
-    if height is not None and with_chart > height:
+    if height is not None and lines + chart_lines > height:
         note = "not all lines fit: use a taller window"
-        levels = [make_parts(LEFT_OUT[:count]) for count in range(len(LEFT_OUT) + 1)]
-        levels += [make_parts(LEFT_OUT, hidden) for hidden in range(1, len(page["metrics"]))]
-        # A low page keeps three metrics and a chart rather than all else; where no chart fits, as much as fits.
-        with_metrics = levels[: max(len(LEFT_OUT) + 1, len(levels) - 2)]
-        charted = (made for made in with_metrics if made[1] + with_chart - lines <= height)
-        fitting = (made for made in levels if made[1] + 2 <= height)
-        parts, lines = next(itertools.chain(charted, fitting), levels[len(LEFT_OUT)])
+        parts, lines = _fit_parts(make_parts, len(facts.metrics), height, chart_lines)
     is_flat = all(len({*_finite(curve)}) < 2 for curve in curves.values())
     rows = min(1 if is_flat else MAX_ROWS, ROWS if height is None else height - lines - 4)
-    if rows > (not is_flat) and curves:
+    if curves and rows >= (1 if is_flat else 2):
         parts.append(_make_charts(console, curves, inner, rows))
         lines += rows + 2
-    title = Text.assemble((name, "bold"), "  ", (_state(page), colour))
+    title = Text.assemble((name, "bold"), "  ", (_state(facts), colour))
     height = height and min(height, lines + 2)
     return Panel(Group(*parts), title=title, title_align="left", subtitle=note, border_style=colour, height=height)
 
 
-def _state(page: dict[str, Any]) -> str:
+def _measure_parts(console: Console, facts: RunFacts, width: int, *arguments: Any) -> tuple[list[RenderableType], int]:
+    """The parts above the curves, from `_make_parts`, and their lines."""
+    from rich.console import Group
+
+    parts = _make_parts(facts, width, *arguments)
+    return parts, len(console.render_lines(Group(*parts), console.options.update(width=width)))
+
+
+def _fit_parts(make_parts: Callable[..., Any], metrics: int, height: int, chart_lines: int) -> Any:
+    """What `make_parts` returns for the parts that leave room for a chart; or else for as many as fit.
+
+    A low page keeps three metrics and a chart rather than all else.
+    """
+    levels = [make_parts(LEFT_OUT[:count]) for count in range(len(LEFT_OUT) + 1)]
+    levels += [make_parts(LEFT_OUT, hidden) for hidden in range(1, metrics)]
+    with_metrics = levels[: max(len(LEFT_OUT) + 1, len(levels) - 2)]
+    charted = (made for made in with_metrics if made[1] + chart_lines <= height)
+    fitting = (made for made in levels if made[1] + 2 <= height)
+    return next(itertools.chain(charted, fitting), levels[len(LEFT_OUT)])
+
+
+def _state(facts: RunFacts) -> str:
     """The state of a run as text."""
-    from hftrainer.monitoring.run_page import find_nan
-
-    silence = (
-        f"no sign of life for {format_duration(round(time.time() - page['updated']))}" if page.get("updated") else ""
-    )
+    silence = format_duration(round(time.time() - (facts.updated or 0)))
     words = {
-        "complete": "complete" if page.get("device") else "complete, by its newest checkpoint",
+        "complete": "complete" if facts.device else "complete, by its newest checkpoint",
         "unobserved": "not finished, by its newest checkpoint",
-        "running": "running on {host}",
-        "silent": f"{silence}; process {{pid}} on {{host}}",
-        "killed": "killed: process {pid} on {host} has ended",
-        "stopped": "stopped" if page.get("reason") in (None, "stopped") else "stopped by {reason}",
-        "failed": "ended with {reason}",
+        "running": f"running on {facts.host}",
+        "silent": f"no sign of life for {silence}; process {facts.pid} on {facts.host}",
+        "killed": f"killed: process {facts.pid} on {facts.host} has ended",
+        "stopped": "stopped" if facts.reason in (None, "stopped") else f"stopped by {facts.reason}",
+        "failed": f"ended with {facts.reason}",
     }
-    if page["state"] in ("complete", "unobserved") and not page["device"] and step_of(page["folder"]) is not None:
-        return "checkpoint at step {step:,} of {max_steps:,}".format_map(page)
+    if facts.state in ("complete", "unobserved") and not facts.device and step_of(facts.folder) is not None:
+        return f"checkpoint at step {facts.step:,} of {facts.max_steps:,}"
     # The step that diverged was not made.
-    if page.get("reason") == "TrainingDiverged":
-        return f"diverged at step {page['step'] + 1:,}"
-    problem = f"loss NaN since step {format_span(nan.first, nan.last)}, " if (nan := find_nan(page)) else ""
-    return problem + words.get(page["state"], page["state"]).format_map(page)
+    if facts.reason == "TrainingDiverged":
+        return f"diverged at step {facts.step + 1:,}"
+    problem = f"loss NaN since step {format_span(nan.first, nan.last)}, " if (nan := facts.nan) else ""
+    return problem + words[facts.state]
 
 
-def _parts(
-    page: dict[str, Any], width: int, colour: str, lines: int, left_out: Sequence[str], hidden_metrics: int
-) -> Iterator[RenderableType]:
-    """The lines above the curves, without those that `LEFT_OUT` names; a message has at most `lines` lines."""
+def _make_parts(
+    facts: RunFacts, width: int, colour: str, text_lines: int, left_out: Sequence[str] = (), hidden_metrics: int = 0
+) -> list[RenderableType]:
+    """What is above the curves, without that of `left_out`; a message has at most `text_lines` lines."""
     from rich.text import Text
 
+    now = time.time()
+    is_brief = "more details and warnings" in left_out
+    details = _join(_list_details(facts, now), width)
+    has_times = any(facts.seconds["all"].values()) and "times" not in left_out
+    warnings = (_describe_warning(warning, now) for warning in facts.warnings[-1 if is_brief else -MAX_EVENTS :])
+    parts = [
+        _make_progress(facts, colour),
+        Text(details.split("\n")[0] if is_brief else details, "dim"),
+        Text(_clean(f"{facts.reason}: {facts.message}", text_lines * width) if facts.message else "", "red"),
+        _make_metrics(facts, hidden_metrics),
+        Text("" if "values" in left_out else _join(_list_values(facts.values), width)),
+        _seconds_by_activity(facts.seconds) if has_times else "",
+        Text("" if "checkpoints" in left_out else _join(_list_checkpoints(facts, now), width)),
+        Text(_explain_resume(facts), "dim"),
+        *(Text(_clean(warning, text_lines * width), "yellow") for warning in warnings),
+    ]
+    # An empty text would be an empty line.
+    return [part for part in parts if part]
+
+
+def _make_metrics(facts: RunFacts, hidden: int) -> Table | Text:
+    """A table of losses and metrics without the last `hidden` ones; before the first, what a run waits for."""
+    from rich.text import Text
+
+    titles = {"last": "last", "best": "best", "best_step": "at step"}
+    rows = [(name, *(format_number(metric[title]) for title in titles)) for name, metric in facts.metrics.items()]
+    if rows:
+        more = [(f"+{hidden} more",)] if hidden else []
+        return _make_table(["", *titles.values()], [*rows[: len(rows) - hidden], *more])
+    interval = f" (logging_steps={facts.logging_steps:g})" if facts.logging_steps else ""
+    return Text(f"waiting for the first log line{interval}" if facts.state == "running" else "")
+
+
+def _list_values(values: dict[str, float]) -> Iterable[str]:
+    """The last learning rate, speeds and other values, in words."""
     from hftrainer.callbacks.log_lines import format_values
-    from hftrainer.monitoring.run_page import find_nan
     from hftrainer.reporting.metrics import SHARES, SPEEDS
 
-    now, values = time.time(), page["values"]
     # The table of activities has the shares too. Means over the run would look like speeds of the last interval.
     hidden = (*SPEEDS[SHARES], *(name for name in values if name.startswith("train_") and "step_seconds" in values))
-    yield _make_progress(page, colour)
-    if facts := _join(_facts(page, now), width):
-        yield Text(facts.split("\n")[0] if "more facts and warnings" in left_out else facts, "dim")
-    titles = {"last": "last", "best": "best", "best_step": "at step"}
-    if page["message"]:
-        yield Text(_clean(f"{page['reason']}: {page['message']}", lines * width), "red")
-    rows = [(name, *(format_number(metric[title]) for title in titles)) for name, metric in page["metrics"].items()]
-    if rows:
-        more = [(f"+{hidden_metrics} more",)] if hidden_metrics else []
-        yield _make_table(["", *titles.values()], [*rows[: len(rows) - hidden_metrics], *more])
-    elif page["state"] == "running":
-        interval = f" (logging_steps={page['logging_steps']:g})" if page["logging_steps"] else ""
-        yield Text(f"waiting for the first log line{interval}")
-    parts = format_values({name: value for name, value in values.items() if name not in hidden})
-    if parts and "values" not in left_out:
-        yield Text(_join(map(str.strip, parts.values()), width))
-    if any(page["seconds"]["all"].values()) and "times" not in left_out:
-        yield _seconds_by_activity(page["seconds"])
-    checkpoints = page["checkpoints"][: -MAX_EVENTS - 1 : -1]
-    nan = find_nan(page)
-    if saves := [
-        f"{os.path.basename(save['folder'])} {_format_age(now, save['time'])}{_nan_mark(save['step'], nan)}"
-        for save in (checkpoints if "checkpoints" not in left_out else ())
-    ]:
-        yield Text(_join([f"saved: {saves[0]}", *saves[1:]], width))
-    usable = [save["folder"] for save in page["checkpoints"] if not _nan_mark(save["step"], nan)]
+    return map(str.strip, format_values({name: values[name] for name in values if name not in hidden}).values())
+
+
+def _list_checkpoints(facts: RunFacts, now: float) -> Iterator[str]:
+    """The newest checkpoints with their ages."""
+    for place, save in enumerate(facts.checkpoints[: -MAX_EVENTS - 1 : -1]):
+        age = _format_age(now, save["time"]) + _nan_mark(save["step"], facts.nan)
+        yield f"{'' if place else 'saved: '}{os.path.basename(save['folder'])} {age}"
+
+
+def _explain_resume(facts: RunFacts) -> str:
+    """How to go on with a run that was interrupted."""
     # A callback stops a run on purpose.
-    is_interrupted = page["state"] in ("stopped", "killed", "failed") and page["reason"] != "stopped"
-    if is_interrupted and usable:
-        path = os.path.join(page["folder"], os.path.basename(usable[-1]))
-        yield Text(f"to resume: trainer.train(resume_from_checkpoint={path!r})", "dim")
-    elif is_interrupted and not page["checkpoints"]:
-        yield Text("no checkpoint: start it again", "dim")
-    for warning in page["warnings"][-1 if "more facts and warnings" in left_out else -MAX_EVENTS :]:
-        # The warning may be of a step that has begun since, and name it.
-        place = "" if re.search(r"(?i)\bstep \d", warning["text"]) else f", after step {warning['step']:,}"
-        text = f"{_format_age(now, warning['time'])}{place}: {warning['text']}"
-        yield Text(_clean(text, lines * width), "yellow")
+    if facts.state not in ("stopped", "killed", "failed") or facts.reason == "stopped":
+        return ""
+    usable = [os.path.basename(save["folder"]) for save in facts.checkpoints if not _nan_mark(save["step"], facts.nan)]
+    if usable:
+        return f"to resume: trainer.train(resume_from_checkpoint={os.path.join(facts.folder, usable[-1])!r})"
+    return "" if facts.checkpoints else "no checkpoint: start it again"
+
+
+def _describe_warning(warning: dict[str, Any], now: float) -> str:
+    # The warning may be of a step that has begun since, and name it.
+    place = "" if re.search(r"(?i)\bstep \d", warning["text"]) else f", after step {warning['step']:,}"
+    return f"{_format_age(now, warning['time'])}{place}: {warning['text']}"
 
 
 def _clean(text: str, length: int) -> str:
@@ -320,38 +341,36 @@ def _nan_mark(step: int, nan: NanSpan | None) -> str:
     return ", NaN" if step >= nan.last else ", maybe NaN"
 
 
-def _make_progress(page: dict[str, Any], colour: str) -> Table:
+def _make_progress(facts: RunFacts, colour: str) -> Table:
     from rich.progress_bar import ProgressBar
     from rich.table import Column, Table
 
-    step, steps, seconds_left = page["step"], page["max_steps"], page["seconds_left"]
+    step, steps = facts.step, facts.max_steps
     grid = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), expand=True, padding=(0, 1))
     bar = ProgressBar(max(steps, step, 1), step, complete_style=colour, finished_style=colour)
     share = f"{min(step / steps, 1):.0%}" if steps else ""
-    left = "" if seconds_left is None else f", {format_duration(round(seconds_left))} left"
+    left = "" if facts.seconds_left is None else f", {format_duration(round(facts.seconds_left))} left"
     end = f", past the end at {steps:,}" if step > steps else f" of {steps:,}"
     grid.add_row(f"step {step:,}{end if steps else ''}", bar, share + left)
     return grid
 
 
-def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
-    from hftrainer.monitoring.run_page import kept_goodput
-
-    if page["device"]:
-        yield f"{page['world_size']} x {page['device']}"
+def _list_details(facts: RunFacts, now: float) -> Iterator[str]:
+    if facts.device:
+        yield f"{facts.world_size} x {facts.device}"
     # A run trains unless it says otherwise, and its last phase began after the last evaluation or save.
-    if page["phase"] and page["phase"]["name"] != "training":
-        yield f"{page['phase']['name']} for {format_duration(round(now - page['phase']['since']))}"
-    times = {"started": page["started"], "last event": page["updated"]}
+    if facts.phase and facts.phase["name"] != "training":
+        yield f"{facts.phase['name']} for {format_duration(round(now - facts.phase['since']))}"
+    times = {"started": facts.started, "last event": facts.updated}
     yield from (f"{name} {_format_age(now, then)}" for name, then in times.items() if then)
-    if page["state"] == "unobserved" and step_of(page["folder"]) is None:
+    if facts.state == "unobserved" and step_of(facts.folder) is None:
         yield "observe=True shows a run live"
-    if page["resumed_from"]:
-        yield f"resumed from {os.path.basename(page['resumed_from'])}"
-    if (goodput := kept_goodput(page)) is not None:
+    if facts.resumed_from:
+        yield f"resumed from {os.path.basename(facts.resumed_from)}"
+    if (goodput := facts.kept_goodput) is not None:
         yield f"goodput {goodput:.0%} (steps that were kept)"
-    if page["downtime"]:
-        yield f"downtime {format_duration(page['downtime'])} (pauses after failures)"
+    if facts.downtime:
+        yield f"downtime {format_duration(facts.downtime)} (pauses after failures)"
 
 
 def _seconds_by_activity(seconds: dict[str, dict[str, float]]) -> Table:
@@ -368,9 +387,8 @@ def _make_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     from rich.table import Column, Table
     from rich.text import Text
 
-    first, *others = titles
-    numbers = (Column(title, justify="right") for title in others)
-    table = Table(first, *numbers, box=None, pad_edge=False, header_style="dim")
+    numbers = (Column(title, justify="right") for title in titles[1:])
+    table = Table(titles[0], *numbers, box=None, pad_edge=False, header_style="dim")
     for label, *cells in rows:
         table.add_row(Text(label), *cells)
     return table
@@ -428,8 +446,9 @@ def _make_chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int
     text = Text(" " * margin, no_wrap=True)
     for colour, name in zip(CURVE_COLOURS, curves, strict=False):
         text.append(f"{name}  ", colour)
-    peak = f"max {format_number(max(values))} at step {values[max(values)]:,.0f}" * (high < max(values))
-    text.append("log scale  " * (scale == "log") + peak, "dim")
+    text.append("log scale  " if scale == "log" else "", "dim")
+    peak = max(values)
+    text.append(f"max {format_number(peak)} at step {values[peak]:,.0f}" if high < peak else "", "dim")
     for row, label in enumerate(labels):
         text.append(f"\n{label:>{margin - 1}} ", "dim")
         for column in range(columns):

@@ -17,11 +17,15 @@ Every line has `time` (seconds since 1970), `event` and `step` (optimizer steps 
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import json
 import logging
+import math
 import os
 import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,8 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import layout
 from hftrainer.checkpointing.layout import checkpoints_newest_first
 from hftrainer.errors import InvalidArgument, suggest
+from hftrainer.parallel.environment import has_ended
+from hftrainer.reporting.metrics import NanSpan, choose_best, logged_values
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +47,10 @@ ACTIVITIES = ("steps", "data", "evaluation", "saving")
 COMPLETE = ("complete", "stopped")
 #: Reasons of an end after which a pause is the user's choice, and no loss of time.
 CHOSEN = (*COMPLETE, "Ctrl-C")
+#: Minimum of the seconds after which a run is silent, in addition to three times its longest pause.
+SILENCE = 300.0
+
+Event = dict[str, Any]
 
 
 class Journal:
@@ -173,6 +183,133 @@ def goodput(events: list[dict[str, Any]]) -> float | None:
     elapsed: float = sum(now["time"] - before["time"] for before, now in pairs)
     # Times are rounded, and a run is measured from before its first event.
     return min(1.0, useful / elapsed) if elapsed > 0 else None
+
+
+@dataclass
+class JournalSummary:
+    """A summary of a run's events. Of steps that a later start undid, only the time counts.
+
+    Attributes:
+        begin, end, phase, last_event: the last start; the end and the phase since then; the last event.
+        max_steps: optimizer steps of the complete run.
+        curves: losses and metrics → optimizer steps and values.
+        values: the last value of everything else that training logged.
+        spans: starts, intervals and ends, for `goodput`.
+        intervals: the last intervals.
+        seconds: activity → seconds since the first start.
+        pace: optimizer steps and seconds since the last start.
+        checkpoints: folder → event.
+        warnings: the warnings.
+        non_finite_step: the first step since the last finite loss that a warning names for its loss.
+        longest_pause: maximum of the seconds between two events of a start.
+        downtime: seconds of the pauses before restarts that the user did not choose, which count for goodput.
+    """
+
+    begin: Event | None = None
+    end: Event | None = None
+    phase: Event | None = None
+    last_event: Event | None = None
+    max_steps: int = 0
+    curves: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
+    spans: list[Event] = field(default_factory=list)
+    #: The recent ones.
+    intervals: deque[Event] = field(default_factory=lambda: deque(maxlen=20))
+    seconds: Counter[str] = field(default_factory=Counter)
+    pace: tuple[int, float] = (0, 0.0)
+    checkpoints: dict[str, Event] = field(default_factory=dict)
+    warnings: list[Event] = field(default_factory=list)
+    non_finite_step: int | None = None
+    longest_pause: float = 0.0
+    downtime: float = 0.0
+
+    def add_event(self, event: Event) -> None:
+        """Add the next event of the journal."""
+        kind = event["event"]
+        if self.begin is not None and self.last_event is not None:
+            pause = event["time"] - self.last_event["time"]
+            if kind != "begin":
+                self.longest_pause = max(self.longest_pause, pause)
+            elif self.last_event.get("reason") not in CHOSEN:
+                self.downtime += pause
+        self.last_event = event
+        self.non_finite_step = self.non_finite_step or event.get("non_finite_step")
+        if kind in ("phase", "end"):
+            setattr(self, kind, event)
+        if kind in ("interval", "end"):
+            self.spans.append(event)
+        if kind == "warning":
+            self.warnings.append(event)
+        if kind == "checkpoint":
+            # A folder that was written again becomes the last.
+            self.checkpoints.pop(event["folder"], None)
+            self.checkpoints[event["folder"]] = event
+        add = {"begin": self._add_begin, "log": self._add_log, "interval": self._add_interval}
+        if kind in add:
+            add[kind](event)
+
+    def _add_begin(self, event: Event) -> None:
+        self.begin, self.end, self.phase, self.pace = event, None, None, (0, 0.0)
+        self.max_steps = event["max_steps"] or 0
+        if (self.non_finite_step or 0) > event["step"]:
+            self.non_finite_step = None
+        self.spans = remove_undone_steps([*self.spans, event])
+        self.checkpoints = {path: saved for path, saved in self.checkpoints.items() if saved["step"] <= event["step"]}
+        for steps, values in self.curves.values():
+            length = bisect.bisect_right(steps, event["step"])
+            del steps[length:], values[length:]
+
+    def _add_log(self, event: Event) -> None:
+        line = {"step": event["step"], **event["logs"]} | ({"loss": math.nan} if event.get("is_partial") else {})
+        for panel, name, step, value in logged_values([line]):
+            if panel in ("loss", "metrics"):
+                steps, values = self.curves.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
+                if name == "loss" and not math.isnan(value):
+                    self.non_finite_step = None
+        for name, value in line.items():
+            is_shown = name not in self.curves and (name == "eval_share" or not name.startswith("eval_"))
+            if is_shown and name != "step" and isinstance(value, (int, float)):
+                self.values[name] = value
+
+    def _add_interval(self, event: Event) -> None:
+        self.intervals.append(event)
+        self.seconds.update(event["seconds"])
+        self.pace = self.pace[0] + event["steps"], self.pace[1] + sum(event["seconds"].values())
+
+    def state(self, now: float) -> str:
+        """One of 'unobserved', 'running', 'silent', 'killed', 'complete', 'stopped' and 'failed'.
+
+        Args:
+            now: seconds since 1970.
+        """
+        if self.begin is None or self.last_event is None:
+            is_complete = self.last_event is not None and 0 < self.max_steps <= self.last_event["step"]
+            return "complete" if is_complete else "unobserved"
+        if self.end is not None:
+            reason = self.end["reason"]
+            if reason in COMPLETE:
+                return reason
+            # The other names are those of errors.
+            return "stopped" if reason in CHOSEN or reason.startswith("SIG") else "failed"
+        if has_ended(f"{self.begin['host']} {self.begin['pid']}"):
+            return "killed"
+        return "silent" if now - self.last_event["time"] > max(SILENCE, 3 * self.longest_pause) else "running"
+
+    def metric(self, name: str, nan: NanSpan | None) -> dict[str, float | None]:
+        """The last and the best value of a curve.
+
+        Args:
+            name: the curve.
+            nan: when the loss became NaN for good. Only evaluations of weights that are surely finite can be the best.
+        """
+        steps, values = self.curves[name]
+        end: float = math.inf if nan is None else nan.usable if name.startswith("eval_") else nan.first - 1
+        finite = [(value, at) for at, value in zip(steps, values, strict=True) if at <= end and not math.isnan(value)]
+        choose = choose_best(name, self.begin or {})
+        best, best_step = choose(finite, key=lambda pair: pair[0]) if choose and finite else (None, None)
+        return {"last": values[-1], "best": best, "best_step": best_step}
 
 
 def run_names(folders: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import SEEDS, differing_arguments
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import run_names
-from hftrainer.monitoring.run_page import DIVERGED, RunRecord, describe_state, describe_step
+from hftrainer.monitoring.run_facts import DIVERGED, RunRecord, describe_state, describe_step
 from hftrainer.reporting.metrics import (
     PANEL_OF,
     PANELS,
@@ -299,8 +299,8 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step", *, join_seeds:
         unit, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))
     arguments = [dict(record.arguments) for record in records]
     for record, known, (state, _) in zip(records, arguments, logs, strict=True):
-        if device := record.page["device"]:
-            known.update({"processes": record.page["world_size"], "device": device.partition(":")[0]})
+        if device := record.facts.device:
+            known.update({"processes": record.facts.world_size, "device": device.partition(":")[0]})
         # Runs with other data differ in it. With an incomplete last accumulation it is not known exactly.
         steps = state.global_step / (state.epoch or math.inf)
         known.update({"steps per epoch": round(steps)} if known and steps and math.isclose(steps, round(steps)) else {})
@@ -335,7 +335,8 @@ def _join_seeds(curves: list[Curve]) -> list[Curve]:
         groups.setdefault(f"{settings[curve.run]} {curve.state}", {})[curve.run] = seeds
     # Runs with the same seed differ in something else.
     for runs in (runs for runs in groups.values() if len(runs) == len({*runs.values()}) > 1):
-        facts = {"run": f"{next(iter(runs))} … ({len(runs)} seeds)", "settings": settings[next(iter(runs))]}
+        first = next(iter(runs))
+        facts: dict[str, Any] = {"run": f"{first} … ({len(runs)} seeds)", "settings": settings[first]}
         members = [replace(curve, member=curve.run, **facts) for curve in curves if curve.run in runs]
         curves = [curve for curve in curves if curve.run not in runs]
         for name in dict.fromkeys(curve.name for curve in members):
@@ -387,9 +388,9 @@ def explain_empty(record: RunRecord, x: str) -> str | None:
     state, _ = record.read_log(x)
     if any(name != "epoch" and is_number(value) for _, name, value in logged(state.log_history, with_speeds=True)):
         return None
-    page = record.page
-    if page["step"] < (page["logging_steps"] or 0):
-        place = f"{describe_step(page)}, before its first log line at step {page['logging_steps']:,}"
+    facts = record.facts
+    if facts.step < (facts.logging_steps or 0):
+        place = f"{describe_step(facts)}, before its first log line at step {facts.logging_steps:,}"
         return f"{record.folder}: {place}: there is nothing to draw."
     if x == "time" and not state.log_history:
         return f"{record.folder} has no times (it ran without observe=True): leave out --x time or that run."

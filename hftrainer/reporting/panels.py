@@ -14,7 +14,7 @@ import numpy as np
 from hftrainer.base.messages import count_of, format_number
 from hftrainer.checkpointing.saved_arguments import describe, is_shared
 from hftrainer.errors import MissingPackage, cause_if_installed
-from hftrainer.monitoring.run_page import DIVERGED
+from hftrainer.monitoring.run_facts import DIVERGED
 from hftrainer.reporting.curves import EVALUATION_LOSS, TIME_UNITS, WORDS, Curve
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS
 

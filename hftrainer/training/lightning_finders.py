@@ -57,7 +57,7 @@ class FinderSteps(Part):
 
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """The loss of one batch, which makes up a complete optimizer step."""
-        self.run.window_size = 1
+        self.run.current_gradient_accumulation_steps = 1
         items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
         loss = self.parts.loss_computer.micro_batch_loss(model, inputs, items)
         self.run.attempt.logged_metrics = LoggedMetrics()

@@ -90,7 +90,7 @@ class Run:
 
     Attributes:
         train_batch_size: samples in a training micro-batch of this process.
-        window_size: micro-batches in the current optimizer step.
+        current_gradient_accumulation_steps: micro-batches in the current optimizer step.
         has_created_scheduler: True if the Trainer created the scheduler.
         trial: the hyperparameter trial, if any.
         loop: the loop of the attempt, if one has been made. Code that logs, saves or ends a run reads it here. Methods
@@ -108,7 +108,7 @@ class Run:
     """
 
     train_batch_size: int = 0
-    window_size: int = 1
+    current_gradient_accumulation_steps: int = 1
     has_created_scheduler: bool = False
     trial: Any = None
     loop: TrainingLoop | None = None

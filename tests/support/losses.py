@@ -40,7 +40,7 @@ def make_losses(release="5.20", *, micro_batches=4, averages_tokens=False, world
         "_prepare_inputs": dict,
     }
     trainer = SimpleNamespace(**defaults | attributes)
-    run = Run(window_size=micro_batches, attempt=Attempt(has_checked_model=True))
+    run = Run(current_gradient_accumulation_steps=micro_batches, attempt=Attempt(has_checked_model=True))
     parts = {"policy": followed.from_text(release), "averages_tokens": averages_tokens, "past_index": -1}
     return LossComputer(SimpleNamespace(trainer=trainer, run=run, **parts))
 

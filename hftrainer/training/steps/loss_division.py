@@ -61,7 +61,7 @@ def divide_by_micro_batches(
     parts: TrainerParts, loss: torch.Tensor, other_losses: Mapping[str, Any], items: torch.Tensor | int | None
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """The loss, and the other losses that are logged, divided by the step's micro-batches unless items divided them."""
-    divisor = parts.policy.loss_divisor(parts.run.window_size, parts.trainer.args)
+    divisor = parts.policy.loss_divisor(parts.run.current_gradient_accumulation_steps, parts.trainer.args)
     if divisor > 1 and _is_divided_by_items(parts, items):
         divisor = 1
     logged_losses = {name: other / divisor for name, other in other_losses.items() if other is not None}

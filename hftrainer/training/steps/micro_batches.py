@@ -200,7 +200,7 @@ class MicroBatches(Part):
         get_samples = self.trainer.get_batch_samples
         device = self.run.attempt.loss_since_log.device
         micro_batches, num_items = call_with_accepted(get_samples, iterator, num_batches, device=device)
-        self.run.window_size = len(micro_batches)
+        self.run.current_gradient_accumulation_steps = len(micro_batches)
         if not micro_batches:
             # A stream without a length has ended.
             self.step_phase = phase_before_reading

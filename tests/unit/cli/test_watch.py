@@ -18,8 +18,8 @@ from rich.console import Console
 
 from hftrainer.__main__ import main
 from hftrainer.cli import watch
-from hftrainer.monitoring.journal import JOURNAL_NAME, Journal, read_events, remove_undone_steps
-from hftrainer.monitoring.run_page import SILENCE, WatchedRun, find_nan
+from hftrainer.monitoring.journal import JOURNAL_NAME, SILENCE, Journal, read_events, remove_undone_steps
+from hftrainer.monitoring.run_facts import WatchedRun
 from hftrainer.reporting.metrics import NanSpan
 from tests.support.checkpoints import make_trainer
 
@@ -112,8 +112,8 @@ def test_ended_run_says_how_it_ended(tmp_path, capsys, monkeypatch, reason, stat
     journal = begin(tmp_path)
     train(journal, 10)
     journal.write("end", 10, reason=reason, **error)
-    page = WatchedRun(str(tmp_path)).read()
-    assert page["state"] == state and page["seconds_left"] is page["phase"] is None
+    facts = WatchedRun(str(tmp_path)).read()
+    assert facts.state == state and facts.seconds_left is facts.phase is None
     shown = show(capsys, monkeypatch, tmp_path)
     assert text in shown.splitlines()[0] and shown.count("why") == 30 * len(error)
 
@@ -140,16 +140,16 @@ def test_killed_process_is_reported(tmp_path, capsys, monkeypatch):
     make_older(tmp_path, 200)
     page = show(capsys, monkeypatch, tmp_path, width=160)
     assert f"killed: process {process.pid} on " in page and "no checkpoint: start it again" in page
-    assert WatchedRun(str(tmp_path)).read()["seconds_left"] is None
+    assert WatchedRun(str(tmp_path)).read().seconds_left is None
 
 
 def test_run_without_new_lines_is_reported_silent(tmp_path):
     """On another machine only silence tells, and a process that exists here may hang."""
     for name, host in (("here", socket.gethostname()), ("there", "another-machine")):
         train(begin(tmp_path / name, host=host, pid=os.getpid()), 10)
-        assert WatchedRun(str(tmp_path / name)).read()["state"] == "running"
+        assert WatchedRun(str(tmp_path / name)).read().state == "running"
         make_older(tmp_path / name, SILENCE + 1)
-        assert WatchedRun(str(tmp_path / name)).read()["state"] == "silent"
+        assert WatchedRun(str(tmp_path / name)).read().state == "silent"
 
 
 def test_restart_removes_the_undone_steps(tmp_path):
@@ -162,12 +162,12 @@ def test_restart_removes_the_undone_steps(tmp_path):
     for step in (20, 30):
         (tmp_path / f"checkpoint-{step}").mkdir()
     train(begin(tmp_path, 20), 30, loss=2.0)
-    page = WatchedRun(str(tmp_path)).read()
-    assert page["curves"]["loss"] == {"steps": [10, 20, 30], "values": [3.0, 3.0, 2.0]}
-    assert page["seconds"]["all"] == {name: 4 * spent for name, spent in SECONDS.items()}
-    assert [made["step"] for made in page["checkpoints"]] == [20]
-    assert page["state"] == "running" and page["resumed_from"] == "checkpoint-20"
-    assert page["seconds_left"] == 70.0
+    facts = WatchedRun(str(tmp_path)).read()
+    assert facts.curves["loss"] == {"steps": [10, 20, 30], "values": [3.0, 3.0, 2.0]}
+    assert facts.seconds["all"] == {name: 4 * spent for name, spent in SECONDS.items()}
+    assert [made["step"] for made in facts.checkpoints] == [20]
+    assert facts.state == "running" and facts.resumed_from == "checkpoint-20"
+    assert facts.seconds_left == 70.0
 
 
 def test_restart_from_the_beginning_removes_all_steps(tmp_path, capsys, monkeypatch):
@@ -180,7 +180,7 @@ def test_restart_from_the_beginning_removes_all_steps(tmp_path, capsys, monkeypa
     train(journal, 10)
     page = show(capsys, monkeypatch, tmp_path)
     assert "step 10 of 100" in page and "eval_loss" not in page
-    assert WatchedRun(str(tmp_path)).read()["seconds"]["all"] == SECONDS
+    assert WatchedRun(str(tmp_path)).read().seconds["all"] == SECONDS
 
 
 @pytest.mark.parametrize("is_overwritten", [False, True])
@@ -194,11 +194,11 @@ def test_resume_of_an_earlier_run_continues_its_curve(tmp_path, is_overwritten):
     if is_overwritten:
         journal.write("checkpoint", 20, folder="checkpoint-20")
     watched = WatchedRun(str(tmp_path))
-    assert watched.read()["curves"]["loss"]["values"] == [4.0, 4.0]
+    assert watched.read().curves["loss"]["values"] == [4.0, 4.0]
     train(begin(tmp_path, 20, resumed_from=f"{tmp_path}/checkpoint-20/"), 30, loss=1.0)
     losses = [4.0, 4.0, 1.0] if is_overwritten else [2.0, 2.0, 1.0]
     for run in (watched, WatchedRun(str(tmp_path))):
-        assert run.read()["curves"]["loss"] == {"steps": [10, 20, 30], "values": losses}
+        assert run.read().curves["loss"] == {"steps": [10, 20, 30], "values": losses}
     logs = [event.get("logs") for event in remove_undone_steps(read_events(str(tmp_path)))]
     assert [each["loss"] for each in logs if each] == losses
 
@@ -210,7 +210,7 @@ def test_goodput_is_kept_steps_by_all_time(tmp_path, capsys, monkeypatch):
     for event, at in zip(events, (0, 10, 10, 20, 20), strict=True):
         event["time"] = 1e9 + at
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert WatchedRun(str(tmp_path)).read()["goodput"] == 0.8
+    assert WatchedRun(str(tmp_path)).read().goodput == 0.8
     assert "goodput 80% (steps that were kept)" in show(capsys, monkeypatch, tmp_path)
     journal = begin(tmp_path, 20)
     assert re.search(r"downtime [\d,]+ h .*\(pauses after failures\)", show(capsys, monkeypatch, tmp_path, width=160))
@@ -237,10 +237,10 @@ def test_only_appended_lines_are_read(tmp_path):
     train(journal, 20)
     with open(path, "ab") as file:
         file.write(b'{"time": 1, "event": "log", "step": 30, ')
-    assert run.read()["curves"]["loss"]["steps"] == [10, 20]
+    assert run.read().curves["loss"]["steps"] == [10, 20]
     with open(path, "ab") as file:
         file.write(b'"logs": {"loss": 1.0}}\n')
-    assert run.read()["curves"]["loss"]["steps"] == [10, 20, 30]
+    assert run.read().curves["loss"]["steps"] == [10, 20, 30]
 
 
 @pytest.mark.parametrize("replace", [False, True])
@@ -254,25 +254,25 @@ def test_new_journal_file_is_read_from_its_beginning(tmp_path, replace):
     else:
         (tmp_path / JOURNAL_NAME).write_text("")
         train(begin(tmp_path), *range(1, 2))
-    assert run.read()["curves"]["loss"]["steps"] == list(range(1, 9 if replace else 2))
+    assert run.read().curves["loss"]["steps"] == list(range(1, 9 if replace else 2))
 
 
 def test_evaluation_that_runs_counts_for_the_time_left(tmp_path):
     train(journal := begin(tmp_path), 10)
-    assert WatchedRun(str(tmp_path)).read()["seconds_left"] == 90
+    assert WatchedRun(str(tmp_path)).read().seconds_left == 90
     journal.write("phase", 10, phase="evaluation")
     make_older(tmp_path, 20)
-    page = WatchedRun(str(tmp_path)).read()
+    facts = WatchedRun(str(tmp_path)).read()
     # Times in journals are rounded.
-    assert page["seconds_left"] > 90 + 19 * 9 and page["goodput"] < 0.5
+    assert facts.seconds_left > 90 + 19 * 9 and facts.goodput < 0.5
 
 
 def test_nan_is_known_before_a_log_line_has_it(tmp_path):
     train(journal := begin(tmp_path), 10)
     journal.write("warning", 12, text="", non_finite_step=13)
-    assert find_nan(WatchedRun(str(tmp_path)).read()) == NanSpan(13, 13, usable=11)
+    assert WatchedRun(str(tmp_path)).read().nan == NanSpan(13, 13, usable=11)
     evaluate(journal, 15, loss=1.0)  # the loss of a single step was not finite
-    assert find_nan(WatchedRun(str(tmp_path)).read()) is None
+    assert WatchedRun(str(tmp_path)).read().nan is None
 
 
 def test_losses_that_are_not_finite_are_shown(tmp_path, capsys, monkeypatch):
@@ -293,12 +293,12 @@ def test_losses_that_are_not_finite_are_shown(tmp_path, capsys, monkeypatch):
     journal.write("end", 60, reason="complete")
     assert "  loss NaN since step 41-50, complete " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
     evaluate(journal, 40, accuracy=0.8)  # of weights that may be the cause
-    assert WatchedRun(str(tmp_path)).read()["metrics"]["eval_accuracy"]["best_step"] is None
+    assert WatchedRun(str(tmp_path)).read().metrics["eval_accuracy"]["best_step"] is None
     journal.write("warning", 60, text="", non_finite_step=43)
     evaluate(journal, 42, accuracy=0.9)
-    assert WatchedRun(str(tmp_path)).read()["metrics"]["eval_accuracy"]["best_step"] == 40
+    assert WatchedRun(str(tmp_path)).read().metrics["eval_accuracy"]["best_step"] == 40
     evaluate(journal, 42, loss=1.0)  # they are not
-    assert WatchedRun(str(tmp_path)).read()["metrics"]["eval_accuracy"]["best_step"] == 42
+    assert WatchedRun(str(tmp_path)).read().metrics["eval_accuracy"]["best_step"] == 42
     assert "  loss NaN since step 43, complete " in show(capsys, monkeypatch, tmp_path).splitlines()[0]
 
 
@@ -315,7 +315,7 @@ def test_low_page_keeps_a_chart(tmp_path):
     for number in range(3):
         journal.write("warning", 50, text=f"warning {number} " * 20)
     console = Console(width=80, height=24, file=io.StringIO())
-    console.print(watch._make_page(console, ["run"], [WatchedRun(str(tmp_path)).read()], 24))
+    console.print(watch._make_page(console, [("run", WatchedRun(str(tmp_path)).read())], 24))
     page = console.file.getvalue()
     assert page.count("\n") <= 24 and re.search(r"\+\d+ more", page) and "step 50 │" in page.replace("  ", "")
     assert "warning 2" in page and "warning 1" not in page and " not all lines fit: use a taller window " in page
@@ -327,7 +327,7 @@ def test_page_of_several_runs_keeps_evaluations(tmp_path):
     train(journal, *range(10, 60, 10))
     evaluate(journal, 50, loss=1.5, accuracy=0.5, f1=0.5, recall=0.5)
     console = Console(width=80, height=24, file=io.StringIO())
-    console.print(watch._make_page(console, ["one", "two"], 2 * [WatchedRun(str(tmp_path)).read()], 24))
+    console.print(watch._make_page(console, [(name, WatchedRun(str(tmp_path)).read()) for name in ("one", "two")], 24))
     page = console.file.getvalue()
     assert page.count("\n") <= 24 and page.count("│ eval_recall ") == page.count("lr 3.00e-04") == 2
     assert "goodput" not in page and "evaluation" not in page and " more" not in page
@@ -409,10 +409,10 @@ def test_journal_written_by_a_trainer_is_shown(tmp_path, capsys, monkeypatch):
     """What the Trainer writes is what the page reads."""
     make_trainer(tmp_path, max_steps=4, save_steps=2, logging_steps=1, observe=True).train()
     capsys.readouterr()
-    page = WatchedRun(str(tmp_path)).read()
-    assert page["state"] == "complete" and page["step"] == page["max_steps"] == 4
-    assert [made["step"] for made in page["checkpoints"]] == [2, 4] and 0 < page["goodput"] <= 1
-    assert page["curves"]["loss"]["steps"] == [1, 2, 3, 4] and page["values"]["samples_per_second"] > 0
+    facts = WatchedRun(str(tmp_path)).read()
+    assert facts.state == "complete" and facts.step == facts.max_steps == 4
+    assert [made["step"] for made in facts.checkpoints] == [2, 4] and 0 < facts.goodput <= 1
+    assert facts.curves["loss"]["steps"] == [1, 2, 3, 4] and facts.values["samples_per_second"] > 0
     text = show(capsys, monkeypatch, tmp_path)
     assert "complete" in text and "samples/s" in text and "saving" in text and "train_" not in text
     assert watch._join(["saved:  run-2 9 s ago", "run-1 12 s ago"], 30) == "saved: run-2 9 s ago\nrun-1 12 s ago"

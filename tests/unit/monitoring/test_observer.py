@@ -18,7 +18,7 @@ from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.flops import peak_flops
 from hftrainer.monitoring.journal import Journal, goodput, read_events, remove_undone_steps
-from hftrainer.monitoring.run_page import RunRecord
+from hftrainer.monitoring.run_facts import RunRecord
 from hftrainer.training import monitors
 from tests.support.checkpoints import AtStep
 from tests.support.parity import assert_same_weights

@@ -14,7 +14,7 @@ from hftrainer.__main__ import main
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.saved_arguments import describe, differing_arguments
 from hftrainer.monitoring.journal import Journal
-from hftrainer.monitoring.run_page import RunRecord
+from hftrainer.monitoring.run_facts import RunRecord
 from hftrainer.reporting.curves import Curve, _with_styles, read_curves
 from hftrainer.reporting.metrics import SHARES, choose_best, logged, logged_curves
 from hftrainer.reporting.panels import describe_run, vertical_axis
@@ -41,8 +41,8 @@ def test_loss_that_leaves_out_some_is_a_gap_and_not_the_best(tmp_path, x, capsys
     write_log(tmp_path, [{"step": 30, "loss": 0.1, "grad_norm": 1.0}])
     loss = read_curves([str(tmp_path)], x)[0]
     assert loss.finite == [1.0, 2.0] and loss.gaps == [2] and loss.non_finite[2] == "at step 21-30"
-    page = RunRecord(str(tmp_path)).page
-    assert page["metrics"]["loss"]["best"] == 1.0
+    facts = RunRecord(str(tmp_path)).facts
+    assert facts.metrics["loss"]["best"] == 1.0
     main(["plot", "--json", str(tmp_path)])
     (row,) = json.loads(capsys.readouterr().out)["runs"]
     assert row["state"] != "diverged" and row["last_loss"] is None

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from hftrainer.monitoring.journal import append_line
-from hftrainer.monitoring.run_page import RunRecord
+from hftrainer.monitoring.run_facts import RunRecord
 from hftrainer.reporting.curves import Curve, read_curves
 from hftrainer.reporting.page import _curve_traces, _make_figure
 from hftrainer.reporting.panels import (
@@ -218,7 +218,7 @@ def test_time_axis_breaks_at_restarts_without_their_pauses(tmp_path):
     assert [read_curves([str(tmp_path)], x)[0].restarts for x in ("step", "epoch")] == [[(1, 1)], [(0.5, 0.5)]]
     curve, *shares = read_curves([str(tmp_path)], "time")
     run = RunRecord(str(tmp_path))
-    assert (run.seconds, run.page["downtime"]) == (60, 7980)
+    assert (run.seconds, run.facts.downtime) == (60, 7980)
     assert curve.state.endswith(
         " in 60 s, resumed at step 1 (at least 1 step done again), 2 h 13 min of downtime, goodput 0%"
     )

@@ -20,7 +20,7 @@ def make_parts(found=None, *, creates_scheduler=True):
         return found
 
     engine = SimpleNamespace(search_batch_size=find_size, search_learning_rate=lambda steps, model: found)
-    run = Run(train_batch_size=8, window_size=4, has_created_scheduler=creates_scheduler)
+    run = Run(train_batch_size=8, current_gradient_accumulation_steps=4, has_created_scheduler=creates_scheduler)
     return SimpleNamespace(trainer=trainer, run=run, engine=engine, require_optimizer=lambda: optimizer)
 
 
@@ -64,7 +64,7 @@ def test_trial_loss_is_that_of_a_whole_step_and_is_not_logged():
 
     def micro_batch_loss(model, inputs, items):
         parts.run.attempt.logged_metrics.add("part", torch.tensor(1.0))
-        return inputs, items, parts.run.window_size
+        return inputs, items, parts.run.current_gradient_accumulation_steps
 
     parts.loss_computer = SimpleNamespace(micro_batch_loss=micro_batch_loss)
     assert FinderSteps(parts).loss("model", "batch") == ("batch", 7, 1)
