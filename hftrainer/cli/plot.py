@@ -272,8 +272,8 @@ def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
         rows.append(tuple(missing[name] if run.get(name) is None else texts[name](run[name]) for name in names))
     turned = align([column for column in zip(*rows, strict=True) if any(column[1:])])
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else math.inf
-    are_wide = [any(len(line) > width for line in table.splitlines()) for table in (align(rows), turned)]
-    return turned if by_run or are_wide == [True, False] else align(rows, width)
+    are_too_wide = [any(len(line) > width for line in table.splitlines()) for table in (align(rows), turned)]
+    return turned if by_run or are_too_wide == [True, False] else align(rows, width)
 
 
 def _as_columns(row: dict[str, Any], settings: list[dict[str, Any]]) -> dict[str, Any]:

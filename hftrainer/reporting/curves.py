@@ -26,8 +26,8 @@ from hftrainer.reporting.metrics import (
     SHARES,
     SPEEDS,
     choose_best,
+    is_jump,
     is_number,
-    leaps,
     logged,
     logged_curves,
     replace_spikes,
@@ -76,8 +76,8 @@ class Curve:
         mark: the shape of its markers, which distinguishes runs in black and white.
         owner: in a panel that one of several runs has alone, the entry of the legend, which names the run.
         restarts: where a resumed run started again, after the place since which its work was lost.
-        non_finite: since where and by where it was first not finite, which of a loss may be before a log line, and that
-            step or those steps in words.
+        non_finite: the interval of its first value that is not finite: its start and end on the axis, and its steps in
+            words. If the journal has the step of a loss, the interval may end before the log line.
         start: where the interval of the first value began.
         pace: seconds per step of the interval of each value, with evaluations and saving; 0 if unknown.
         state: what became of the run, if not its end; and an evaluation that was not saved.
@@ -159,22 +159,22 @@ class Curve:
         best, place = (None, None) if self.best is None else (self.values[self.best], self.steps[self.best])
         return ends | {"best": best, "best_step": place, "not_finite": len(self.gaps)}
 
-    def points(self, values: list[float], foot: float = -math.inf) -> tuple[list[float], list[float]]:
-        """The steps and values that are drawn, those below `foot` there.
+    def points(self, values: list[float], floor: float = -math.inf) -> tuple[list[float], list[float]]:
+        """The steps and values that are drawn, those below `floor` there.
 
         Speeds and shares are of the time since the log line before, so that the first value begins there, and over time
         the first speed after a restart at the restart. Curves over time have a gap where steps were undone, and a
-        learning rate where it leaps. A share is drawn of all the time up to its step, so that evaluations and saves at
+        learning rate where it jumps. A share is drawn of all the time up to its step, so that evaluations and saves at
         intervals do not make it jump.
         """
         is_share = self.name in PANELS[SHARES]
-        values = self.so_far if is_share else np.maximum(values, foot).tolist()
+        values = self.so_far if is_share else np.maximum(values, floor).tolist()
         steps, shown = ([column[index] for index in self.drawn_indices] for column in (self.steps, values))
         is_interval, is_rate = PANEL_OF.get(self.name) in SPEEDS, self.name == "learning_rate"
         for lost, restart in self.restarts if is_rate or (self.x in TIME_UNITS and not is_share) else ():
             # Epochs of restarts are computed, and may be less than the logged ones.
             place = bisect.bisect_right(steps, restart * (1 + 1e-9))
-            gap = [math.nan] if place and (lost < restart or (is_rate and leaps(shown, place))) else []
+            gap = [math.nan] if place and (lost < restart or (is_rate and is_jump(shown, place))) else []
             first = gap + is_interval * shown[place : place + 1]
             steps[place:place] = [restart] * len(first)
             shown[place:place] = first
@@ -233,9 +233,9 @@ class Curve:
         """The values, with a gap for those above `top`: the lines to them would be walls."""
         return [value if value <= top else math.nan for value in self.drawable]
 
-    def shared_points(self, values: list[float], foot: float) -> tuple[list[float], list[float]]:
+    def shared_points(self, values: list[float], floor: float) -> tuple[list[float], list[float]]:
         """The points of the values that later curves have too; a gap for the others."""
-        return self.points(values[: self.shared] + [math.nan] * (len(values) - self.shared), foot)
+        return self.points(values[: self.shared] + [math.nan] * (len(values) - self.shared), floor)
 
     def peaks(self, top: float) -> list[int]:
         """The index of the highest of each group of neighbours above `top`."""

@@ -159,7 +159,7 @@ def choose_best(name: str, arguments: Mapping[str, Any]) -> Callable[..., Any] |
     return max if _GREATER_IS_BETTER.fullmatch(name) else None
 
 
-def leaps(values: Sequence[float], place: int) -> bool:
+def is_jump(values: Sequence[float], place: int) -> bool:
     """Whether the change to the value at `place` is far from 0 and the changes before and after it."""
     before, change, after = (np.diff(values[max(0, n - 1) : n + 1]).tolist() for n in (place - 1, place, place + 1))
     others = [0.0, *before, *after]

@@ -18,33 +18,41 @@ from hftrainer.monitoring.run_page import DIVERGED
 from hftrainer.reporting.curves import EVALUATION_LOSS, TIME_UNITS, WORDS, Curve
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS
 
-#: Number of losses from which a few high ones may leave a panel; their least ratio to the range of the others; and
-#: that of spikes to the highest of the others.
-MIN_CLIPPED_POINTS, CLIP_RATIO, LOG_CLIP_RATIO = 10, 3, 10
-#: Number of runs whose highest value above a panel is named, and of triangles at its upper edge for each.
-MAX_PEAK_TEXTS, MAX_TRIANGLES = 4, 30
+#: Number of losses of a panel from which a few high ones may leave it.
+MIN_CLIPPED_POINTS = 10
+#: Losses leave a panel with a linear scale if they span this many times the range of the others.
+CLIP_RATIO = 3
+#: Spikes of a loss leave a panel with a logarithmic scale from this many times the highest of the others on.
+LOG_CLIP_RATIO = 10
+#: Number of runs whose highest value above a panel is named.
+MAX_PEAK_TEXTS = 4
+#: Number of triangles at the upper edge of a panel for each of these runs.
+MAX_TRIANGLES = 30
 MEMORY_PANEL = "peak memory (MB)"
-#: The share of a panel's height of a row of marks of what is not finite, and of all rows at most; and number of parts
-#: of the axis that may have a mark.
-RUG_ROW, MAX_RUG, MAX_RUG_MARKS = 0.04, 0.3, 60
+#: The share of a panel's height that a row of marks has. Each is a value that is not finite.
+MARK_ROW = 0.04
+#: The share of a panel's height that all rows of such marks have at most.
+MAX_MARK_ROWS = 0.3
+#: Number of parts of the horizontal axis, each of which has at most one mark in a row.
+MAX_MARKS = 60
 
 
-def rug(curves: list[Curve]) -> list[tuple[float, list[float], Curve]]:
-    """Each curve with values that are not finite; the height of its row of marks, and their places.
+def non_finite_marks(curves: list[Curve]) -> list[tuple[float, list[float], Curve]]:
+    """The marks of values that are not finite: of each curve that has some the height of their row, and their places.
 
-    Of each part of the axis only the first has a mark, since others would run into it.
+    In each part of the axis only the first value has a mark, since others would run into it.
     """
     rows = [curve for curve in curves if curve.gaps]
-    size = min(RUG_ROW, MAX_RUG / max(1, len(rows)))
-    part = (max(step for curve in curves for step in curve.steps) or 1) / MAX_RUG_MARKS
+    size = min(MARK_ROW, MAX_MARK_ROWS / max(1, len(rows)))
+    part = (max(step for curve in curves for step in curve.steps) or 1) / MAX_MARKS
     marks = [{int(step / part): step for step in np.take(curve.steps, curve.gaps[::-1]).tolist()} for curve in rows]
     return [((row + 0.5) * size, sorted(marks[row].values()), curve) for row, curve in enumerate(rows)]
 
 
 def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
-    """The scale of a panel, 'linear' or 'log', and its range, with space at its foot for the rug."""
+    """The scale of a panel, 'linear' or 'log', and its range, with space for `non_finite_marks`."""
     scale, (low, high) = _axis_of_values(curves)
-    rows = rug(curves)
+    rows = non_finite_marks(curves)
     if not rows or not any(curve.finite for curve in curves):
         return scale, (low, high)
     space = 2 * rows[0][0] * len(rows)
@@ -53,7 +61,7 @@ def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
 
 
 def _axis_of_values(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
-    """The scale and the range of the values.
+    """The scale of a panel, and the range of its values.
 
     Peak learning rates that differ 50-fold have a logarithmic scale; there a warm-up and a decay to 0 go below the
     panel. A metric has a linear scale.
@@ -73,11 +81,11 @@ def _axis_of_values(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
 
 
 def _axis_of_speeds(parts: list[list[float]]) -> tuple[str, tuple[float, float]]:
-    """That of speeds and memory, which begins at 0.
+    """The scale and the range of a panel of speeds or memory, which begins at 0.
 
-    It ends at twice the 90th percentile of a curve, or at a level that lasts, if others are twice as high as this. If
-    the percentile is ten times the median of a curve, or so many values are above the end that they are no spikes, the
-    scale is logarithmic instead.
+    The range ends at twice the 90th percentile of a curve, or at a level that lasts, if others are twice as high as
+    this. If the percentile is ten times the median of a curve, or so many values are above the end that they are no
+    spikes, the scale is logarithmic instead.
     """
     usual, high = max(float(np.percentile(part, 90, method="lower")) for part in parts), max(map(max, parts))
     end = max(2 * usual, *map(_lasting_height, parts)) or high
@@ -88,13 +96,13 @@ def _axis_of_speeds(parts: list[list[float]]) -> tuple[str, tuple[float, float]]
 
 
 def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str, tuple[float, float]]:
-    """That of losses and gradient norms.
+    """The scale and the range of a panel of losses or gradient norms.
 
-    It ends at three times the height of the 95th percentile of a curve without spikes, or at a level that lasts, if
-    others are `CLIP_RATIO` times as high, so that a few do not flatten the rest. If these span two orders of magnitude,
-    the scale is logarithmic instead, and begins at a third of the lowest mean above 0; it leaves out spikes from
-    `LOG_CLIP_RATIO` times the others on. Of several runs, those that reach 100 times the median of the curves' highest
-    values leave the panel.
+    The range ends at three times the height of the 95th percentile of a curve without spikes, or at a level that lasts,
+    if others are `CLIP_RATIO` times as high, so that a few do not flatten the rest. If these span two orders of
+    magnitude, the scale is logarithmic instead, and begins at a third of the lowest mean above 0; it leaves out spikes
+    from `LOG_CLIP_RATIO` times the others on. Of several runs, those that reach 100 times the median of the curves'
+    highest values leave the panel.
     """
     calm = [list(filter(math.isfinite, curve.without_spikes)) for curve in curves]
     values, highs = [value for part in calm for value in part], list(map(max, calm))
@@ -108,8 +116,8 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     top = max(value for value in values if value - bottom <= 3 * (usual - bottom))
     top = max(top, *(height for height in map(_lasting_height, calm) if height <= end))
     # Of few values, only one of 100 times that before it is surely a spike.
-    leaps = any(later > 100 * abs(earlier) for part in parts for earlier, later in pairwise(part))
-    may_cut = leaps or len(values) >= MIN_CLIPPED_POINTS
+    has_spike = any(later > 100 * abs(earlier) for part in parts for earlier, later in pairwise(part))
+    may_cut = has_spike or len(values) >= MIN_CLIPPED_POINTS
     # To cut off less would not show the others larger.
     is_cut = may_cut and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
     top = top if is_cut else high
@@ -122,7 +130,7 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     return "linear", axis_range([bottom, top + is_cut * (top - bottom) / 10])
 
 
-def foot_of_zeros(curves: list[Curve]) -> tuple[float, str]:
+def height_of_zeros(curves: list[Curve]) -> tuple[float, str]:
     """The height in a logarithmic panel at which its zeros are drawn, and a text for the legend.
 
     It is minus infinity if there are none but single ones under a mean, which a text would not help to read.

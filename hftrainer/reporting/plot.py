@@ -52,16 +52,18 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
     notes = [line for note in notes for line in textwrap.wrap(note, max(80, 60 * columns))]
     figure = panels.import_plotting("matplotlib.figure").Figure()
     # tight_layout is slow. In inches from the top: the title, all that is above the shown, and each row.
-    head = 0.4 + 0.17 * len(notes)
+    legend_top = 0.4 + 0.17 * len(notes)
     lines = [line for label in labels for line in label.split("\n")]
     # An inch has 15 characters, and a sample is as wide as 8.
     legend_columns = max(1, min(3, int(15 * width) // max((8 + len(line) for line in lines), default=8)))
-    height, places = head + 0.19 * -(-len(lines) // legend_columns) + 0.05, []
+    height, places = legend_top + 0.19 * -(-len(lines) // legend_columns) + 0.05, []
     for row in rows:
-        wide = (width - LEFT_MARGIN - RIGHT_MARGIN + COLUMN_GAP) / len(row) - COLUMN_GAP
+        panel_width = (width - LEFT_MARGIN - RIGHT_MARGIN + COLUMN_GAP) / len(row) - COLUMN_GAP
         axes = [figure.add_subplot() for _ in row]
-        height += PANEL_HEIGHT + 0.15 + 0.18 * max(_draw_panel(*pair, wide) for pair in zip(axes, row, strict=True))
-        places += [(axis, LEFT_MARGIN + n * (wide + COLUMN_GAP), height, wide) for n, axis in enumerate(axes)]
+        legend_rows = [_draw_panel(*pair, panel_width) for pair in zip(axes, row, strict=True)]
+        height += PANEL_HEIGHT + 0.15 + 0.18 * max(legend_rows)
+        lefts = [LEFT_MARGIN + number * (panel_width + COLUMN_GAP) for number in range(len(row))]
+        places += [(axis, left, height, panel_width) for axis, left in zip(axes, lefts, strict=True)]
         height += TICK_LABELS
     # Only the lowest row names the horizontal axis, which all panels share.
     for axis in axes:
@@ -71,14 +73,14 @@ def draw_picture(curves: list[Curve], path: str, title: str) -> None:
     limits = panels.horizontal_range(curves)
     # Inches of a label and the space after it.
     label_width = 0.25 + 0.075 * len(f"{limits[1]:,.0f}")
-    for axis, left, bottom, wide in places:
-        axis.xaxis.get_major_locator().set_params(nbins=min(9, int(wide / label_width)))
-        axis.set_position((left / width, 1 - bottom / height, wide / width, PANEL_HEIGHT / height))
+    for axis, left, bottom, panel_width in places:
+        axis.xaxis.get_major_locator().set_params(nbins=min(9, int(panel_width / label_width)))
+        axis.set_position((left / width, 1 - bottom / height, panel_width / width, PANEL_HEIGHT / height))
         axis.set_xlim(limits)
     figure.suptitle(title, y=1 - 0.15 / height)
     figure.text(0.5, 1 - 0.38 / height, "\n".join(notes), ha="center", va="top", fontsize=9, color="0.4")
     handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - head / height), "borderaxespad": 0}
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - legend_top / height), "borderaxespad": 0}
     figure.legend(handles=handles, fontsize=9, frameon=False, ncols=legend_columns, **place)
     figure.savefig(path, dpi=120)
 
@@ -127,7 +129,7 @@ def _draw_lines(axis: Any, curves: list[Curve]) -> dict[str, Any]:
     """Draw the curves with their best values, and return the samples of the legend by their text."""
     handles: dict[str, Any] = {}
     top = panels.vertical_axis(curves)[1][1]
-    foot, text = panels.foot_of_zeros(curves)
+    floor, text = panels.height_of_zeros(curves)
     for curve in curves:
         style = {"color": curve.colour, "linestyle": list(DASHES)[curve.dash], "linewidth": 1.5}
         # Marks tell runs apart, and are most of what is seen of a few points.
@@ -136,17 +138,17 @@ def _draw_lines(axis: Any, curves: list[Curve]) -> dict[str, Any]:
         handles.setdefault(curve.legend_entry, axis.plot([], [], **(style | entry))[0])
         if curve.mean or curve.peaks(top) or curve.member:
             faint = {"linewidth": 0.8, "alpha": panels.opacity_under_mean(curves)}
-            axis.plot(*curve.points(curve.drawable, foot), **(style | faint))
+            axis.plot(*curve.points(curve.drawable, floor), **(style | faint))
         if curve.member:
             continue
         values = curve.mean or curve.below(top)
-        axis.plot(*curve.shared_points(values, foot), **(style | {"linewidth": curve.width}))
-        axis.plot(*curve.points(values, foot), markevery=curve.marked, **marks, **style)
+        axis.plot(*curve.shared_points(values, floor), **(style | {"linewidth": curve.width}))
+        axis.plot(*curve.points(values, floor), markevery=curve.marked, **marks, **style)
         # Both are seen where they meet.
         for point, shape, size in ((curve.best, "*", 14), (curve.end, "X", 7)):
             if point is not None:
                 mark = {"color": curve.colour, "markeredgecolor": "black", "markersize": size, "zorder": 20 - size}
-                axis.plot(curve.steps[point], max(foot, curve.drawable[point]), shape, **mark)
+                axis.plot(curve.steps[point], max(floor, curve.drawable[point]), shape, **mark)
     handles |= {text: axis.plot([], [], "_", color="grey")[0]} if text else {}
     return handles
 
@@ -158,19 +160,19 @@ def _draw_incidents(axis: Any, curves: list[Curve]) -> dict[str, Any]:
         line = axis.axvline(step, color=colour, linestyle=dash, linewidth=1.5 if text else 0.8)
         axis.axvspan(start, step, color=colour, alpha=0.12, linewidth=0)
         handles |= {text: line} if text else {}
-    for height, steps, curve in panels.rug(curves):
+    for height, steps, curve in panels.non_finite_marks(curves):
         # In the unit of the panel's height.
         style = {"color": curve.colour, "markersize": 6, "transform": axis.get_xaxis_transform()}
         handles.setdefault("not finite", axis.plot(steps, [height] * len(steps), "|", **style)[0])
     return handles
 
 
-def _draw_peaks(axis: Any, curves: list[Curve], top: float, letters: int) -> dict[str, Any]:
+def _draw_peaks(axis: Any, curves: list[Curve], top: float, line_length: int) -> dict[str, Any]:
     """Mark what leaves a panel at its upper edge, and return the samples of the legend by their text."""
     handles: dict[str, Any] = {}
     for curve, steps, text in panels.clipped_peaks(curves, top):
         style = {"color": curve.colour, "markersize": 5, "transform": axis.get_xaxis_transform()}
-        handles[textwrap.fill(text, letters)] = axis.plot(steps, [0.98] * len(steps), "^", **style)[0]
+        handles[textwrap.fill(text, line_length)] = axis.plot(steps, [0.98] * len(steps), "^", **style)[0]
     return handles
 
 

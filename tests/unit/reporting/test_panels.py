@@ -16,7 +16,7 @@ from hftrainer.reporting.panels import (
     clipped_peaks,
     describe_run,
     group_by_panel,
-    rug,
+    non_finite_marks,
     title_and_notes,
     vertical_axis,
     vertical_lines,
@@ -55,7 +55,7 @@ def test_marks_of_a_long_row_that_is_not_finite_do_not_run_together(tmp_path):
     """Of several runs, the entry of the run that diverged says it, and its line has no other."""
     log = [{"loss": math.nan if step > 600 else 1.0, "step": step} for step in range(1, 1201)]
     runs = [write_log(tmp_path / "nan", log), write_log(tmp_path / "good", log[:9])]
-    ((_, places, _),) = rug(curves := read_curves(runs))
+    ((_, places, _),) = non_finite_marks(curves := read_curves(runs))
     assert len(places) == 31 and (places[0], places[-1]) == (601, 1200)
     assert [line[1:] for line in vertical_lines(curves)] == [(601, "", curves[0].colour, ":")]
     assert "diverged at step 601" in describe_run("nan", curves)
