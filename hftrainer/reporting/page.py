@@ -56,7 +56,7 @@ def draw_html(charts: dict[str, list[Curve]], path: str, title: str, *, table: s
     script += Path(__file__).with_name("page.js").read_text("utf-8")
     texts = {"title": titles[shown][0], "notes": settings["notes"][shown], "table": table}
     fields = {name: html.escape(text) for name, text in texts.items()}
-    fields["checked"] = " checked" * (figures[shown].layout.yaxis2.type == "log")
+    fields["checked"] = " checked" if figures[shown].layout.yaxis2.type == "log" else ""
     fields["axes"] = "".join(f"<option>{x}" for x in charts)
     options = {"include_plotlyjs": plotlyjs, "config": {"responsive": True}, "post_script": script}
     fields["plot"] = figures[shown].to_html(full_html=False, **options)
@@ -223,10 +223,9 @@ def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]
     faint = {"mode": "lines", "opacity": panels.opacity_under_mean(curves), "line": trace["line"] | {"width": 1}}
     levels, plain = curve.smoothings, [trace | faint if curve.member else trace]
     shared = {"mode": "lines", "hoverinfo": "skip", "line": trace["line"] | {"width": curve.width + 0.5}}
-    shared |= {"meta": "light" if curve.mean else "off light" * bool(levels)}
-    yield from [trace | shared | {"y": curve.shared_points(curve.mean or curve.drawable, floor)[1]}] * (
-        curve.shared > 1
-    )
+    shared |= {"meta": "light" if curve.mean else "off light" if levels else ""}
+    if curve.shared > 1:
+        yield trace | shared | {"y": curve.shared_points(curve.mean or curve.drawable, floor)[1]}
     if curve.peaks(top := panels.vertical_axis(curves)[1][1]) and not curve.member:
         plain = [trace | faint, trace | {"y": curve.points(curve.below(top), floor)[1], "hoverinfo": "skip"}]
     if not levels:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import layout
 from hftrainer.errors import InvalidArgument
+from hftrainer.monitoring.run_page import RunRecord
 from hftrainer.reporting import panels
-from hftrainer.reporting.curves import DASHES, MANY, X_AXES, Curve, curves_of_run, read_charts
+from hftrainer.reporting.curves import DASHES, MANY, X_AXES, Curve, curves_of_run, explain_empty, read_curves
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES
 from hftrainer.reporting.page import draw_html
 
@@ -27,6 +29,18 @@ logger = logging.getLogger(__name__)
 LEFT_MARGIN, RIGHT_MARGIN, COLUMN_GAP, PANEL_HEIGHT, TICK_LABELS, AXIS_LABEL = 0.9, 0.25, 1.05, 2.75, 0.3, 0.25
 #: Number of metrics in a picture; a page has all.
 MAX_METRICS = 12
+
+
+def read_charts(runs: Sequence[RunRecord | str], x: str, *, with_others: bool) -> dict[str, list[Curve]]:
+    """Horizontal axis → the curves to draw: over `x`, and over the others if all runs have something to draw there.
+
+    Raises:
+        InvalidArgument: if a run has nothing to draw over `x`.
+    """
+    records = [RunRecord(run) if isinstance(run, str) else run for run in runs]
+    others = [other for other in ("step", "epoch", "time") if other != x] if with_others else []
+    found = [x, *(other for other in others if not any(explain_empty(record, other) for record in records))]
+    return {axis: read_curves(records, axis, join_seeds=True) for axis in found}
 
 
 @dataclass(frozen=True)
