@@ -66,7 +66,9 @@ def _axis_of_values(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     Peak learning rates that differ 50-fold have a logarithmic scale; there a warm-up and a decay to 0 go below the
     panel. A metric has a linear scale.
     """
-    curves, name, panel = [curve for curve in curves if curve.finite], curves[0].name, curves[0].panel
+    name = curves[0].name
+    panel = curves[0].panel
+    curves = [curve for curve in curves if curve.finite]
     if name in PANELS[SHARES] or not curves:
         return "linear", (0, 1.05 if name in PANELS[SHARES] and panel != SHARES else 1)
     parts = [list(filter(math.isfinite, curve.drawable)) for curve in curves]
@@ -74,7 +76,8 @@ def _axis_of_values(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
         return _axis_of_losses(curves, parts)
     if PANEL_OF.get(name) in SPEEDS:
         return _axis_of_speeds(parts)
-    lowest, highs = min(map(min, parts)), list(map(max, parts))
+    lowest = min(map(min, parts))
+    highs = list(map(max, parts))
     if panel == "learning rate" and lowest >= 0 and max(highs) >= 50 * min(highs) > 0:
         return log_axis(min(highs) / 100, max(highs))
     return "linear", axis_range([lowest, max(highs)])
@@ -87,7 +90,8 @@ def _axis_of_speeds(parts: list[list[float]]) -> tuple[str, tuple[float, float]]
     this. If the percentile is ten times the median of a curve, or so many values are above the end that they are no
     spikes, the scale is logarithmic instead.
     """
-    usual, high = max(float(np.percentile(part, 90, method="lower")) for part in parts), max(map(max, parts))
+    usual = max(float(np.percentile(part, 90, method="lower")) for part in parts)
+    high = max(map(max, parts))
     end = max(2 * usual, *map(_lasting_height, parts)) or high
     is_noisy = high > 2 * end and any(sum(value > end for value in part) > max(2, len(part) / 50) for part in parts)
     if is_noisy or 0 < 10 * min(map(statistics.median, parts)) <= usual:
@@ -105,21 +109,17 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     highest values leave the panel.
     """
     calm = [list(filter(math.isfinite, curve.without_spikes)) for curve in curves]
-    values, highs = [value for part in calm for value in part], list(map(max, calm))
-    lowest, end, high = min(map(min, parts)), max(highs), max(map(max, parts))
-    # A dip of positive values flattens nothing.
-    bottom = lowest if lowest >= 0 else min(values)
-    if curves[0].run:
-        end = max(high for high in highs if high <= abs(100 * statistics.median_low(highs)))
+    end = _highest_usual_loss(calm, is_comparison=bool(curves[0].run))
+    high = max(map(max, parts))
     high = high if high <= LOG_CLIP_RATIO * end else end
+    # A dip of positive values flattens nothing.
+    lowest = min(map(min, parts))
+    bottom = lowest if lowest >= 0 else min(map(min, calm))
     usual = max(float(np.percentile(part, 95, method="lower")) for part in calm)
-    top = max(value for value in values if value - bottom <= 3 * (usual - bottom))
+    top = max(value for part in calm for value in part if value - bottom <= 3 * (usual - bottom))
     top = max(top, *(height for height in map(_lasting_height, calm) if height <= end))
-    # Of few values, only one of 100 times that before it is surely a spike.
-    has_spike = any(later > 100 * abs(earlier) for part in parts for earlier, later in pairwise(part))
-    may_cut = has_spike or len(values) >= MIN_CLIPPED_POINTS
     # To cut off less would not show the others larger.
-    is_cut = may_cut and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
+    is_cut = _may_cut(parts, calm) and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
     top = top if is_cut else high
     shown = [(value, 3 if curve.mean else 1) for curve in curves for value in curve.mean or curve.drawable]
     # Zeros are at the foot.
@@ -127,7 +127,19 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     if top >= 100 * low and not any(value < 0 for value, _ in shown):
         return log_axis(low, high)
     # A mark of what leaves the panel needs space.
-    return "linear", axis_range([bottom, top + is_cut * (top - bottom) / 10])
+    return "linear", axis_range([bottom, top + (top - bottom) / 10 if is_cut else top])
+
+
+def _highest_usual_loss(calm: list[list[float]], *, is_comparison: bool) -> float:
+    """The highest value of curves without spikes, in a comparison without runs that rose far above the others."""
+    highs = list(map(max, calm))
+    return max(high for high in highs if not is_comparison or high <= abs(100 * statistics.median_low(highs)))
+
+
+def _may_cut(parts: list[list[float]], calm: list[list[float]]) -> bool:
+    """Whether values may leave a panel: of many values, or one of 100 times that before it, which is surely a spike."""
+    has_spike = any(later > 100 * abs(earlier) for part in parts for earlier, later in pairwise(part))
+    return has_spike or sum(map(len, calm)) >= MIN_CLIPPED_POINTS
 
 
 def height_of_zeros(curves: list[Curve]) -> tuple[float, str]:
@@ -177,7 +189,9 @@ def axis_label(curves: list[Curve], scale: str) -> str:
     name, panel = curves[0].name, curves[0].panel
     words = panel if panel.startswith("eval_") else panel[0].upper() + panel[1:]
     label = name if {curve.name for curve in curves} == {name} - set(PANEL_OF) else words
-    return label + (" (log scale)" * (scale == "log") if any(curve.finite for curve in curves) else " (none is finite)")
+    if not any(curve.finite for curve in curves):
+        return f"{label} (none is finite)"
+    return f"{label} (log scale)" if scale == "log" else label
 
 
 def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list[float], str]]:
@@ -189,16 +203,20 @@ def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list
         places = curve.peaks(top)
         first = next(index for index, value in enumerate(curve.values) if value > top)
         after = [value for value in curve.values[first:] if math.isfinite(value)]
-        text, peak = f"{len(places):,} spikes, " * (len(places) > 1), max(curve.finite)
+        text = f"{len(places):,} spikes, " if len(places) > 1 else ""
+        peak = max(curve.finite)
         where = f" at {describe_place(curve, curve.values.index(peak))}"
         if len(after) > 2 and 2 * sum(value > top for value in after) > len(after):
-            text, where, places = f"above the axis from {describe_place(curve, first)}, ", "", [first]
+            text = f"above the axis from {describe_place(curve, first)}, "
+            where = ""
+            places = [first]
         # The label of the axis names the only curve.
-        name = curve.member or curve.run or curve.label * any(other.name != curve.name for other in curves)
-        text = f"{name}: " * bool(name) + f"{text}max {format_number(peak)}{where}"
+        name = curve.member or curve.run or (curve.label if any(c.name != curve.name for c in curves) else "")
+        text = f"{name}: {text}max" if name else f"{text}max"
         also = ", ".join(f"{other.name} {format_number(max(other.finite))}" for other in others)
         places = sorted(places, key=curve.values.__getitem__, reverse=True)[:MAX_TRIANGLES]
-        yield curve, [curve.steps[place] for place in places], text + f" ({also})" * bool(also)
+        text = f"{text} {format_number(peak)}{where}"
+        yield curve, [curve.steps[place] for place in places], f"{text} ({also})" if also else text
 
 
 def describe_place(curve: Curve, index: int) -> str:
@@ -212,11 +230,12 @@ def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
     runs = list(dict.fromkeys(curve.run for curve in curves))
     count = len({curve.member or curve.run for curve in curves} - {curve.run for curve in curves if curve.member})
     names = f"{', '.join(runs[:-1])} and {runs[-1]}" if len(runs) < 4 else f"{count} training runs"
-    title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run{'s' * bool(runs[0])} {runs[0] or name}"]
-    state = _state(curves) * (not curves[0].run)
+    alone = f"Training runs {runs[0]}" if runs[0] else f"Training run {name}"
+    title = [f"Comparison of {names}" if len(runs) > 1 else alone]
+    state = "" if curves[0].run else _state(curves)
     has_pauses = any(curve.restarts and curve.x in TIME_UNITS for curve in curves)
-    pauses = "the time leaves out the pauses before a run resumed" * has_pauses
-    seeds = "thin: a run of each seed; thick: their mean" * any(curve.member for curve in curves)
+    pauses = "the time leaves out the pauses before a run resumed" if has_pauses else ""
+    seeds = "thin: a run of each seed; thick: their mean" if any(curve.member for curve in curves) else ""
     title += filter(None, [state, pauses, _constants(curves), _constant_memory(curves), seeds])
     settings = list({curve.run: curve.settings for curve in curves}.values())
     shared = {name: value for run in settings for name, value in run.items() if is_shared(name, value, settings)}
@@ -240,7 +259,8 @@ def group_by_panel(curves: list[Curve]) -> dict[str, list[Curve]]:
 
 def _is_constant(curves: list[Curve]) -> bool:
     """Whether a panel says no more than its first value: no loss, no metric with a best value, no speed."""
-    values, panel = [value for curve in curves for value in curve.finite], curves[0].panel
+    panel = curves[0].panel
+    values = [value for curve in curves for value in curve.finite]
     if panel == MEMORY_PANEL:
         return bool(values) and max(values) < 1.05 * min(values)
     is_needed = panel in ("loss", EVALUATION_LOSS) or PANEL_OF.get(curves[0].name) in SPEEDS
@@ -273,7 +293,7 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
     for curve in {curve.member or curve.run: curve for curve in curves}.values():
         for number, (lost, restart) in enumerate(curve.restarts):
             text = f"{curve.member or curve.run}: resumed" if curve.run else "resumed"
-            text += " (shaded: steps done again)" * any(lost < restart for lost, restart in curve.restarts)
+            text += " (shaded: steps done again)" if any(lost < place for lost, place in curve.restarts) else ""
             colour = curve.colour if curve.run else "#808080"
             yield lost, restart, text if curve.panel == "loss" and not number else "", colour, "--"
     found = sorted(((*c.non_finite, c.label, c) for c in curves if c.non_finite), key=lambda mark: mark[1])
@@ -291,7 +311,7 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
 
 def _state(curves: list[Curve]) -> str:
     """What became of a run, after the mark at its last loss, if it has one."""
-    return "✖ " * any(curve.end is not None for curve in curves) + curves[0].state
+    return f"✖ {curves[0].state}" if any(curve.end is not None for curve in curves) else curves[0].state
 
 
 def describe_run(run: str, curves: list[Curve]) -> str:
@@ -306,7 +326,8 @@ def describe_run(run: str, curves: list[Curve]) -> str:
     text = describe(settings[run], [*settings.values()])
     text = text if settings[run] or not any(settings.values()) else "arguments unknown"
     facts = (_state(run_curves), text, next(best, ""))
-    name = run + " (best)" * run_curves[0].is_best + f" = {first}" * (first != run)
+    name = f"{run} (best)" if run_curves[0].is_best else run
+    name += f" = {first}" if first != run else ""
     return " · ".join(filter(None, (name, *facts)))
 
 
