@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Activity of a journal → the title of its share of the time.
 SHARE_TITLES = {"data": "data wait", "evaluation": "evaluation", "saving": "saving"}
+#: Speed in a log → its title.
+SPEED_TITLES = {"samples_per_second": "samples per second", "tokens_per_second": "tokens per second"}
 
 
 def add_subcommand(commands: Any) -> None:
@@ -92,7 +94,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         for path in drawn.paths:
             print(f"{path} ({format_bytes(os.path.getsize(path))})" if path.endswith(".html") else path)
         if drawn.rows:
-            print(f"\n{_compare(drawn.rows)}" + f"\n\n{wrap_text(drawn.note, sys.stdout)}" * bool(drawn.note))
+            note = f"\n\n{wrap_text(drawn.note, sys.stdout)}" if drawn.note else ""
+            print(f"\n{_compare(drawn.rows)}{note}")
         _show(drawn.paths, drawn.curves)
     # A mistyped name is an error, although the others are drawn.
     if not all(map(os.path.exists, options.folders)):
@@ -111,11 +114,12 @@ def _draw_study(options: argparse.Namespace) -> _Drawn:
 
 def _draw_runs(options: argparse.Namespace) -> _Drawn:
     """Draw runs, and compare several; a folder that was given twice is one run."""
-    from hftrainer.reporting.curves import read_charts, read_curves
+    from hftrainer.reporting.curves import read_curves
     from hftrainer.reporting.metrics import sort_pattern
-    from hftrainer.reporting.plot import plot
+    from hftrainer.reporting.plot import plot, read_charts
 
-    folders, x = {os.path.realpath(folder): folder for folder in options.folders}, options.x or "step"
+    folders = {os.path.realpath(folder): folder for folder in options.folders}
+    x = options.x or "step"
     runs, left_out = _read_runs(sort_pattern(list(folders.values())), x)
     charts = read_charts(runs, x, with_others=bool(options.html))
     # The tables are by step, with a row for each seed.
@@ -153,17 +157,16 @@ def _read_runs(folders: list[str], x: str) -> tuple[list[RunRecord], list[str]]:
     from hftrainer.monitoring.run_facts import RunRecord
     from hftrainer.reporting.curves import explain_empty
 
-    runs, errors = [], list[Exception]()
+    runs: list[RunRecord] = []
+    errors: list[Exception] = []
     for folder in folders:
         try:
             run = RunRecord(folder)
+            if reason := explain_empty(run, x):
+                raise InvalidArgument(reason)
+            runs.append(run)
         except (InvalidArgument, OSError) as error:
             errors.append(error)
-            continue
-        if reason := explain_empty(run, x):
-            errors.append(InvalidArgument(reason))
-        else:
-            runs.append(run)
     if not runs:
         raise errors[0]
     return runs, [f"left out: {error}" for error in errors]
@@ -175,63 +178,79 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
 
     names = run_names([run.folder for run in runs])
     # The curves of a single run do not name it.
-    named = {(curve.run or names[0], curve.name): curve for curve in curves}
-    marked = {key: curve.values[curve.best] for key, curve in named.items() if curve.best is not None}
-    evaluated = [name for run in runs for name in run.facts.metrics if name.startswith("eval_")]
-    starred = dict.fromkeys(name for _, name in marked)
+    named = [{curve.name: curve for curve in curves if curve.run in (name, "")} for name in names]
+    starred = dict.fromkeys(curve.name for curve in curves if curve.best is not None)
+    evaluated = [metric for run in runs for metric in run.facts.metrics if metric.startswith("eval_")]
     metrics = list(dict.fromkeys([*starred, *evaluated]))[: max(2, len(starred))] or ["loss"]
-    rates = ("samples_per_second", "tokens_per_second")
-    rows, without_journal, unknown = [], [], []
-    for run, name in zip(runs, names, strict=True):
-        facts, seconds = run.facts, run.seconds
-        pace = named.get((name, "step_seconds")) or named.get((name, "step_milliseconds"))
-        speeds = {rate: _mean_speed(named[name, rate], pace) if (name, rate) in named else None for rate in rates}
-        if seconds is None and "train_runtime" in facts.values:
-            speeds = {rate: facts.values.get(f"train_{rate}") for rate in rates}
-            seconds = facts.values["train_runtime"]
-            without_journal.append(name)
-        elif seconds is None:
-            unknown.append(name)
-        best = {metric: marked.get((name, metric), facts.metrics.get(metric, {}).get("best")) for metric in metrics}
-        curve = next(curve for (run_name, _), curve in named.items() if run_name == name)
-        spent = facts.seconds["all"]
-        total = sum(spent.values())
-        row = {
-            "run": name,
-            "is best": curve.is_best if len(runs) > 1 else None,
-            "differs in": curve.settings,
-            "steps": facts.step,
-            "state": "diverged" if facts.nan else facts.state.replace("unobserved", "unknown"),
-            "last loss": facts.metrics.get("loss", {}).get("last"),
-            **{f"best {metric}": value for metric, value in best.items()},
-            **{rate.replace("_", " "): value for rate, value in speeds.items()},
-            "time": seconds,
-            "downtime": facts.downtime or None,
-            "goodput": facts.kept_goodput,
-            **{title: spent[part] / total if total else None for part, title in SHARE_TITLES.items()},
-            "diverged at": facts.nan and (facts.nan.first, facts.nan.last),
-            "resumed at": [step for step, *_ in run.resumes],
-            "curves": {curve: found.summary for (run_name, curve), found in named.items() if run_name == name},
-        }
-        rows.append(row)
+    rows = [_row_of(*values, metrics) for values in zip(names, runs, named, strict=True)]
+    return rows, "\n".join(_notes(runs, rows, metrics[0]))
+
+
+def _row_of(name: str, run: RunRecord, curves: dict[str, Curve], metrics: list[str]) -> dict[str, Any]:
+    """The values of a run by which it is compared."""
+    facts = run.facts
+    first = next(iter(curves.values()))
+    spent = facts.seconds["all"]
+    total = sum(spent.values())
+    # The value that has a star in the plot, or else the best that is known.
+    best = {metric: values.get("best") for metric, values in facts.metrics.items()}
+    best |= {name: curve.values[curve.best] for name, curve in curves.items() if curve.best is not None}
+    return {
+        "run": name,
+        "is best": first.is_best if first.run else None,
+        "differs in": first.settings,
+        "steps": facts.step,
+        "state": "diverged" if facts.nan else facts.state.replace("unobserved", "unknown"),
+        "last loss": facts.metrics.get("loss", {}).get("last"),
+        **{f"best {metric}": best.get(metric) for metric in metrics},
+        **_speeds_and_time(run, curves),
+        "downtime": facts.downtime or None,
+        "goodput": facts.kept_goodput,
+        **{title: spent[part] / total if total else None for part, title in SHARE_TITLES.items()},
+        "diverged at": facts.nan and (facts.nan.first, facts.nan.last),
+        "resumed at": [step for step, *_ in run.resumes],
+        "curves": {name: curve.summary for name, curve in curves.items()},
+    }
+
+
+def _speeds_and_time(run: RunRecord, curves: dict[str, Curve]) -> dict[str, Any]:
+    """The speeds and the seconds of a run: by its journal, else by the last line of its log, if it has them."""
+    logged = run.facts.values
+    if run.seconds is None and "train_runtime" in logged:
+        speeds = {title: logged.get(f"train_{name}") for name, title in SPEED_TITLES.items()}
+        return speeds | {"time": logged["train_runtime"]}
+    pace = curves.get("step_seconds") or curves.get("step_milliseconds")
+    found = {title: curves.get(name) for name, title in SPEED_TITLES.items()}
+    return {title: curve and _mean_speed(curve, pace) for title, curve in found.items()} | {"time": run.seconds}
+
+
+def _notes(runs: list[RunRecord], rows: list[dict[str, Any]], metric: str) -> list[str]:
+    """What the values of the rows mean, and why some are missing; the best run is that by `metric`."""
     shown = {title for row in rows for title, value in row.items() if value is not None}
-    kept = f"steps that were kept / {'(time + downtime)' if 'downtime' in shown else 'time'}"
-    meanings = {"time": "without pauses and preparation", "downtime": "pauses after failures", "goodput": kept}
-    notes = [f"(best): by {metrics[0]}"] if any(row["is best"] for row in rows) else []
+    notes = [f"(best): by {metric}"] if any(row["is best"] for row in rows) else []
     if any(run.seconds is not None for run in runs):
-        notes.append("; ".join(f"{title}: {meaning}" for title, meaning in meanings.items() if title in shown))
-        notes[-1] += "; speeds: means without evaluations and saving" * any(
-            rate.replace("_", " ") in shown for rate in rates
-        )
+        notes.append(_explain_times(shown))
     if len(runs) > 1 and not any(run.arguments for run in runs):
         notes.append("arguments unknown: only checkpoints and observe=True save them")
     if "saving" in shown:
         notes.append(f"{', '.join(SHARE_TITLES.values())}: shares of the time")
-    if without_journal:
-        notes.append(f"{', '.join(without_journal)}: train_runtime and the speed over it, with evaluations and saving")
+    unobserved = [row for run, row in zip(runs, rows, strict=True) if run.seconds is None]
+    if summarized := ", ".join(row["run"] for row in unobserved if row["time"] is not None):
+        notes.append(f"{summarized}: train_runtime and the speed over it, with evaluations and saving")
+    unknown = [row["run"] for row in unobserved if row["time"] is None]
     if 0 < len(unknown) < len(runs):
         notes.append(f"{', '.join(unknown)}: without observe=True no speed, time or goodput")
-    return rows, "\n".join(notes)
+    return notes
+
+
+def _explain_times(shown: set[str]) -> str:
+    """What the times and speeds of journals mean, of the titles that are shown."""
+    kept = f"steps that were kept / {'(time + downtime)' if 'downtime' in shown else 'time'}"
+    meanings = {"time": "without pauses and preparation", "downtime": "pauses after failures", "goodput": kept}
+    notes = [f"{title}: {meaning}" for title, meaning in meanings.items() if title in shown]
+    if not shown.isdisjoint(SPEED_TITLES.values()):
+        notes.append("speeds: means without evaluations and saving")
+    return "; ".join(notes)
 
 
 def _mean_speed(speed: Curve, pace: Curve | None) -> float | None:
@@ -271,8 +290,8 @@ def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
         rows.append(tuple(missing[name] if run.get(name) is None else texts[name](run[name]) for name in names))
     turned = align([column for column in zip(*rows, strict=True) if any(column[1:])])
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else math.inf
-    are_wide = [any(len(line) > width for line in table.splitlines()) for table in (align(rows), turned)]
-    return turned if by_run or are_wide == [True, False] else align(rows, width)
+    are_too_wide = [any(len(line) > width for line in table.splitlines()) for table in (align(rows), turned)]
+    return turned if by_run or are_too_wide == [True, False] else align(rows, width)
 
 
 def _as_columns(row: dict[str, Any], settings: list[dict[str, Any]]) -> dict[str, Any]:
@@ -349,7 +368,8 @@ def align(rows: list[tuple[str, ...]], width: float = math.inf) -> str:
         width: characters per line. Columns that do not fit follow in a second table below.
     """
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    rows, (first, *widths) = list(zip(*columns, strict=True)), (max(map(len, column)) for column in columns)
+    rows = list(zip(*columns, strict=True))
+    first, *widths = (max(map(len, column)) for column in columns)
     count = len(widths)
     while count > 1 and first + sum(widths[:count]) + 2 * count > width:
         count -= 1

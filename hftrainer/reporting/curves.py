@@ -20,19 +20,8 @@ from hftrainer.checkpointing.saved_arguments import SEEDS, differing_arguments
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import run_names
 from hftrainer.monitoring.run_facts import DIVERGED, RunRecord, describe_state, describe_step
-from hftrainer.reporting.metrics import (
-    PANEL_OF,
-    PANELS,
-    SHARES,
-    SPEEDS,
-    choose_best,
-    is_number,
-    leaps,
-    logged,
-    logged_curves,
-    replace_spikes,
-    sort_names,
-)
+from hftrainer.reporting import metrics
+from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, choose_best, is_number
 
 #: Entries of log lines → their names in legends and tables, if not the same.
 WORDS = PANEL_OF | dict(zip(PANELS[SHARES], ("waiting for data", "evaluation", "saving", "training"), strict=True))
@@ -46,11 +35,15 @@ COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #56b4e9 #e69f00 #000000 #882255 #9999
 MARKS = {"o": "circle", "s": "square", "X": "x", "D": "diamond", "p": "pentagon", "P": "cross"}
 #: Line style: matplotlib's → plotly's.
 DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
-#: Number of points from which a noisy curve is drawn faintly, under its mean, and others have no markers; from which a
-#: page has that choice; and of parts of a long curve of which only the lowest and the highest point are drawn.
-MANY, FEW, MAX_PARTS = 30, 10, 1000
+#: Number of points from which a noisy curve is drawn faintly, under its mean, and others have no markers.
+MANY = 30
+#: Number of points from which a page has that choice.
+FEW = 10
+#: Number of parts of a long curve, of each of which only the lowest and the highest point are drawn.
+MAX_PARTS = 1000
 #: Number of runs from which evaluation losses have a panel of their own, and its title.
-MANY_RUNS, EVALUATION_LOSS = 5, "evaluation loss"
+MANY_RUNS = 5
+EVALUATION_LOSS = "evaluation loss"
 #: The first words of the states of runs that did not reach their end.
 ENDED_EARLY = (DIVERGED, "killed", "stopped", "failed")
 #: The highest value that is drawn. matplotlib cannot compute with the range of larger ones.
@@ -76,8 +69,8 @@ class Curve:
         mark: the shape of its markers, which distinguishes runs in black and white.
         owner: in a panel that one of several runs has alone, the entry of the legend, which names the run.
         restarts: where a resumed run started again, after the place since which its work was lost.
-        non_finite: since where and by where it was first not finite, which of a loss may be before a log line, and that
-            step or those steps in words.
+        non_finite: the interval of its first value that is not finite: its start and end on the axis, and its steps in
+            words. If the journal has the step of a loss, the interval may end before the log line.
         start: where the interval of the first value began.
         pace: seconds per step of the interval of each value, with evaluations and saving; 0 if unknown.
         state: what became of the run, if not its end; and an evaluation that was not saved.
@@ -130,7 +123,8 @@ class Curve:
 
         All, or the lowest and highest of each of at most about twice `MAX_PARTS` parts; of a part of shares the last.
         """
-        indices, size = range(len(self.values)), max(1, len(self.values) // MAX_PARTS)
+        indices = range(len(self.values))
+        size = max(1, len(self.values) // MAX_PARTS)
         if self.name in PANELS[SHARES]:
             return [*indices[::-size]][::-1]
         parts = (indices[start : start + size] for start in indices[::size])
@@ -159,23 +153,24 @@ class Curve:
         best, place = (None, None) if self.best is None else (self.values[self.best], self.steps[self.best])
         return ends | {"best": best, "best_step": place, "not_finite": len(self.gaps)}
 
-    def points(self, values: list[float], foot: float = -math.inf) -> tuple[list[float], list[float]]:
-        """The steps and values that are drawn, those below `foot` there.
+    def points(self, values: list[float], floor: float = -math.inf) -> tuple[list[float], list[float]]:
+        """The steps and values that are drawn, those below `floor` there.
 
         Speeds and shares are of the time since the log line before, so that the first value begins there, and over time
         the first speed after a restart at the restart. Curves over time have a gap where steps were undone, and a
-        learning rate where it leaps. A share is drawn of all the time up to its step, so that evaluations and saves at
+        learning rate where it jumps. A share is drawn of all the time up to its step, so that evaluations and saves at
         intervals do not make it jump.
         """
         is_share = self.name in PANELS[SHARES]
-        values = self.so_far if is_share else np.maximum(values, foot).tolist()
+        values = self.so_far if is_share else np.maximum(values, floor).tolist()
         steps, shown = ([column[index] for index in self.drawn_indices] for column in (self.steps, values))
-        is_interval, is_rate = PANEL_OF.get(self.name) in SPEEDS, self.name == "learning_rate"
+        is_interval = PANEL_OF.get(self.name) in SPEEDS
+        is_rate = self.name == "learning_rate"
         for lost, restart in self.restarts if is_rate or (self.x in TIME_UNITS and not is_share) else ():
             # Epochs of restarts are computed, and may be less than the logged ones.
             place = bisect.bisect_right(steps, restart * (1 + 1e-9))
-            gap = [math.nan] if place and (lost < restart or (is_rate and leaps(shown, place))) else []
-            first = gap + is_interval * shown[place : place + 1]
+            gap = [math.nan] if place and (lost < restart or (is_rate and metrics.is_jump(shown, place))) else []
+            first = gap + (shown[place : place + 1] if is_interval else [])
             steps[place:place] = [restart] * len(first)
             shown[place:place] = first
         if is_interval and steps and steps[0] > self.start:
@@ -192,7 +187,7 @@ class Curve:
         """The values, but of speeds without single ones that are far from the others."""
         if PANEL_OF.get(self.name) in SPEEDS or len(self.finite) < FEW:
             return self.drawable
-        calm = replace_spikes(self.drawable)
+        calm = metrics.replace_spikes(self.drawable)
         # Many are no spikes, as in a metric that is 1 at every tenth step and else 0.
         is_rare = 100 * sum(abs(a - b) > 0 for a, b in zip(calm, self.drawable, strict=True)) <= len(calm)
         return calm if is_rare or self.panel in ("loss", EVALUATION_LOSS, "gradient norm") else self.drawable
@@ -221,21 +216,18 @@ class Curve:
         pairs = [pair for pair in zip(self.without_spikes, steps, strict=True) if math.isfinite(pair[0])]
         finite, weights = np.array(pairs).reshape(-1, 2).T
         is_speed = (self.name.endswith("_per_second") or self.name == "mfu") and min(finite, default=0) > 0
-        power, least = -1 if is_speed else 1, 2 if len(self.values) >= MANY else 1
-        half = max(least, len(finite) // parts // 2)
-        sums, counts = (np.append(0.0, np.cumsum(each)) for each in (weights * finite**power, weights))
-        places = np.arange(len(finite))
-        first, end = np.maximum(0, places - half), np.minimum(len(finite), places + np.minimum(places, half) + 1)
-        means = iter((((sums[end] - sums[first]) / (counts[end] - counts[first])) ** power).tolist())
+        power = -1 if is_speed else 1
+        half = max(2 if len(self.values) >= MANY else 1, len(finite) // parts // 2)
+        means = iter((metrics.centred_means(finite**power, weights, half) ** power).tolist())
         return [next(means) if math.isfinite(value) else math.nan for value in self.values]
 
     def below(self, top: float) -> list[float]:
         """The values, with a gap for those above `top`: the lines to them would be walls."""
         return [value if value <= top else math.nan for value in self.drawable]
 
-    def shared_points(self, values: list[float], foot: float) -> tuple[list[float], list[float]]:
+    def shared_points(self, values: list[float], floor: float) -> tuple[list[float], list[float]]:
         """The points of the values that later curves have too; a gap for the others."""
-        return self.points(values[: self.shared] + [math.nan] * (len(values) - self.shared), foot)
+        return self.points(values[: self.shared] + [math.nan] * (len(values) - self.shared), floor)
 
     def peaks(self, top: float) -> list[int]:
         """The index of the highest of each group of neighbours above `top`."""
@@ -246,7 +238,8 @@ class Curve:
     @property
     def label(self) -> str:
         """The name in words, in a plot of several runs after the name of the run."""
-        return f"{self.member or self.run}: " * bool(self.run) + WORDS.get(self.name, self.name)
+        name = WORDS.get(self.name, self.name)
+        return f"{self.member or self.run}: {name}" if self.run else name
 
     @property
     def legend_entry(self) -> str:
@@ -292,35 +285,52 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step", *, join_seeds:
     records = [RunRecord(run) if isinstance(run, str) else run for run in runs]
     for reason in filter(None, (explain_empty(record, x) for record in records)):
         raise InvalidArgument(reason)
-    names = run_names([record.folder for record in records]) if len(runs) > 1 else [""]
-    logs, size, unit = [record.read_log(x) for record in records], 1, x
-    if x == "time":
-        last = max(line["step"] for state, _ in logs for line in state.log_history)
-        unit, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))
-    arguments = [dict(record.arguments) for record in records]
-    for record, known, (state, _) in zip(records, arguments, logs, strict=True):
-        if device := record.facts.device:
-            known.update({"processes": record.facts.world_size, "device": device.partition(":")[0]})
-        # Runs with other data differ in it. With an incomplete last accumulation it is not known exactly.
-        steps = state.global_step / (state.epoch or math.inf)
-        known.update({"steps per epoch": round(steps)} if known and steps and math.isclose(steps, round(steps)) else {})
-    plain_curves, differing = list[Curve](), differing_arguments(arguments)
-    for record, (state, places), name, known, settings in zip(records, logs, names, arguments, differing, strict=True):
-        restarts, non_finite = record.find_incidents(x)
-        facts: dict[str, Any] = {"run": name, "settings": settings, "x": unit}
-        facts["state"] = describe_state(record, known, is_alone=not name)
-        facts["restarts"] = [(lost / size, restart / size) for lost, restart in restarts]
-        for curve in _plain_curves(state, known, places):
-            spans = [span for span in (curve.non_finite, curve.name == "loss" and non_finite) if span]
-            found = [(since / size, place / size, text) for since, place, text in spans]
-            first = min(found, key=lambda span: (span[1], -span[0]), default=None)
-            scaled = [step / size for step in curve.steps]
-            plain_curves.append(replace(curve, steps=scaled, start=curve.start / size, non_finite=first, **facts))
+    names = run_names([record.folder for record in records]) if len(records) > 1 else [""]
+    arguments = list(map(_known_arguments, records))
+    differing = differing_arguments(arguments)
+    logs = [record.read_log(x) for record in records]
+    unit = _choose_time_unit(logs) if x == "time" else x
+    plain_curves: list[Curve] = []
+    for record, log, name, known, settings in zip(records, logs, names, arguments, differing, strict=True):
+        state = describe_state(record, known, is_alone=not name)
+        run_curves = _curves_over_axis(record, x, unit, _plain_curves(*log, known))
+        plain_curves += (replace(curve, run=name, settings=settings, x=unit, state=state) for curve in run_curves)
     curves = _with_styles(_join_seeds(plain_curves) if join_seeds else plain_curves)
     losses = [curve for curve in curves if curve.name == "loss" and curve.state.startswith(DIVERGED)]
     diverged = {curve.run: [curve.non_finite[1]] for curve in losses if curve.non_finite}
     best_runs = _find_best_runs(curves, next((known for known in arguments if "metric_for_best_model" in known), {}))
     return [replace(c, is_best=c.run in best_runs, diverged=diverged.get(c.run, ())) for c in curves]
+
+
+def _known_arguments(record: RunRecord) -> dict[str, Any]:
+    """The arguments of a run, and the numbers of its processes and of its steps per epoch, as far as they are known."""
+    known = dict(record.arguments)
+    if device := record.facts.device:
+        known |= {"processes": record.facts.world_size, "device": device.partition(":")[0]}
+    # Runs with other data differ in it. With an incomplete last accumulation it is not known exactly.
+    steps = record.state.global_step / (record.state.epoch or math.inf)
+    if known and steps and math.isclose(steps, round(steps)):
+        known["steps per epoch"] = round(steps)
+    return known
+
+
+def _choose_time_unit(logs: list[tuple[TrainerState, dict[float, float]]]) -> str:
+    """The largest unit of time of which the longest run has two."""
+    last = max(line["step"] for state, _ in logs for line in state.log_history)
+    return next((unit for unit, seconds in TIME_UNITS.items() if last >= 2 * seconds), "seconds")
+
+
+def _curves_over_axis(record: RunRecord, x: str, unit: str, curves: Iterable[Curve]) -> Iterator[Curve]:
+    """The curves of a run with places in a unit of the axis `x`, and with the incidents of its journal."""
+    size = TIME_UNITS.get(unit, 1)
+    restarts, non_finite_loss = record.find_incidents(x)
+    scaled_restarts = [(lost / size, restart / size) for lost, restart in restarts]
+    for curve in curves:
+        spans = filter(None, (curve.non_finite, non_finite_loss if curve.name == "loss" else None))
+        found = [(since / size, place / size, text) for since, place, text in spans]
+        first = min(found, key=lambda span: (span[1], -span[0]), default=None)
+        steps = [step / size for step in curve.steps]
+        yield replace(curve, steps=steps, start=curve.start / size, non_finite=first, restarts=scaled_restarts)
 
 
 def _join_seeds(curves: list[Curve]) -> list[Curve]:
@@ -371,22 +381,12 @@ def _find_best_runs(curves: list[Curve], arguments: dict[str, Any]) -> set[str]:
     return runs if len(runs) < len(evaluated) else set()
 
 
-def read_charts(runs: Sequence[RunRecord | str], x: str, *, with_others: bool) -> dict[str, list[Curve]]:
-    """Horizontal axis → the curves to draw: over `x`, and over the others if all runs have something to draw there.
-
-    Raises:
-        InvalidArgument: if a run has nothing to draw over `x`.
-    """
-    records = [RunRecord(run) if isinstance(run, str) else run for run in runs]
-    others = [other for other in ("step", "epoch", "time") if other != x] if with_others else []
-    found = [x, *(other for other in others if not any(explain_empty(record, other) for record in records))]
-    return {metric: read_curves(records, metric, join_seeds=True) for metric in found}
-
-
 def explain_empty(record: RunRecord, x: str) -> str | None:
     """Why a run has nothing to draw over the axis `x`, if so."""
     state, _ = record.read_log(x)
-    if any(name != "epoch" and is_number(value) for _, name, value in logged(state.log_history, with_speeds=True)):
+    if any(
+        name != "epoch" and is_number(value) for _, name, value in metrics.logged(state.log_history, with_speeds=True)
+    ):
         return None
     facts = record.facts
     if facts.step < (facts.logging_steps or 0):
@@ -402,21 +402,17 @@ def curves_of_run(state: TrainerState) -> list[Curve]:
     return _with_styles(_plain_curves(state, {}, {}))
 
 
-def _plain_curves(state: TrainerState, arguments: dict[str, Any], places: dict[float, float]) -> Iterator[Curve]:
+def _plain_curves(state: TrainerState, places: dict[float, float], arguments: dict[str, Any]) -> Iterator[Curve]:
     """The curves of a log, without styles; `places` has the optimizer steps of places on another axis."""
-    panels = logged_curves(state)
+    panels = metrics.logged_curves(state)
     losses = panels["loss"].get("loss", ([], []))[0]
-    # Seconds per step leave out evaluations and saving.
-    pace = {
-        line.get("step"): line["step_seconds"] / max(1e-3, 1 - line.get("eval_share", 0) - line.get("save_share", 0))
-        for line in state.log_history
-        if is_number(line.get("step_seconds"))
-    }
+    pace = metrics.seconds_of_steps(state.log_history)
     for panel, panel_curves in panels.items():
         for name, (steps, values) in panel_curves.items():
-            curve = Curve(panel, name, steps, values, _best_index(state, arguments, name, values))
+            curve = Curve(panel, name, steps, values, metrics.best_index(name, values, state, arguments))
             if curve.gaps:
-                place, before = steps[curve.gaps[0]], steps[curve.gaps[0] - 1] if curve.gaps[0] else 0
+                place = steps[curve.gaps[0]]
+                before = steps[curve.gaps[0] - 1] if curve.gaps[0] else 0
                 step = places.get(place, place)
                 # An evaluation is of its step alone.
                 first = step if name.startswith("eval_") else min(step, places.get(before, before) + 1)
@@ -428,43 +424,70 @@ def _plain_curves(state: TrainerState, arguments: dict[str, Any], places: dict[f
 
 
 def _with_styles(plain_curves: Iterable[Curve]) -> list[Curve]:
-    """The curves with their colours and dashes, in the order of the panels, without shares that are always 0.
+    """The curves with their colours and dashes, in the order of the panels, without shares that are always 0."""
+    curves = _arrange_in_panels(_in_milliseconds(list(plain_curves)))
+    runs = list(dict.fromkeys(curve.run for curve in curves))
+    panels = {curve.panel: [other for other in curves if other.panel == curve.panel] for curve in curves}
+    styled = (_with_style(curve, panels[curve.panel], runs) for curve in curves)
+    return [_with_width(curve, curves[place:]) for place, curve in enumerate(styled, 1)]
+
+
+def _arrange_in_panels(curves: list[Curve]) -> list[Curve]:
+    """The curves with the titles of their panels, in the order of these.
 
     Each metric has a panel, with its curves of all datasets; those that one of several runs has alone are last. Of
     several runs' shares of time only that of training is shown.
     """
-    curves, styled_curves = _in_milliseconds(list(plain_curves)), []
-    # Several evaluation sets have their names in losses, as `eval_val_loss`, and in metrics.
-    datasets = "|".join(re.escape(curve.name[5:-5]) for curve in curves if re.fullmatch("eval_.+_loss", curve.name))
-    prefix = f"^eval_({datasets})_"
-    titles = {curve.name: re.sub(prefix, "eval_", curve.name) for curve in curves if curve.panel == "metrics"}
-    if any(curve.run for curve in curves):
-        curves = [curve for curve in curves if curve.panel != SHARES or curve.name == "step_share"]
-        titles["step_share"] = "share of time spent training so far"
-    shown = sort_names([curve.name for curve in curves if curve.panel != SHARES or any(curve.values)])
-    runs = list(dict.fromkeys(curve.run for curve in curves))
-    if len(runs) >= MANY_RUNS:
-        titles |= {name: EVALUATION_LOSS for name in shown if re.fullmatch("eval_(.*_)?loss", name)}
+    has_runs = any(curve.run for curve in curves)
+    curves = [curve for curve in curves if not has_runs or curve.panel != SHARES or curve.name == "step_share"]
+    runs = {curve.run for curve in curves}
+    shown = metrics.sort_names([curve.name for curve in curves if curve.panel != SHARES or any(curve.values)])
+    titles = _panel_titles(curves, len(runs))
     curves = [curve for curve in curves if curve.name in shown]
     curves.sort(key=lambda curve: (list(PANELS).index(curve.panel), shown.index(curve.name)))
     curves = [replace(curve, panel=titles.get(curve.name, curve.panel)) for curve in curves]
     panels = {curve.panel: {other.run for other in curves if other.panel == curve.panel} for curve in curves}
-    alone = {panel for panel, found in panels.items() if len(found) == 1 < len(runs)}
-    curves.sort(key=lambda curve: (curve.panel in alone - {*PANELS}, list(panels).index(curve.panel)))
-    for place, curve in enumerate(curves, 1):
-        # Equal runs, and copies that were resumed until they part, hide each other.
-        peers = (later for later in curves[place:] if later.name == curve.name and not curve.member)
-        points = (zip(c.steps, curve.steps, c.values, curve.values, strict=False) for c in peers)
-        equal = [sum(1 for _ in takewhile(lambda four: four[::2] == four[1::2], pairs)) for pairs in points]
-        width, shared = 1.5 + 0.75 * min(2, sum(count > 1 for count in equal)), max([0, *equal])
-        names = list(dict.fromkeys(other.name for other in curves if other.panel == curve.panel))
-        run, dash = runs.index(curve.run), names.index(curve.name)
-        owner = f"only {curve.run}" + f": {curve.name}" * (len(names) > 1) if curve.panel in alone else ""
-        colour, mark = COLOURS[(run if curve.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
-        colour = "#d9d9d9" if curve.panel == SHARES and curve.name == "step_share" else colour
-        styled = replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, owner=owner)
-        styled_curves.append(replace(styled, width=width, shared=shared))
-    return styled_curves
+    alone = {panel for panel, found in panels.items() if len(found) == 1 < len(runs)} - {*PANELS}
+    return sorted(curves, key=lambda curve: (curve.panel in alone, list(panels).index(curve.panel)))
+
+
+def _panel_titles(curves: list[Curve], runs: int) -> dict[str, str]:
+    """Names of curves of so many runs → the titles of their panels, if not those of the log."""
+    # Several evaluation sets have their names in losses, as `eval_val_loss`, and in metrics.
+    datasets = "|".join(re.escape(curve.name[5:-5]) for curve in curves if re.fullmatch("eval_.+_loss", curve.name))
+    titles = {c.name: re.sub(f"^eval_({datasets})_", "eval_", c.name) for c in curves if c.panel == "metrics"}
+    if any(curve.run for curve in curves):
+        titles["step_share"] = "share of time spent training so far"
+    if runs >= MANY_RUNS:
+        losses = (curve.name for curve in curves if re.fullmatch("eval_(.*_)?loss", curve.name))
+        titles |= dict.fromkeys(losses, EVALUATION_LOSS)
+    return titles
+
+
+def _with_style(curve: Curve, panel: list[Curve], runs: list[str]) -> Curve:
+    """A curve with the colour and the mark of its run, and the dash of its name among the curves of its panel."""
+    names = list(dict.fromkeys(other.name for other in panel))
+    dash = names.index(curve.name)
+    run = runs.index(curve.run)
+    colour = COLOURS[(run if curve.run else dash) % len(COLOURS)]
+    if curve.panel == SHARES and curve.name == "step_share":
+        colour = "#d9d9d9"
+    owner = ""
+    if len({other.run for other in panel}) == 1 < len(runs):
+        owner = f"only {curve.run}: {curve.name}" if len(names) > 1 else f"only {curve.run}"
+    return replace(curve, colour=colour, dash=dash % len(DASHES), mark=list(MARKS)[run % len(MARKS)], owner=owner)
+
+
+def _with_width(curve: Curve, later: list[Curve]) -> Curve:
+    """A curve that is wider where later curves hide it, as equal runs do, and resumed copies until they part."""
+    shared = [_count_equal_points(curve, c) for c in later if c.name == curve.name and not curve.member]
+    return replace(curve, width=1.5 + 0.75 * min(2, sum(count > 1 for count in shared)), shared=max([0, *shared]))
+
+
+def _count_equal_points(one: Curve, other: Curve) -> int:
+    """The number of points that two curves have in common before they part."""
+    pairs = zip(zip(one.steps, one.values, strict=True), zip(other.steps, other.values, strict=True), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _in_milliseconds(curves: list[Curve]) -> list[Curve]:
@@ -472,19 +495,6 @@ def _in_milliseconds(curves: list[Curve]) -> list[Curve]:
     seconds = [statistics.median(curve.finite) for curve in curves if curve.name == "step_seconds" and curve.finite]
     if not seconds or max(seconds) >= 0.1:
         return curves
-    name, panel = "step_milliseconds", "milliseconds per step"
-    longer = [replace(curve, panel=panel, name=name, values=[1000 * time for time in curve.values]) for curve in curves]
+    facts: dict[str, Any] = {"panel": "milliseconds per step", "name": "step_milliseconds"}
+    longer = [replace(curve, values=[1000 * time for time in curve.values], **facts) for curve in curves]
     return [short if curve.name == "step_seconds" else curve for curve, short in zip(curves, longer, strict=True)]
-
-
-def _best_index(state: TrainerState, arguments: dict[str, Any], name: str, values: list[float]) -> int | None:
-    """The index of the best value of `metric_for_best_model`, or without it of losses and known metrics; else None."""
-    finite = [value for value in values if math.isfinite(value)]
-    if name in PANEL_OF or not finite:
-        return None
-    choose = choose_best(name, arguments)
-    if metric := arguments.get("metric_for_best_model"):
-        return values.index(choose(finite)) if choose and name == f"eval_{metric.removeprefix('eval_')}" else None
-    # Of a run without arguments only the best value is known.
-    best = state.best_metric if state.best_metric is not None else choose(finite) if choose else None
-    return values.index(best) if best in finite else None

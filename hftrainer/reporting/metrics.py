@@ -154,7 +154,20 @@ def choose_best(name: str, arguments: Mapping[str, Any]) -> Callable[..., Any] |
     return max if _GREATER_IS_BETTER.fullmatch(name) else None
 
 
-def leaps(values: Sequence[float], place: int) -> bool:
+def best_index(name: str, values: list[float], state: TrainerState, arguments: Mapping[str, Any]) -> int | None:
+    """The index of the best value of `metric_for_best_model`, or without it of losses and known metrics; else None."""
+    finite = [value for value in values if math.isfinite(value)]
+    if name in PANEL_OF or not finite:
+        return None
+    choose = choose_best(name, arguments)
+    if metric := arguments.get("metric_for_best_model"):
+        return values.index(choose(finite)) if choose and name == evaluation_key(metric) else None
+    # Of a run without arguments only the best value is known.
+    best = state.best_metric if state.best_metric is not None else choose(finite) if choose else None
+    return values.index(best) if best in finite else None
+
+
+def is_jump(values: Sequence[float], place: int) -> bool:
     """Whether the change to the value at `place` is far from 0 and the changes before and after it."""
     before, change, after = (np.diff(values[max(0, n - 1) : n + 1]).tolist() for n in (place - 1, place, place + 1))
     others = [0.0, *before, *after]
@@ -172,6 +185,24 @@ def replace_spikes(values: list[float]) -> list[float]:
     low, median, high = np.percentile(windows, (20, 50, 80), axis=1)
     usual = iter(np.where(abs(finite - median) > 4 * (high - low), median, finite).tolist())
     return [next(usual) if math.isfinite(value) else math.nan for value in values]
+
+
+def centred_means(values: np.ndarray, weights: np.ndarray, half: int) -> np.ndarray:
+    """The weighted mean of each value and up to `half` before and after it, of which there are not more than before."""
+    sums, counts = (np.append(0.0, np.cumsum(each)) for each in (weights * values, weights))
+    places = np.arange(len(values))
+    first = np.maximum(0, places - half)
+    end = np.minimum(len(values), places + np.minimum(places, half) + 1)
+    return (sums[end] - sums[first]) / (counts[end] - counts[first])
+
+
+def seconds_of_steps(log: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
+    """Step of a log line → its seconds per step, with evaluations and saving, which `step_seconds` leaves out."""
+    return {
+        line.get("step"): line["step_seconds"] / max(1e-3, 1 - line.get("eval_share", 0) - line.get("save_share", 0))
+        for line in log
+        if is_number(line.get("step_seconds"))
+    }
 
 
 def logged_curves(state: TrainerState) -> Curves:

@@ -56,7 +56,7 @@ def draw_html(charts: dict[str, list[Curve]], path: str, title: str, *, table: s
     script += Path(__file__).with_name("page.js").read_text("utf-8")
     texts = {"title": titles[shown][0], "notes": settings["notes"][shown], "table": table}
     fields = {name: html.escape(text) for name, text in texts.items()}
-    fields["checked"] = " checked" * (figures[shown].layout.yaxis2.type == "log")
+    fields["checked"] = " checked" if figures[shown].layout.yaxis2.type == "log" else ""
     fields["axes"] = "".join(f"<option>{x}" for x in charts)
     options = {"include_plotlyjs": plotlyjs, "config": {"responsive": True}, "post_script": script}
     fields["plot"] = figures[shown].to_html(full_html=False, **options)
@@ -147,16 +147,16 @@ def _place_panels(width: int, runs: list[str], legends: list[list[str]]) -> dict
     for number, entries in enumerate(legends):
         # If a row has fewer panels it is the first, and they are wider.
         row, column = divmod(number + missing, columns) if number >= columns - missing else (0, number)
-        wide = (1 + gap) / (columns if row else columns - missing)
-        lines = _count_rows(entries, int((wide - gap) * least))
+        column_width = (1 + gap) / (columns if row else columns - missing)
+        lines = _count_rows(entries, int((column_width - gap) * least))
         # plotly wraps a legend at the edge of the page, not of its panel.
-        is_column = lines > 1 and wide - gap < 0.99
+        is_column = lines > 1 and column_width - gap < 0.99
         lines = (len(entries) if is_column else lines) + sum(text.count("<br>") for text in entries)
         # A legend is above its panel, and the label of the horizontal axis below. There is space for two lines, and
         # in the first row for as many as there are.
-        left, high = column * wide, 1 - (row + 0.1 + max(0, lines - 2) * 20 / 310 * (row > 0)) / rows
+        left, high = column * column_width, 1 - (row + 0.1 + max(0, lines - 2) * 20 / 310 * (row > 0)) / rows
         shift = shift if row else max(shift, 20 * (lines - 1))
-        layout[f"xaxis{number + 2}.domain"] = [left, left + wide - gap]
+        layout[f"xaxis{number + 2}.domain"] = [left, left + column_width - gap]
         layout[f"yaxis{number + 2}.domain"] = [1 - (row + 0.83) / rows, high]
         layout |= {f"legend{number + 2}.x": left, f"legend{number + 2}.y": high}
         layout[f"legend{number + 2}.orientation"] = "v" if is_column else "h"
@@ -192,10 +192,10 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
         yield entry | {"legend": legend, "legendgroup": f"legend {curve.name}" if curve.run else curve.name}
 
 
-def _heights(curve: Curve, values: list[float], foot: float) -> dict[str, Any]:
+def _heights(curve: Curve, values: list[float], floor: float) -> dict[str, Any]:
     """Plotly's vertical places; hovering shows the values, of which those of 0 may be drawn at the foot."""
     hover = {"customdata": curve.points(values)[1], "hovertemplate": "%{customdata:,.4~g}"}
-    return {"y": curve.points(values, foot)[1]} | (hover if foot > -math.inf else {})
+    return {"y": curve.points(values, floor)[1]} | (hover if floor > -math.inf else {})
 
 
 def _base_trace(curve: Curve) -> dict[str, Any]:
@@ -214,31 +214,32 @@ def _share_traces(curve: Curve, legend: str) -> Iterator[dict[str, Any]]:
 
 def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]:
     """A curve, its means and its star."""
-    foot, _ = panels.foot_of_zeros(curves)
-    trace = _base_trace(curve) | _heights(curve, curve.drawable, foot)
+    floor, _ = panels.height_of_zeros(curves)
+    trace = _base_trace(curve) | _heights(curve, curve.drawable, floor)
     marked, size = set(curve.marked), 9 if curve.run or len(curve.values) < 5 else 4
     sizes = [size * (point in marked) for point in range(len(trace["x"]))]
     marks = {"size": sizes, "symbol": MARKS[curve.mark], "opacity": 1, "line_width": 0}
     trace |= {"mode": "lines+markers", "marker": marks}
     faint = {"mode": "lines", "opacity": panels.opacity_under_mean(curves), "line": trace["line"] | {"width": 1}}
     levels, plain = curve.smoothings, [trace | faint if curve.member else trace]
-    wide = {"mode": "lines", "hoverinfo": "skip", "line": trace["line"] | {"width": curve.width + 0.5}}
-    wide |= {"meta": "light" if curve.mean else "off light" * bool(levels)}
-    yield from [trace | wide | {"y": curve.shared_points(curve.mean or curve.drawable, foot)[1]}] * (curve.shared > 1)
+    shared = {"mode": "lines", "hoverinfo": "skip", "line": trace["line"] | {"width": curve.width + 0.5}}
+    shared |= {"meta": "light" if curve.mean else "off light" if levels else ""}
+    if curve.shared > 1:
+        yield trace | shared | {"y": curve.shared_points(curve.mean or curve.drawable, floor)[1]}
     if curve.peaks(top := panels.vertical_axis(curves)[1][1]) and not curve.member:
-        plain = [trace | faint, trace | {"y": curve.points(curve.below(top), foot)[1], "hoverinfo": "skip"}]
+        plain = [trace | faint, trace | {"y": curve.points(curve.below(top), floor)[1], "hoverinfo": "skip"}]
     if not levels:
         yield from plain
     else:
         yield trace | faint | {"meta": " ".join(levels)}
         yield from (each | {"meta": "off" if curve.mean else "off light"} for each in plain)
         for level in levels:
-            mean = _heights(curve, curve.smooth(SMOOTHING[level]), foot) | {"name": f"{curve.label}, mean"}
+            mean = _heights(curve, curve.smooth(SMOOTHING[level]), floor) | {"name": f"{curve.label}, mean"}
             yield trace | mean | {"meta": level}
     for index, shape, word, size in ((curve.best, "star", "best", 14), (curve.end, "x", "last", 8)):
         if index is not None:
             place, value = curve.steps[index], curve.drawable[index]
-            point = {"x": [place], "y": [max(foot, value)], "customdata": [value], "name": f"{word} {curve.label}"}
+            point = {"x": [place], "y": [max(floor, value)], "customdata": [value], "name": f"{word} {curve.label}"}
             mark = {"symbol": shape, "size": size, "color": curve.colour, "line": {"width": 1, "color": "black"}}
             yield trace | point | {"mode": "markers", "marker": mark, "zorder": 20 - size}
 
@@ -254,12 +255,12 @@ def _marks(curves: list[Curve], top: float) -> Iterator[dict[str, Any]]:
             yield line | band | {"fillcolor": "rgba(128, 128, 128, 0.15)"}
         style = {"color": colour, "dash": DASHES[dash], "width": 2 if text else 1}
         yield line | {"line": style, "showlegend": bool(text)}
-    for row, (height, steps, curve) in enumerate(panels.rug(curves)):
+    for row, (height, steps, curve) in enumerate(panels.non_finite_marks(curves)):
         marker = {"symbol": "line-ns", "size": 4, "line": {"width": 1.5, "color": curve.colour}}
         stroke = {"x": steps, "y": [height] * len(steps), "mode": "markers", "marker": marker, "showlegend": not row}
         stroke["hovertemplate"] = f"{curve.label}: not finite<extra></extra>"
         yield stroke | {"legendgroup": curve.run or curve.name, "name": "not finite"}
-    _, text = panels.foot_of_zeros(curves)
+    _, text = panels.height_of_zeros(curves)
     if text:
         marker = {"symbol": "line-ew", "size": 9, "line": {"width": 1.5, "color": "grey"}}
         yield {"x": [None], "y": [None], "mode": "markers", "name": text, "showlegend": True, "marker": marker}

@@ -18,33 +18,41 @@ from hftrainer.monitoring.run_facts import DIVERGED
 from hftrainer.reporting.curves import EVALUATION_LOSS, TIME_UNITS, WORDS, Curve
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS
 
-#: Number of losses from which a few high ones may leave a panel; their least ratio to the range of the others; and
-#: that of spikes to the highest of the others.
-MIN_CLIPPED_POINTS, CLIP_RATIO, LOG_CLIP_RATIO = 10, 3, 10
-#: Number of runs whose highest value above a panel is named, and of triangles at its upper edge for each.
-MAX_PEAK_TEXTS, MAX_TRIANGLES = 4, 30
+#: Number of losses of a panel from which a few high ones may leave it.
+MIN_CLIPPED_POINTS = 10
+#: Losses leave a panel with a linear scale if they span this many times the range of the others.
+CLIP_RATIO = 3
+#: Spikes of a loss leave a panel with a logarithmic scale from this many times the highest of the others on.
+LOG_CLIP_RATIO = 10
+#: Number of runs whose highest value above a panel is named.
+MAX_PEAK_TEXTS = 4
+#: Number of triangles at the upper edge of a panel for each of these runs.
+MAX_TRIANGLES = 30
 MEMORY_PANEL = "peak memory (MB)"
-#: The share of a panel's height of a row of marks of what is not finite, and of all rows at most; and number of parts
-#: of the axis that may have a mark.
-RUG_ROW, MAX_RUG, MAX_RUG_MARKS = 0.04, 0.3, 60
+#: The share of a panel's height that a row of marks has. Each is a value that is not finite.
+MARK_ROW = 0.04
+#: The share of a panel's height that all rows of such marks have at most.
+MAX_MARK_ROWS = 0.3
+#: Number of parts of the horizontal axis, each of which has at most one mark in a row.
+MAX_MARKS = 60
 
 
-def rug(curves: list[Curve]) -> list[tuple[float, list[float], Curve]]:
-    """Each curve with values that are not finite; the height of its row of marks, and their places.
+def non_finite_marks(curves: list[Curve]) -> list[tuple[float, list[float], Curve]]:
+    """The marks of values that are not finite: of each curve that has some the height of their row, and their places.
 
-    Of each part of the axis only the first has a mark, since others would run into it.
+    In each part of the axis only the first value has a mark, since others would run into it.
     """
     rows = [curve for curve in curves if curve.gaps]
-    size = min(RUG_ROW, MAX_RUG / max(1, len(rows)))
-    part = (max(step for curve in curves for step in curve.steps) or 1) / MAX_RUG_MARKS
+    size = min(MARK_ROW, MAX_MARK_ROWS / max(1, len(rows)))
+    part = (max(step for curve in curves for step in curve.steps) or 1) / MAX_MARKS
     marks = [{int(step / part): step for step in np.take(curve.steps, curve.gaps[::-1]).tolist()} for curve in rows]
     return [((row + 0.5) * size, sorted(marks[row].values()), curve) for row, curve in enumerate(rows)]
 
 
 def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
-    """The scale of a panel, 'linear' or 'log', and its range, with space at its foot for the rug."""
+    """The scale of a panel, 'linear' or 'log', and its range, with space for `non_finite_marks`."""
     scale, (low, high) = _axis_of_values(curves)
-    rows = rug(curves)
+    rows = non_finite_marks(curves)
     if not rows or not any(curve.finite for curve in curves):
         return scale, (low, high)
     space = 2 * rows[0][0] * len(rows)
@@ -53,12 +61,14 @@ def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
 
 
 def _axis_of_values(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
-    """The scale and the range of the values.
+    """The scale of a panel, and the range of its values.
 
     Peak learning rates that differ 50-fold have a logarithmic scale; there a warm-up and a decay to 0 go below the
     panel. A metric has a linear scale.
     """
-    curves, name, panel = [curve for curve in curves if curve.finite], curves[0].name, curves[0].panel
+    name = curves[0].name
+    panel = curves[0].panel
+    curves = [curve for curve in curves if curve.finite]
     if name in PANELS[SHARES] or not curves:
         return "linear", (0, 1.05 if name in PANELS[SHARES] and panel != SHARES else 1)
     parts = [list(filter(math.isfinite, curve.drawable)) for curve in curves]
@@ -66,20 +76,22 @@ def _axis_of_values(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
         return _axis_of_losses(curves, parts)
     if PANEL_OF.get(name) in SPEEDS:
         return _axis_of_speeds(parts)
-    lowest, highs = min(map(min, parts)), list(map(max, parts))
+    lowest = min(map(min, parts))
+    highs = list(map(max, parts))
     if panel == "learning rate" and lowest >= 0 and max(highs) >= 50 * min(highs) > 0:
         return log_axis(min(highs) / 100, max(highs))
     return "linear", axis_range([lowest, max(highs)])
 
 
 def _axis_of_speeds(parts: list[list[float]]) -> tuple[str, tuple[float, float]]:
-    """That of speeds and memory, which begins at 0.
+    """The scale and the range of a panel of speeds or memory, which begins at 0.
 
-    It ends at twice the 90th percentile of a curve, or at a level that lasts, if others are twice as high as this. If
-    the percentile is ten times the median of a curve, or so many values are above the end that they are no spikes, the
-    scale is logarithmic instead.
+    The range ends at twice the 90th percentile of a curve, or at a level that lasts, if others are twice as high as
+    this. If the percentile is ten times the median of a curve, or so many values are above the end that they are no
+    spikes, the scale is logarithmic instead.
     """
-    usual, high = max(float(np.percentile(part, 90, method="lower")) for part in parts), max(map(max, parts))
+    usual = max(float(np.percentile(part, 90, method="lower")) for part in parts)
+    high = max(map(max, parts))
     end = max(2 * usual, *map(_lasting_height, parts)) or high
     is_noisy = high > 2 * end and any(sum(value > end for value in part) > max(2, len(part) / 50) for part in parts)
     if is_noisy or 0 < 10 * min(map(statistics.median, parts)) <= usual:
@@ -88,30 +100,26 @@ def _axis_of_speeds(parts: list[list[float]]) -> tuple[str, tuple[float, float]]
 
 
 def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str, tuple[float, float]]:
-    """That of losses and gradient norms.
+    """The scale and the range of a panel of losses or gradient norms.
 
-    It ends at three times the height of the 95th percentile of a curve without spikes, or at a level that lasts, if
-    others are `CLIP_RATIO` times as high, so that a few do not flatten the rest. If these span two orders of magnitude,
-    the scale is logarithmic instead, and begins at a third of the lowest mean above 0; it leaves out spikes from
-    `LOG_CLIP_RATIO` times the others on. Of several runs, those that reach 100 times the median of the curves' highest
-    values leave the panel.
+    The range ends at three times the height of the 95th percentile of a curve without spikes, or at a level that lasts,
+    if others are `CLIP_RATIO` times as high, so that a few do not flatten the rest. If these span two orders of
+    magnitude, the scale is logarithmic instead, and begins at a third of the lowest mean above 0; it leaves out spikes
+    from `LOG_CLIP_RATIO` times the others on. Of several runs, those that reach 100 times the median of the curves'
+    highest values leave the panel.
     """
     calm = [list(filter(math.isfinite, curve.without_spikes)) for curve in curves]
-    values, highs = [value for part in calm for value in part], list(map(max, calm))
-    lowest, end, high = min(map(min, parts)), max(highs), max(map(max, parts))
-    # A dip of positive values flattens nothing.
-    bottom = lowest if lowest >= 0 else min(values)
-    if curves[0].run:
-        end = max(high for high in highs if high <= abs(100 * statistics.median_low(highs)))
+    end = _highest_usual_loss(calm, is_comparison=bool(curves[0].run))
+    high = max(map(max, parts))
     high = high if high <= LOG_CLIP_RATIO * end else end
+    # A dip of positive values flattens nothing.
+    lowest = min(map(min, parts))
+    bottom = lowest if lowest >= 0 else min(map(min, calm))
     usual = max(float(np.percentile(part, 95, method="lower")) for part in calm)
-    top = max(value for value in values if value - bottom <= 3 * (usual - bottom))
+    top = max(value for part in calm for value in part if value - bottom <= 3 * (usual - bottom))
     top = max(top, *(height for height in map(_lasting_height, calm) if height <= end))
-    # Of few values, only one of 100 times that before it is surely a spike.
-    leaps = any(later > 100 * abs(earlier) for part in parts for earlier, later in pairwise(part))
-    may_cut = leaps or len(values) >= MIN_CLIPPED_POINTS
     # To cut off less would not show the others larger.
-    is_cut = may_cut and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
+    is_cut = _may_cut(parts, calm) and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
     top = top if is_cut else high
     shown = [(value, 3 if curve.mean else 1) for curve in curves for value in curve.mean or curve.drawable]
     # Zeros are at the foot.
@@ -119,10 +127,22 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     if top >= 100 * low and not any(value < 0 for value, _ in shown):
         return log_axis(low, high)
     # A mark of what leaves the panel needs space.
-    return "linear", axis_range([bottom, top + is_cut * (top - bottom) / 10])
+    return "linear", axis_range([bottom, top + (top - bottom) / 10 if is_cut else top])
 
 
-def foot_of_zeros(curves: list[Curve]) -> tuple[float, str]:
+def _highest_usual_loss(calm: list[list[float]], *, is_comparison: bool) -> float:
+    """The highest value of curves without spikes, in a comparison without runs that rose far above the others."""
+    highs = list(map(max, calm))
+    return max(high for high in highs if not is_comparison or high <= abs(100 * statistics.median_low(highs)))
+
+
+def _may_cut(parts: list[list[float]], calm: list[list[float]]) -> bool:
+    """Whether values may leave a panel: of many values, or one of 100 times that before it, which is surely a spike."""
+    has_spike = any(later > 100 * abs(earlier) for part in parts for earlier, later in pairwise(part))
+    return has_spike or sum(map(len, calm)) >= MIN_CLIPPED_POINTS
+
+
+def height_of_zeros(curves: list[Curve]) -> tuple[float, str]:
     """The height in a logarithmic panel at which its zeros are drawn, and a text for the legend.
 
     It is minus infinity if there are none but single ones under a mean, which a text would not help to read.
@@ -169,7 +189,9 @@ def axis_label(curves: list[Curve], scale: str) -> str:
     name, panel = curves[0].name, curves[0].panel
     words = panel if panel.startswith("eval_") else panel[0].upper() + panel[1:]
     label = name if {curve.name for curve in curves} == {name} - set(PANEL_OF) else words
-    return label + (" (log scale)" * (scale == "log") if any(curve.finite for curve in curves) else " (none is finite)")
+    if not any(curve.finite for curve in curves):
+        return f"{label} (none is finite)"
+    return f"{label} (log scale)" if scale == "log" else label
 
 
 def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list[float], str]]:
@@ -181,16 +203,20 @@ def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list
         places = curve.peaks(top)
         first = next(index for index, value in enumerate(curve.values) if value > top)
         after = [value for value in curve.values[first:] if math.isfinite(value)]
-        text, peak = f"{len(places):,} spikes, " * (len(places) > 1), max(curve.finite)
+        text = f"{len(places):,} spikes, " if len(places) > 1 else ""
+        peak = max(curve.finite)
         where = f" at {describe_place(curve, curve.values.index(peak))}"
         if len(after) > 2 and 2 * sum(value > top for value in after) > len(after):
-            text, where, places = f"above the axis from {describe_place(curve, first)}, ", "", [first]
+            text = f"above the axis from {describe_place(curve, first)}, "
+            where = ""
+            places = [first]
         # The label of the axis names the only curve.
-        name = curve.member or curve.run or curve.label * any(other.name != curve.name for other in curves)
-        text = f"{name}: " * bool(name) + f"{text}max {format_number(peak)}{where}"
+        name = curve.member or curve.run or (curve.label if any(c.name != curve.name for c in curves) else "")
+        text = f"{name}: {text}max" if name else f"{text}max"
         also = ", ".join(f"{other.name} {format_number(max(other.finite))}" for other in others)
         places = sorted(places, key=curve.values.__getitem__, reverse=True)[:MAX_TRIANGLES]
-        yield curve, [curve.steps[place] for place in places], text + f" ({also})" * bool(also)
+        text = f"{text} {format_number(peak)}{where}"
+        yield curve, [curve.steps[place] for place in places], f"{text} ({also})" if also else text
 
 
 def describe_place(curve: Curve, index: int) -> str:
@@ -204,11 +230,12 @@ def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
     runs = list(dict.fromkeys(curve.run for curve in curves))
     count = len({curve.member or curve.run for curve in curves} - {curve.run for curve in curves if curve.member})
     names = f"{', '.join(runs[:-1])} and {runs[-1]}" if len(runs) < 4 else f"{count} training runs"
-    title = [f"Comparison of {names}" if len(runs) > 1 else f"Training run{'s' * bool(runs[0])} {runs[0] or name}"]
-    state = _state(curves) * (not curves[0].run)
+    alone = f"Training runs {runs[0]}" if runs[0] else f"Training run {name}"
+    title = [f"Comparison of {names}" if len(runs) > 1 else alone]
+    state = "" if curves[0].run else _state(curves)
     has_pauses = any(curve.restarts and curve.x in TIME_UNITS for curve in curves)
-    pauses = "the time leaves out the pauses before a run resumed" * has_pauses
-    seeds = "thin: a run of each seed; thick: their mean" * any(curve.member for curve in curves)
+    pauses = "the time leaves out the pauses before a run resumed" if has_pauses else ""
+    seeds = "thin: a run of each seed; thick: their mean" if any(curve.member for curve in curves) else ""
     title += filter(None, [state, pauses, _constants(curves), _constant_memory(curves), seeds])
     settings = list({curve.run: curve.settings for curve in curves}.values())
     shared = {name: value for run in settings for name, value in run.items() if is_shared(name, value, settings)}
@@ -232,7 +259,8 @@ def group_by_panel(curves: list[Curve]) -> dict[str, list[Curve]]:
 
 def _is_constant(curves: list[Curve]) -> bool:
     """Whether a panel says no more than its first value: no loss, no metric with a best value, no speed."""
-    values, panel = [value for curve in curves for value in curve.finite], curves[0].panel
+    panel = curves[0].panel
+    values = [value for curve in curves for value in curve.finite]
     if panel == MEMORY_PANEL:
         return bool(values) and max(values) < 1.05 * min(values)
     is_needed = panel in ("loss", EVALUATION_LOSS) or PANEL_OF.get(curves[0].name) in SPEEDS
@@ -265,7 +293,7 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
     for curve in {curve.member or curve.run: curve for curve in curves}.values():
         for number, (lost, restart) in enumerate(curve.restarts):
             text = f"{curve.member or curve.run}: resumed" if curve.run else "resumed"
-            text += " (shaded: steps done again)" * any(lost < restart for lost, restart in curve.restarts)
+            text += " (shaded: steps done again)" if any(lost < place for lost, place in curve.restarts) else ""
             colour = curve.colour if curve.run else "#808080"
             yield lost, restart, text if curve.panel == "loss" and not number else "", colour, "--"
     found = sorted(((*c.non_finite, c.label, c) for c in curves if c.non_finite), key=lambda mark: mark[1])
@@ -283,7 +311,7 @@ def vertical_lines(curves: list[Curve]) -> Iterator[tuple[float, float, str, str
 
 def _state(curves: list[Curve]) -> str:
     """What became of a run, after the mark at its last loss, if it has one."""
-    return "✖ " * any(curve.end is not None for curve in curves) + curves[0].state
+    return f"✖ {curves[0].state}" if any(curve.end is not None for curve in curves) else curves[0].state
 
 
 def describe_run(run: str, curves: list[Curve]) -> str:
@@ -298,7 +326,8 @@ def describe_run(run: str, curves: list[Curve]) -> str:
     text = describe(settings[run], [*settings.values()])
     text = text if settings[run] or not any(settings.values()) else "arguments unknown"
     facts = (_state(run_curves), text, next(best, ""))
-    name = run + " (best)" * run_curves[0].is_best + f" = {first}" * (first != run)
+    name = f"{run} (best)" if run_curves[0].is_best else run
+    name += f" = {first}" if first != run else ""
     return " · ".join(filter(None, (name, *facts)))
 
 

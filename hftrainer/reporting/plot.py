@@ -6,6 +6,8 @@ import logging
 import math
 import os
 import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import layout
 from hftrainer.errors import InvalidArgument
+from hftrainer.monitoring.run_facts import RunRecord
 from hftrainer.reporting import panels
-from hftrainer.reporting.curves import DASHES, MANY, X_AXES, Curve, curves_of_run, read_charts
+from hftrainer.reporting.curves import DASHES, MANY, X_AXES, Curve, curves_of_run, explain_empty, read_curves
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES
 from hftrainer.reporting.page import draw_html
 
@@ -28,59 +31,111 @@ LEFT_MARGIN, RIGHT_MARGIN, COLUMN_GAP, PANEL_HEIGHT, TICK_LABELS, AXIS_LABEL = 0
 MAX_METRICS = 12
 
 
+def read_charts(runs: Sequence[RunRecord | str], x: str, *, with_others: bool) -> dict[str, list[Curve]]:
+    """Horizontal axis → the curves to draw: over `x`, and over the others if all runs have something to draw there.
+
+    Raises:
+        InvalidArgument: if a run has nothing to draw over `x`.
+    """
+    records = [RunRecord(run) if isinstance(run, str) else run for run in runs]
+    others = [other for other in ("step", "epoch", "time") if other != x] if with_others else []
+    found = [x, *(other for other in others if not any(explain_empty(record, other) for record in records))]
+    return {axis: read_curves(records, axis, join_seeds=True) for axis in found}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a picture has, and where, in inches from its left and upper edge.
+
+    Attributes:
+        rows: of panels, of which each is its curves.
+        width: of the picture.
+        notes: the lines below the title.
+        runs: the texts of a legend of runs, and their colours and markers.
+        columns: of that legend.
+        legend_top: where that legend begins.
+        panels_top: where the first row begins.
+    """
+
+    rows: list[list[list[Curve]]]
+    width: float
+    notes: list[str]
+    runs: dict[str, dict[str, str]]
+    columns: int
+    legend_top: float
+    panels_top: float
+
+
 def draw_picture(curves: list[Curve], path: str, title: str) -> None:
     """Write the panels as PNG, SVG or PDF; without pyplot, so that no window or notebook shows the figure."""
-    all_panels = panels.group_by_panel(curves)
-    if "samples per second" in all_panels:
+    title, *notes = panels.title_and_notes(title, curves)
+    layout = _make_layout(curves, notes)
+    figure = panels.import_plotting("matplotlib.figure").Figure()
+    # tight_layout is slow.
+    height = _draw_rows(figure, layout, panels.horizontal_range(curves))
+    figure.suptitle(title, y=1 - 0.15 / height)
+    figure.text(0.5, 1 - 0.38 / height, "\n".join(layout.notes), ha="center", va="top", fontsize=9, color="0.4")
+    handles = [figure.axes[-1].plot([], [], label=label, **style)[0] for label, style in layout.runs.items()]
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - layout.legend_top / height), "borderaxespad": 0}
+    figure.legend(handles=handles, fontsize=9, frameon=False, ncols=layout.columns, **place)
+    figure.savefig(path, dpi=120)
+
+
+def _choose_panels(curves: list[Curve]) -> tuple[list[list[Curve]], list[str]]:
+    """The panels of a picture, and a note about those that only a page has."""
+    found = panels.group_by_panel(curves)
+    if "samples per second" in found:
         # They mirror them.
-        all_panels = {name: found for name, found in all_panels.items() if not name.endswith("seconds per step")}
-    metrics = [panel for panel, (curve, *_) in all_panels.items() if curve.name not in PANEL_OF and panel not in PANELS]
-    hidden = sorted(metrics, key=lambda panel: all(curve.best is None for curve in all_panels[panel]))[MAX_METRICS:]
-    shown = [panel_curves for panel, panel_curves in all_panels.items() if panel not in hidden]
+        found = {name: panel for name, panel in found.items() if not name.endswith("seconds per step")}
+    metrics = [name for name, (curve, *_) in found.items() if curve.name not in PANEL_OF and name not in PANELS]
+    hidden = sorted(metrics, key=lambda name: all(curve.best is None for curve in found[name]))[MAX_METRICS:]
+    note = f"without {len(hidden)} of {len(metrics)} metrics, which are in the page of --html"
+    return [panel for name, panel in found.items() if name not in hidden], [note] if hidden else []
+
+
+def _make_layout(curves: list[Curve], notes: list[str]) -> _Layout:
+    """The layout of a picture with these notes, and others about its panels."""
+    shown, omitted = _choose_panels(curves)
     columns = min(len(shown), 2 if len(shown) <= 6 else 3)
-    # If a row has fewer shown it is the first, and they are wider.
+    # If a row has fewer panels it is the first, and they are wider.
     first = len(shown) % columns or columns
     rows = [shown[:first], *(shown[n : n + columns] for n in range(first, len(shown), columns))]
-    runs = {curve.run: {"color": curve.colour, "marker": curve.mark} for curve in curves if curve.run}
     width = (6 if columns < 3 else 4.5) * columns
-    labels = [textwrap.fill(panels.describe_run(run, curves), 60 * columns) for run in runs]
-    title, *notes = panels.title_and_notes(title, curves)
-    if any(curve.mean for curve in curves):
-        notes.append(f"faint: logged values; strong: their centred mean, from {MANY} points on")
-    if hidden:
-        notes.append(f"without {len(hidden)} of {len(metrics)} metrics, which are in the page of --html")
-    notes = [line for note in notes for line in textwrap.wrap(note, max(80, 60 * columns))]
-    figure = panels.import_plotting("matplotlib.figure").Figure()
-    # tight_layout is slow. In inches from the top: the title, all that is above the shown, and each row.
-    head = 0.4 + 0.17 * len(notes)
-    lines = [line for label in labels for line in label.split("\n")]
+    means = f"faint: logged values; strong: their centred mean, from {MANY} points on"
+    notes = [*notes, *([means] if any(curve.mean for curve in curves) else []), *omitted]
+    lines = [line for note in notes for line in textwrap.wrap(note, max(80, 60 * columns))]
+    styles = {curve.run: {"color": curve.colour, "marker": curve.mark} for curve in curves if curve.run}
+    runs = {textwrap.fill(panels.describe_run(run, curves), 60 * columns): style for run, style in styles.items()}
+    texts = [line for text in runs for line in text.split("\n")]
     # An inch has 15 characters, and a sample is as wide as 8.
-    legend_columns = max(1, min(3, int(15 * width) // max((8 + len(line) for line in lines), default=8)))
-    height, places = head + 0.19 * -(-len(lines) // legend_columns) + 0.05, []
-    for row in rows:
-        wide = (width - LEFT_MARGIN - RIGHT_MARGIN + COLUMN_GAP) / len(row) - COLUMN_GAP
-        axes = [figure.add_subplot() for _ in row]
-        height += PANEL_HEIGHT + 0.15 + 0.18 * max(_draw_panel(*pair, wide) for pair in zip(axes, row, strict=True))
-        places += [(axis, LEFT_MARGIN + n * (wide + COLUMN_GAP), height, wide) for n, axis in enumerate(axes)]
-        height += TICK_LABELS
+    legend_columns = max(1, min(3, int(15 * width) // max((8 + len(text) for text in texts), default=8)))
+    legend_top = 0.4 + 0.17 * len(lines)
+    panels_top = legend_top + 0.19 * -(-len(texts) // legend_columns) + 0.05
+    return _Layout(rows, width, lines, runs, legend_columns, legend_top, panels_top)
+
+
+def _draw_rows(figure: Any, layout: _Layout, limits: tuple[float, float]) -> float:
+    """Draw the panels over a horizontal axis with these limits, and return the height of the picture."""
+    places = []
+    bottom = layout.panels_top
+    for row in layout.rows:
+        width = (layout.width - LEFT_MARGIN - RIGHT_MARGIN + COLUMN_GAP) / len(row) - COLUMN_GAP
+        legends = [_draw_panel(figure.add_subplot(), panel, width) for panel in row]
+        bottom += PANEL_HEIGHT + 0.15 + 0.18 * max(legends)
+        places += [(LEFT_MARGIN + number * (width + COLUMN_GAP), bottom, width) for number in range(len(row))]
+        bottom += TICK_LABELS
     # Only the lowest row names the horizontal axis, which all panels share.
-    for axis in axes:
-        axis.set_xlabel(X_AXES[curves[0].x])
-    height += AXIS_LABEL
-    figure.set_size_inches(width, height)
-    limits = panels.horizontal_range(curves)
+    for axis, (curve, *_) in zip(figure.axes[-len(row) :], row, strict=True):
+        axis.set_xlabel(X_AXES[curve.x])
+    height = bottom + AXIS_LABEL
+    figure.set_size_inches(layout.width, height)
     # Inches of a label and the space after it.
     label_width = 0.25 + 0.075 * len(f"{limits[1]:,.0f}")
-    for axis, left, bottom, wide in places:
-        axis.xaxis.get_major_locator().set_params(nbins=min(9, int(wide / label_width)))
-        axis.set_position((left / width, 1 - bottom / height, wide / width, PANEL_HEIGHT / height))
+    for axis, (left, bottom, width) in zip(figure.axes, places, strict=True):
+        axis.xaxis.get_major_locator().set_params(nbins=min(9, int(width / label_width)))
+        axis.set_position((left / layout.width, 1 - bottom / height, width / layout.width, PANEL_HEIGHT / height))
         axis.set_xlim(limits)
-    figure.suptitle(title, y=1 - 0.15 / height)
-    figure.text(0.5, 1 - 0.38 / height, "\n".join(notes), ha="center", va="top", fontsize=9, color="0.4")
-    handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - head / height), "borderaxespad": 0}
-    figure.legend(handles=handles, fontsize=9, frameon=False, ncols=legend_columns, **place)
-    figure.savefig(path, dpi=120)
+    return height
 
 
 def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
@@ -127,7 +182,7 @@ def _draw_lines(axis: Any, curves: list[Curve]) -> dict[str, Any]:
     """Draw the curves with their best values, and return the samples of the legend by their text."""
     handles: dict[str, Any] = {}
     top = panels.vertical_axis(curves)[1][1]
-    foot, text = panels.foot_of_zeros(curves)
+    floor, text = panels.height_of_zeros(curves)
     for curve in curves:
         style = {"color": curve.colour, "linestyle": list(DASHES)[curve.dash], "linewidth": 1.5}
         # Marks tell runs apart, and are most of what is seen of a few points.
@@ -136,17 +191,17 @@ def _draw_lines(axis: Any, curves: list[Curve]) -> dict[str, Any]:
         handles.setdefault(curve.legend_entry, axis.plot([], [], **(style | entry))[0])
         if curve.mean or curve.peaks(top) or curve.member:
             faint = {"linewidth": 0.8, "alpha": panels.opacity_under_mean(curves)}
-            axis.plot(*curve.points(curve.drawable, foot), **(style | faint))
+            axis.plot(*curve.points(curve.drawable, floor), **(style | faint))
         if curve.member:
             continue
         values = curve.mean or curve.below(top)
-        axis.plot(*curve.shared_points(values, foot), **(style | {"linewidth": curve.width}))
-        axis.plot(*curve.points(values, foot), markevery=curve.marked, **marks, **style)
+        axis.plot(*curve.shared_points(values, floor), **(style | {"linewidth": curve.width}))
+        axis.plot(*curve.points(values, floor), markevery=curve.marked, **marks, **style)
         # Both are seen where they meet.
         for point, shape, size in ((curve.best, "*", 14), (curve.end, "X", 7)):
             if point is not None:
                 mark = {"color": curve.colour, "markeredgecolor": "black", "markersize": size, "zorder": 20 - size}
-                axis.plot(curve.steps[point], max(foot, curve.drawable[point]), shape, **mark)
+                axis.plot(curve.steps[point], max(floor, curve.drawable[point]), shape, **mark)
     handles |= {text: axis.plot([], [], "_", color="grey")[0]} if text else {}
     return handles
 
@@ -158,19 +213,19 @@ def _draw_incidents(axis: Any, curves: list[Curve]) -> dict[str, Any]:
         line = axis.axvline(step, color=colour, linestyle=dash, linewidth=1.5 if text else 0.8)
         axis.axvspan(start, step, color=colour, alpha=0.12, linewidth=0)
         handles |= {text: line} if text else {}
-    for height, steps, curve in panels.rug(curves):
+    for height, steps, curve in panels.non_finite_marks(curves):
         # In the unit of the panel's height.
         style = {"color": curve.colour, "markersize": 6, "transform": axis.get_xaxis_transform()}
         handles.setdefault("not finite", axis.plot(steps, [height] * len(steps), "|", **style)[0])
     return handles
 
 
-def _draw_peaks(axis: Any, curves: list[Curve], top: float, letters: int) -> dict[str, Any]:
+def _draw_peaks(axis: Any, curves: list[Curve], top: float, line_length: int) -> dict[str, Any]:
     """Mark what leaves a panel at its upper edge, and return the samples of the legend by their text."""
     handles: dict[str, Any] = {}
     for curve, steps, text in panels.clipped_peaks(curves, top):
         style = {"color": curve.colour, "markersize": 5, "transform": axis.get_xaxis_transform()}
-        handles[textwrap.fill(text, letters)] = axis.plot(steps, [0.98] * len(steps), "^", **style)[0]
+        handles[textwrap.fill(text, line_length)] = axis.plot(steps, [0.98] * len(steps), "^", **style)[0]
     return handles
 
 
@@ -187,7 +242,8 @@ def format_ticks(axis: Any, scale: str, limits: tuple[float, float], *, is_share
         decimals = max(len(tick.rstrip("0").partition(".")[2]) for tick in ticks)
         # Zero without a sign.
         number = round(value / 10**exponent, decimals) + 0.0
-        return f"{number:,.{decimals}f}" + f"e{exponent}" * bool(exponent and number)
+        text = f"{number:,.{decimals}f}"
+        return f"{text}e{exponent}" if exponent and number else text
 
     if is_share:
         axis.set_major_formatter("{x:.0%}")
@@ -222,9 +278,10 @@ def plot(
         MissingPackage: if matplotlib is missing, or plotly for the page.
     """
     name = "training" if len(folders) == 1 else "comparison"
-    folder, step = folders[0], layout.step_of(os.path.realpath(folders[0]))
-    if step is not None:
-        folder, name = os.path.normpath(os.path.join(folder, "..")), f"{name}-{step}"
+    folder = folders[0]
+    if (step := layout.step_of(os.path.realpath(folder))) is not None:
+        folder = os.path.normpath(os.path.join(folder, ".."))
+        name = f"{name}-{step}"
     picture = Path(out) if out is not None else Path(folder) / f"{name}.png"
     if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise InvalidArgument(f"{picture}: the file name must end in .png, .svg or .pdf.")

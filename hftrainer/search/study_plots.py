@@ -9,6 +9,7 @@ import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from string import Template
@@ -33,7 +34,8 @@ PLOTS = {
     "parallel_coordinates": ("plot_parallel_coordinate", 2, "Hyperparameters and {}: a line per trial"),
 }
 #: Number of completed trials below which importances are uncertain, and have pale bars without digits.
-MANY_TRIALS, PALE = 20, "#99c7e0"
+MANY_TRIALS = 20
+PALE = "#99c7e0"
 #: Optuna's state of a trial → a word, if it is another.
 STATES = {"complete": "completed", "fail": "failed"}
 #: Optuna's state of a trial that is not drawn as the others → why, in the order of a legend.
@@ -73,50 +75,77 @@ def plot_study(
     if not count:
         raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial yet to plot.")
     os.makedirs(out, exist_ok=True)
-    names = _objective_names(study)
-    pairs = zip(names, study.directions, strict=True)
-    objectives = [{"target_name": f"{name} ({direction.name.lower()})"} for name, direction in pairs]
     prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
-    paths, parts = [], list[str]()
-
-    def draw(name: str, function: str, shown: Study, *settings: Any) -> None:
-        path = Path(out) / f"{prefix}{name}.png"
-        _draw_png(function, shown, path, *settings)
-        paths.append(str(path))
+    paths: list[str] = []
+    parts: list[str] = []
+    for name, plot in _plots_of(study, count):
+        paths.append(str(Path(out) / f"{prefix}{name}.png"))
+        _draw_png(plot, paths[-1])
         if html:
-            figure, script = _make_page(function, shown, *settings), False if parts else html
-            plot = figure.to_html(full_html=False, include_plotlyjs=script, default_height="480px")
-            parts.append(f'<div class="{name.rstrip("_0123456789")}">{plot}</div>')
+            script = False if parts else html
+            page = _make_page(plot).to_html(full_html=False, include_plotlyjs=script, default_height="480px")
+            parts.append(f'<div class="{name.rstrip("_0123456789")}">{page}</div>')
+    if parts:
+        fields = {"title": escape(f"Search {study.study_name}"), "table": escape(table), "plots": "\n".join(parts)}
+        template = Template(Path(__file__).with_name("search.html").read_text("utf-8"))
+        paths.append(str(Path(out) / f"{prefix}search.html"))
+        Path(paths[-1]).write_text(template.substitute(fields), "utf-8")
+    return paths
 
+
+@dataclass
+class _Plot:
+    """One of Optuna's plots.
+
+    Attributes:
+        function: the name of Optuna's function.
+        study: the study, or a copy with one objective.
+        objective: the function's argument with the names of objectives.
+        title: the title.
+        marked: trials that are drawn otherwise, as `_one_objective` returns them.
+        limits: the ends of the objective's axis.
+    """
+
+    function: str
+    study: Study
+    objective: dict[str, Any]
+    title: str
+    marked: dict[int, tuple[str, float]] = field(default_factory=dict)
+    limits: tuple[float, float] = (0, 1)
+
+
+def _plots_of(study: Study, count: int) -> Iterator[tuple[str, _Plot]]:
+    """The file names and the plots of a study with so many completed trials."""
+    names = _objective_names(study)
+    labels = [f"{name} ({way.name.lower()})" for name, way in zip(names, study.directions, strict=True)]
     if has_front := len(names) == 2:
-        front = {"target_names": [objective["target_name"] for objective in objectives]}
-        draw("pareto_front", "plot_pareto_front", study, front, f"Pareto front of {names[0]} and {names[1]}", {}, ())
+        title = f"Pareto front of {names[0]} and {names[1]}"
+        yield "pareto_front", _Plot("plot_pareto_front", study, {"target_names": labels}, title)
     for name, (function, min_trials, title) in PLOTS.items():
         if has_front and name == "history":
             continue
         if count < min_trials:
             logger.warning("Skipping %s: it needs %d completed trials, but the study has %d.", name, min_trials, count)
             continue
-        for number, objective in enumerate(objectives):
-            suffix = f"_{number}" if len(names) > 1 else ""
-            shown, marked, limits = _one_objective(study, number, can_be_log=name == "history")
-            doubt = f"; a rough guess: only {count} trials" * _is_guess(study)
+        for number, label in enumerate(labels):
+            copy, marked, limits = _one_objective(study, number, can_be_log=name == "history")
+            doubt = f"; a rough guess: only {count} trials" if _is_guess(study) else ""
             heading = title.format(names[number], doubt)
-            counts = Counter(why for why, _ in marked.values())
-            far = counts.pop("far worse", 0)
-            left_out = [f"{counts[why]} {why}" for why in REASONS.values() if counts[why]]
             if name == "parallel_coordinates":
-                best = next(trial for trial, (why, _) in marked.items() if why == "best trial")
-                heading += f" (best: trial {best})" + f", without {', '.join(left_out)}" * bool(left_out)
-                heading += f"; {far} far worse at the end" * bool(far)
-            draw(name + suffix, function, shown, objective, heading, marked, limits)
-    if parts:
-        page = Path(out) / f"{prefix}search.html"
-        fields = {"title": escape(f"Search {study.study_name}"), "table": escape(table), "plots": "\n".join(parts)}
-        template = Template(Path(__file__).with_name("search.html").read_text("utf-8"))
-        page.write_text(template.substitute(fields), "utf-8")
-        paths.append(str(page))
-    return paths
+                heading += _describe_lines(marked)
+            suffix = f"_{number}" if len(names) > 1 else ""
+            yield name + suffix, _Plot(function, copy, {"target_name": label}, heading, marked, limits)
+
+
+def _describe_lines(marked: dict[int, tuple[str, float]]) -> str:
+    """Which line of parallel coordinates is the best, and which trials have none or are at the end of the axis."""
+    best = next(trial for trial, (why, _) in marked.items() if why == "best trial")
+    counts = Counter(why for why, _ in marked.values())
+    far = counts.pop("far worse", 0)
+    left_out = [f"{counts[why]} {why}" for why in REASONS.values() if counts[why]]
+    text = f" (best: trial {best})"
+    text += f", without {', '.join(left_out)}" if left_out else ""
+    return f"{text}; {far} far worse at the end" if far else text
 
 
 def best_trials(storage: str, study_name: str | None = None) -> tuple[list[dict[str, Any]], str]:
@@ -126,7 +155,8 @@ def best_trials(storage: str, study_name: str | None = None) -> tuple[list[dict[
         The trials, and in words how many others there are.
     """
     study = _load_study(storage, study_name)
-    trials, every = study.best_trials, study.get_trials(deepcopy=False)
+    trials = study.best_trials
+    every = study.get_trials(deepcopy=False)
     if len(study.directions) == 1:
         complete = [trial for trial in every if trial.state.name == "COMPLETE"]
         trials = sorted(complete, key=lambda trial: trial.values[0], reverse=study.direction.name == "MAXIMIZE")
@@ -166,8 +196,10 @@ def _one_objective(study: Study, number: int, *, can_be_log: bool) -> tuple[Stud
         the last, or if it is unknown the worst end of the axis; and the ends of the axis, which unfinished trials
         extend to up to twice the range of the others.
     """
-    optuna, direction = import_plotting("optuna"), study.directions[number]
-    copy, trials = optuna.create_study(direction=direction), study.get_trials(deepcopy=True)
+    optuna = import_plotting("optuna")
+    direction = study.directions[number]
+    copy = optuna.create_study(direction=direction)
+    trials = study.get_trials(deepcopy=True)
     complete = {trial.number: trial.values[number] for trial in trials if trial.state.name == "COMPLETE"}
     is_maximized = direction.name == "MAXIMIZE"
     ranked = sorted(complete.values(), reverse=is_maximized)
@@ -203,85 +235,95 @@ def _axis_of(values: Sequence[float], *, can_be_log: bool = True) -> tuple[str, 
     return log_axis(low, high) if can_be_log and high >= 100 * low > 0 else ("linear", axis_range([*values]))
 
 
-def _draw_png(
-    function: str, study: Study, path: Path, objective: dict[str, Any], title: str, marked: Any, limits: Any
-) -> None:
+def _draw_png(plot: _Plot, path: str) -> None:
     """Draw one of Optuna's plots in the style of the plots of runs."""
-    plt, visualization = import_plotting("matplotlib.pyplot"), import_plotting("optuna.visualization.matplotlib")
+    plt = import_plotting("matplotlib.pyplot")
+    visualization = import_plotting("optuna.visualization.matplotlib")
     # Optuna sets a global style, and warns that its matplotlib plots are experimental.
     with plt.rc_context(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        axes = getattr(visualization, function)(study, **objective)
+        axes = getattr(visualization, plot.function)(plot.study, **plot.objective)
     figure = axes.figure
     figure.set_size_inches(10, 6)
     # Optuna's own title may be in the center.
     axes.set_title("")
-    axes.set_title(title, loc="left", y=1.06, fontsize=12)
-    if function == "plot_parallel_coordinate":
-        # Optuna's colour map would hide the worst trials, as would the yellow end of this one.
-        (lines,) = axes.collections
-        colours = import_plotting("matplotlib").colormaps["viridis"](range(220))
-        colours = colours if lines.get_cmap().name.endswith("_r") else colours[::-1]
-        lines.set_cmap(import_plotting("matplotlib.colors").ListedColormap(colours))
-        ticker = import_plotting("matplotlib.ticker")
-        for place in _whole_places(study):
-            # After the objective's and the scale of colours.
-            locator = figure.axes[place + 1].yaxis.get_major_locator()
-            if isinstance(locator, ticker.MaxNLocator):
-                locator.set_params(integer=True)
-        _label_parameters(figure, [objective["target_name"], *_parameters(study)])
-        best = next(value for why, value in marked.values() if why == "best trial")
-        # Optuna 4 leaves out trials without one of the hyperparameters.
-        segments = zip(lines.get_segments(), lines.get_array(), strict=True)
-        for segment in [points for points, value in segments if value == best][:1]:
-            axes.plot(*segment.T, color=COLOURS[1], linewidth=3, label="best trial")
+    axes.set_title(plot.title, loc="left", y=1.06, fontsize=12)
+    if plot.function == "plot_parallel_coordinate":
+        _restyle_lines(axes, plot)
     else:
         axes.set_facecolor("white")
         axes.grid(color="#e0e0e0")
         for marks in (*axes.collections[:1], *axes.patches, *axes.lines):
             marks.set(color=COLOURS[marks in axes.lines], alpha=1)
-        plt.setp(axes.lines, drawstyle="steps-post", label="best so far")
-        for kind, text, x, y in _history_marks(marked, limits) if function == "plot_optimization_history" else ():
-            style = {"s": 200, "color": COLOURS[1], "zorder": 3} if kind == "best trial" else {"color": "0.5"}
-            axes.scatter(x, y, marker=REASON_MARKS[kind][0], label=text, **style)
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        if function == "plot_optimization_history":
-            scale, ends = _axis_of(limits)
-            axes.set(yscale=scale, ylim=ends)
-            format_ticks(axes.yaxis, scale, ends, is_share=False)
-        if function == "plot_param_importances":
-            # It would name the objective, as the title does.
-            axes.get_legend().remove()
-            for text in axes.texts:
-                text.set_text("" if _is_guess(study) else f" {text.get_text()}")
-            plt.setp(axes.patches, color=PALE if _is_guess(study) else COLOURS[0])
-            axes.set(xlabel="", ylabel="")
-    if function != "plot_param_importances":
+    if plot.function == "plot_optimization_history":
+        _restyle_history(axes, plot)
+    if plot.function == "plot_param_importances":
+        # The legend would name the objective, as the title does.
+        axes.get_legend().remove()
+        is_guess = _is_guess(plot.study)
+        for text in axes.texts:
+            text.set_text("" if is_guess else f" {text.get_text()}")
+        plt.setp(axes.patches, color=PALE if is_guess else COLOURS[0])
+        axes.set(xlabel="", ylabel="")
+    else:
         axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=8, frameon=False, fontsize=9)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
 
-def _make_page(function: str, study: Study, objective: dict[str, Any], title: str, marked: Any, limits: Any) -> Any:
+def _restyle_history(axes: Any, plot: _Plot) -> None:
+    """Name the line of the best values, and mark the best trial and those that are unfinished or beyond the axis."""
+    import_plotting("matplotlib.pyplot").setp(axes.lines, drawstyle="steps-post", label="best so far")
+    for kind, text, x, y in _history_marks(plot.marked, plot.limits):
+        style = {"s": 200, "color": COLOURS[1], "zorder": 3} if kind == "best trial" else {"color": "0.5"}
+        axes.scatter(x, y, marker=REASON_MARKS[kind][0], label=text, **style)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    scale, ends = _axis_of(plot.limits)
+    axes.set(yscale=scale, ylim=ends)
+    format_ticks(axes.yaxis, scale, ends, is_share=False)
+
+
+def _restyle_lines(axes: Any, plot: _Plot) -> None:
+    """Draw parallel coordinates in colours that hide no trial, with whole names, whole numbers, and the best trial."""
+    # Optuna's colour map would hide the worst trials, as would the yellow end of this one.
+    (lines,) = axes.collections
+    colours = import_plotting("matplotlib").colormaps["viridis"](range(220))
+    colours = colours if lines.get_cmap().name.endswith("_r") else colours[::-1]
+    lines.set_cmap(import_plotting("matplotlib.colors").ListedColormap(colours))
+    ticker = import_plotting("matplotlib.ticker")
+    for place in _whole_places(plot.study):
+        # After the objective's and the scale of colours.
+        locator = axes.figure.axes[place + 1].yaxis.get_major_locator()
+        if isinstance(locator, ticker.MaxNLocator):
+            locator.set_params(integer=True)
+    _label_parameters(axes.figure, [plot.objective["target_name"], *_parameters(plot.study)])
+    best = next(value for why, value in plot.marked.values() if why == "best trial")
+    # Optuna 4 leaves out trials without one of the hyperparameters.
+    segments = zip(lines.get_segments(), lines.get_array(), strict=True)
+    for segment in [points for points, value in segments if value == best][:1]:
+        axes.plot(*segment.T, color=COLOURS[1], linewidth=3, label="best trial")
+
+
+def _make_page(plot: _Plot) -> Any:
     """The same plot as plotly's figure."""
-    figure = getattr(import_plotting("optuna.visualization"), function)(study, **objective)
-    figure.update_layout(title=title, template="plotly_white", font_size=13, colorway=COLOURS)
-    if function == "plot_parallel_coordinate":
-        _colour_page(figure, is_maximized=study.direction.name == "MAXIMIZE")
-        _label_page(figure, [objective["target_name"], *_parameters(study)], _whole_places(study))
+    figure = getattr(import_plotting("optuna.visualization"), plot.function)(plot.study, **plot.objective)
+    figure.update_layout(title=plot.title, template="plotly_white", font_size=13, colorway=COLOURS)
+    if plot.function == "plot_parallel_coordinate":
+        _colour_page(figure, is_maximized=plot.study.direction.name == "MAXIMIZE")
+        _label_page(figure, [plot.objective["target_name"], *_parameters(plot.study)], _whole_places(plot.study))
     figure.update_traces(opacity=1, selector={"type": "scatter"})
     figure.update_traces(line_shape="hv", name="best so far", selector={"name": "Best Value"})
-    if function == "plot_param_importances":
+    if plot.function == "plot_param_importances":
         figure.update_layout(xaxis_title="", yaxis_title="")
-        if _is_guess(study):
+        if _is_guess(plot.study):
             figure.update_traces(marker_color=PALE, text=None, texttemplate=None)
-    elif function == "plot_optimization_history":
+    elif plot.function == "plot_optimization_history":
         # Of few trials, plotly would have fractions.
-        scale, ends = _axis_of(limits)
+        scale, ends = _axis_of(plot.limits)
         places = [*map(math.log10, ends)] if scale == "log" else ends
         y_axis = {"type": scale, "range": places, "tickformat": ","}
-        figure.update_layout(yaxis=y_axis, xaxis_dtick=1 if len(study.trials) < 10 else None)
-        for kind, text, x, y in _history_marks(marked, limits):
+        figure.update_layout(yaxis=y_axis, xaxis_dtick=1 if len(plot.study.trials) < 10 else None)
+        for kind, text, x, y in _history_marks(plot.marked, plot.limits):
             colour, size = (COLOURS[1], 16) if kind == "best trial" else ("gray", 9)
             marker = {"symbol": REASON_MARKS[kind][1], "color": colour, "size": size}
             figure.add_scatter(x=x, y=y, mode="markers", marker=marker, name=text)

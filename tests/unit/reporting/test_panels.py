@@ -16,7 +16,7 @@ from hftrainer.reporting.panels import (
     clipped_peaks,
     describe_run,
     group_by_panel,
-    rug,
+    non_finite_marks,
     title_and_notes,
     vertical_axis,
     vertical_lines,
@@ -55,7 +55,7 @@ def test_marks_of_a_long_row_that_is_not_finite_do_not_run_together(tmp_path):
     """Of several runs, the entry of the run that diverged says it, and its line has no other."""
     log = [{"loss": math.nan if step > 600 else 1.0, "step": step} for step in range(1, 1201)]
     runs = [write_log(tmp_path / "nan", log), write_log(tmp_path / "good", log[:9])]
-    ((_, places, _),) = rug(curves := read_curves(runs))
+    ((_, places, _),) = non_finite_marks(curves := read_curves(runs))
     assert len(places) == 31 and (places[0], places[-1]) == (601, 1200)
     assert [line[1:] for line in vertical_lines(curves)] == [(601, "", curves[0].colour, ":")]
     assert "diverged at step 601" in describe_run("nan", curves)
@@ -165,48 +165,66 @@ def test_zeros_of_a_log_scale_are_at_its_foot_and_still_hover_as_0(tmp_path):
     assert (curve.customdata[3:5], star.customdata, note.name) == ((0.25**9, 0), (0,), "5 values of 0: at the foot")
 
 
-def test_picture_and_page_have_the_same_axes(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **settings: figures.append(figure))
-
-    def to_html(figure, **settings):
-        figures.append(figure)
-        return "<body>{post_script}".format_map(settings)
-
+@pytest.fixture
+def figures(monkeypatch):
+    """What matplotlib and plotly would write."""
+    written = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **settings: written.append(figure))
+    write_page = "<body>{post_script}".format_map
+    to_html = lambda figure, **settings: written.append(figure) or write_page(settings)  # noqa: E731
     monkeypatch.setattr("plotly.graph_objects.Figure.to_html", to_html)
+    return written
+
+
+@pytest.fixture
+def picture(figures, tmp_path):
+    """The picture of a run with seven panels; its page is the second of `figures`."""
     write_observed_run(tmp_path)
     log = [{"step": step, "loss": loss, "eval_f1": 2 / 3, "eval_auc": 0.5} for step, loss in ((5, 1000.0), (10, 0.1))]
-    write_log(tmp_path, log)
-    plot([str(tmp_path)], html=True)
-    picture, page = figures
-    # The first of three rows has one panel, which fills it.
-    assert len(picture.axes) == 7 and picture.axes[0].get_position().x1 == pytest.approx(1 - 0.25 / 13.5)
+    plot([write_log(tmp_path, log)], html=True)
+    return figures[0]
+
+
+def test_picture_and_page_have_the_same_axes(picture, figures):
     # The first axes of a page, which are not numbered, are not used; the last are for marks.
-    axes = zip([*page.select_xaxes()][1:], [*page.select_yaxes()][1:9], strict=True)
-    labels = [label.get_text() for label in picture.axes[1].get_yticklabels()]
-    assert labels == ["0", "0.6667"] and picture.axes[1].get_ylabel() == "eval_f1"
-    assert [axis.get_xlabel() for axis in picture.axes] == [""] * 4 + ["Optimizer step"] * 3
+    axes = zip([*figures[1].select_xaxes()][1:], [*figures[1].select_yaxes()][1:9], strict=True)
     # A picture has no time per step beside samples per second.
     axes = ((x, y) for x, y in axes if y.title.text != "Seconds per step")
     for axis, (x, y) in zip(picture.axes, axes, strict=True):
         limits = [10**limit for limit in y.range] if y.type == "log" else y.range
         assert (axis.get_ylabel(), axis.get_yscale()) == (y.title.text, y.type)
         assert (*axis.get_xlim(), *axis.get_ylim()) == pytest.approx((*x.range, *limits))
-    at_zero = {"Tokens per second", "Samples per second", "Share of time so far"}
-    at_zero |= {"Model FLOPS utilization"}
+
+
+def test_first_of_three_rows_has_one_panel_and_the_last_names_the_axis(picture):
+    assert len(picture.axes) == 7 and picture.axes[0].get_position().x1 == pytest.approx(1 - 0.25 / 13.5)
+    assert [axis.get_xlabel() for axis in picture.axes] == [""] * 4 + ["Optimizer step"] * 3
+
+
+def test_losses_have_a_log_scale_and_speeds_begin_at_0(picture, tmp_path):
+    at_zero = {"Tokens per second", "Samples per second", "Share of time so far", "Model FLOPS utilization"}
     assert {axis.get_ylabel() for axis in picture.axes if axis.get_ylim()[0] == 0} == at_zero
     scales = [(axis.get_ylabel(), axis.get_yscale()) for axis in picture.axes[:2]]
-    assert scales == [("Loss (log scale)", "log"), ("eval_f1", "linear")]
+    assert scales == [("Loss (log scale)", "log"), ("eval_f1", "linear")] and picture.axes[0].get_xlim()[0] == 0
     assert 'autocomplete="off" checked>losses on a log scale' in (tmp_path / "training.html").read_text()
+
+
+def test_ticks_are_values_of_a_constant_metric_and_percents_of_shares(picture):
+    labels = [label.get_text() for label in picture.axes[1].get_yticklabels()]
+    assert labels == ["0", "0.6667"] and picture.axes[1].get_ylabel() == "eval_f1"
     share = next(axis for axis in picture.axes if axis.get_ylabel() == "Share of time so far")
-    assert picture.axes[0].get_xlim()[0] == 0 and share.yaxis.get_major_formatter()(0.5) == "50%"
+    assert share.yaxis.get_major_formatter()(0.5) == "50%"
+
+
+def test_labels_of_a_long_axis_are_apart(figures):
     draw_picture([Curve(f"eval_{n}", "eval_f1", [100, 490_000], [0.0, 1.0]) for n in range(7)], "", "")
     boxes = [label.get_window_extent() for label in figures[-1].axes[1].get_xticklabels()]
-    assert all(left.x1 < right.x0 - 5 for left, right in pairwise(boxes))  # apart
+    assert all(left.x1 < right.x0 - 5 for left, right in pairwise(boxes))
 
 
-def test_time_axis_breaks_at_restarts_without_their_pauses(tmp_path):
-    """The time of steps that a resume undid counts: they took it."""
+@pytest.fixture
+def resumed(tmp_path):
+    """The folder of a run that was resumed after 20 seconds, at step 1 of 2."""
     journal = [(1000, "begin", 0), (1010, "log", 1), (1020, "log", 2), (9000, "begin", 1), (9030, "log", 2)]
     journal += [(9030, "interval", 2), (9040, "interval", 2)]
     for time_of_event, event, step in journal:
@@ -214,31 +232,40 @@ def test_time_axis_breaks_at_restarts_without_their_pauses(tmp_path):
         logs = {"loss": 1.0, "epoch": step / 2, "data_wait": 0.25, "eval_share": 0.0, "save_share": 0.0}
         facts |= {"logs": logs, "steps": 0, "seconds": {"steps": 0.0, "data": 0.0, "evaluation": 1.0, "saving": 3.0}}
         append_line(str(tmp_path / "journal.jsonl"), {"time": time_of_event, "event": event, "step": step, **facts})
-    # On other axes nothing is lost.
-    assert [read_curves([str(tmp_path)], x)[0].restarts for x in ("step", "epoch")] == [[(1, 1)], [(0.5, 0.5)]]
-    curve, *shares = read_curves([str(tmp_path)], "time")
-    run = RunRecord(str(tmp_path))
+    return str(tmp_path)
+
+
+def test_time_axis_has_no_pauses_but_the_time_of_undone_steps(resumed):
+    run = RunRecord(resumed)
     assert (run.seconds, run.facts.downtime) == (60, 7980)
-    assert curve.state.endswith(
-        " in 60 s, resumed at step 1 (at least 1 step done again), 2 h 13 min of downtime, goodput 0%"
-    )
-    # After the last log line too, and from the start and the restart on.
+    curve = read_curves([resumed], "time")[0]
+    done = "resumed at step 1 (at least 1 step done again), 2 h 13 min of downtime, goodput 0%"
+    assert curve.state.endswith(f" in 60 s, {done}") and (curve.steps, curve.restarts) == ([10, 50], [(10, 20)])
+    # On other axes nothing is lost.
+    assert [read_curves([resumed], x)[0].restarts for x in ("step", "epoch")] == [[(1, 1)], [(0.5, 0.5)]]
+
+
+def test_curves_over_time_break_where_steps_were_undone(resumed):
+    """A speed begins at the restart; shares go from the start to after the last log line."""
+    curve, *shares = read_curves([resumed], "time")
     saving = next(share for share in shares if share.name == "save_share")
     steps, values = saving.points(saving.values)
     assert steps == [0, 10, 50, 60] and values == pytest.approx([0, 0, 0, 0.75 * 10 / 50])
-    assert (curve.steps, curve.restarts) == ([10, 50], [(10, 20)])
-    # A gap where steps were undone, before the restart, at which a speed of the time since then begins.
     steps, values = curve.points(curve.values)
     assert steps == [10, 20, 50] and values == pytest.approx([1.0, math.nan, 1.0], nan_ok=True)
     speed = replace(curve, name="samples_per_second", values=[4.0, 2.0])
     steps, values = speed.points(speed.values)
     assert steps == [0, 10, 20, 20, 50] and values == pytest.approx([4.0, 4.0, math.nan, 2.0, 2.0], nan_ok=True)
     assert speed.marked == [1, 4]  # not where an interval begins
-    plot([str(tmp_path)], x="time", html=True, out=str(tmp_path / "a.svg"))
-    resumed = "resumed (shaded: steps done again)"
-    assert {resumed, "the time leaves out the pauses before a run resumed"} <= {*texts_in_svg(tmp_path / "a.svg")}
-    assert f'"name":"{resumed}"' in (tmp_path / "a.html").read_text()
-    assert [line[:2] for line in vertical_lines(shares)] == [(10, 20)]  # in the panel of shares too
+
+
+def test_steps_done_again_are_shaded_in_each_panel(resumed, tmp_path):
+    plot([resumed], x="time", html=True, out=str(tmp_path / "a.svg"))
+    text = "resumed (shaded: steps done again)"
+    assert {text, "the time leaves out the pauses before a run resumed"} <= {*texts_in_svg(tmp_path / "a.svg")}
+    assert f'"name":"{text}"' in (tmp_path / "a.html").read_text()
+    curve, *shares = read_curves([resumed], "time")
+    assert [line[:2] for line in vertical_lines(shares)] == [(10, 20)]
     assert [each.line.width for each in _make_figure([curve]).data if each.fill] == [0]  # no second line
 
 
