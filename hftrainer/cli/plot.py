@@ -232,6 +232,8 @@ def _notes(runs: list[RunRecord], rows: list[dict[str, Any]], metric: str) -> li
         notes.append(_explain_times(shown))
     if len(runs) > 1 and not any(run.arguments for run in runs):
         notes.append("arguments unknown: only checkpoints and observe=True save them")
+    if texts := dict.fromkeys(name for run in runs for name in run.texts):
+        notes.append(f"no curve, since it is text: {', '.join(texts)}")
     if "saving" in shown:
         notes.append(f"{', '.join(SHARE_TITLES.values())}: shares of the time")
     unobserved = [row for run, row in zip(runs, rows, strict=True) if run.seconds is None]
@@ -275,7 +277,7 @@ def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
     from hftrainer.base.messages import format_duration
     from hftrainer.reporting.metrics import is_number
 
-    formats: dict[str, Any] = {"time": format_duration, "downtime": format_duration, "started": time.ctime}
+    formats: dict[str, Any] = {"time": format_duration, "downtime": format_duration, "started": _format_date}
     formats |= dict.fromkeys(("goodput", *SHARE_TITLES.values()), "{:.0%}".format)
     # Of runs that are all complete, nothing is said.
     if {run.get("state") for run in runs} in ({"complete"}, {"unknown"}):
@@ -292,6 +294,11 @@ def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else math.inf
     are_too_wide = [any(len(line) > width for line in table.splitlines()) for table in (align(rows), turned)]
     return turned if by_run or are_too_wide == [True, False] else align(rows, width)
+
+
+def _format_date(seconds: float) -> str:
+    """A date and a time without seconds."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def _as_columns(row: dict[str, Any], settings: list[dict[str, Any]]) -> dict[str, Any]:
@@ -336,6 +343,7 @@ def describe_curves(curves: list[Curve]) -> str:
 
     Below it are what became of the run, the best values, and what is not finite.
     """
+    from hftrainer.base.messages import wrap_text
     from hftrainer.reporting.panels import clipped_peaks, describe_place, group_by_panel, vertical_axis
 
     axis = {"step": "steps", "epoch": "epochs"}.get(curves[0].x, curves[0].x)
@@ -357,7 +365,8 @@ def describe_curves(curves: list[Curve]) -> str:
     for panel in group_by_panel(curves).values():
         peaks = clipped_peaks(panel, vertical_axis(panel)[1][1])
         notes += [f"{curve.label}: {text.removeprefix(f'{curve.label}: ')}" for curve, _, text in peaks]
-    return "\n".join([align(rows, shutil.get_terminal_size().columns), *([""] if notes else []), *notes])
+    lines = (wrap_text(note, sys.stdout) for note in notes)
+    return "\n".join([align(rows, shutil.get_terminal_size().columns), *([""] if notes else []), *lines])
 
 
 def align(rows: list[tuple[str, ...]], width: float = math.inf) -> str:

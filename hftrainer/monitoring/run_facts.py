@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -254,6 +255,25 @@ class RunRecord:
         starts = [event["arguments"] for event in self._kept if "arguments" in event]
         return starts[-1] if starts else read_arguments_of_run(self.folder, skip_unreadable=True)
 
+    @property
+    def known_arguments(self) -> dict[str, Any]:
+        """The arguments, and the numbers of processes and of steps per epoch, as far as they are known."""
+        known = dict(self.arguments)
+        if device := self.facts.device:
+            known |= {"processes": self.facts.world_size, "device": device.partition(":")[0]}
+        # Runs with other data differ in it. With an incomplete last accumulation it is not known exactly.
+        steps = self.state.global_step / (self.state.epoch or math.inf)
+        if known and steps and math.isclose(steps, round(steps)):
+            known["steps per epoch"] = round(steps)
+        return known
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """Names and last values of what was logged as text, which has no curve."""
+        return {
+            name: value for line in self.state.log_history for name, value in line.items() if isinstance(value, str)
+        }
+
     def read_log(self, x: str) -> tuple[TrainerState, dict[float, float]]:
         """The state with places on the axis `x` as the steps of log lines; and place → optimizer step.
 
@@ -344,6 +364,13 @@ def describe_step(facts: RunFacts) -> str:
 
 
 def describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: bool) -> str:
+    """What became of a run, and of a single run what has no curve, since it is text."""
+    values = ", ".join(f"{name} (last {textwrap.shorten(text, 40)!r})" for name, text in record.texts.items())
+    texts = f"no curve, since it is text: {values}" if is_alone and values else ""
+    return "; ".join(filter(None, (_describe_end(record, arguments, is_alone=is_alone), texts)))
+
+
+def _describe_end(record: RunRecord, arguments: dict[str, Any], *, is_alone: bool) -> str:
     """What became of a run, if it is not complete; else a missing evaluation. Of a single run, time and resumes too."""
     facts, state = record.facts, record.state
     seconds = f" in {format_duration(record.seconds)}" if is_alone and record.seconds else ""

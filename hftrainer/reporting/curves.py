@@ -77,6 +77,7 @@ class Curve:
         width: of the line of its first `shared` values, which later curves have too, so that it is seen below them.
         is_best: whether the best value of its run is the best of all runs.
         diverged: where the loss of its run was first not finite; empty if the run did not diverge.
+        most_points: the number of values that this curve of some run has, so that all are smoothed alike.
     """
 
     panel: str
@@ -101,6 +102,7 @@ class Curve:
     shared: int = 0
     is_best: bool = False
     diverged: Sequence[float] = ()
+    most_points: int = 0
 
     @property
     def marked(self) -> list[int]:
@@ -196,8 +198,9 @@ class Curve:
     def smoothings(self) -> list[str]:
         """The choices of a page that smooth it: of noisy values, not shares, rates, evaluations and single seeds."""
         is_exact = self.member or self.name in ("learning_rate", *PANELS[SHARES]) or self.name.startswith("eval_")
-        points = {"light": MANY, "strong": FEW}
-        return [level for level in points if not is_exact and len(self.values) >= points[level]]
+        if is_exact or len(self.values) < FEW:
+            return []
+        return ["light", "strong"] if max(self.most_points, len(self.values)) >= MANY else ["strong"]
 
     @cached_property
     def mean(self) -> list[float] | None:
@@ -286,7 +289,7 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step", *, join_seeds:
     for reason in filter(None, (explain_empty(record, x) for record in records)):
         raise InvalidArgument(reason)
     names = run_names([record.folder for record in records]) if len(records) > 1 else [""]
-    arguments = list(map(_known_arguments, records))
+    arguments = [record.known_arguments for record in records]
     differing = differing_arguments(arguments)
     logs = [record.read_log(x) for record in records]
     unit = _choose_time_unit(logs) if x == "time" else x
@@ -300,18 +303,6 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step", *, join_seeds:
     diverged = {curve.run: [curve.non_finite[1]] for curve in losses if curve.non_finite}
     best_runs = _find_best_runs(curves, next((known for known in arguments if "metric_for_best_model" in known), {}))
     return [replace(c, is_best=c.run in best_runs, diverged=diverged.get(c.run, ())) for c in curves]
-
-
-def _known_arguments(record: RunRecord) -> dict[str, Any]:
-    """The arguments of a run, and the numbers of its processes and of its steps per epoch, as far as they are known."""
-    known = dict(record.arguments)
-    if device := record.facts.device:
-        known |= {"processes": record.facts.world_size, "device": device.partition(":")[0]}
-    # Runs with other data differ in it. With an incomplete last accumulation it is not known exactly.
-    steps = record.state.global_step / (record.state.epoch or math.inf)
-    if known and steps and math.isclose(steps, round(steps)):
-        known["steps per epoch"] = round(steps)
-    return known
 
 
 def _choose_time_unit(logs: list[tuple[TrainerState, dict[float, float]]]) -> str:
@@ -458,9 +449,10 @@ def _panel_titles(curves: list[Curve], runs: int) -> dict[str, str]:
     titles = {c.name: re.sub(f"^eval_({datasets})_", "eval_", c.name) for c in curves if c.panel == "metrics"}
     if any(curve.run for curve in curves):
         titles["step_share"] = "share of time spent training so far"
-    if runs >= MANY_RUNS:
-        losses = (curve.name for curve in curves if re.fullmatch("eval_(.*_)?loss", curve.name))
-        titles |= dict.fromkeys(losses, EVALUATION_LOSS)
+    losses = [curve for curve in curves if curve.panel == "loss" and curve.finite]
+    evaluations = [curve for curve in losses if re.fullmatch("eval_(.*_)?loss", curve.name)]
+    if runs >= MANY_RUNS or metrics.hides_rise([c.finite for c in evaluations], [c.finite for c in losses]):
+        titles |= dict.fromkeys((curve.name for curve in evaluations), EVALUATION_LOSS)
     return titles
 
 
@@ -469,13 +461,15 @@ def _with_style(curve: Curve, panel: list[Curve], runs: list[str]) -> Curve:
     names = list(dict.fromkeys(other.name for other in panel))
     dash = names.index(curve.name)
     run = runs.index(curve.run)
+    most = max(len(other.values) for other in panel if other.name == curve.name)
     colour = COLOURS[(run if curve.run else dash) % len(COLOURS)]
     if curve.panel == SHARES and curve.name == "step_share":
         colour = "#d9d9d9"
     owner = ""
     if len({other.run for other in panel}) == 1 < len(runs):
         owner = f"only {curve.run}: {curve.name}" if len(names) > 1 else f"only {curve.run}"
-    return replace(curve, colour=colour, dash=dash % len(DASHES), mark=list(MARKS)[run % len(MARKS)], owner=owner)
+    mark = list(MARKS)[run % len(MARKS)]
+    return replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, owner=owner, most_points=most)
 
 
 def _with_width(curve: Curve, later: list[Curve]) -> Curve:

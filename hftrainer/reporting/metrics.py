@@ -220,6 +220,14 @@ def logged_curves(state: TrainerState) -> Curves:
     return panels
 
 
+def hides_rise(evaluations: Sequence[list[float]], losses: Sequence[list[float]]) -> bool:
+    """Whether a panel of all losses would be so high that an evaluation loss that rose again looks flat."""
+    highest = max(map(max, losses), default=0)
+    lowest = min(map(min, losses), default=0)
+    rises = ((values[-1] - min(values), min(values)) for values in evaluations)
+    return any(0.05 * abs(best) < rise < 0.15 * (highest - lowest) for rise, best in rises)
+
+
 def nan_span(losses: Losses, since: int | None) -> NanSpan | None:
     """When the logged loss became NaN: at the step `since` if that is known and logged. None if its last value is not.
 

@@ -196,6 +196,16 @@ def test_evaluation_losses_of_five_runs_have_a_panel_and_eleven_runs_a_colour_ea
     assert panels == ["loss", "evaluation loss"] and len({curve.colour for curve in read_curves(runs)}) == 11
 
 
+@pytest.mark.parametrize(("last", "panel"), [(0.4, "evaluation loss"), (0.38, "loss"), (0.9, "loss")])
+def test_evaluation_loss_that_rises_again_is_not_flattened(tmp_path, last, panel):
+    """Beside a loss from 2 to 0.01, a rise of little more than 5 % looks flat."""
+    log = [{"step": step, "loss": 2.0 / step**2} for step in range(1, 15)]
+    log += [{"step": step, "eval_loss": value} for step, value in ((5, 0.5), (10, 0.37), (14, last))]
+    loss, evaluation = read_curves([write_log(tmp_path, [*log, {"step": 14, "eval_worst": "digit 1"}])])
+    assert (loss.panel, evaluation.panel) == ("loss", panel)
+    assert evaluation.state == "no curve, since it is text: eval_worst (last 'digit 1')"
+
+
 def test_curves_and_runs_differ_in_black_and_white(tmp_path):
     """Where colours repeat, losses differ in their dash and runs in their mark."""
     losses = {f"{name}_loss": 1.0 for name in "abcdefghijkl"}
