@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from hftrainer.base.messages import RED, format_bytes, format_span, paint
+from hftrainer.base.messages import RED, command_name, format_bytes, format_span, paint
 from hftrainer.cli.parser import Parser
 
 #: Entries that the table shows under other names.
@@ -67,10 +68,11 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
 
 
 def _table(description: dict[str, Any]) -> str:
+    accept = f"{command_name()} checkpoint {shlex.quote(description['folder'])} --accept"
     rows = {
         "folder": description["folder"],
         "complete": "yes" if description["damage"] is None else paint(f"no: {description['damage']}", RED, sys.stdout),
-        "what to do": description["damage"] and f"{_ADVICE} If you changed its files on purpose, pass --accept.",
+        "what to do": description["damage"] and f"{_ADVICE} If you changed its files on purpose: {accept}.",
         "optimizer step": f"{description['step']:,} of {description['max_steps']:,}",
         "epoch": f"{description['epoch'] or 0:.4g}",
         "loss": description["loss"] and paint(description["loss"], RED, sys.stdout),

@@ -141,10 +141,11 @@ def _print_early_traceback(kind: type[BaseException], error: BaseException, trac
 
 
 def _script_frames(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames before the script; None if no other is left."""
-    command = os.path.join(os.path.dirname(sys.executable), "hftrainer")
-    ours = (command, os.path.dirname(os.path.dirname(__file__)), "<frozen ", runpy.__file__)
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+    """A traceback without the frames before the script; None if it has no other."""
+    while trace is not None and trace.tb_frame.f_code is not run_script.__code__:
+        trace = trace.tb_next
+    before = (os.path.dirname(os.path.dirname(__file__)), "<frozen ", runpy.__file__)
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(before):
         trace = trace.tb_next
     return trace
 
