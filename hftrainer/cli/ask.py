@@ -24,8 +24,8 @@ def add_subcommand(commands: Any) -> None:
         help="make a live run save, evaluate, stop, or trace its next steps",
         epilog="example: %(prog)s out save",
         description="Send a request to the run that writes to OUTPUT_DIR: all its processes act after the same step. "
-        "'stop' saves first, unless save_strategy is 'no'; 'profile' writes a trace of ten steps. Exits with 1 if the run "
-        "does not answer.",
+        "'stop' saves first, unless save_strategy is 'no'; 'profile' writes a trace of ten steps. Exits with 1 if the "
+        "run does not answer.",
     )
     parser.add_argument("folder", metavar="OUTPUT_DIR", type=_read_folder, help="the run's output folder")
     parser.add_argument("request", choices=_REQUESTS, help="what to do")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hftrainer.arguments.storage_url import check_url, staging_folder_of
@@ -13,6 +13,7 @@ from hftrainer.base.messages import tell
 from hftrainer.base.part import Part
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import layout
+from hftrainer.checkpointing.writing.folder import CheckpointFolder
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, DamagedCheckpoint
 from hftrainer.trackers.base_callbacks import CheckpointPlace
 
@@ -190,7 +191,7 @@ class StorageSync(Part):
             self.mirror.discard_checkpoints(checkpoints)
         # Rotation may have deleted some checkpoints.
         for folder in filter(os.path.isdir, checkpoints):
-            shutil.rmtree(folder)
+            CheckpointFolder(Path(folder)).remove()
 
     def finish_uploads(self, run_folder: str, best: str | None) -> None:
         """Wait for the uploads at the end of a run.
