@@ -344,7 +344,7 @@ def describe_curves(curves: list[Curve]) -> str:
     Below it are what became of the run, the best values, and what is not finite.
     """
     from hftrainer.base.messages import wrap_text
-    from hftrainer.reporting.panels import clipped_peaks, describe_place, group_by_panel, vertical_axis
+    from hftrainer.reporting.panels import clipped_peaks, group_by_panel, vertical_axis
 
     axis = {"step": "steps", "epoch": "epochs"}.get(curves[0].x, curves[0].x)
     rows: list[tuple[str, ...]] = [("", axis, "first", "last", "lowest", "highest")]
@@ -352,11 +352,7 @@ def describe_curves(curves: list[Curve]) -> str:
         steps = f"{format_number(curve.steps[0])} to {format_number(curve.steps[-1])}"
         rows.append((curve.label, steps, *(curve.format(curve.summary[name]) for name in rows[0][2:])))
     notes = [curves[0].state] if curves[0].state else []
-    notes += [
-        f"best {curve.label}: {curve.format(curve.values[curve.best])} at {describe_place(curve, curve.best)}"
-        for curve in curves
-        if curve.best is not None
-    ]
+    notes += [f"best {curve.label}: {curve.format_best()}" for curve in curves if curve.best is not None]
     notes += [
         f"{curve.label}: {count_of(count, 'values')} {'is' if count == 1 else 'are'} not finite, first {first[2]}"
         for curve in curves

@@ -264,7 +264,7 @@ def _make_parts(
     parts = [
         _make_progress(facts, colour),
         Text(details.split("\n")[0] if is_brief else details, "dim"),
-        Text(_clean(f"{facts.reason}: {facts.message}", text_lines * width) if facts.message else "", "red"),
+        Text(_clean(f"{facts.reason}: {facts.message}", text_lines * width) if facts.message else "", colour),
         _make_metrics(facts, hidden_metrics),
         Text("" if "values" in left_out else _join(_list_values(facts.values), width)),
         _seconds_by_activity(facts.seconds) if has_times else "",

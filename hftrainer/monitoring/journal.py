@@ -12,7 +12,8 @@ Every line has `time` (seconds since 1970), `event` and `step` (optimizer steps 
 - `phase`: the activity that starts: 'training', 'evaluation' or 'saving'.
 - `checkpoint`: a checkpoint is complete, in `folder`.
 - `warning`: `text`, and `non_finite_step` where the loss of that step is not finite.
-- `end`: `reason`, such as 'complete', 'stopped' or the name of an error, of which `message` is the first line.
+- `end`: `reason`, such as 'complete', 'stopped' or the name of an error. `message` is the first line of an error, or
+  the callback that stopped the run.
 """
 
 from __future__ import annotations

@@ -379,7 +379,9 @@ def _describe_end(record: RunRecord, arguments: dict[str, Any], *, is_alone: boo
     if nan := facts.nan:
         return f"{DIVERGED} at step {format_span(nan.first, nan.last)}{length}{resumes}"
     if facts.state != "complete" and (facts.max_steps or facts.state != "unobserved"):
-        return describe_step(facts) + length + seconds + resumes
+        if facts.reason == "stopped" and facts.message:
+            return f"ended by {facts.message} at step {facts.step:,}{length}{seconds}{resumes}"
+        return describe_step(facts) + length + _describe_cause(facts) + seconds + resumes
     # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.
     epochs = [line.get("epoch") for line in state.log_history if any(name.startswith("eval_") for name in line)]
     is_last = arguments.get("eval_strategy") == "epoch" and 0 < state.global_step == state.max_steps
@@ -387,6 +389,14 @@ def _describe_end(record: RunRecord, arguments: dict[str, Any], *, is_alone: boo
         return f"the evaluation after epoch {state.epoch:g} was not saved (observe=True keeps it)"
     complete = f"complete: {count_of(facts.step, 'steps')}{seconds}{resumes}"
     return complete if is_alone and facts.state == "complete" else ""
+
+
+def _describe_cause(facts: RunFacts) -> str:
+    """The error or the signal that ended a run, in brackets."""
+    if facts.reason in (None, "stopped"):
+        return ""
+    error = textwrap.shorten(f"{facts.reason}: {facts.message}", 80, placeholder=" …")
+    return f" ({error if facts.message else facts.reason})"
 
 
 def _describe_resumes(record: RunRecord) -> str:

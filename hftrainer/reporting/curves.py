@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -42,8 +42,7 @@ FEW = 10
 #: Number of parts of a long curve, of each of which only the lowest and the highest point are drawn.
 MAX_PARTS = 1000
 #: Number of runs from which evaluation losses have a panel of their own, and its title.
-MANY_RUNS = 5
-EVALUATION_LOSS = "evaluation loss"
+MANY_RUNS, EVALUATION_LOSS = 5, "evaluation loss"
 #: The first words of the states of runs that did not reach their end.
 ENDED_EARLY = (DIVERGED, "killed", "stopped", "failed")
 #: The highest value that is drawn. matplotlib cannot compute with the range of larger ones.
@@ -247,8 +246,17 @@ class Curve:
     @property
     def legend_entry(self) -> str:
         """The name, in a plot of one run with the best value."""
-        best = "" if self.run or self.best is None else f" (★ best: {self.format(self.values[self.best])})"
+        best = "" if self.run or self.best is None else f" (★ best: {self.format_best()})"
         return self.owner or f"{self.name}{best}"
+
+    def describe_place(self, index: int) -> str:
+        """The place of a value in words."""
+        number = format_number(self.steps[index])
+        return f"{number} {self.x}" if self.x in TIME_UNITS else f"{self.x} {number}"
+
+    def format_best(self) -> str:
+        """The best value and its place as text."""
+        return "" if self.best is None else f"{self.format(self.values[self.best])} at {self.describe_place(self.best)}"
 
     def format(self, value: float) -> str:
         """A value as text."""
@@ -293,6 +301,9 @@ def read_curves(runs: Sequence[str | RunRecord], x: str = "step", *, join_seeds:
     differing = differing_arguments(arguments)
     logs = [record.read_log(x) for record in records]
     unit = _choose_time_unit(logs) if x == "time" else x
+    if len({known.get("metric_for_best_model") for known in arguments}) > 1:
+        # Otherwise a metric would have stars in some runs only.
+        arguments = [known | {"metric_for_best_model": None} for known in arguments]
     plain_curves: list[Curve] = []
     for record, log, name, known, settings in zip(records, logs, names, arguments, differing, strict=True):
         state = describe_state(record, known, is_alone=not name)
@@ -474,14 +485,9 @@ def _with_style(curve: Curve, panel: list[Curve], runs: list[str]) -> Curve:
 
 def _with_width(curve: Curve, later: list[Curve]) -> Curve:
     """A curve that is wider where later curves hide it, as equal runs do, and resumed copies until they part."""
-    shared = [_count_equal_points(curve, c) for c in later if c.name == curve.name and not curve.member]
+    others = [other for other in later if other.name == curve.name and not curve.member]
+    shared = [metrics.count_equal((curve.steps, curve.values), (other.steps, other.values)) for other in others]
     return replace(curve, width=1.5 + 0.75 * min(2, sum(count > 1 for count in shared)), shared=max([0, *shared]))
-
-
-def _count_equal_points(one: Curve, other: Curve) -> int:
-    """The number of points that two curves have in common before they part."""
-    pairs = zip(zip(one.steps, one.values, strict=True), zip(other.steps, other.values, strict=True), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _in_milliseconds(curves: list[Curve]) -> list[Curve]:

@@ -220,12 +220,28 @@ def logged_curves(state: TrainerState) -> Curves:
     return panels
 
 
+def count_equal(one: tuple[list[float], list[float]], other: tuple[list[float], list[float]]) -> int:
+    """The number of points that two curves, of steps and values, have in common before they part."""
+    pairs = zip(zip(*one, strict=True), zip(*other, strict=True), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def hides_rise(evaluations: Sequence[list[float]], losses: Sequence[list[float]]) -> bool:
     """Whether a panel of all losses would be so high that an evaluation loss that rose again looks flat."""
     highest = max(map(max, losses), default=0)
     lowest = min(map(min, losses), default=0)
     rises = ((values[-1] - min(values), min(values)) for values in evaluations)
     return any(0.05 * abs(best) < rise < 0.15 * (highest - lowest) for rise, best in rises)
+
+
+def end_of_rises(evaluations: Sequence[list[float]]) -> float:
+    """The height at which a panel of evaluation losses may end, so that the rise of one above its best is seen.
+
+    It is infinity if none has risen, or another one has ended above that height.
+    """
+    rises = ((min(values), values[-1] - min(values)) for values in evaluations)
+    end = max((best + 5 * rise for best, rise in rises if rise > 0.05 * abs(best)), default=math.inf)
+    return end if all(values[-1] <= end for values in evaluations) else math.inf
 
 
 def nan_span(losses: Losses, since: int | None) -> NanSpan | None:

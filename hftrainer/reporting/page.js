@@ -35,6 +35,15 @@ const findHidden = () => new Set(plot.data.filter(each => each.visible === "lege
 const isShown = each => !each.meta || each.meta.includes(smoothing.value);
 const choose = (data, hidden) => data.map(each => isShown(each) && (hidden.has(each.legendgroup) ? "legendonly" : true));
 
+// Without the runs that the legend hides, the panels have the range of the others.
+let hiddenCount = 0;
+const fitToShown = () => {
+    const axes = Object.entries(charts[x].layout).filter(([name]) => /^yaxis\d+$/.test(name) && +name.slice(5) < 1000);
+    const fit = ([name, {range}]) => hiddenCount ? [`${name}.autorange`, true] : [`${name}.range`, [...range]];
+    Plotly.relayout(plot, Object.fromEntries(axes.map(fit)));
+    if (!hiddenCount) setScale();
+};
+
 // The curves over another axis, with the other choices as they are.
 const setAxis = async () => {
     const hidden = findHidden();
@@ -44,6 +53,7 @@ const setAxis = async () => {
     await onresize();
     document.getElementById("notes").textContent = notes[x];
     setScale();
+    if (hiddenCount) fitToShown();
 };
 
 const explainSmoothing = () => smoothed.textContent = smoothing.value in parts
@@ -62,3 +72,8 @@ smoothing.value = level;
 explainSmoothing();
 [box.onchange, smoothing.onchange, axis.onchange] = [setScale, setSmoothing, setAxis];
 onresize();
+plot.on("plotly_restyle", () => {
+    if (hiddenCount === findHidden().size) return;
+    hiddenCount = findHidden().size;
+    fitToShown();
+});

@@ -15,6 +15,7 @@ from hftrainer.base.messages import count_of, format_number
 from hftrainer.checkpointing.saved_arguments import describe, is_shared
 from hftrainer.errors import MissingPackage, cause_if_installed
 from hftrainer.monitoring.run_facts import DIVERGED
+from hftrainer.reporting import metrics
 from hftrainer.reporting.curves import EVALUATION_LOSS, TIME_UNITS, WORDS, Curve
 from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS
 
@@ -121,6 +122,9 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     # To cut off less would not show the others larger.
     is_cut = _may_cut(parts, calm) and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
     top = top if is_cut else high
+    if curves[0].panel == EVALUATION_LOSS and metrics.end_of_rises(parts) < top:
+        top = metrics.end_of_rises(parts)
+        is_cut = True
     shown = [(value, 3 if curve.mean else 1) for curve in curves for value in curve.mean or curve.drawable]
     # Zeros are at the foot.
     low = min((value / factor for value, factor in shown if value > 0), default=math.inf)
@@ -205,9 +209,9 @@ def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list
         after = [value for value in curve.values[first:] if math.isfinite(value)]
         text = f"{len(places):,} spikes, " if len(places) > 1 else ""
         peak = max(curve.finite)
-        where = f" at {describe_place(curve, curve.values.index(peak))}"
+        where = f" at {curve.describe_place(curve.values.index(peak))}"
         if len(after) > 2 and 2 * sum(value > top for value in after) > len(after):
-            text = f"above the axis from {describe_place(curve, first)}, "
+            text = f"above the axis from {curve.describe_place(first)}, "
             where = ""
             places = [first]
         # The label of the axis names the only curve.
@@ -217,12 +221,6 @@ def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list
         places = sorted(places, key=curve.values.__getitem__, reverse=True)[:MAX_TRIANGLES]
         text = f"{text} {format_number(peak)}{where}"
         yield curve, [curve.steps[place] for place in places], f"{text} ({also})" if also else text
-
-
-def describe_place(curve: Curve, index: int) -> str:
-    """The place of a value in words."""
-    number = format_number(curve.steps[index])
-    return f"{number} {curve.x}" if curve.x in TIME_UNITS else f"{curve.x} {number}"
 
 
 def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
@@ -321,13 +319,13 @@ def describe_run(run: str, curves: list[Curve]) -> str:
         points[curve.run].append((curve.name, curve.steps, curve.finite))
     first = next(other for other, found in points.items() if found == points[run])
     run_curves = [curve for curve in curves if curve.run == run]
-    best = (f"★ best {c.name}\xa0{c.format(c.values[c.best])}" for c in run_curves if c.best is not None)
+    best = (f"★ best {c.name}\xa0{c.format_best()}" for c in run_curves if c.best is not None)
     settings = {curve.run: curve.settings for curve in curves}
     text = describe(settings[run], [*settings.values()])
     text = text if settings[run] or not any(settings.values()) else "arguments unknown"
     facts = (_state(run_curves), text, next(best, ""))
     name = f"{run} (best)" if run_curves[0].is_best else run
-    name += f" = {first}" if first != run else ""
+    name += f" (equal to {first})" if first != run else ""
     return " · ".join(filter(None, (name, *facts)))
 
 

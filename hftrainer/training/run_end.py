@@ -124,8 +124,9 @@ class RunEnd(Part):
         """Close the run's loop and release the objects of the run. `error_name` is empty if no error ended it."""
         run, state = self.run, self.trainer.state
         if run.loop is not None:
-            is_stopped = state.global_step < state.max_steps
-            run.loop.close(error_name or ("stopped" if is_stopped else "complete"), message)
+            is_stopped = not error_name and state.global_step < state.max_steps
+            reason = error_name or ("stopped" if is_stopped else "complete")
+            run.loop.close(reason, self._find_stopper() if is_stopped else message)
         run.loop = None
         run.mems = None
         run.skipped_samples = None
@@ -137,9 +138,6 @@ class RunEnd(Part):
         """What the summary of a run of at least one step tells."""
         state = self.trainer.state
         steps = state.global_step - self.run.attempt.initial_step
-        # Lightning's EarlyStopping notes why it stops.
-        callbacks = self.parts.engine.callbacks
-        stoppers = [type(callback).__name__ for callback in callbacks if vars(callback).get("stopping_reason_message")]
         observer = loop.monitors.observer
         requests = loop.monitors.user_requests
         losses = loop.loss_accumulator
@@ -150,7 +148,7 @@ class RunEnd(Part):
             seconds=loop.seconds_by_cause(),
             steps=steps,
             share=1 if self.parts.policy.averages_train_loss_over_call else steps / state.global_step,
-            stopper=self.trainer.callback_handler.stopped_by or next(iter(stoppers), ""),
+            stopper=self._find_stopper(),
             was_asked_to_stop=requests is not None and requests.has_stopped,
             non_finite_since=losses.non_finite_since if losses.has_warned else None,
             checkpoints=self.run.attempt.checkpoints_written,
@@ -159,6 +157,12 @@ class RunEnd(Part):
             has_journal=observer is not None and observer.journal.folder is not None,
             events=None if observer is None else observer.read_events(),
         )
+
+    def _find_stopper(self) -> str:
+        """The callback that stopped the run; empty if unknown. Lightning's EarlyStopping notes why it stops."""
+        callbacks = self.parts.engine.callbacks
+        stoppers = [type(callback).__name__ for callback in callbacks if vars(callback).get("stopping_reason_message")]
+        return self.trainer.callback_handler.stopped_by or next(iter(stoppers), "")
 
     def _final_metrics(self, loss: float, num_train_samples: float, start_time: float) -> dict[str, float]:
         """The last log line. `loss` is the sum of the losses of the steps."""

@@ -139,7 +139,7 @@ def test_evaluation_sets_share_a_panel_in_their_order(tmp_path, capsys):
     titles = "best eval_val_loss  best eval_train_loss  best eval_val_f1  best eval_train_f1"
     assert titles in capsys.readouterr().out
     texts = {text.replace("\xa0", " ") for text in texts_in_svg(tmp_path / "a.svg")}
-    assert {"Comparison of a and b", "eval_f1", "a · ★ best eval_val_loss 1"} <= texts
+    assert {"Comparison of a and b", "eval_f1", "a · ★ best eval_val_loss 1 at step 1"} <= texts
 
 
 def test_cdn_page_loads_plotly_from_the_network(runs, tmp_path, capsys):

@@ -206,6 +206,20 @@ def test_evaluation_loss_that_rises_again_is_not_flattened(tmp_path, last, panel
     assert evaluation.state == "no curve, since it is text: eval_worst (last 'digit 1')"
 
 
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [
+        ({"reason": "stopped", "message": "EarlyStoppingCallback"}, "ended by EarlyStoppingCallback at step 20 of 30"),
+        ({"reason": "SIGTERM"}, "stopped at step 20 of 30 (SIGTERM)"),
+        ({"reason": "RuntimeError", "message": "out of luck"}, "failed at step 20 of 30 (RuntimeError: out of luck)"),
+    ],
+)
+def test_state_says_what_ended_the_run(tmp_path, end, state):
+    Journal(write_observed_run(tmp_path)).write("end", 20, **end)
+    loss = read_curves([str(tmp_path)])[0]
+    assert loss.state.startswith(state) and (loss.end is None) == state.startswith("ended")
+
+
 def test_curves_and_runs_differ_in_black_and_white(tmp_path):
     """Where colours repeat, losses differ in their dash and runs in their mark."""
     losses = {f"{name}_loss": 1.0 for name in "abcdefghijkl"}

@@ -171,7 +171,8 @@ def test_legend_names_runs_and_their_best_values(tmp_path):
         torch.save(args, tmp_path / run / "training_args.bin")
     path = tmp_path / "c.svg"
     plot([str(tmp_path / "a"), str(tmp_path / "b")], out=str(path), html=True)
-    described = {f"{run} · steps per epoch {length} · ★ best eval_loss 1" for run, length in (("a", 50), ("b = a", 3))}
+    runs = {"a": 50, "b (equal to a)": 3}
+    described = {f"{run} · steps per epoch {length} · ★ best eval_loss 1 at step 1" for run, length in runs.items()}
     assert described <= {*texts_in_svg(path)}
     shown = re.findall(r'"name":"([^"]*)"', path.with_suffix(".html").read_text().split("Plotly.newPlot")[-1])
     assert {json.loads(f'"{name}"').replace("\xa0", " ") for name in shown} == described | {
