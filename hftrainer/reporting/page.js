@@ -57,7 +57,7 @@ const setAxis = async () => {
 };
 
 const explainSmoothing = () => smoothed.textContent = smoothing.value in parts
-    ? `faint: logged values; strong: their centred mean without spikes, over 1/${parts[smoothing.value]} of the curve, at least a few values` : "";
+    ? `faint: logged values; strong: centred mean without spikes, over 1/${parts[smoothing.value]} of the curve, at least a few values` : "";
 const setSmoothing = () => {
     explainSmoothing();
     Plotly.restyle(plot, {visible: choose(plot.data, findHidden())});

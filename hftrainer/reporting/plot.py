@@ -101,7 +101,7 @@ def _make_layout(curves: list[Curve], notes: list[str]) -> _Layout:
     first = len(shown) % columns or columns
     rows = [shown[:first], *(shown[n : n + columns] for n in range(first, len(shown), columns))]
     width = (6 if columns < 3 else 4.5) * columns
-    means = f"faint: logged values; strong: their centred mean without spikes, from {MANY} points on"
+    means = f"faint: logged values; strong: centred mean without spikes, from {MANY} points on"
     notes = [*notes, *([means] if any(curve.mean for curve in curves) else []), *omitted]
     lines = [line for note in notes for line in textwrap.wrap(note, max(80, 60 * columns))]
     styles = {curve.run: {"color": curve.colour, "marker": curve.mark} for curve in curves if curve.run}
