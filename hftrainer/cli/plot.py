@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.base.messages import count_of, format_number
+from hftrainer.base.messages import count_of, format_number, format_span
 from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:
@@ -305,6 +305,8 @@ def _as_columns(row: dict[str, Any], settings: list[dict[str, Any]]) -> dict[str
     """A row with a column for each argument in which runs differ and the best run named, for a table."""
     from hftrainer.checkpointing.saved_arguments import round_argument
 
+    if row.get("diverged at"):
+        row = row | {"state": f"diverged at {format_span(*row['diverged at'])}"}
     row = {title: value for title, value in row.items() if title not in ("diverged at", "resumed at", "curves")}
     own = row.pop("differs in", {})
     if row.pop("is best", False):

@@ -189,17 +189,17 @@ class Curve:
         if PANEL_OF.get(self.name) in SPEEDS or len(self.finite) < FEW:
             return self.drawable
         calm = metrics.replace_spikes(self.drawable)
-        # Many are no spikes, as in a metric that is 1 at every tenth step and else 0.
-        is_rare = 100 * sum(abs(a - b) > 0 for a, b in zip(calm, self.drawable, strict=True)) <= len(calm)
-        return calm if is_rare or self.panel in ("loss", EVALUATION_LOSS, "gradient norm") else self.drawable
+        # Many are no spikes, as in a metric that is 1 at every tenth step and else 0, or a loss of rare large values.
+        share = 10 if self.panel in ("loss", EVALUATION_LOSS, "gradient norm") else 100
+        is_rare = share * sum(abs(a - b) > 0 for a, b in zip(calm, self.drawable, strict=True)) <= len(calm)
+        return calm if is_rare else self.drawable
 
     @property
     def smoothings(self) -> list[str]:
         """The choices of a page that smooth it: of noisy values, not shares, rates, evaluations and single seeds."""
         is_exact = self.member or self.name in ("learning_rate", *PANELS[SHARES]) or self.name.startswith("eval_")
-        if is_exact or len(self.values) < FEW:
-            return []
-        return ["light", "strong"] if max(self.most_points, len(self.values)) >= MANY else ["strong"]
+        levels = ["light", "strong"] if max(self.most_points, len(self.values)) >= MANY else ["strong"]
+        return [] if is_exact or len(self.values) < FEW else levels
 
     @cached_property
     def mean(self) -> list[float] | None:

@@ -162,8 +162,10 @@ def best_index(name: str, values: list[float], state: TrainerState, arguments: M
     choose = choose_best(name, arguments)
     if metric := arguments.get("metric_for_best_model"):
         return values.index(choose(finite)) if choose and name == evaluation_key(metric) else None
-    # Of a run without arguments only the best value is known.
-    best = state.best_metric if state.best_metric is not None else choose(finite) if choose else None
+    best = choose(finite) if choose else None
+    if not arguments and state.best_metric is not None:
+        # Of such a run only the best value is known, and not the name of the metric.
+        best = state.best_metric
     return values.index(best) if best in finite else None
 
 

@@ -39,8 +39,15 @@ const choose = (data, hidden) => data.map(each => isShown(each) && (hidden.has(e
 let hiddenCount = 0;
 const fitToShown = () => {
     const axes = Object.entries(charts[x].layout).filter(([name]) => /^yaxis\d+$/.test(name) && +name.slice(5) < 1000);
-    const fit = ([name, {range}]) => hiddenCount ? [`${name}.autorange`, true] : [`${name}.range`, [...range]];
-    Plotly.relayout(plot, Object.fromEntries(axes.map(fit)));
+    const ranges = axes.map(([name, {range, type}]) => {
+        const isOfAxis = each => each.visible !== "legendonly" && each.visible !== false && each.yaxis === name.replace("axis", "");
+        const places = plot.data.filter(isOfAxis).flatMap(each => each.y).filter(y => y !== null && (type !== "log" || y > 0))
+            .map(y => type === "log" ? Math.log10(y) : y).filter(y => y >= range[0] && y <= range[1]);
+        const [low, high] = places.reduce(([low, high], y) => [Math.min(low, y), Math.max(high, y)], [Infinity, -Infinity]);
+        const margin = (high - low) / 20;
+        return [`${name}.range`, hiddenCount && high > low ? [low - margin, high + margin] : [...range]];
+    });
+    Plotly.relayout(plot, Object.fromEntries(ranges));
     if (!hiddenCount) setScale();
 };
 

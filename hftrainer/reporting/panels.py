@@ -41,13 +41,22 @@ MAX_MARKS = 60
 def non_finite_marks(curves: list[Curve]) -> list[tuple[float, list[float], Curve]]:
     """The marks of values that are not finite: of each curve that has some the height of their row, and their places.
 
-    In each part of the axis only the first value has a mark, since others would run into it.
+    Values that are so near to one before that their marks would run into each other have none.
     """
     rows = [curve for curve in curves if curve.gaps]
     size = min(MARK_ROW, MAX_MARK_ROWS / max(1, len(rows)))
     part = (max(step for curve in curves for step in curve.steps) or 1) / MAX_MARKS
-    marks = [{int(step / part): step for step in np.take(curve.steps, curve.gaps[::-1]).tolist()} for curve in rows]
-    return [((row + 0.5) * size, sorted(marks[row].values()), curve) for row, curve in enumerate(rows)]
+    marks = [_keep_distant(np.take(curve.steps, curve.gaps).tolist(), part) for curve in rows]
+    return [((row + 0.5) * size, marks[row], curve) for row, curve in enumerate(rows)]
+
+
+def _keep_distant(places: list[float], distance: float) -> list[float]:
+    """The places, without those that are nearer to the one kept before."""
+    kept = places[:1]
+    for place in places[1:]:
+        if place - kept[-1] >= distance:
+            kept.append(place)
+    return kept
 
 
 def vertical_axis(curves: list[Curve]) -> tuple[str, tuple[float, float]]:

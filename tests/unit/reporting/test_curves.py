@@ -206,6 +206,18 @@ def test_evaluation_loss_that_rises_again_is_not_flattened(tmp_path, last, panel
     assert evaluation.state == "no curve, since it is text: eval_worst (last 'digit 1')"
 
 
+def test_stars_of_runs_with_other_metrics_are_of_losses_and_known_metrics(tmp_path):
+    """A run with its own `metric_for_best_model` has the stars of the others, also of the best value in its state."""
+    folders = []
+    for name, metric, loss in (("a", "accuracy", 0.3), ("b", None, 0.6)):
+        log = [{"step": step, "loss": 1.0, "eval_loss": loss, "eval_accuracy": 0.8} for step in (1, 2)]
+        folders.append(write_log(tmp_path / name, log, best_metric=metric and 0.8))
+        args = TrainingArguments(str(tmp_path / name), metric_for_best_model=metric, use_cpu=True)
+        torch.save(args, tmp_path / name / "training_args.bin")
+    stars = {(c.run, c.name): c.is_best for c in read_curves(folders) if c.best is not None}
+    assert stars == {(run, f"eval_{name}"): run == "a" for run in "ab" for name in ("loss", "accuracy")}
+
+
 @pytest.mark.parametrize(
     ("end", "state"),
     [
