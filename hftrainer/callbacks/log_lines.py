@@ -103,7 +103,9 @@ def _wrap(parts: dict[str, str], metrics: Mapping[str, str], width: int) -> str:
         metrics: those that are metrics; what their names share is said once.
         width: terminal columns.
     """
-    place, label = parts.get("", ""), os.path.commonprefix(list(filter(None, metrics))).rpartition("_")[0]  # noqa: RUF071 - of characters
+    place = parts.get("", "")
+    names = list(filter(None, metrics))
+    label = os.path.commonprefix(names).rpartition("_")[0]  # noqa: RUF071 - of characters
     # The speeds follow from the time.
     hidden = [name for name in parts if metrics and "runtime" in parts and name.endswith("_per_second")]
     cells = [part.removeprefix(f"{label}_") for name, part in parts.items() if name and name not in hidden]

@@ -47,10 +47,10 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         parser.fail(f"{folder}: {reason}.")
     if (reason := not_a_checkpoint_reason(folder)) is not None:
         found = [*checkpoints_newest_first(folder)] if os.path.isdir(folder) else []
-        hint = f"the {nearest}" if (nearest := describe_nearest(folder)) else "pass a checkpoint-xxx folder"
-        hint = f"the checkpoints in it, newest first: {', '.join(found)}" if found else hint
-        problem = f"is not a checkpoint: {reason};" if os.path.exists(folder) else "does not exist:"
         if options.accept or not found:
+            hint = f"the {nearest}" if (nearest := describe_nearest(folder)) else "pass a checkpoint-xxx folder"
+            hint = f"the checkpoints in it, newest first: {', '.join(found)}" if found else hint
+            problem = f"is not a checkpoint: {reason};" if os.path.exists(folder) else "does not exist:"
             parser.fail(f"{folder} {problem} {hint}.")
         folder = found[0]
     try:

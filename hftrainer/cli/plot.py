@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.base.messages import count_of, format_number, format_span
+from hftrainer.base.messages import count_of, format_bytes, format_number, format_span, wrap_text
 from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ class _Drawn:
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
-    from hftrainer.base.messages import format_bytes, wrap_text
     from hftrainer.errors import InvalidArgument, MissingPackage
 
     is_search = options.study is not None
@@ -122,10 +121,9 @@ def _draw_runs(options: argparse.Namespace) -> _Drawn:
     x = options.x or "step"
     runs, left_out = _read_runs(sort_pattern(list(folders.values())), x)
     charts = read_charts(runs, x, with_others=bool(options.html))
-    # The tables are by step, with a row for each seed.
-    curves = read_curves(runs)
     shows_rows = len(runs) > 1 or options.json
-    rows, note = _summarize_runs(runs, curves) if shows_rows or options.html else ([], "")
+    # The tables are by step, with a row for each seed.
+    rows, note = _summarize_runs(runs, read_curves(runs)) if shows_rows or options.html else ([], "")
     counts = [(run.facts.step, run.state.log_history[-1].get("epoch") or 0) for run in runs]
     (fewest, few_epochs), *_, (most, epochs) = sorted([*counts, *counts])
     if x == "step" and most >= 10 * fewest > 0 and 0 < epochs < 10 * few_epochs:
@@ -345,7 +343,6 @@ def describe_curves(curves: list[Curve]) -> str:
 
     Below it are what became of the run, the best values, and what is not finite.
     """
-    from hftrainer.base.messages import wrap_text
     from hftrainer.reporting.panels import clipped_peaks, group_by_panel, vertical_axis
 
     axis = {"step": "steps", "epoch": "epochs"}.get(curves[0].x, curves[0].x)

@@ -232,8 +232,7 @@ def hides_rise(evaluations: Sequence[list[float]], losses: Sequence[list[float]]
     """Whether a panel of all losses would be so high that an evaluation loss that rose again looks flat."""
     highest = max(map(max, losses), default=0)
     lowest = min(map(min, losses), default=0)
-    rises = ((values[-1] - min(values), min(values)) for values in evaluations)
-    return any(0.05 * abs(best) < rise < 0.15 * (highest - lowest) for rise, best in rises)
+    return any(rise < 0.15 * (highest - lowest) for _, rise in _find_rises(evaluations))
 
 
 def end_of_rises(evaluations: Sequence[list[float]]) -> float:
@@ -241,9 +240,14 @@ def end_of_rises(evaluations: Sequence[list[float]]) -> float:
 
     It is infinity if none has risen, or another one has ended above that height.
     """
-    rises = ((min(values), values[-1] - min(values)) for values in evaluations)
-    end = max((best + 5 * rise for best, rise in rises if rise > 0.05 * abs(best)), default=math.inf)
+    end = max((best + 5 * rise for best, rise in _find_rises(evaluations)), default=math.inf)
     return end if all(values[-1] <= end for values in evaluations) else math.inf
+
+
+def _find_rises(evaluations: Sequence[list[float]]) -> list[tuple[float, float]]:
+    """The best value of each evaluation loss that rose again by more than 5 %, and how much it rose."""
+    rises = ((min(values), values[-1] - min(values)) for values in evaluations)
+    return [(best, rise) for best, rise in rises if rise > 0.05 * abs(best)]
 
 
 def nan_span(losses: Losses, since: int | None) -> NanSpan | None:

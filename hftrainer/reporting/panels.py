@@ -131,8 +131,8 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     # To cut off less would not show the others larger.
     is_cut = _may_cut(parts, calm) and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
     top = top if is_cut else high
-    if curves[0].panel == EVALUATION_LOSS and metrics.end_of_rises(parts) < top:
-        top = metrics.end_of_rises(parts)
+    if curves[0].panel == EVALUATION_LOSS and (end := metrics.end_of_rises(parts)) < top:
+        top = end
         is_cut = True
     shown = [(value, 3 if curve.mean else 1) for curve in curves for value in curve.mean or curve.drawable]
     # Zeros are at the foot.
