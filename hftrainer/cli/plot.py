@@ -275,7 +275,8 @@ def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
     from hftrainer.base.messages import format_duration
     from hftrainer.reporting.metrics import is_number
 
-    formats: dict[str, Any] = {"time": format_duration, "downtime": format_duration, "started": _format_date}
+    formats: dict[str, Any] = {"time": format_duration, "downtime": format_duration}
+    formats["started"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     formats |= dict.fromkeys(("goodput", *SHARE_TITLES.values()), "{:.0%}".format)
     # Of runs that are all complete, nothing is said.
     if {run.get("state") for run in runs} in ({"complete"}, {"unknown"}):
@@ -294,17 +295,14 @@ def _compare(runs: list[dict[str, Any]], *, by_run: bool = False) -> str:
     return turned if by_run or are_too_wide == [True, False] else align(rows, width)
 
 
-def _format_date(seconds: float) -> str:
-    """A date and a time without seconds."""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
 def _as_columns(row: dict[str, Any], settings: list[dict[str, Any]]) -> dict[str, Any]:
     """A row with a column for each argument in which runs differ and the best run named, for a table."""
     from hftrainer.checkpointing.saved_arguments import round_argument
 
     if row.get("diverged at"):
         row = row | {"state": f"diverged at {format_span(*row['diverged at'])}"}
+    starred = {f"best {name}": found for name, found in row.get("curves", {}).items() if found["best"] is not None}
+    row = row | {title: f"{format_number(f['best'])} at step {f['best_step']:,.0f}" for title, f in starred.items()}
     row = {title: value for title, value in row.items() if title not in ("diverged at", "resumed at", "curves")}
     own = row.pop("differs in", {})
     if row.pop("is best", False):

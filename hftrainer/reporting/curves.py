@@ -21,7 +21,7 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import run_names
 from hftrainer.monitoring.run_facts import DIVERGED, RunRecord, describe_state, describe_step
 from hftrainer.reporting import metrics
-from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, choose_best, is_number
+from hftrainer.reporting.metrics import EVALUATION_LOSS, LOSSES, PANEL_OF, PANELS, SHARES, SPEEDS
 
 #: Entries of log lines → their names in legends and tables, if not the same.
 WORDS = PANEL_OF | dict(zip(PANELS[SHARES], ("waiting for data", "evaluation", "saving", "training"), strict=True))
@@ -41,8 +41,8 @@ MANY = 30
 FEW = 10
 #: Number of parts of a long curve, of each of which only the lowest and the highest point are drawn.
 MAX_PARTS = 1000
-#: Number of runs from which evaluation losses have a panel of their own, and its title.
-MANY_RUNS, EVALUATION_LOSS = 5, "evaluation loss"
+#: Number of runs from which evaluation losses have a panel of their own.
+MANY_RUNS = 5
 #: The first words of the states of runs that did not reach their end.
 ENDED_EARLY = (DIVERGED, "killed", "stopped", "failed")
 #: The highest value that is drawn. matplotlib cannot compute with the range of larger ones.
@@ -190,7 +190,7 @@ class Curve:
             return self.drawable
         calm = metrics.replace_spikes(self.drawable)
         # Many are no spikes, as in a metric that is 1 at every tenth step and else 0, or a loss of rare large values.
-        share = 10 if self.panel in ("loss", EVALUATION_LOSS, "gradient norm") else 100
+        share = 10 if self.panel in (*LOSSES, "gradient norm") else 100
         is_rare = share * sum(abs(a - b) > 0 for a, b in zip(calm, self.drawable, strict=True)) <= len(calm)
         return calm if is_rare else self.drawable
 
@@ -204,13 +204,13 @@ class Curve:
     @cached_property
     def mean(self) -> list[float] | None:
         """The lightly smoothed values of a curve that has many and can be smoothed, else None."""
-        return self.smooth(30) if "light" in self.smoothings else None
+        return self.smooth("light") if "light" in self.smoothings else None
 
-    def smooth(self, parts: int) -> list[float]:
-        """The centred mean of the values without spikes over about one of so many parts; of speeds, that of all steps.
+    def smooth(self, level: str) -> list[float]:
+        """The centred mean of the values without spikes, by a key of `metrics.SMOOTHING`; of speeds, that of all steps.
 
-        It is over at least five values if there are many, else over three.
-        As losses fall steeply at first, it takes there as few values after a point as there are before it.
+        It is over three values if there are few. As losses fall steeply at first, it takes there as few values after a
+        point as there are before it.
         """
         # Speeds are of intervals, such as one of a single step at first. Over time, their steps are not known.
         is_counted = PANEL_OF.get(self.name) in SPEEDS and self.x not in TIME_UNITS
@@ -219,7 +219,8 @@ class Curve:
         finite, weights = np.array(pairs).reshape(-1, 2).T
         is_speed = (self.name.endswith("_per_second") or self.name == "mfu") and min(finite, default=0) > 0
         power = -1 if is_speed else 1
-        half = max(2 if len(self.values) >= MANY else 1, len(finite) // parts // 2)
+        parts, least = metrics.SMOOTHING[level]
+        half = max(least if len(self.values) >= MANY else 3, len(finite) // parts) // 2
         means = iter((metrics.centred_means(finite**power, weights, half) ** power).tolist())
         return [next(means) if math.isfinite(value) else math.nan for value in self.values]
 
@@ -376,7 +377,7 @@ def _find_best_runs(curves: list[Curve], arguments: dict[str, Any]) -> set[str]:
     name = next((curve.name for curve in curves if curve.best is not None), "")
     evaluated = [curve for curve in curves if curve.name == name and not curve.member]
     values = {curve.run: curve.values[curve.best] for curve in evaluated if curve.best is not None}
-    choose = choose_best(name, arguments)
+    choose = metrics.choose_best(name, arguments)
     best = format_number(choose(values.values()) if choose and values else None)
     runs = {run for run, value in values.items() if format_number(value) == best}
     # Those without a star have no finite value.
@@ -386,9 +387,8 @@ def _find_best_runs(curves: list[Curve], arguments: dict[str, Any]) -> set[str]:
 def explain_empty(record: RunRecord, x: str) -> str | None:
     """Why a run has nothing to draw over the axis `x`, if so."""
     state, _ = record.read_log(x)
-    if any(
-        name != "epoch" and is_number(value) for _, name, value in metrics.logged(state.log_history, with_speeds=True)
-    ):
+    logged = metrics.logged(state.log_history, with_speeds=True)
+    if any(name != "epoch" and metrics.is_number(value) for _, name, value in logged):
         return None
     facts = record.facts
     if facts.step < (facts.logging_steps or 0):

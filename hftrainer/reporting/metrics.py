@@ -29,6 +29,11 @@ SPEEDS = {
     **{"model FLOPS utilization": ("mfu",), "peak memory (MB)": ("peak_memory_mb",)},
 }
 PANELS |= SPEEDS
+#: The panel of evaluation losses, if they have one of their own.
+EVALUATION_LOSS = "evaluation loss"
+LOSSES = ("loss", EVALUATION_LOSS)
+#: Smoothing → the number of parts of a curve, over one of which its mean goes, and over how many values at least.
+SMOOTHING = {"light": (30, 5), "strong": (8, 9)}
 #: Names of metrics whose lowest value is the best.
 _LESS_IS_BETTER = re.compile("(.*_)?(loss|wer|cer|ter|ppl|perplexity|mae|mse|rmse|error|ece|latency)")
 #: Names of metrics whose highest value is the best.

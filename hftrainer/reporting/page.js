@@ -1,8 +1,8 @@
 // What the page of `hftrainer plot --html` does. `page.py` sets `shown`, the horizontal axis at first; `others`: each other axis
-// → its data and layout; `layouts`: axis → pairs of a window's least width and its layout; `scales`: axis → scale of the losses
-// → its settings; `parts`: smoothing → in how many parts of a curve it takes means; `level`: the first; `notes`: axis → text.
+// → its data and layout; `layouts`: axis → pairs of a window's least width and its layout; `scales`: axis → scale of losses
+// → axis of a panel → its settings; `parts`: smoothing → in how many parts of a curve it takes means; `level`: the first; `notes`: axis → text.
 const plot = document.getElementById("{plot_id}");
-const [box, smoothing, axis, smoothed] = ["log_scale", "smoothing", "axis", "smoothed"].map(id => document.getElementById(id));
+const [scale, smoothing, axis, smoothed] = ["scale", "smoothing", "axis", "smoothed"].map(id => document.getElementById(id));
 const charts = {[shown]: {data: plot.data, layout: structuredClone(plot.layout)}, ...others};
 let x = shown;
 
@@ -21,13 +21,14 @@ const fitting = () => {
 };
 onresize = () => Plotly.update(plot, {name: names()}, fitting());
 
-// The scale of the losses, whose panel is the first. In any but its own no value is above the panel, so no mark says so.
-const isPeak = each => each.yaxis === "y1002" && each.marker?.symbol === "triangle-up";
+// The scale of the losses. In any but a panel's own no value is above it, so no mark says so.
 const setScale = () => {
-    if (!scales[x].log) return;
-    const isOwn = box.checked === (charts[x].layout.yaxis2.type === "log");
-    Plotly.update(plot, {opacity: plot.data.map(each => isPeak(each) && !isOwn ? 0 : each.opacity === 0 ? 1 : each.opacity)},
-        scales[x][box.checked ? "log" : "linear"]);
+    const axes = Object.entries(scales[x][scale.value]);
+    const others = axes.filter(([name, {type}]) => type !== scales[x].automatic[name].type).map(([name]) => `y${1000 + +name.slice(5)}`);
+    const isNoPeak = each => each.marker?.symbol === "triangle-up" && others.includes(each.yaxis);
+    const settings = axes.flatMap(([name, values]) => Object.entries(values).map(([key, value]) => [`${name}.${key}`, value]));
+    const opacity = plot.data.map(each => isNoPeak(each) ? 0 : each.opacity === 0 ? 1 : each.opacity);
+    Plotly.update(plot, {opacity}, Object.fromEntries(settings));
 };
 
 // The means: `meta` names the choices at which a curve is shown. Runs hidden by the legend remain hidden.
@@ -38,8 +39,8 @@ const choose = (data, hidden) => data.map(each => isShown(each) && (hidden.has(e
 // Without the runs that the legend hides, the panels have the range of the others.
 let hiddenCount = 0;
 const fitToShown = () => {
-    const axes = Object.entries(charts[x].layout).filter(([name]) => /^yaxis\d+$/.test(name) && +name.slice(5) < 1000);
-    const ranges = axes.map(([name, {range, type}]) => {
+    const axes = Object.entries({...charts[x].layout, ...scales[x][scale.value]});
+    const ranges = axes.filter(([name]) => /^yaxis\d+$/.test(name) && +name.slice(5) < 1000).map(([name, {range, type}]) => {
         const isOfAxis = each => each.visible !== "legendonly" && each.visible !== false && each.yaxis === name.replace("axis", "");
         const places = plot.data.filter(isOfAxis).flatMap(each => each.y).filter(y => y !== null && (type !== "log" || y > 0))
             .map(y => type === "log" ? Math.log10(y) : y).filter(y => y >= range[0] && y <= range[1]);
@@ -48,7 +49,6 @@ const fitToShown = () => {
         return [`${name}.range`, hiddenCount && high > low ? [low - margin, high + margin] : [...range]];
     });
     Plotly.relayout(plot, Object.fromEntries(ranges));
-    if (!hiddenCount) setScale();
 };
 
 // The curves over another axis, with the other choices as they are.
@@ -71,13 +71,17 @@ const setSmoothing = () => {
 };
 
 // Only the choices that the page has.
-box.parentNode.hidden = !scales[shown].log;
+scale.parentNode.hidden = !Object.keys(scales[shown].automatic).length;
 axis.parentNode.hidden = axis.length < 2;
 smoothing.parentNode.hidden = !parts.strong;
 if (!parts.light) smoothing.remove(1);
 smoothing.value = level;
 explainSmoothing();
-[box.onchange, smoothing.onchange, axis.onchange] = [setScale, setSmoothing, setAxis];
+scale.onchange = () => {
+    setScale();
+    if (hiddenCount) fitToShown();
+};
+[smoothing.onchange, axis.onchange] = [setSmoothing, setAxis];
 onresize();
 plot.on("plotly_restyle", () => {
     if (hiddenCount === findHidden().size) return;

@@ -13,10 +13,8 @@ from typing import Any
 
 from hftrainer.reporting import panels
 from hftrainer.reporting.curves import DASHES, MARKS, X_AXES, Curve
-from hftrainer.reporting.metrics import PANELS, SHARES
+from hftrainer.reporting.metrics import LOSSES, PANELS, SHARES, SMOOTHING
 
-#: Smoothing of a page → the number of parts of a curve, over one of which its mean goes.
-SMOOTHING = {"light": 30, "strong": 8}
 #: Added to the number of a panel: its axis for marks at shares of its height, which neither scale nor zoom moves.
 FRAME = 1000
 #: The least width of a window, in pixels → the columns of its page. Only the narrowest has a small font.
@@ -45,7 +43,7 @@ def draw_html(charts: dict[str, list[Curve]], path: str, title: str, *, table: s
         "others": {x: json.loads(figure.to_json()) for x, figure in figures.items() if x != shown},
         "layouts": {x: _layouts(curves) for x, curves in charts.items()},
         "scales": {x: _scales_of_losses(curves) for x, curves in charts.items()},
-        "parts": {level: parts for level, parts in SMOOTHING.items() if any(level in c.smoothings for c in every)},
+        "parts": {level: parts for level, (parts, _) in SMOOTHING.items() if any(level in c.smoothings for c in every)},
         "level": smoothing,
         "notes": {x: " · ".join(notes) for x, (_, *notes) in titles.items()},
     }
@@ -56,7 +54,6 @@ def draw_html(charts: dict[str, list[Curve]], path: str, title: str, *, table: s
     script += Path(__file__).with_name("page.js").read_text("utf-8")
     texts = {"title": titles[shown][0], "notes": settings["notes"][shown], "table": table}
     fields = {name: html.escape(text) for name, text in texts.items()}
-    fields["checked"] = " checked" if figures[shown].layout.yaxis2.type == "log" else ""
     fields["axes"] = "".join(f"<option>{x}" for x in charts)
     options = {"include_plotlyjs": plotlyjs, "config": {"responsive": True}, "post_script": script}
     fields["plot"] = figures[shown].to_html(full_html=False, **options)
@@ -109,17 +106,21 @@ def _axis_settings(curves: list[Curve], scale: str, limits: tuple[float, float])
     return axis
 
 
-def _scales_of_losses(curves: list[Curve]) -> dict[str, dict[str, Any]]:
-    """Scale → plotly's settings of the axis of the losses. Any but their own shows all values. Empty for no choice."""
-    losses = panels.group_by_panel(curves).get("loss", [])
-    finite = [value for curve in losses for value in curve.drawable if math.isfinite(value)]
-    powers = [math.log10(value) for value in finite if value > 0]
-    if not powers:
-        return {}
-    low, high = panels.axis_range(powers)
-    limits = {"linear": panels.axis_range(finite), "log": (10**low, 10**high)} | dict([panels.vertical_axis(losses)])
-    settings = {scale: _axis_settings(losses, scale, ends) for scale, ends in limits.items()}
-    return {scale: {f"yaxis2.{name}": value for name, value in axis.items()} for scale, axis in settings.items()}
+def _scales_of_losses(curves: list[Curve]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Choice of a scale → axis of a panel of losses → plotly's settings. Any scale but its own shows all values."""
+    scales: dict[str, dict[str, dict[str, Any]]] = {"automatic": {}, "linear": {}, "log": {}}
+    for number, (panel, losses) in enumerate(panels.group_by_panel(curves).items(), 2):
+        finite = [value for curve in losses for value in curve.drawable if math.isfinite(value)]
+        powers = [math.log10(value) for value in finite if value > 0]
+        if panel not in LOSSES or not powers:
+            continue
+        low, high = panels.axis_range(powers)
+        own, ends = panels.vertical_axis(losses)
+        limits = {"linear": panels.axis_range(finite), "log": (10**low, 10**high), own: ends}
+        settings = {scale: _axis_settings(losses, scale, limits[scale]) for scale in limits}
+        for scale, chosen in scales.items():
+            chosen[f"yaxis{number}"] = settings.get(scale, settings[own])
+    return scales
 
 
 def _layouts(curves: list[Curve]) -> list[tuple[int, dict[str, Any]]]:
@@ -234,7 +235,7 @@ def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]
         yield trace | faint | {"meta": " ".join(levels)}
         yield from (each | {"meta": "off" if curve.mean else "off light"} for each in plain)
         for level in levels:
-            mean = _heights(curve, curve.smooth(SMOOTHING[level]), floor) | {"name": f"{curve.label}, mean"}
+            mean = _heights(curve, curve.smooth(level), floor) | {"name": f"{curve.label}, mean"}
             yield trace | mean | {"meta": level}
     for index, shape, word, size in ((curve.best, "star", "best", 14), (curve.end, "x", "last", 8)):
         if index is not None:

@@ -16,8 +16,8 @@ from hftrainer.checkpointing.saved_arguments import describe, is_shared
 from hftrainer.errors import MissingPackage, cause_if_installed
 from hftrainer.monitoring.run_facts import DIVERGED
 from hftrainer.reporting import metrics
-from hftrainer.reporting.curves import EVALUATION_LOSS, TIME_UNITS, WORDS, Curve
-from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS
+from hftrainer.reporting.curves import TIME_UNITS, WORDS, Curve
+from hftrainer.reporting.metrics import EVALUATION_LOSS, LOSSES, PANEL_OF, PANELS, SHARES, SPEEDS
 
 #: Number of losses of a panel from which a few high ones may leave it.
 MIN_CLIPPED_POINTS = 10
@@ -82,7 +82,7 @@ def _axis_of_values(curves: list[Curve]) -> tuple[str, tuple[float, float]]:
     if name in PANELS[SHARES] or not curves:
         return "linear", (0, 1.05 if name in PANELS[SHARES] and panel != SHARES else 1)
     parts = [list(filter(math.isfinite, curve.drawable)) for curve in curves]
-    if panel in ("loss", EVALUATION_LOSS, "gradient norm"):
+    if panel in (*LOSSES, "gradient norm"):
         return _axis_of_losses(curves, parts)
     if PANEL_OF.get(name) in SPEEDS:
         return _axis_of_speeds(parts)
@@ -114,9 +114,9 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
 
     The range ends at three times the height of the 95th percentile of a curve without spikes, or at a level that lasts,
     if others are `CLIP_RATIO` times as high, so that a few do not flatten the rest. If these span two orders of
-    magnitude, the scale is logarithmic instead, and begins at a third of the lowest mean above 0; it leaves out spikes
-    from `LOG_CLIP_RATIO` times the others on. Of several runs, those that reach 100 times the median of the curves'
-    highest values leave the panel.
+    magnitude, or those of evaluations one, the scale is logarithmic instead, and begins at a third of the lowest mean
+    above 0; it leaves out spikes from `LOG_CLIP_RATIO` times the others on. Of several runs, those that reach 100 times
+    the median of the curves' highest values leave the panel.
     """
     calm = [list(filter(math.isfinite, curve.without_spikes)) for curve in curves]
     end = _highest_usual_loss(calm, is_comparison=bool(curves[0].run))
@@ -137,7 +137,8 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     shown = [(value, 3 if curve.mean else 1) for curve in curves for value in curve.mean or curve.drawable]
     # Zeros are at the foot.
     low = min((value / factor for value, factor in shown if value > 0), default=math.inf)
-    if top >= 100 * low and not any(value < 0 for value, _ in shown):
+    decades = 1 if curves[0].panel == EVALUATION_LOSS else 2
+    if top >= 10**decades * low and not any(value < 0 for value, _ in shown):
         return log_axis(low, high)
     # A mark of what leaves the panel needs space.
     return "linear", axis_range([bottom, top + (top - bottom) / 10 if is_cut else top])
@@ -270,7 +271,7 @@ def _is_constant(curves: list[Curve]) -> bool:
     values = [value for curve in curves for value in curve.finite]
     if panel == MEMORY_PANEL:
         return bool(values) and max(values) < 1.05 * min(values)
-    is_needed = panel in ("loss", EVALUATION_LOSS) or PANEL_OF.get(curves[0].name) in SPEEDS
+    is_needed = panel in LOSSES or PANEL_OF.get(curves[0].name) in SPEEDS
     is_special = any(curve.owner or curve.gaps or curve.best is not None or len(curve.values) < 2 for curve in curves)
     return not is_needed and not is_special and len(set(values)) == 1
 

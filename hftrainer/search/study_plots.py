@@ -47,6 +47,8 @@ REASON_MARKS = {
     **{"best trial": ("*", "star"), "pruned": ("P", "cross"), "failed": ("x", "x"), "running": ("s", "square")},
     **{"waiting": ("D", "diamond"), "up": ("^", "triangle-up"), "down": ("v", "triangle-down")},
 }
+#: The colours of completed trials; others are grey.
+REASON_COLOURS = {"best trial": COLOURS[1], "far worse": COLOURS[0]}
 
 
 def plot_study(
@@ -175,14 +177,17 @@ def _objective_names(study: Study) -> list[str]:
 
 
 def _history_marks(marked: dict[int, tuple[str, float]], limits: tuple[float, float]) -> Iterator[tuple[Any, ...]]:
-    """The kinds of marks, their entries in the legend, and the trials and heights; beyond the axis at its edge."""
+    """The kinds of marks, their colours, entries of the legend, trials and heights; beyond the axis at its edge."""
     low, high = limits
-    kinds = {n: "up" if value > high else "down" if value < low else why for n, (why, value) in marked.items()}
-    for kind in (kind for kind in REASON_MARKS if kind in kinds.values()):
-        found = {number: marked[number][1] for number in marked if kinds[number] == kind}
+    groups: dict[tuple[str, str], dict[int, float]] = {}
+    for number, (why, value) in marked.items():
+        kind = "up" if value > high else "down" if value < low else why
+        groups.setdefault((kind, REASON_COLOURS.get(why, "grey")), {})[number] = value
+    for kind, colour in sorted(groups, key=lambda group: [*REASON_MARKS].index(group[0])):
+        found = groups[kind, colour]
         farthest = format_number((max if kind == "up" else min)(found.values()))
         text = f"beyond the axis ({kind} to {farthest})" if kind in ("up", "down") else LEGEND.get(kind, kind)
-        yield kind, text, list(found), [min(high, max(low, value)) for value in found.values()]
+        yield kind, colour, text, list(found), [min(high, max(low, value)) for value in found.values()]
 
 
 def _one_objective(study: Study, number: int, *, can_be_log: bool) -> tuple[Study, dict[int, tuple[str, float]], Any]:
@@ -194,7 +199,7 @@ def _one_objective(study: Study, number: int, *, can_be_log: bool) -> tuple[Stud
     Returns:
         The copy; by number why a trial is drawn otherwise, and the best trial, with their values: of unfinished trials
         the last, or if it is unknown the worst end of the axis; and the ends of the axis, which unfinished trials
-        extend to up to twice the range of the others.
+        extend to up to five times the range of the others.
     """
     optuna = import_plotting("optuna")
     direction = study.directions[number]
@@ -210,7 +215,7 @@ def _one_objective(study: Study, number: int, *, can_be_log: bool) -> tuple[Stud
     # The last report of a failed trial is no result.
     unfinished = [trial for trial in trials if trial.state.name not in ("COMPLETE", "FAIL")]
     last = {trial.number: trial.intermediate_values.get(trial.last_step or 0, math.nan) for trial in unfinished}
-    reach = 2 * abs(near[-1] - near[0])
+    reach = 5 * abs(near[-1] - near[0])
     least = 0 if is_log else -math.inf
     shown = [*near, *(value for value in last.values() if value > least and abs(value - ranked[0]) <= reach)]
     limits = _axis_of(shown, can_be_log=is_log)[1]
@@ -266,7 +271,9 @@ def _draw_png(plot: _Plot, path: str) -> None:
         plt.setp(axes.patches, color=PALE if is_guess else COLOURS[0])
         axes.set(xlabel="", ylabel="")
     else:
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=8, frameon=False, fontsize=9)
+        # The history has more entries than fit above.
+        place = (-0.01, -0.1) if plot.function == "plot_optimization_history" else (-0.01, 1.07)
+        axes.legend(loc="upper left", bbox_to_anchor=place, ncols=3, frameon=False, fontsize=9)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
@@ -274,9 +281,9 @@ def _draw_png(plot: _Plot, path: str) -> None:
 def _restyle_history(axes: Any, plot: _Plot) -> None:
     """Name the line of the best values, and mark the best trial and those that are unfinished or beyond the axis."""
     import_plotting("matplotlib.pyplot").setp(axes.lines, drawstyle="steps-post", label="best so far")
-    for kind, text, x, y in _history_marks(plot.marked, plot.limits):
-        style = {"s": 200, "color": COLOURS[1], "zorder": 3} if kind == "best trial" else {"color": "0.5"}
-        axes.scatter(x, y, marker=REASON_MARKS[kind][0], label=text, **style)
+    for kind, colour, text, x, y in _history_marks(plot.marked, plot.limits):
+        style = {"s": 200, "zorder": 3} if kind == "best trial" else {}
+        axes.scatter(x, y, marker=REASON_MARKS[kind][0], color=colour, label=text, **style)
     axes.xaxis.get_major_locator().set_params(integer=True)
     scale, ends = _axis_of(plot.limits)
     axes.set(yscale=scale, ylim=ends)
@@ -315,6 +322,7 @@ def _make_page(plot: _Plot) -> Any:
     figure.update_traces(line_shape="hv", name="best so far", selector={"name": "Best Value"})
     if plot.function == "plot_param_importances":
         figure.update_layout(xaxis_title="", yaxis_title="")
+        figure.for_each_trace(lambda bars: bars.update(y=[_wrap(name).replace("\n", "<br>") for name in bars.y]))
         if _is_guess(plot.study):
             figure.update_traces(marker_color=PALE, text=None, texttemplate=None)
     elif plot.function == "plot_optimization_history":
@@ -323,8 +331,8 @@ def _make_page(plot: _Plot) -> Any:
         places = [*map(math.log10, ends)] if scale == "log" else ends
         y_axis = {"type": scale, "range": places, "tickformat": ","}
         figure.update_layout(yaxis=y_axis, xaxis_dtick=1 if len(plot.study.trials) < 10 else None)
-        for kind, text, x, y in _history_marks(plot.marked, plot.limits):
-            colour, size = (COLOURS[1], 16) if kind == "best trial" else ("gray", 9)
+        for kind, colour, text, x, y in _history_marks(plot.marked, plot.limits):
+            size = 16 if kind == "best trial" else 9
             marker = {"symbol": REASON_MARKS[kind][1], "color": colour, "size": size}
             figure.add_scatter(x=x, y=y, mode="markers", marker=marker, name=text)
     return figure

@@ -27,6 +27,7 @@ def test_command_prints_a_table_of_several_runs(runs, tmp_path, capsys):
     assert path == str(tmp_path / "a.png") and not empty and saved.split() == ["saved", *values.split()]
     titles = ["learning_rate", "steps", "state", "last loss", "best eval_loss", "best eval_accuracy"]
     assert re.split("  +", header.strip()) == [*titles, "samples per second", "time"]
+    assert all(" at step 20" in row or " at step 10" in row for row in rows)
     assert best == "(best): by eval_loss" and note.startswith("saved: train_runtime and the speed")
     both = ", ".join(Path(run).name for run in runs)
     assert missing == f"{both}: without observe=True no speed, time or goodput"

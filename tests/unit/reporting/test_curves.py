@@ -17,6 +17,7 @@ from hftrainer.monitoring.journal import Journal
 from hftrainer.monitoring.run_facts import RunRecord
 from hftrainer.reporting.curves import Curve, _with_styles, read_curves
 from hftrainer.reporting.metrics import SHARES, choose_best, logged, logged_curves
+from hftrainer.reporting.page import _scales_of_losses
 from hftrainer.reporting.panels import describe_run, vertical_axis
 from hftrainer.reporting.plot import plot
 from tests.support.run_logs import SPEEDS, runs as runs, texts_in_svg, write_log, write_observed_run
@@ -190,10 +191,13 @@ def test_each_metric_has_a_panel(tmp_path):
 
 
 def test_evaluation_losses_of_five_runs_have_a_panel_and_eleven_runs_a_colour_each(tmp_path):
-    log = [{"step": 1, "loss": 1.0, "eval_loss": 1.0}]
-    runs = [write_log(tmp_path / str(run), log) for run in range(11)]
+    """Both scales of the panel can be chosen; its own is logarithmic from one decade on."""
+    runs = [write_log(tmp_path / str(run), [{"step": 1, "loss": 1.0, "eval_loss": 1.0 + run}]) for run in range(11)]
     panels = [[curve.panel for curve in read_curves(runs[:count])][-1] for count in (4, 5)]
     assert panels == ["loss", "evaluation loss"] and len({curve.colour for curve in read_curves(runs)}) == 11
+    scales = _scales_of_losses(read_curves(runs))
+    kinds = {scale: [axis["type"] for axis in axes.values()] for scale, axes in scales.items()}
+    assert kinds == {"automatic": ["linear", "log"], "linear": ["linear"] * 2, "log": ["log"] * 2}
 
 
 @pytest.mark.parametrize(("last", "panel"), [(0.4, "evaluation loss"), (0.38, "loss"), (0.9, "loss")])
@@ -307,6 +311,8 @@ def test_arguments_that_do_not_tell_runs_apart_are_left_out():
     """Such as unset steps, or the argument for a device that all runs have."""
     lengths = differing_arguments([{"max_steps": -1, "num_train_epochs": 3}, {"max_steps": 50}])
     assert lengths == [{"num_train_epochs": 3}, {"max_steps": 50}]
+    steps = [{"max_steps": 9, "num_train_epochs": 3}, {"max_steps": 9, "num_train_epochs": 1}]
+    assert differing_arguments(steps) == [{}, {}]
     places = [{"use_cpu": False, "device": "cpu"}, {"use_cpu": True}, {"use_cpu": False}]
     assert differing_arguments(places[:2]) == [{}, {}]
     assert differing_arguments(places[1:]) == places[1:]
