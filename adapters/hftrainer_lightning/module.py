@@ -192,7 +192,7 @@ class TrainerModule(WithoutBatchTransfer):
             loss = trainer.training_step(self.model, batch, **accepted)
         if loss is None:
             raise InvalidSetup(f"{type(trainer).__name__}.training_step must return the loss.")
-        return loss.detach()
+        return loss.detach() if loss.requires_grad else loss
 
     def on_train_epoch_end(self) -> None:
         """End an epoch."""

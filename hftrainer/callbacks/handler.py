@@ -120,10 +120,11 @@ class CallbackHandler(TrainerCallback):
         self, event: str, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Call an event of every callback, and return the resulting control object."""
+        empty_handler = _EMPTY_HANDLERS.get(event)
         for callback in self.callbacks:
             handler = getattr(callback, event, None)
             function = getattr(handler, "__func__", handler)
-            if handler is None or function is _EMPTY_HANDLERS[event]:
+            if handler is None or function is empty_handler:
                 continue
             arguments = self._arguments_for(handler, function, kwargs)
             was_stopped = control.should_training_stop

@@ -199,7 +199,7 @@ def _row_of(name: str, run: RunRecord, curves: dict[str, Curve], metrics: list[s
         "differs in": first.settings,
         "steps": facts.step,
         "state": "diverged" if facts.nan else facts.state.replace("unobserved", "unknown"),
-        "last loss": facts.metrics.get("loss", {}).get("last"),
+        **{f"last {name}": facts.metrics.get(name, {}).get("last") for name in ("loss", metrics[0])},
         **{f"best {metric}": best.get(metric) for metric in metrics},
         **_speeds_and_time(run, curves),
         "downtime": facts.downtime or None,

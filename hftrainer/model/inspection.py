@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import sys
@@ -276,6 +277,7 @@ def is_training(model: nn.Module) -> bool:
     return all(module.training for module in _modules(model))
 
 
+@functools.cache
 def _overrides_parameters(kind: type[nn.Module]) -> bool:
     """Whether a model's class overrides the methods that list its parameters or modules."""
     methods = ("parameters", "named_parameters", "named_modules")
@@ -284,7 +286,8 @@ def _overrides_parameters(kind: type[nn.Module]) -> bool:
 
 def parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that `model.parameters()` yields, in the same order."""
-    if _overrides_parameters(type(model)):
+    kind: Any = type(model)
+    if _overrides_parameters(kind):
         return list(model.parameters())
     found = (parameter for module in _modules(model) for parameter in module._parameters.values())
     return list({id(parameter): parameter for parameter in found if parameter is not None}.values())
@@ -292,7 +295,7 @@ def parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def clear_gradients(model: nn.Module) -> None:
     """Clear the gradients, as `model.zero_grad()` does."""
-    kind = type(model)
+    kind: Any = type(model)
     if "zero_grad" in vars(model) or kind.zero_grad is not nn.Module.zero_grad or _overrides_parameters(kind):
         model.zero_grad()
         return

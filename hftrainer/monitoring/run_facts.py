@@ -377,6 +377,8 @@ def _describe_end(record: RunRecord, arguments: dict[str, Any], *, is_alone: boo
     resumes = _describe_resumes(record) if is_alone and record.resumes else ""
     length = f" of {facts.max_steps:,}" * bool(facts.max_steps)
     if nan := facts.nan:
+        if is_alone and facts.step > nan.last:
+            length = f", but ran on to step {facts.step:,}{length}{seconds}"
         return f"{DIVERGED} at step {format_span(nan.first, nan.last)}{length}{resumes}"
     if facts.state != "complete" and (facts.max_steps or facts.state != "unobserved"):
         if facts.reason == "stopped" and facts.message:

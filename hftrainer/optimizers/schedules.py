@@ -258,8 +258,10 @@ def _greedy_lr() -> Any:
 
 def needs_metric(scheduler: Any) -> bool:
     """Whether the scheduler steps on evaluations, with their metric: `ReduceLROnPlateau`, or transformers' GreedyLR."""
-    return isinstance(scheduler, ReduceLROnPlateau) or libraries.is_instance(
-        scheduler, "transformers.optimization", "GreedyLR"
+    # Every optimizer step asks, of most schedules in vain.
+    return not isinstance(scheduler, LambdaLR) and (
+        isinstance(scheduler, ReduceLROnPlateau)
+        or libraries.is_instance(scheduler, "transformers.optimization", "GreedyLR")
     )
 
 

@@ -240,15 +240,6 @@ def hides_rise(evaluations: Sequence[list[float]], losses: Sequence[list[float]]
     return any(rise < 0.15 * (highest - lowest) for _, rise in _find_rises(evaluations))
 
 
-def end_of_rises(evaluations: Sequence[list[float]]) -> float:
-    """The height at which a panel of evaluation losses may end, so that the rise of one above its best is seen.
-
-    It is infinity if none has risen, or another one has ended above that height.
-    """
-    end = max((best + 5 * rise for best, rise in _find_rises(evaluations)), default=math.inf)
-    return end if all(values[-1] <= end for values in evaluations) else math.inf
-
-
 def _find_rises(evaluations: Sequence[list[float]]) -> list[tuple[float, float]]:
     """The best value of each evaluation loss that rose again by more than 5 %, and how much it rose."""
     rises = ((min(values), values[-1] - min(values)) for values in evaluations)

@@ -25,10 +25,12 @@ onresize = () => Plotly.update(plot, {name: names()}, fitting());
 const setScale = () => {
     const axes = Object.entries(scales[x][scale.value]);
     const others = axes.filter(([name, {type}]) => type !== scales[x].automatic[name].type).map(([name]) => `y${1000 + +name.slice(5)}`);
-    const isNoPeak = each => each.marker?.symbol === "triangle-up" && others.includes(each.yaxis);
+    const isPeak = each => each.marker?.symbol === "triangle-up";
+    const isNoPeak = each => isPeak(each) && others.includes(each.yaxis);
     const settings = axes.flatMap(([name, values]) => Object.entries(values).map(([key, value]) => [`${name}.${key}`, value]));
     const opacity = plot.data.map(each => isNoPeak(each) ? 0 : each.opacity === 0 ? 1 : each.opacity);
-    Plotly.update(plot, {opacity}, Object.fromEntries(settings));
+    const showlegend = plot.data.map(each => isPeak(each) ? !isNoPeak(each) : each.showlegend);
+    Plotly.update(plot, {opacity, showlegend}, Object.fromEntries(settings));
 };
 
 // The means: `meta` names the choices at which a curve is shown. Runs hidden by the legend remain hidden.

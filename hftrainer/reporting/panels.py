@@ -15,7 +15,6 @@ from hftrainer.base.messages import count_of, format_number
 from hftrainer.checkpointing.saved_arguments import describe, is_shared
 from hftrainer.errors import MissingPackage, cause_if_installed
 from hftrainer.monitoring.run_facts import DIVERGED
-from hftrainer.reporting import metrics
 from hftrainer.reporting.curves import TIME_UNITS, WORDS, Curve
 from hftrainer.reporting.metrics import EVALUATION_LOSS, LOSSES, PANEL_OF, PANELS, SHARES, SPEEDS
 
@@ -114,9 +113,9 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
 
     The range ends at three times the height of the 95th percentile of a curve without spikes, or at a level that lasts,
     if others are `CLIP_RATIO` times as high, so that a few do not flatten the rest. If these span two orders of
-    magnitude, or those of evaluations one, the scale is logarithmic instead, and begins at a third of the lowest mean
-    above 0; it leaves out spikes from `LOG_CLIP_RATIO` times the others on. Of several runs, those that reach 100 times
-    the median of the curves' highest values leave the panel.
+    magnitude, or evaluation losses a factor of 2, the scale is logarithmic instead, and begins at a third of the lowest
+    mean above 0; it leaves out spikes from `LOG_CLIP_RATIO` times the others on. Of several runs, those that reach 100
+    times the median of the curves' highest values leave the panel.
     """
     calm = [list(filter(math.isfinite, curve.without_spikes)) for curve in curves]
     end = _highest_usual_loss(calm, is_comparison=bool(curves[0].run))
@@ -130,15 +129,14 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     top = max(top, *(height for height in map(_lasting_height, calm) if height <= end))
     # To cut off less would not show the others larger.
     is_cut = _may_cut(parts, calm) and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
+    # Evaluations are few, and the first show how a run converges.
+    is_evaluation = curves[0].panel == EVALUATION_LOSS
+    is_cut = is_cut and not is_evaluation
     top = top if is_cut else high
-    if curves[0].panel == EVALUATION_LOSS and (end := metrics.end_of_rises(parts)) < top:
-        top = end
-        is_cut = True
     shown = [(value, 3 if curve.mean else 1) for curve in curves for value in curve.mean or curve.drawable]
     # Zeros are at the foot.
     low = min((value / factor for value, factor in shown if value > 0), default=math.inf)
-    decades = 1 if curves[0].panel == EVALUATION_LOSS else 2
-    if top >= 10**decades * low and not any(value < 0 for value, _ in shown):
+    if top >= (2 if is_evaluation else 100) * low and not any(value < 0 for value, _ in shown):
         return log_axis(low, high)
     # A mark of what leaves the panel needs space.
     return "linear", axis_range([bottom, top + (top - bottom) / 10 if is_cut else top])
@@ -157,15 +155,17 @@ def _may_cut(parts: list[list[float]], calm: list[list[float]]) -> bool:
 
 
 def height_of_zeros(curves: list[Curve]) -> tuple[float, str]:
-    """The height in a logarithmic panel at which its zeros are drawn, and a text for the legend.
+    """The height in a logarithmic panel at which its zeros are drawn, and a text for the legend on what is below.
 
-    It is minus infinity if there are none but single ones under a mean, which a text would not help to read.
+    It is minus infinity if there are no zeros, or but single ones under a mean.
     """
-    if curves[0].name == "learning_rate" or all(0 not in (c.mean or c.drawable) for c in curves):
-        return -math.inf, ""
     scale, (low, high) = _axis_of_values(curves)
-    if scale == "linear":
+    if curves[0].name == "learning_rate" or scale == "linear":
         return -math.inf, ""
+    if all(0 not in (curve.mean or curve.drawable) for curve in curves):
+        below = [value for curve in curves for value in curve.finite if value < low]
+        text = f"{count_of(len(below), 'values')} below the axis, down to {format_number(min(below, default=0))}"
+        return -math.inf, text if below else ""
     count = sum(curve.values.count(0) for curve in curves)
     # Seen above the edge, and below the lowest value.
     return low * (high / low) ** 0.02, f"{count_of(count, 'values')} of 0: at the foot"
@@ -217,7 +217,8 @@ def clipped_peaks(curves: list[Curve], top: float) -> Iterator[tuple[Curve, list
         places = curve.peaks(top)
         first = next(index for index, value in enumerate(curve.values) if value > top)
         after = [value for value in curve.values[first:] if math.isfinite(value)]
-        text = f"{len(places):,} spikes, " if len(places) > 1 else ""
+        count = sum(value > top for value in curve.finite)
+        text = f"{len(places):,} spikes, " if len(places) > 1 else f"{count:,} values, " if count > 1 else ""
         peak = max(curve.finite)
         where = f" at {curve.describe_place(curve.values.index(peak))}"
         if len(after) > 2 and 2 * sum(value > top for value in after) > len(after):
@@ -256,7 +257,7 @@ def title_and_notes(name: str, curves: list[Curve]) -> list[str]:
 
 def opacity_under_mean(curves: list[Curve]) -> float:
     """The opacity of curves under their mean; less of several runs, which overlap."""
-    return 0.4 if len({curve.run for curve in curves}) == 1 else 0.25
+    return 0.5 if len({curve.run for curve in curves}) == 1 else 0.35
 
 
 def group_by_panel(curves: list[Curve]) -> dict[str, list[Curve]]:

@@ -56,8 +56,10 @@ class Counters(Part):
         model: Any = self.trainer.model
         if not self.parts.policy.estimates_total_flos and hasattr(model, "floating_point_ops"):
             return model.floating_point_ops(inputs)
-        main_input = getattr(model, "main_input_name", "input_ids")
-        return int(inputs[main_input].numel()) * self.count_flos_per_token() if main_input in inputs else 0
+        per_token = self.count_flos_per_token()
+        # In a plain module, torch would look for the name in vain at every step.
+        main_input = getattr(model, "main_input_name", "input_ids") if per_token else None
+        return int(inputs[main_input].numel()) * per_token if main_input in inputs else 0
 
     def count_flos_per_token(self) -> int:
         """Floating-point operations of forward and backward per token, counted once for each model."""

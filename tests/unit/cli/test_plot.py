@@ -23,9 +23,9 @@ def test_command_prints_a_table_of_several_runs(runs, tmp_path, capsys):
     log = [{"step": 20, "loss": 1.0}, {"step": 20, **end}]
     main(["plot", *runs, write_log(tmp_path / "saved", log, global_step=20), "--output", str(tmp_path / "a.png")])
     path, empty, header, *rows, saved, _, best, note, missing = capsys.readouterr().out.splitlines()
-    values = "- 20 unknown 1 - - 8 9 s"
+    values = "- 20 unknown 1 - - - 8 9 s"
     assert path == str(tmp_path / "a.png") and not empty and saved.split() == ["saved", *values.split()]
-    titles = ["learning_rate", "steps", "state", "last loss", "best eval_loss", "best eval_accuracy"]
+    titles = ["learning_rate", "steps", "state", "last loss", "last eval_loss", "best eval_loss", "best eval_accuracy"]
     assert re.split("  +", header.strip()) == [*titles, "samples per second", "time"]
     assert all(" at step 20" in row or " at step 10" in row for row in rows)
     assert best == "(best): by eval_loss" and note.startswith("saved: train_runtime and the speed")

@@ -54,7 +54,7 @@ def test_run_whose_last_losses_are_nan_has_diverged(tmp_path):
     for step in (30, 40):
         journal.write("log", step, logs={"loss": math.nan, "grad_norm": math.nan})
     curves = read_curves([str(tmp_path / "a")])
-    assert curves[0].state == "diverged at step 21-30 of 30"
+    assert curves[0].state.startswith("diverged at step 21-30, but ran on to step 40 of 30 in ")
     assert [(curve.name, curve.end) for curve in curves if curve.end is not None] == [("loss", 1)]  # of step 20
     plot([str(tmp_path / "a"), write_observed_run(tmp_path / "b")], html=True, out=str(tmp_path / "a.svg"))
     assert any("a · ✖ diverged at step 21-30 of 30" in text for text in texts_in_svg(tmp_path / "a.svg"))

@@ -14,13 +14,13 @@ def test_runs_without_speeds_are_named_and_the_mean_of_a_page_can_be_chosen(tmp_
     runs = [write_log(tmp_path / run, log) for run in "bcd"] + [write_observed_run(tmp_path / "a")]
     plot(runs, html=True)
     page = (tmp_path / "b" / "comparison.html").read_text()
-    assert "b, c, d ran without observe=True: no speed, time or memory" in page and '"opacity":0.25' in page
+    assert "b, c, d ran without observe=True: no speed, time or memory" in page and '"opacity":0.35' in page
     assert '"parts": {"light": 30, "strong": 8}, "level": "light"' in page
     counts = [page.count(f'"meta":"{choice}"') for choice in ("off", "light", "strong", "light strong")]
     assert counts == [3, 5, 3, 3]
     plot(runs[:1], html=True)
     page = (tmp_path / "b" / "training.html").read_text()
-    assert '"opacity":0.4' in page and "no speed, time" not in page
+    assert '"opacity":0.5' in page and "no speed, time" not in page
 
 
 def test_light_smoothing_is_of_curves_of_which_a_run_has_30_points(tmp_path):

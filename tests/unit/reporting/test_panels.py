@@ -90,7 +90,7 @@ def test_spikes_of_a_short_curve_leave_a_panel_before_its_scale_is_chosen(tmp_pa
     (curve,) = read_curves([write_log(tmp_path, [{"step": step, "loss": loss} for step, loss in enumerate(losses)])])
     assert (axis := vertical_axis([curve]))[0] == "linear" and axis[1][1] < 1.2
     faint, plain = (each for each in _make_figure([curve]).data if "off" in str(each.meta))
-    assert faint.opacity == 0.4 and max(faint.y) == 100 and math.isnan(plain.y[5]) and plain.y[4] == losses[4]
+    assert faint.opacity == 0.5 and max(faint.y) == 100 and math.isnan(plain.y[5]) and plain.y[4] == losses[4]
 
 
 @pytest.mark.parametrize("others", [[], [1.06, 1.0, 1.03, 0.9]])
