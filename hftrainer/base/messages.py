@@ -200,7 +200,7 @@ def format_number(value: float | None) -> str:
     """A number of a table or a plot as short text, such as '94,038' or '0.4983'; empty for None."""
     if value is None:
         return ""
-    is_long = math.isfinite(value) and abs(value) < 1e15 and (abs(value) >= 1000 or value == int(value))
+    is_long = math.isfinite(value) and abs(value) < 1e12 and (abs(value) >= 1000 or value == int(value))
     return f"{value:,.0f}" if is_long else f"{value:.4g}"
 
 

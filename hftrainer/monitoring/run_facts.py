@@ -411,4 +411,5 @@ def _describe_resumes(record: RunRecord) -> str:
     again = f" ({least}{count_of(undone, 'steps')} done again)" * bool(undone)
     downtime = f", {format_duration(facts.downtime)} of downtime" * bool(facts.downtime)
     goodput = "" if (share := facts.kept_goodput) is None else f", goodput {share:.0%}"
-    return f", resumed {often}at step {resumes[-1][0]:,}{again}{downtime}{goodput}"
+    killed = "killed and " * all(is_partial for *_, is_partial in resumes)
+    return f", {killed}resumed {often}at step {resumes[-1][0]:,}{again}{downtime}{goodput}"

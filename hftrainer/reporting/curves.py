@@ -76,7 +76,8 @@ class Curve:
         width: of the line of its first `shared` values, which later curves have too, so that it is seen below them.
         is_best: whether the best value of its run is the best of all runs.
         diverged: where the loss of its run was first not finite; empty if the run did not diverge.
-        most_points: the number of values that this curve of some run has, so that all are smoothed alike.
+        most_points: the number of finite values that this curve of some run has, so that all are smoothed alike.
+        extent: the share of the horizontal axis of its panel that the curve has.
     """
 
     panel: str
@@ -102,19 +103,22 @@ class Curve:
     is_best: bool = False
     diverged: Sequence[float] = ()
     most_points: int = 0
+    extent: float = 1
 
     @property
     def marked(self) -> list[int]:
         """The indices of the points with a marker.
 
-        All of fewer than `MANY` points of one run, or evaluations of several; else of several runs about ten.
+        All of fewer than `MANY` points of one run, or evaluations of several; else of several runs about ten, fewer of
+        a short run.
         """
         # The start of an interval, such as a restart, is no point.
         logged = {*self.steps}
-        points = [index for index, step in enumerate(self.points(self.values)[0]) if step in logged]
-        if not self.run or (self.name.startswith("eval_") and len(points) < MANY):
+        drawn = enumerate(zip(*self.points(self.values), strict=True))
+        points = [index for index, (step, value) in drawn if step in logged and math.isfinite(value)]
+        if not self.run or (self.name.startswith("eval_") and len(points) < MANY * self.extent):
             return points if len(points) < MANY else []
-        every = max(1, len(points) // 10)
+        every = max(1, len(points) // max(1, round(10 * self.extent)))
         # Shift the markers, so that those of coinciding runs do not overlap.
         return points[list(MARKS).index(self.mark) * every // len(MARKS) :: every]
 
@@ -198,8 +202,8 @@ class Curve:
     def smoothings(self) -> list[str]:
         """The choices of a page that smooth it: of noisy values, not shares, rates, evaluations and single seeds."""
         is_exact = self.member or self.name in ("learning_rate", *PANELS[SHARES]) or self.name.startswith("eval_")
-        levels = ["light", "strong"] if max(self.most_points, len(self.values)) >= MANY else ["strong"]
-        return [] if is_exact or len(self.values) < FEW else levels
+        levels = ["light", "strong"] if max(self.most_points, len(self.finite)) >= MANY else ["strong"]
+        return [] if is_exact or len(self.finite) < FEW else levels
 
     @cached_property
     def mean(self) -> list[float] | None:
@@ -220,7 +224,7 @@ class Curve:
         is_speed = (self.name.endswith("_per_second") or self.name == "mfu") and min(finite, default=0) > 0
         power = -1 if is_speed else 1
         parts, least = metrics.SMOOTHING[level]
-        half = max(least if len(self.values) >= MANY else 3, len(finite) // parts) // 2
+        half = max(least if len(finite) >= MANY else 3, len(finite) // parts) // 2
         means = iter((metrics.centred_means(finite**power, weights, half) ** power).tolist())
         return [next(means) if math.isfinite(value) else math.nan for value in self.values]
 
@@ -472,7 +476,8 @@ def _with_style(curve: Curve, panel: list[Curve], runs: list[str]) -> Curve:
     names = list(dict.fromkeys(other.name for other in panel))
     dash = names.index(curve.name)
     run = runs.index(curve.run)
-    most = max(len(other.values) for other in panel if other.name == curve.name)
+    most = max(len(other.finite) for other in panel if other.name == curve.name)
+    extent = curve.steps[-1] / (max(other.steps[-1] for other in panel) or 1) or 1
     colour = COLOURS[(run if curve.run else dash) % len(COLOURS)]
     if curve.panel == SHARES and curve.name == "step_share":
         colour = "#d9d9d9"
@@ -480,7 +485,8 @@ def _with_style(curve: Curve, panel: list[Curve], runs: list[str]) -> Curve:
     if len({other.run for other in panel}) == 1 < len(runs):
         owner = f"only {curve.run}: {curve.name}" if len(names) > 1 else f"only {curve.run}"
     mark = list(MARKS)[run % len(MARKS)]
-    return replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, owner=owner, most_points=most)
+    facts: dict[str, Any] = {"owner": owner, "most_points": most, "extent": extent}
+    return replace(curve, colour=colour, dash=dash % len(DASHES), mark=mark, **facts)
 
 
 def _with_width(curve: Curve, later: list[Curve]) -> Curve:

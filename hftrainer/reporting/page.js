@@ -50,7 +50,11 @@ const fitToShown = () => {
         const margin = (high - low) / 20;
         return [`${name}.range`, hiddenCount && high > low ? [low - margin, high + margin] : [...range]];
     });
-    Plotly.relayout(plot, Object.fromEntries(ranges));
+    const isOfCurve = each => each.visible !== "legendonly" && each.visible !== false && +each.yaxis.slice(1) < 1000;
+    const last = Math.max(...plot.data.filter(isOfCurve).flatMap(each => each.x));
+    const [first, end] = charts[x].layout.xaxis2.range;
+    const horizontal = hiddenCount && last > 0 ? [Math.max(first, -last / 60), Math.min(end, 1.05 * last)] : [first, end];
+    Plotly.relayout(plot, {...Object.fromEntries(ranges), "xaxis2.range": horizontal});
 };
 
 // The curves over another axis, with the other choices as they are.

@@ -18,7 +18,7 @@ from hftrainer.reporting.metrics import LOSSES, PANELS, SHARES, SMOOTHING
 #: Added to the number of a panel: its axis for marks at shares of its height, which neither scale nor zoom moves.
 FRAME = 1000
 #: The least width of a window, in pixels → the columns of its page. Only the narrowest has a small font.
-COLUMNS = {1500: 3, 900: 2, 700: 1, 0: 1}
+COLUMNS = {1800: 3, 1500: 3, 1200: 2, 900: 2, 700: 1, 0: 1}
 
 
 def draw_html(charts: dict[str, list[Curve]], path: str, title: str, *, table: str, plotlyjs: bool | str) -> None:

@@ -152,7 +152,7 @@ def _draw_panel(axis: Any, curves: list[Curve], width: float) -> int:
     format_ticks(axis.yaxis, scale, limits, is_share=curves[0].name in PANELS[SHARES])
     if len(values) < 2:
         ticks = sorted({0.0, *values}) if values else []
-        axis.set_yticks(ticks, list(map(curves[0].format, ticks)))
+        axis.set_yticks(ticks, [f"{tick:.2g}" if abs(tick) >= 1e6 else curves[0].format(tick) for tick in ticks])
     axis.xaxis.get_major_locator().set_params(integer=curves[0].x == "step", min_n_ticks=1)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)

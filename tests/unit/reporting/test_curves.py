@@ -281,15 +281,16 @@ def test_short_steps_are_in_milliseconds(tmp_path):
 
 
 def test_30_losses_or_more_get_a_running_mean():
-    values = [float(step % 2) for step in range(30)]
+    """Those that are not finite do not count."""
+    values = [float(step % 2) for step in range(31)]
     values[15] = math.nan
-    steps = list(map(float, range(30)))
+    steps = list(map(float, range(31)))
     assert Curve("loss", "loss", steps[1:], values[1:]).mean is None
     for panel, name in (("learning rate", "learning_rate"), (SHARES, "data_wait"), ("loss", "eval_loss")):
         assert Curve(panel, name, steps, values).mean is None
     mean = Curve("loss", "loss", steps, values).mean
     # Of five values, at first of one and at the end of three.
-    assert mean[:3] == pytest.approx([0, 1 / 3, 2 / 5]) and mean[-1] == 2 / 3
+    assert mean[:3] == pytest.approx([0, 1 / 3, 2 / 5]) and mean[-1] == pytest.approx(1 / 3)
     assert math.isnan(mean[15]) and mean[16] == pytest.approx(2 / 5)
     # It does not lag, and the mean of speeds is that of all steps, here of 1, 9 and 10, over their time.
     assert Curve("loss", "loss", steps, steps).mean[:-2] == pytest.approx(steps[:-2])

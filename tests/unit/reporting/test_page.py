@@ -35,7 +35,7 @@ def test_light_smoothing_is_of_curves_of_which_a_run_has_30_points(tmp_path):
 def test_page_in_a_narrow_window_has_one_column(tmp_path):
     losses = dict.fromkeys(("loss", "eval_a_loss", "eval_b_loss"), 1.0)
     plot([write_log(tmp_path / "run", [{"step": 1, **losses, "eval_f1": 0.5}])], html=True)
-    (_, wide), *_, (_, narrow) = read_settings(tmp_path / "run" / "training.html")["layouts"]["step"]
+    _, (_, wide), *_, (_, narrow) = read_settings(tmp_path / "run" / "training.html")["layouts"]["step"]
     assert [layout["xaxis3.domain"] for layout in (wide, narrow)] == [[pytest.approx(0.56), 1.0], [0.0, 1.0]]
     assert narrow["yaxis3.domain"][1] < narrow["yaxis2.domain"][0] and narrow["height"] > wide["height"]
     # plotly would write a legend with several rows over the next panel.
@@ -44,7 +44,7 @@ def test_page_in_a_narrow_window_has_one_column(tmp_path):
     plot(runs, html=True, out=str(tmp_path / "a.svg"))
     layouts = read_settings(tmp_path / "a.html")["layouts"]["step"]
     # Rows of the legend of runs.
-    assert [layout["margin.t"] for _, layout in layouts] == [30, 50, 90]
+    assert [layout["margin.t"] for _, layout in layouts] == [30, 30, 50, 90]
 
 
 def read_settings(page):

@@ -243,7 +243,7 @@ def test_time_axis_has_no_pauses_but_the_time_of_undone_steps(resumed):
     run = RunRecord(resumed)
     assert (run.seconds, run.facts.downtime) == (60, 7980)
     curve = read_curves([resumed], "time")[0]
-    done = "resumed at step 1 (at least 1 step done again), 2 h 13 min of downtime, goodput 0%"
+    done = "killed and resumed at step 1 (at least 1 step done again), 2 h 13 min of downtime, goodput 0%"
     assert curve.state.endswith(f" in 60 s, {done}") and (curve.steps, curve.restarts) == ([10, 50], [(10, 20)])
     # On other axes nothing is lost.
     assert [read_curves([resumed], x)[0].restarts for x in ("step", "epoch")] == [[(1, 1)], [(0.5, 0.5)]]
