@@ -211,22 +211,13 @@ class Curve:
         return self.smooth("light") if "light" in self.smoothings else None
 
     def smooth(self, level: str) -> list[float]:
-        """The centred mean of the values without spikes, by a key of `metrics.SMOOTHING`; of speeds, that of all steps.
-
-        It is over three values if there are few. As losses fall steeply at first, it takes there as few values after a
-        point as there are before it.
-        """
+        """The centred mean without spikes, by a key of `metrics.SMOOTHING`; of speeds, that of all steps."""
         # Speeds are of intervals, such as one of a single step at first. Over time, their steps are not known.
         is_counted = PANEL_OF.get(self.name) in SPEEDS and self.x not in TIME_UNITS
         steps = np.add(self._widths, 1e-12) if is_counted else np.ones(len(self.values))
-        pairs = [pair for pair in zip(self.without_spikes, steps, strict=True) if math.isfinite(pair[0])]
-        finite, weights = np.array(pairs).reshape(-1, 2).T
-        is_speed = (self.name.endswith("_per_second") or self.name == "mfu") and min(finite, default=0) > 0
-        power = -1 if is_speed else 1
-        parts, least = metrics.SMOOTHING[level]
-        half = max(least if len(finite) >= MANY else 3, len(finite) // parts) // 2
-        means = iter((metrics.centred_means(finite**power, weights, half) ** power).tolist())
-        return [next(means) if math.isfinite(value) else math.nan for value in self.values]
+        is_speed = (self.name.endswith("_per_second") or self.name == "mfu") and min(self.finite, default=0) > 0
+        has_many, power = len(self.finite) >= MANY, -1 if is_speed else 1
+        return metrics.smooth(self.without_spikes, steps, level, has_many=has_many, power=power)
 
     def below(self, top: float) -> list[float]:
         """The values, with a gap for those above `top`: the lines to them would be walls."""

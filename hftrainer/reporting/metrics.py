@@ -194,7 +194,28 @@ def replace_spikes(values: list[float]) -> list[float]:
     return [next(usual) if math.isfinite(value) else math.nan for value in values]
 
 
-def centred_means(values: np.ndarray, weights: np.ndarray, half: int) -> np.ndarray:
+def smooth(values: list[float], weights: np.ndarray, level: str, *, has_many: bool, power: int) -> list[float]:
+    """The centred mean of the finite values, or of a power of them; NaN for the others.
+
+    As losses fall steeply at first, it takes there as few values after a point as there are before it.
+
+    Args:
+        values: the values; some may be NaN.
+        weights: their weights.
+        level: a key of `SMOOTHING`.
+        has_many: whether it is over as many values as that says, and not over three.
+        power: 1, or -1 for the harmonic mean.
+    """
+    is_finite = np.isfinite(values)
+    finite = np.array(values, dtype=float)[is_finite]
+    parts, least = SMOOTHING[level]
+    half = max(least if has_many else 3, len(finite) // parts) // 2
+    means = np.full(len(values), math.nan)
+    means[is_finite] = _centred_means(finite**power, weights[is_finite], half) ** power
+    return means.tolist()
+
+
+def _centred_means(values: np.ndarray, weights: np.ndarray, half: int) -> np.ndarray:
     """The weighted mean of each value and up to `half` before and after it, of which there are not more than before."""
     sums, counts = (np.append(0.0, np.cumsum(each)) for each in (weights * values, weights))
     places = np.arange(len(values))
