@@ -47,7 +47,7 @@ ACTIVITIES = ("steps", "data", "evaluation", "saving")
 #: Reasons of an end after which no restart is needed.
 COMPLETE = ("complete", "stopped")
 #: Reasons of an end after which a pause is the user's choice, and no loss of time.
-CHOSEN = (*COMPLETE, "Ctrl-C")
+CHOSEN = (*COMPLETE, "Ctrl-C", "TrialPruned")
 #: Minimum of the seconds after which a run is silent, in addition to three times its longest pause.
 SILENCE = 300.0
 

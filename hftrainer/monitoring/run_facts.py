@@ -381,9 +381,13 @@ def _describe_end(record: RunRecord, arguments: dict[str, Any], *, is_alone: boo
             length = f", but ran on to step {facts.step:,}{length}{seconds}"
         return f"{DIVERGED} at step {format_span(nan.first, nan.last)}{length}{resumes}"
     if facts.state != "complete" and (facts.max_steps or facts.state != "unobserved"):
-        if facts.reason == "stopped" and facts.message:
-            return f"ended by {facts.message} at step {facts.step:,}{length}{seconds}{resumes}"
-        return describe_step(facts) + length + _describe_cause(facts) + seconds + resumes
+        if facts.reason == "TrialPruned":
+            return f"pruned at step {facts.step:,}{length}{seconds}{resumes}"
+        saved = _early_stopping(state) if facts.state == "unobserved" else ""
+        if by := facts.message if facts.reason == "stopped" else saved:
+            return f"ended by {by} at step {facts.step:,}{length}{seconds}{resumes}"
+        hint = " (observe=True would tell)" if is_alone and facts.state == "unobserved" else ""
+        return describe_step(facts) + length + _describe_cause(facts) + hint + seconds + resumes
     # A checkpoint of the last step of an epoch is written before its evaluation, as by transformers.
     epochs = [line.get("epoch") for line in state.log_history if any(name.startswith("eval_") for name in line)]
     is_last = arguments.get("eval_strategy") == "epoch" and 0 < state.global_step == state.max_steps
@@ -391,6 +395,15 @@ def _describe_end(record: RunRecord, arguments: dict[str, Any], *, is_alone: boo
         return f"the evaluation after epoch {state.epoch:g} was not saved (observe=True keeps it)"
     complete = f"complete: {count_of(facts.step, 'steps')}{seconds}{resumes}"
     return complete if is_alone and facts.state == "complete" else ""
+
+
+def _early_stopping(state: TrainerState) -> str:
+    """The name of the callback, if its saved state says that it has stopped the run; else empty."""
+    name = "EarlyStoppingCallback"
+    saved = (state.stateful_callbacks or {}).get(name, {})
+    values = saved.get("args", {}) | saved.get("attributes", {}) if isinstance(saved, dict) else {}
+    patience = values.get("early_stopping_patience", math.inf)
+    return name if values.get("early_stopping_patience_counter", 0) >= patience else ""
 
 
 def _describe_cause(facts: RunFacts) -> str:

@@ -400,13 +400,16 @@ def curves_of_run(state: TrainerState) -> list[Curve]:
 
 
 def _plain_curves(state: TrainerState, places: dict[float, float], arguments: dict[str, Any]) -> Iterator[Curve]:
-    """The curves of a log, without styles; `places` has the optimizer steps of places on another axis."""
+    """The curves of a log, without styles; the best are of models without NaN. `places`: on another axis → steps."""
     panels = metrics.logged_curves(state)
     losses = panels["loss"].get("loss", ([], []))[0]
+    in_steps = {name: ([places.get(x, x) for x in xs], values) for name, (xs, values) in panels["loss"].items()}
+    last = math.inf if (span := metrics.nan_span(in_steps, None)) is None else span.usable
     pace = metrics.seconds_of_steps(state.log_history)
     for panel, panel_curves in panels.items():
         for name, (steps, values) in panel_curves.items():
-            curve = Curve(panel, name, steps, values, metrics.best_index(name, values, state, arguments))
+            usable = [y if places.get(x, x) <= last else math.nan for x, y in zip(steps, values, strict=True)]
+            curve = Curve(panel, name, steps, values, metrics.best_index(name, usable, state, arguments))
             if curve.gaps:
                 place = steps[curve.gaps[0]]
                 before = steps[curve.gaps[0] - 1] if curve.gaps[0] else 0

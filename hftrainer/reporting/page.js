@@ -14,8 +14,8 @@ const names = () => charts[x].data.map(wrap);
 const fitting = () => {
     const layout = {...layouts[x].find(([width]) => innerWidth >= width)[1]};
     const lines = names().filter((_, index) => charts[x].data[index].showlegend !== false).join("").split("<br>").length - 1;
-    layout.height += 13 * lines;
-    const top = layout["margin.t"] += 13 * lines;
+    layout.height += 14 * lines;
+    const top = layout["margin.t"] += 14 * lines;
     const height = Math.max(layout.height, innerHeight - plot.getBoundingClientRect().top - scrollY - 12);
     return {...layout, height, "legend.y": 1 + (layout["legend.y"] - 1) * (layout.height - top) / (height - top)};
 };
@@ -48,7 +48,7 @@ const fitToShown = () => {
             .map(y => type === "log" ? Math.log10(y) : y).filter(y => y >= range[0] && y <= range[1]);
         const [low, high] = places.reduce(([low, high], y) => [Math.min(low, y), Math.max(high, y)], [Infinity, -Infinity]);
         const margin = (high - low) / 20;
-        return [`${name}.range`, hiddenCount && high > low ? [low - margin, high + margin] : [...range]];
+        return [`${name}.range`, hiddenCount && high > low ? [range[0] && low - margin, high + margin] : [...range]];
     });
     const isOfCurve = each => each.visible !== "legendonly" && each.visible !== false && +each.yaxis.slice(1) < 1000;
     const last = Math.max(...plot.data.filter(isOfCurve).flatMap(each => each.x));

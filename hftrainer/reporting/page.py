@@ -79,7 +79,7 @@ def _make_figure(curves: list[Curve]) -> Any:
         axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis}
         axes[f"yaxis{FRAME + number}"] = {"overlaying": y, "range": [0, 1], "fixedrange": True, "visible": False}
         figure.update_layout(axes | {legend: {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
-    look = {"template": "plotly_white", "margin": {"b": 0, "l": 70, "r": 40}, "modebar": {"orientation": "v"}}
+    look = {"template": "plotly_white", "margin": {"b": 0}, "modebar": {"orientation": "v"}}
     look["legend"] = {"x": 0, "y": 1, "yanchor": "bottom", "orientation": "h", "tracegroupgap": 0}
     figure.update_layout(look | {"hovermode": "x unified", "hoverlabel": {"namelength": -1}})
     # Ticks keep the labels of both axes apart at the origin.
@@ -99,9 +99,10 @@ def _axis_settings(curves: list[Curve], scale: str, limits: tuple[float, float])
     axis |= {"nticks": 3} if len({value for curve in curves for value in curve.finite}) == 1 else {}
     axis["showticklabels"] = any(curve.finite for curve in curves)
     if scale == "log":
-        # plotly takes powers of ten. For two ticks per decade it chooses 1, 2 and 5.
+        # plotly takes powers of ten. For two ticks per decade it chooses 1, 2 and 5, and of a part of one others.
         low, high = map(math.log10, limits)
         ticks = max(3, round(2 * (high - low))) if high - low < 3 else min(8, math.ceil(high - low))
+        ticks = 6 if high - low < 1 else ticks
         axis |= {"range": [low, high], "nticks": ticks, "tickformat": ","}
     return axis
 
@@ -144,7 +145,8 @@ def _place_panels(width: int, runs: list[str], legends: list[list[str]]) -> dict
     count, shift = len(legends), 0
     columns, gap = min(COLUMNS[width], count), 0.24 / max(2, COLUMNS[width])
     rows, missing = -(-count // columns), -count % columns
-    layout: dict[str, Any] = {"legend.font.size": font}
+    margins = (70, 40) if width else (50, 10)
+    layout: dict[str, Any] = {"legend.font.size": font, "margin.l": margins[0], "margin.r": margins[1]}
     for number, entries in enumerate(legends):
         # If a row has fewer panels it is the first, and they are wider.
         row, column = divmod(number + missing, columns) if number >= columns - missing else (0, number)
@@ -235,14 +237,16 @@ def _curve_traces(curve: Curve, curves: list[Curve]) -> Iterator[dict[str, Any]]
         yield trace | faint | {"meta": " ".join(levels)}
         yield from (each | {"meta": "off" if curve.mean else "off light"} for each in plain)
         for level in levels:
-            mean = _heights(curve, curve.smooth(level), floor) | {"name": f"{curve.label}, mean"}
+            mean = {"y": curve.points(curve.smooth(level), floor)[1], "hoverinfo": "skip", "hovertemplate": None}
             yield trace | mean | {"meta": level}
     for index, shape, word, size in ((curve.best, "star", "best", 14), (curve.end, "x", "last", 8)):
         if index is not None:
             place, value = curve.steps[index], curve.drawable[index]
             point = {"x": [place], "y": [max(floor, value)], "customdata": [value], "name": f"{word} {curve.label}"}
             mark = {"symbol": shape, "size": size, "color": curve.colour, "line": {"width": 1, "color": "black"}}
-            yield trace | point | {"mode": "markers", "marker": mark, "zorder": 20 - size}
+            # The curve has that value too.
+            hover = {"hoverinfo": "skip", "hovertemplate": None} if word == "last" else {}
+            yield trace | point | hover | {"mode": "markers", "marker": mark, "zorder": 20 - size}
 
 
 def _marks(curves: list[Curve], top: float) -> Iterator[dict[str, Any]]:

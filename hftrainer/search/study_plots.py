@@ -407,6 +407,8 @@ def _wrap(name: str) -> str:
 def _load_study(storage: str, study_name: str | None) -> Study:
     optuna = import_plotting("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if Path(storage).is_file() and Path(storage).read_bytes()[:6] == b"SQLite":
+        storage = f"sqlite:///{storage}"
     is_file = "://" not in storage
     path = storage if is_file else storage.removeprefix("sqlite:///").partition("?")[0]
     # Optuna would create the file.

@@ -227,13 +227,32 @@ def test_stars_of_runs_with_other_metrics_are_of_losses_and_known_metrics(tmp_pa
     [
         ({"reason": "stopped", "message": "EarlyStoppingCallback"}, "ended by EarlyStoppingCallback at step 20 of 30"),
         ({"reason": "SIGTERM"}, "stopped at step 20 of 30 (SIGTERM)"),
+        ({"reason": "TrialPruned", "message": "at step 20"}, "pruned at step 20 of 30"),
         ({"reason": "RuntimeError", "message": "out of luck"}, "failed at step 20 of 30 (RuntimeError: out of luck)"),
     ],
 )
 def test_state_says_what_ended_the_run(tmp_path, end, state):
     Journal(write_observed_run(tmp_path)).write("end", 20, **end)
     loss = read_curves([str(tmp_path)])[0]
-    assert loss.state.startswith(state) and (loss.end is None) == state.startswith("ended")
+    assert loss.state.startswith(state) and (loss.end is None) == state.startswith(("ended", "pruned"))
+
+
+@pytest.mark.parametrize(
+    ("counter", "state"), [(2, "ended by EarlyStoppingCallback at step 1 of 9"), (1, "state unknown after step 1 of 9")]
+)
+def test_saved_counter_says_that_early_stopping_ended_the_run(tmp_path, counter, state):
+    saved = {"args": {"early_stopping_patience": 2}, "attributes": {"early_stopping_patience_counter": counter}}
+    more = {"global_step": 1, "max_steps": 9, "stateful_callbacks": {"EarlyStoppingCallback": saved}}
+    run = write_log(tmp_path, [{"step": 1, "loss": 1.0}], **more)
+    assert read_curves([run])[0].state == state + " (observe=True would tell)" * (counter < 2)
+
+
+def test_metric_of_a_model_of_nans_has_no_star(tmp_path):
+    log = [{"step": step, "loss": math.nan if step > 2 else 1.0, "eval_accuracy": step / 9} for step in range(1, 6)]
+    curves = read_curves([write_log(tmp_path, log)])
+    assert [curve.best for curve in curves if curve.name == "eval_accuracy"] == [
+        0
+    ]  # the weights after step 2 may have been NaN
 
 
 def test_curves_and_runs_differ_in_black_and_white(tmp_path):

@@ -97,10 +97,10 @@ def test_pareto_front_has_the_best_trials(tmp_path):
 
 
 def test_axis_has_the_name_of_the_metric(tmp_path):
-    study = make_study(url := f"sqlite:///{tmp_path}/search.db")
+    study = make_study(f"sqlite:///{tmp_path}/search.db")
     with pytest.warns(optuna.exceptions.ExperimentalWarning):
         study.set_metric_names(["eval_loss"])
-    plot_study(url, out=str(tmp_path), html=True)
+    plot_study(str(tmp_path / "search.db"), out=str(tmp_path), html=True)
     plots = (tmp_path / "search.html").read_text().split("Plotly.newPlot")[-3:]
     assert all("eval_loss" in plot for plot in plots)
 
