@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch.utils.data import IterableDataset
 
 from hftrainer.base.nested import drop_all_rows, find_batch_size
@@ -162,8 +163,11 @@ class EvaluationPass:
             )
         if logits is not None and self._preprocess_logits is not None:
             logits = self._preprocess_logits(logits, labels)
-        # Repeat the mean once per sample of a full batch; gathering trims the last batch.
-        losses = None if loss is None else loss.repeat(self.args.eval_batch_size)
+        # Repeat the mean once per sample of a full batch; gathering trims the last batch. For one number, `expand` is
+        # faster. An override may return an array.
+        is_number = isinstance(loss, torch.Tensor) and not loss.ndim
+        size = self.args.eval_batch_size
+        losses = None if loss is None else loss.expand(size).contiguous() if is_number else loss.repeat(size)
         rows = {"losses": losses, "inputs": main_input, "predictions": logits, "label_ids": labels}
         if isinstance(self.metrics, TorchMetrics):
             counted_losses = None if losses is None else losses[: position.counted_samples]
