@@ -122,7 +122,7 @@ def differing_arguments(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if settings.get("max_steps") == -1:
             settings["num_train_epochs"] = run.get("num_train_epochs")
             del settings["max_steps"]
-        elif run.get("max_steps", -1) > 0:
+        elif (run.get("max_steps") or -1) > 0:
             settings.pop("num_train_epochs", None)
     return differing
 

@@ -258,7 +258,10 @@ def hides_rise(evaluations: Sequence[list[float]], losses: Sequence[list[float]]
     """Whether a panel of all losses would be so high that an evaluation loss that rose again looks flat."""
     highest = max(map(max, losses), default=0)
     lowest = min(map(min, losses), default=0)
-    return any(rise < 0.15 * (highest - lowest) for _, rise in _find_rises(evaluations))
+    # About where the panel gets a logarithmic scale.
+    scale = math.log if 0 < 50 * lowest < highest else float
+    height = scale(highest) - scale(lowest)
+    return any(scale(best + rise) - scale(best) < 0.15 * height for best, rise in _find_rises(evaluations))
 
 
 def _find_rises(evaluations: Sequence[list[float]]) -> list[tuple[float, float]]:

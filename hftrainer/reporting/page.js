@@ -1,6 +1,7 @@
 // What the page of `hftrainer plot --html` does. `page.py` sets `shown`, the horizontal axis at first; `others`: each other axis
 // → its data and layout; `layouts`: axis → pairs of a window's least width and its layout; `scales`: axis → scale of losses
-// → axis of a panel → its settings; `parts`: smoothing → in how many parts of a curve it takes means; `level`: the first; `notes`: axis → text.
+// → axis of a panel → its settings; `parts`: smoothing → in how many parts of a curve it takes means; `level`: the first;
+// `notes`: axis → text.
 const plot = document.getElementById("{plot_id}");
 const [scale, smoothing, axis, smoothed] = ["scale", "smoothing", "axis", "smoothed"].map(id => document.getElementById(id));
 const charts = {[shown]: {data: plot.data, layout: structuredClone(plot.layout)}, ...others};

@@ -119,8 +119,7 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     """
     calm = [list(filter(math.isfinite, curve.without_spikes)) for curve in curves]
     end = _highest_usual_loss(calm, is_comparison=bool(curves[0].run))
-    high = max(map(max, parts))
-    high = high if high <= LOG_CLIP_RATIO * end else end
+    high = max(value for part in parts for value in part if value <= max(end, LOG_CLIP_RATIO * end))
     # A dip of positive values flattens nothing.
     lowest = min(map(min, parts))
     bottom = lowest if lowest >= 0 else min(map(min, calm))
@@ -137,7 +136,8 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     # Zeros are at the foot.
     low = min((value / factor for value, factor in shown if value > 0), default=math.inf)
     if top >= (2 if is_evaluation else 100) * low and not any(value < 0 for value, _ in shown):
-        return log_axis(low, high)
+        least = min(value for part in parts for value in part if value > 0)
+        return log_axis(least if least > low / 2 else low, high)
     # A mark of what leaves the panel needs space.
     return "linear", axis_range([bottom, top + (top - bottom) / 10 if is_cut else top])
 

@@ -26,7 +26,7 @@ from hftrainer.reporting.page import draw_html
 logger = logging.getLogger(__name__)
 
 #: Inches of a picture.
-LEFT_MARGIN, RIGHT_MARGIN, COLUMN_GAP, PANEL_HEIGHT, TICK_LABELS, AXIS_LABEL = 0.9, 0.25, 1.05, 2.75, 0.3, 0.25
+LEFT_MARGIN, RIGHT_MARGIN, COLUMN_GAP, PANEL_HEIGHT, TICK_LABELS, AXIS_LABEL = 1.0, 0.25, 1.15, 2.75, 0.3, 0.25
 #: Number of metrics in a picture; a page has all.
 MAX_METRICS = 12
 
@@ -248,7 +248,9 @@ def format_ticks(axis: Any, scale: str, limits: tuple[float, float], *, is_share
     if is_share:
         axis.set_major_formatter("{x:.0%}")
     elif scale == "log":
-        axis.set_major_formatter("{x:,.7g}" if power < 6 else "{x:.0e}")
+        axis.set_major_formatter(
+            (lambda value, _: f"{value:,.9f}".rstrip("0").rstrip(".")) if -8 < power < 6 else "{x:.0e}"
+        )
     else:
         axis.set_major_formatter(write)
 

@@ -282,8 +282,8 @@ def _restyle_history(axes: Any, plot: _Plot) -> None:
     """Name the line of the best values, and mark the best trial and those that are unfinished or beyond the axis."""
     import_plotting("matplotlib.pyplot").setp(axes.lines, drawstyle="steps-post", label="best so far")
     for kind, colour, text, x, y in _history_marks(plot.marked, plot.limits):
-        style = {"s": 200, "zorder": 3} if kind == "best trial" else {}
-        axes.scatter(x, y, marker=REASON_MARKS[kind][0], color=colour, label=text, **style)
+        size = 200 if kind == "best trial" else 60
+        axes.scatter(x, y, s=size, zorder=3, marker=REASON_MARKS[kind][0], color=colour, label=text)
     axes.xaxis.get_major_locator().set_params(integer=True)
     scale, ends = _axis_of(plot.limits)
     axes.set(yscale=scale, ylim=ends)
