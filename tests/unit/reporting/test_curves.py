@@ -200,9 +200,11 @@ def test_evaluation_losses_of_five_runs_have_a_panel_and_eleven_runs_a_colour_ea
     assert kinds == {"automatic": ["linear", "log"], "linear": ["linear"] * 2, "log": ["log"] * 2}
 
 
-@pytest.mark.parametrize(("last", "panel"), [(0.4, "evaluation loss"), (0.38, "loss"), (0.9, "loss")])
+@pytest.mark.parametrize(
+    ("last", "panel"), [(0.4, "evaluation loss"), (0.7, "evaluation loss"), (0.38, "loss"), (0.9, "loss")]
+)
 def test_evaluation_loss_that_rises_again_is_not_flattened(tmp_path, last, panel):
-    """Beside a loss from 2 to 0.01, a rise of little more than 5 % looks flat."""
+    """Beside a loss from 2 to 0.01, which has a logarithmic scale."""
     log = [{"step": step, "loss": 2.0 / step**2} for step in range(1, 15)]
     log += [{"step": step, "eval_loss": value} for step, value in ((5, 0.5), (10, 0.37), (14, last))]
     loss, evaluation = read_curves([write_log(tmp_path, [*log, {"step": 14, "eval_worst": "digit 1"}])])
