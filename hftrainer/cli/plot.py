@@ -187,6 +187,7 @@ def _summarize_runs(runs: list[RunRecord], curves: list[Curve]) -> tuple[list[di
 def _row_of(name: str, run: RunRecord, curves: dict[str, Curve], metrics: list[str]) -> dict[str, Any]:
     """The values of a run by which it is compared."""
     facts = run.facts
+    unknown = "stopped" if run.early_stopping else "unknown"
     first = next(iter(curves.values()))
     spent = facts.seconds["all"]
     total = sum(spent.values())
@@ -198,7 +199,7 @@ def _row_of(name: str, run: RunRecord, curves: dict[str, Curve], metrics: list[s
         "is best": first.is_best if first.run else None,
         "differs in": first.settings,
         "steps": facts.step,
-        "state": "diverged" if facts.nan else facts.state.replace("unobserved", "unknown"),
+        "state": "diverged" if facts.nan else facts.state.replace("unobserved", unknown),
         **{f"last {name}": facts.metrics.get(name, {}).get("last") for name in ("loss", metrics[0])},
         **{f"best {metric}": best.get(metric) for metric in metrics},
         **_speeds_and_time(run, curves),

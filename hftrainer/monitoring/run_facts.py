@@ -249,6 +249,15 @@ class RunRecord:
             run.add_event(event)
         return run.describe() if self._events else run.read()
 
+    @property
+    def early_stopping(self) -> str:
+        """The name of the callback, if the newest checkpoint of a run without a journal says that it ended the run."""
+        name = "EarlyStoppingCallback"
+        saved = (self.state.stateful_callbacks or {}).get(name, {})
+        values = saved.get("args", {}) | saved.get("attributes", {}) if isinstance(saved, dict) else {}
+        counter, patience = (values.get(f"early_stopping_patience{part}", math.inf) for part in ("_counter", ""))
+        return name if self.facts.state == "unobserved" and math.inf > counter >= patience else ""
+
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """The arguments of the run, which its journal or a checkpoint has; empty if none are known."""
@@ -383,8 +392,7 @@ def _describe_end(record: RunRecord, arguments: dict[str, Any], *, is_alone: boo
     if facts.state != "complete" and (facts.max_steps or facts.state != "unobserved"):
         if facts.reason == "TrialPruned":
             return f"pruned at step {facts.step:,}{length}{seconds}{resumes}"
-        saved = _early_stopping(state) if facts.state == "unobserved" else ""
-        if by := facts.message if facts.reason == "stopped" else saved:
+        if by := facts.message if facts.reason == "stopped" else record.early_stopping:
             return f"ended by {by} at step {facts.step:,}{length}{seconds}{resumes}"
         hint = " (observe=True would tell)" if is_alone and facts.state == "unobserved" else ""
         return describe_step(facts) + length + _describe_cause(facts) + hint + seconds + resumes
@@ -395,15 +403,6 @@ def _describe_end(record: RunRecord, arguments: dict[str, Any], *, is_alone: boo
         return f"the evaluation after epoch {state.epoch:g} was not saved (observe=True keeps it)"
     complete = f"complete: {count_of(facts.step, 'steps')}{seconds}{resumes}"
     return complete if is_alone and facts.state == "complete" else ""
-
-
-def _early_stopping(state: TrainerState) -> str:
-    """The name of the callback, if its saved state says that it has stopped the run; else empty."""
-    name = "EarlyStoppingCallback"
-    saved = (state.stateful_callbacks or {}).get(name, {})
-    values = saved.get("args", {}) | saved.get("attributes", {}) if isinstance(saved, dict) else {}
-    patience = values.get("early_stopping_patience", math.inf)
-    return name if values.get("early_stopping_patience_counter", 0) >= patience else ""
 
 
 def _describe_cause(facts: RunFacts) -> str:

@@ -113,7 +113,7 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
 
     The range ends at three times the height of the 95th percentile of a curve without spikes, or at a level that lasts,
     if others are `CLIP_RATIO` times as high, so that a few do not flatten the rest. If these span two orders of
-    magnitude, or evaluation losses a factor of 2, the scale is logarithmic instead, and begins at a third of the lowest
+    magnitude, or evaluation losses a factor of 3, the scale is logarithmic instead, and begins at a third of the lowest
     mean above 0; it leaves out spikes from `LOG_CLIP_RATIO` times the others on. Of several runs, those that reach 100
     times the median of the curves' highest values leave the panel.
     """
@@ -135,7 +135,7 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     shown = [(value, 3 if curve.mean else 1) for curve in curves for value in curve.mean or curve.drawable]
     # Zeros are at the foot.
     low = min((value / factor for value, factor in shown if value > 0), default=math.inf)
-    if top >= (2 if is_evaluation else 100) * low and not any(value < 0 for value, _ in shown):
+    if top >= (3 if is_evaluation else 100) * low and not any(value < 0 for value, _ in shown):
         least = min(value for part in parts for value in part if value > 0)
         return log_axis(least if least > low / 2 else low, high)
     # A mark of what leaves the panel needs space.

@@ -232,7 +232,7 @@ def _draw_peaks(axis: Any, curves: list[Curve], top: float, line_length: int) ->
 def format_ticks(axis: Any, scale: str, limits: tuple[float, float], *, is_share: bool) -> None:
     """Write the values of a vertical axis; of a linear one with one exponent and equal decimals: not 1e-4 and 5e-05."""
     if scale == "log" and limits[1] < 1000 * limits[0]:
-        axis.get_major_locator().set_params(subs=range(1, 10) if limits[1] < 5 * limits[0] else (1, 2, 5))
+        axis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 5, 7) if limits[1] < 10 * limits[0] else (1, 2, 5))
     axis.set_minor_formatter("")
     power = max(-300, math.floor(math.log10(max(map(abs, limits)))))
     exponent = 0 if -4 < power < 6 else power

@@ -199,7 +199,7 @@ def _one_objective(study: Study, number: int, *, can_be_log: bool) -> tuple[Stud
     Returns:
         The copy; by number why a trial is drawn otherwise, and the best trial, with their values: of unfinished trials
         the last, or if it is unknown the worst end of the axis; and the ends of the axis, which unfinished trials
-        extend to up to five times the range of the others.
+        extend to up to three times the range of the others.
     """
     optuna = import_plotting("optuna")
     direction = study.directions[number]
@@ -215,7 +215,7 @@ def _one_objective(study: Study, number: int, *, can_be_log: bool) -> tuple[Stud
     # The last report of a failed trial is no result.
     unfinished = [trial for trial in trials if trial.state.name not in ("COMPLETE", "FAIL")]
     last = {trial.number: trial.intermediate_values.get(trial.last_step or 0, math.nan) for trial in unfinished}
-    reach = 5 * abs(near[-1] - near[0])
+    reach = 3 * abs(near[-1] - near[0])
     least = 0 if is_log else -math.inf
     shown = [*near, *(value for value in last.values() if value > least and abs(value - ranked[0]) <= reach)]
     limits = _axis_of(shown, can_be_log=is_log)[1]

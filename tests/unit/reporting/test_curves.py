@@ -242,11 +242,13 @@ def test_state_says_what_ended_the_run(tmp_path, end, state):
 @pytest.mark.parametrize(
     ("counter", "state"), [(2, "ended by EarlyStoppingCallback at step 1 of 9"), (1, "state unknown after step 1 of 9")]
 )
-def test_saved_counter_says_that_early_stopping_ended_the_run(tmp_path, counter, state):
+def test_saved_counter_says_that_early_stopping_ended_the_run(tmp_path, capsys, counter, state):
     saved = {"args": {"early_stopping_patience": 2}, "attributes": {"early_stopping_patience_counter": counter}}
     more = {"global_step": 1, "max_steps": 9, "stateful_callbacks": {"EarlyStoppingCallback": saved}}
     run = write_log(tmp_path, [{"step": 1, "loss": 1.0}], **more)
     assert read_curves([run])[0].state == state + " (observe=True would tell)" * (counter < 2)
+    main(["plot", "--json", run])
+    assert json.loads(capsys.readouterr().out)["runs"][0]["state"] == ("stopped" if counter == 2 else "unknown")
 
 
 def test_metric_of_a_model_of_nans_has_no_star(tmp_path):
