@@ -345,10 +345,7 @@ class RemoveColumnsCollator:
 
     def __call__(self, features: list[Any]) -> Any:
         """Drop the keys, then collate the samples."""
-        # Most samples have none to drop, and a call for each takes as long as the check.
-        kept = self.columns
-        is_whole = [isinstance(feature, dict) and feature.keys() <= kept for feature in features]
-        return self.data_collator(features if all(is_whole) else list(map(self._drop_keys, features)))
+        return self.data_collator([self._drop_keys(feature) for feature in features])
 
     def _drop_keys(self, feature: Any) -> Any:
         if not isinstance(feature, (dict, Mapping)) or feature.keys() <= self.columns:
