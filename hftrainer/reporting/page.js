@@ -42,17 +42,17 @@ const choose = (data, hidden) => data.map(each => isShown(each) && (hidden.has(e
 // Without the runs that the legend hides, the panels have the range of the others.
 let hiddenCount = 0;
 const fitToShown = () => {
+    const traces = plot.data.filter(each => each.visible !== "legendonly" && each.visible !== false);
     const axes = Object.entries({...charts[x].layout, ...scales[x][scale.value]});
     const ranges = axes.filter(([name]) => /^yaxis\d+$/.test(name) && +name.slice(5) < 1000).map(([name, {range, type}]) => {
-        const isOfAxis = each => each.visible !== "legendonly" && each.visible !== false && each.yaxis === name.replace("axis", "");
-        const places = plot.data.filter(isOfAxis).flatMap(each => each.y).filter(y => y !== null && (type !== "log" || y > 0))
+        const values = traces.filter(each => each.yaxis === name.replace("axis", "")).flatMap(each => each.y);
+        const places = values.filter(y => y !== null && (type !== "log" || y > 0))
             .map(y => type === "log" ? Math.log10(y) : y).filter(y => y >= range[0] && y <= range[1]);
         const [low, high] = places.reduce(([low, high], y) => [Math.min(low, y), Math.max(high, y)], [Infinity, -Infinity]);
         const margin = (high - low) / 20;
         return [`${name}.range`, hiddenCount && high > low ? [range[0] && low - margin, high + margin] : [...range]];
     });
-    const isOfCurve = each => each.visible !== "legendonly" && each.visible !== false && +each.yaxis.slice(1) < 1000;
-    const last = Math.max(...plot.data.filter(isOfCurve).flatMap(each => each.x));
+    const last = Math.max(...traces.filter(each => +each.yaxis.slice(1) < 1000).flatMap(each => each.x));
     const [first, end] = charts[x].layout.xaxis2.range;
     const horizontal = hiddenCount && last > 0 ? [Math.max(first, -last / 60), Math.min(end, 1.05 * last)] : [first, end];
     Plotly.relayout(plot, {...Object.fromEntries(ranges), "xaxis2.range": horizontal});

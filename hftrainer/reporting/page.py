@@ -101,8 +101,8 @@ def _axis_settings(curves: list[Curve], scale: str, limits: tuple[float, float])
     if scale == "log":
         # plotly takes powers of ten. For two ticks per decade it chooses 1, 2 and 5, and of a part of one others.
         low, high = map(math.log10, limits)
-        ticks = max(3, round(2 * (high - low))) if high - low < 3 else min(8, math.ceil(high - low))
-        ticks = 6 if high - low < 1 else ticks
+        decades = high - low
+        ticks = 6 if decades < 1 else max(3, round(2 * decades)) if decades < 3 else min(8, math.ceil(decades))
         axis |= {"range": [low, high], "nticks": ticks, "tickformat": ","}
     return axis
 

@@ -159,8 +159,10 @@ def height_of_zeros(curves: list[Curve]) -> tuple[float, str]:
 
     It is minus infinity if there are no zeros, or but single ones under a mean.
     """
+    if curves[0].name == "learning_rate":
+        return -math.inf, ""
     scale, (low, high) = _axis_of_values(curves)
-    if curves[0].name == "learning_rate" or scale == "linear":
+    if scale == "linear":
         return -math.inf, ""
     if all(0 not in (curve.mean or curve.drawable) for curve in curves):
         below = [value for curve in curves for value in curve.finite if value < low]

@@ -322,7 +322,7 @@ def _make_page(plot: _Plot) -> Any:
     figure.update_traces(line_shape="hv", name="best so far", selector={"name": "Best Value"})
     if plot.function == "plot_param_importances":
         figure.update_layout(xaxis_title="", yaxis_title="")
-        figure.for_each_trace(lambda bars: bars.update(y=[_wrap(name).replace("\n", "<br>") for name in bars.y]))
+        figure.for_each_trace(lambda bars: bars.update(y=[_wrap(name, "<br>") for name in bars.y]))
         if _is_guess(plot.study):
             figure.update_traces(marker_color=PALE, text=None, texttemplate=None)
     elif plot.function == "plot_optimization_history":
@@ -395,20 +395,21 @@ def _label_page(figure: Any, names: list[str], whole: list[int]) -> None:
     """The same on a page of Optuna 5; Optuna 4 has another kind of plot."""
     ticks = figure.layout.annotations
     figure.layout.annotations = [tick for tick in ticks if tick.x not in whole or "." not in tick.text]
-    figure.update_xaxes(ticktext=[_wrap(name).replace("\n", "<br>") for name in names])
+    figure.update_xaxes(ticktext=[_wrap(name, "<br>") for name in names])
     figure.update_annotations(bgcolor="rgba(255, 255, 255, 0.8)")
 
 
-def _wrap(name: str) -> str:
+def _wrap(name: str, line_end: str = "\n") -> str:
     """A name in lines of at most 18 letters."""
-    return textwrap.fill(name.replace("_", "_ "), 18).replace("_ ", "_")
+    return line_end.join(textwrap.wrap(name.replace("_", "_ "), 18)).replace("_ ", "_")
 
 
 def _load_study(storage: str, study_name: str | None) -> Study:
     optuna = import_plotting("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    if Path(storage).is_file() and Path(storage).read_bytes()[:6] == b"SQLite":
-        storage = f"sqlite:///{storage}"
+    if Path(storage).is_file():
+        with open(storage, "rb") as file:
+            storage = f"sqlite:///{storage}" if file.read(6) == b"SQLite" else storage
     is_file = "://" not in storage
     path = storage if is_file else storage.removeprefix("sqlite:///").partition("?")[0]
     # Optuna would create the file.
