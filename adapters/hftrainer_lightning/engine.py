@@ -30,7 +30,7 @@ from hftrainer_lightning.loggers import CallbackMetricsLogger, is_lightning_logg
 from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.precision import make_precision_plugin
 from hftrainer_lightning.private_api import callback_hooks, evaluation as evaluation_loops, finders
-from hftrainer_lightning.private_api.epoch_loop import install_training_loops, restore_progress
+from hftrainer_lightning.private_api.epoch_loop import SingleLoader, install_training_loops, restore_progress
 from hftrainer_lightning.private_api.trainer import TrainerWithoutSignals, quiet_lightning
 from hftrainer_lightning.strategies import StrategySettings, make_accelerator
 
@@ -128,7 +128,7 @@ class LightningEngine:
         try:
             with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
-                pl_trainer.fit(pl_module, train_dataloaders=loop.batches, val_dataloaders=[])
+                pl_trainer.fit(pl_module, train_dataloaders=SingleLoader(loop.batches), val_dataloaders=[])
         except Exception as error:
             loop.parts.checkpoint_saver.save_after_error(loop, error)
             raise
@@ -346,8 +346,9 @@ class LightningEngine:
         """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""
         if self.is_fitting:
             pl_trainer: Any = self.pl_trainer
-            with pl_trainer.profiler.profile(f"[Strategy]{type(pl_trainer.strategy).__name__}.backward"):
-                pl_trainer.strategy.backward(loss, None, **kwargs)
+            strategy = pl_trainer.strategy
+            with pl_trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.backward"):
+                strategy.backward(loss, None, **kwargs)
         else:
             loss.backward(**kwargs)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from hftrainer.base.signatures import accepted_args
 from hftrainer.errors import InvalidSetup
 from hftrainer.training.checkpoints.progress_collection import make_ckpt_entry
 from hftrainer_lightning import callbacks
+from hftrainer_lightning.private_api.callback_hooks import NULL_CONTEXT
 from hftrainer_lightning.private_api.epoch_loop import WithoutBatchTransfer
 from hftrainer_lightning.private_api.evaluation import can_be_logged
 
@@ -188,7 +188,7 @@ class TrainerModule(WithoutBatchTransfer):
         trainer, position = loop.trainer, loop.batches.position
         accepted = accepted_args(trainer.training_step, {"num_items_in_batch": position.num_items})
         syncs_now = position.is_last or loop.syncs_each_batch
-        with contextlib.nullcontext() if syncs_now else trainer.accelerator.no_sync(model=self.model):
+        with NULL_CONTEXT if syncs_now else trainer.accelerator.no_sync(model=self.model):
             loss = trainer.training_step(self.model, batch, **accepted)
         if loss is None:
             raise InvalidSetup(f"{type(trainer).__name__}.training_step must return the loss.")

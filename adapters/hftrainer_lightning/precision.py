@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from hftrainer.base.nested import nested_apply
 from hftrainer.parallel.plan import TRUE_TYPES, LightningPlan
-from hftrainer_lightning.private_api.callback_hooks import call_hooks
+from hftrainer_lightning.private_api.callback_hooks import NULL_CONTEXT, call_hooks
 
 
 class PlainPrecision(Precision):
@@ -30,7 +30,7 @@ class PlainPrecision(Precision):
 
     def train_step_context(self) -> Any:
         """A context that does nothing."""
-        return contextlib.nullcontext()
+        return NULL_CONTEXT
 
     val_step_context = predict_step_context = train_step_context
 

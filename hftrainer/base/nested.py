@@ -33,11 +33,12 @@ def map_leaves(data: Any, types: type | tuple[type, ...], function: Callable[[An
 def rebuild_container(container: Any, convert: Callable[[Any], Any]) -> Any:
     """A container of the same type, with `convert` applied to each value of a mapping or sequence."""
     cls: Any = type(container)
-    if isinstance(container, (dict, Mapping)):
-        items = {key: convert(value) for key, value in container.items()}
-        return cls(container.default_factory, items) if isinstance(container, defaultdict) else cls(items)
-    values = [convert(value) for value in container]
-    return cls(*values) if hasattr(container, "_fields") else cls(values)  # the former for a named tuple
+    # Only other types need `isinstance(container, Mapping)`, which is slow.
+    if isinstance(container, (tuple, list)) or not isinstance(container, (dict, Mapping)):
+        values = [convert(value) for value in container]
+        return cls(*values) if hasattr(container, "_fields") else cls(values)  # the former for a named tuple
+    items = {key: convert(value) for key, value in container.items()}
+    return cls(container.default_factory, items) if isinstance(container, defaultdict) else cls(items)
 
 
 def nested_apply(function: Callable[[Any], Any], data: Any) -> Any:

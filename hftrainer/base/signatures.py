@@ -48,7 +48,9 @@ def call_with_accepted(method: Callable[..., Any], *args: Any, **optional: Any) 
 def accepted_args(method: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     """The items of `values` that `method` accepts as keyword arguments."""
     names = _accepted_names(getattr(method, "__func__", method))
-    return values if names is None else {name: value for name, value in values.items() if name in names}
+    if names is None or names.issuperset(values):
+        return values
+    return {name: value for name, value in values.items() if name in names}
 
 
 def max_positional_arguments(method: Callable[..., Any]) -> int | None:

@@ -50,9 +50,6 @@ class LoaderPlan:
 
     def stop_at_shortest_shard(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields batches until one of the processes has no more."""
-        if not self.has_own_batch_count:
-            yield from batches
-            return
         assert self.processes is not None
         sentinel: Any = object()
         batch = next(batches, sentinel)

@@ -283,7 +283,10 @@ class PreparedDataLoader(DataLoader[Any]):
             # In an evaluation, every process reads the complete stream.
             reads_all = plan.processes is None and isinstance(self.dataset, IterableDataset)
             spec = self.shard_spec if reads_all else samplers.UNSHARDED
-            iterator = samplers.batches_of_rank(plan.stop_at_shortest_shard(self._read_batches(spec.processes)), spec)
+            batches = self._read_batches(spec.processes)
+            if plan.has_own_batch_count:
+                batches = plan.stop_at_shortest_shard(batches)
+            iterator = samplers.batches_of_rank(batches, spec)
         next_item = next(iterator, _NOTHING)
         while next_item is not _NOTHING:
             batch, is_filler = next_item
@@ -416,5 +419,5 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = False) -> An
     if isinstance(data, torch.Tensor):
         return data if data.device == device else data.to(device, non_blocking=non_blocking)
     if isinstance(data, (dict, list, tuple, Mapping)):
-        return rebuild_container(data, lambda value: to_device(value, device, non_blocking))
+        return rebuild_container(data, functools.partial(to_device, device=device, non_blocking=non_blocking))
     return data.to(device) if callable(getattr(data, "to", None)) else data

@@ -84,6 +84,8 @@ class EvaluationPass:
             for name in ("losses", "predictions", "label_ids", "inputs")
         }
         self._gathers_rows = self.returns_predictions or isinstance(self.metrics, FunctionMetrics)
+        # Lists of samples are not padded: their lengths differ by rank.
+        self._pads_rows = self._gathers_rows and not (args.world_size > 1 and args.eval_use_gather_object)
         metrics_need_all_rows = isinstance(self.metrics, FunctionMetrics) and not self.metrics.is_batchwise
         self._keeps_rows = self.returns_predictions or metrics_need_all_rows
         self._creation_time = time.time()
@@ -121,7 +123,12 @@ class EvaluationPass:
         if self.preparation_time is not None and math.isnan(self.preparation_time):
             self.preparation_time = round(time.time() - self._creation_time, 4)
         self.seen_batches += 1
-        with self._set_position(self._positions.popleft()) as position:
+        position = self._positions.popleft()
+        # `gather_for_metrics` reads the loader's position, and Lightning may have read the next batch already.
+        is_ahead = position is not None and position is not self.dataloader.position
+        with temporary_attributes(self.dataloader, position=position) if is_ahead else contextlib.nullcontext():
+            # Batches of an unprepared loader count in full.
+            position = position or BatchPosition()
             try:
                 outputs = self.predict(inputs, self.loss_only, ignore_keys=self.ignore_keys)
             except Exception as error:
@@ -139,24 +146,11 @@ class EvaluationPass:
                 collector.move_to_cpu()
         return rows["predictions"]
 
-    @contextlib.contextmanager
-    def _set_position(self, position: BatchPosition | None) -> Iterator[BatchPosition]:
-        """Set the loader's position to this batch, since Lightning may have read the next one.
-
-        `accelerator.gather_for_metrics` reads that position. Batches of an unprepared loader count in full.
-        """
-        if position is None:
-            yield BatchPosition()
-            return
-        with temporary_attributes(self.dataloader, position=position):
-            yield position
-
     def _make_rows(self, loss: Any, logits: Any, labels: Any, inputs: Any, position: BatchPosition) -> dict[str, Any]:
         """The outputs of a batch, before gathering."""
         self.has_labels |= labels is not None
         main_input = self._main_input(inputs) if "inputs" in self.args.include_for_metrics else None
-        # Lists of samples are not padded: their lengths differ by rank.
-        if self._gathers_rows and not (self.args.world_size > 1 and self.args.eval_use_gather_object):
+        if self._pads_rows:
             pad = self.trainer.accelerator.pad_across_processes
             main_input, labels, logits = (
                 rows if rows is None else pad(rows, dim=1, pad_index=-100) for rows in (main_input, labels, logits)

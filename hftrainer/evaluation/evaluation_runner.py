@@ -200,7 +200,8 @@ class EvaluationRunner(Part):
         """What `Trainer.compute_loss` returns for a batch with labels. Only this process's items divide the loss."""
         trainer = self.trainer
         parts = self.parts
-        with temporary_attributes(parts, averages_tokens=False):
+        is_averaged = parts.averages_tokens
+        with temporary_attributes(parts, averages_tokens=False) if is_averaged else contextlib.nullcontext():
             divides_by_items = parts.policy.divides_eval_loss_by_items
             num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if divides_by_items else None
             context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)

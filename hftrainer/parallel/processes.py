@@ -265,6 +265,8 @@ class Processes(RankInfo):
 
     def pad(self, data: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
         """Pad a dimension of tensors in nested containers to the longest of all processes."""
+        if not self.is_distributed:
+            return data
 
         def pad(tensor: torch.Tensor) -> torch.Tensor:
             if not -tensor.ndim <= dim < tensor.ndim:
@@ -274,7 +276,7 @@ class Processes(RankInfo):
             return _pad_tensor(tensor, dim % tensor.ndim, int(longest), pad_index, pad_first)
 
         with CollectiveCall("the sizes on all ranks"):
-            return map_leaves(data, torch.Tensor, pad) if self.is_distributed else data
+            return map_leaves(data, torch.Tensor, pad)
 
     def split_for_rank(self, items: Any, apply_padding: bool) -> Any:
         """The rank's part of a sequence or tensor. Without padding, the first ranks may get one more item."""

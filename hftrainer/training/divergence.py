@@ -91,6 +91,9 @@ class DivergenceWatch(Part):
     Args:
         parts: the parts of the Trainer.
         batches: the micro-batches of the run.
+
+    Attributes:
+        is_enabled: whether the run checks its steps; if not, its methods are not called.
     """
 
     def __init__(self, parts: TrainerParts, batches: MicroBatches) -> None:
@@ -106,8 +109,6 @@ class DivergenceWatch(Part):
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch to the loss of the step."""
-        if not self.is_enabled:
-            return
         self._loss = loss if self._loss is None else self._loss + loss
         epoch = self.batches.epoch
         position = self.batches.position
@@ -124,8 +125,6 @@ class DivergenceWatch(Part):
         Raises:
             Diverged: on all ranks, if the step diverges on any of them.
         """
-        if not self.is_enabled:
-            return
         assert self._loss is not None
         # The scaler skips steps with infinite gradients.
         has_scaler = self.trainer.accelerator.scaler is not None

@@ -25,10 +25,11 @@ class NoProfiler(PassThroughProfiler):
     """Profiles nothing, at no cost. Lightning's class opens a generator around every hook."""
 
     def profile(self, action_name: str) -> Any:
-        return _NULL_CONTEXT
+        return NULL_CONTEXT
 
 
-_NULL_CONTEXT = contextlib.nullcontext()
+#: A context that does nothing, made once: a step enters several.
+NULL_CONTEXT = contextlib.nullcontext()
 
 
 def needs_lightning_hooks(pl_trainer: pl.Trainer) -> bool:

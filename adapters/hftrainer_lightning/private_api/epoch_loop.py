@@ -18,10 +18,11 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.training.steps.loop import TrainingLoop
-from hftrainer_lightning.private_api.callback_hooks import call_hooks, needs_lightning_hooks
+from hftrainer_lightning.private_api.callback_hooks import NULL_CONTEXT, call_hooks, needs_lightning_hooks
 from hftrainer_lightning.private_api.evaluation import make_evaluation_loop
 
 if TYPE_CHECKING:
@@ -40,6 +41,19 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     training_loop: TrainingLoop
     #: Whether callbacks of Lightning or a profiler follow the run.
     has_listeners: bool
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps. Lightning first looks whether the module steps by itself; it asks twice a step."""
+        return self.automatic_optimization.optim_progress.optimizer_steps
+
+    def _on_before_fetch(self) -> None:
+        if self.has_listeners:
+            super()._on_before_fetch()
+
+    def _on_after_fetch(self) -> None:
+        if self.has_listeners:
+            super()._on_after_fetch()
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Fetch a micro-batch, and count it. `TrainingLoop.run_micro_batch` calls the `LightningSteps` in its order."""
@@ -74,16 +88,18 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
 
     def complete_gradients(self) -> None:
         """Let the precision plugin unscale or average the gradients, and call the callbacks."""
-        optimizer = self.trainer.strategy._lightning_optimizers[0].optimizer
+        strategy = self.trainer.strategy
+        optimizer = strategy._lightning_optimizers[0].optimizer
         self.automatic_optimization.optim_progress.optimizer.step.increment_ready()
-        self.trainer.precision_plugin.unscale_gradients(optimizer)
+        strategy.precision_plugin.unscale_gradients(optimizer)
         call_hooks(self.trainer, "on_before_optimizer_step", optimizer)
 
     def step_optimizer(self) -> bool:
         """Step the optimizer. Returns whether the loss scaler skipped the step."""
+        strategy = self.trainer.strategy
         with self.profile("optimizer_step"):
-            self.trainer.strategy._lightning_optimizers[0].step()
-        return bool(self.trainer.precision_plugin.has_skipped_step)
+            strategy._lightning_optimizers[0].step()
+        return bool(strategy.precision_plugin.has_skipped_step)
 
     def is_schedule_replaced(self) -> bool:
         """Whether a callback has replaced the run's schedule, so that it sets the learning rate."""
@@ -107,7 +123,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     def profile(self, hook: str) -> AbstractContextManager[Any]:
         """A context that a profiler records as a hook of the module."""
         if not self.has_listeners:
-            return contextlib.nullcontext()
+            return NULL_CONTEXT
         return self.trainer.profiler.profile(f"[LightningModule]TrainerModule.{hook}")
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
@@ -151,6 +167,16 @@ class _OverriddenEpochFitLoop(_FitLoop):
 
     def on_advance_end(self) -> None:
         """Do nothing: the epoch has ended within `advance`."""
+
+
+class SingleLoader(CombinedLoader):
+    """Yields the batches of one loader. Lightning's class would build a tree of one leaf for each batch."""
+
+    def __next__(self) -> tuple[Any, int, int]:
+        iterator: Any = self._iterator
+        index = iterator._idx
+        iterator._idx += 1
+        return next(iterator.iterators[0]), index, 0
 
 
 class _StepLoggerConnector(_LoggerConnector):

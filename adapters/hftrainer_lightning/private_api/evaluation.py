@@ -57,6 +57,11 @@ class _TrainerEvaluationLoop(_EvaluationLoop):
 class _FastEvaluationLoop(_TrainerEvaluationLoop):
     """Calls no hook for a batch, for runs without Lightning callbacks and profilers."""
 
+    def _on_before_fetch(self) -> None:
+        """Tell no profiler."""
+
+    _on_after_fetch = _on_before_fetch
+
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         strategy = self.trainer.strategy
         progress = self.batch_progress

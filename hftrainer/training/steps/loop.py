@@ -88,6 +88,8 @@ class TrainingLoop(Part):
         self.divergence = DivergenceWatch(parts, self.batches)
         self.step_end_values = StepEndValues(self.trainer.callback_handler.callbacks)
         self.monitors = Monitors(parts, self.batches)
+        #: Overrides are called after every step.
+        self._has_own_log_save_evaluate = overrides.is_overridden(self.trainer, "_maybe_log_save_evaluate")
 
         self.grad_norm: torch.Tensor | float | None = None
         self.learning_rate: float | None = None
@@ -217,7 +219,8 @@ class TrainingLoop(Part):
             # The blocks hold what docs/guides/profiling.md lists for these names of Lightning's hooks.
             with lightning.profile("configure_gradient_clipping"):
                 self._clip_gradients(model)
-                self.divergence.check_step(model, self.grad_norm)
+                if self.divergence.is_enabled:
+                    self.divergence.check_step(model, self.grad_norm)
                 self.parts.call_callbacks("on_pre_optimizer_step")
             is_skipped = lightning.step_optimizer()
             self.trainer.accelerator.optimizer_step_was_skipped = is_skipped
@@ -233,7 +236,8 @@ class TrainingLoop(Part):
                 self.parts.call_callbacks("on_substep_end")
 
     def _record_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
-        self.divergence.add_loss(loss)
+        if self.divergence.is_enabled:
+            self.divergence.add_loss(loss)
         self.monitors.add_micro_batch(self.loss_accumulator.add_loss(loss, inputs), inputs)
         self.step_end_values.add_micro_batch(loss, inputs)
         self.run.attempt.flos += float(self.trainer.floating_point_ops(inputs))
@@ -278,10 +282,10 @@ class TrainingLoop(Part):
         return self.batches.epoch + (self.batches.position.index + 1) / self.attempt.lengths.micro_batches_in_epoch
 
     def _log_save_evaluate(self) -> None:
-        """Log, evaluate and save as requested. Overrides are called after every step."""
+        """Log, evaluate and save as requested."""
         control = self.trainer.control
         is_due = control.should_log or control.should_evaluate or control.should_save
-        if is_due or overrides.is_overridden(self.trainer, "_maybe_log_save_evaluate"):
+        if is_due or self._has_own_log_save_evaluate:
             self.loss_accumulator.check_before_log()
             with self.flag_sync.abort_evaluation_on_signal():
                 overrides.call_log_save_evaluate(

@@ -46,7 +46,7 @@ def check_loss(loss: Any, remedy: Callable[[], str]) -> torch.Tensor:
 
 def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
     """Split a dict of losses into the loss for backward ('loss', or the sum) and the other entries."""
-    if not isinstance(loss, Mapping):
+    if isinstance(loss, torch.Tensor) or not isinstance(loss, Mapping):
         return loss, {}
     other_losses = {name: value for name, value in loss.items() if name != "loss"}
     return loss["loss"] if "loss" in loss else sum(other_losses.values()), other_losses
@@ -122,7 +122,7 @@ class LossComputer(Part):
     def loss_and_outputs(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
         """Implements `Trainer.compute_loss` with `compute_loss_func`, the label smoother, or the model itself."""
         trainer = self.trainer
-        if not isinstance(inputs, Mapping):
+        if not isinstance(inputs, (dict, Mapping)):
             raise InvalidArgument(
                 f"The batch is {describe_type(inputs)}, but the model is called with keyword arguments: let "
                 "data_collator return a dict of the model's inputs, or override compute_loss."
