@@ -266,7 +266,7 @@ class TFTrainer:
         return PredictionOutput(predictions, label_ids, prefixed_metrics | renamed_metrics)
 
     def prediction_step(self, features: Any, labels: Any, nb_instances_in_global_batch: int) -> Any:
-        """The logits of a batch. Adds its loss to that of the pass. Override it for your own."""
+        """The logits of a batch. Adds the batch's loss to the sum of the evaluation. An override must do the same."""
         loss, logits = self.run_model(features, labels, False)
         self._eval_loss = self._eval_loss + models.check_loss(loss) / nb_instances_in_global_batch
         return logits

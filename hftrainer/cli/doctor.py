@@ -280,7 +280,7 @@ PRINTABLE = """
     MLFLOW_EXPERIMENT_NAME MLFLOW_RUN_ID MLFLOW_MAX_LOG_PARAMS HF_MLFLOW_LOG_ARTIFACTS DISABLE_MLFLOW_INTEGRATION
     COMET_MODE COMET_LOG_ASSETS RAY_SCOPE GLIBC_TUNABLES
 """.split()
-#: Other variables of these libraries, and likely secrets, of which only the name is shown.
+#: Other variables of these libraries, and likely secrets: only their names are shown.
 _SHOWN_BY_NAME = re.compile(
     r"^(HFTRAINER|HF|HUGGING|TRANSFORMERS|ACCELERATE|FSDP|WANDB|MLFLOW|COMET|CLEARML|SWANLAB|TRACKIO|NCCL|TORCH|PYTORCH"
     r"|CUDA|XLA|PJRT)_|TOKEN$|API_KEY$|SECRET|PASSWORD|CREDENTIAL"

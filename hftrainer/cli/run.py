@@ -194,7 +194,7 @@ def launch(parser: Parser, words: list[str]) -> NoReturn:
     if "rdzv_endpoint" in set_options and "rdzv_backend" not in set_options:
         options.rdzv_backend = "c10d"
     if options.nproc_per_node.isdecimal() and int(options.nproc_per_node) > 1:
-        # Torchrun's default, of which it would warn.
+        # Torchrun would set this too, with a warning.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     options.module, options.training_script = True, "hftrainer"
     options.training_script_args = ["run", *(["-m"] if as_module else []), script, *arguments]

@@ -164,7 +164,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     @property
     def source(self) -> Any:
-        """The dataset of the original loader, of which this process may read only a part."""
+        """The dataset of the original loader. This process may read only a part of it."""
         source: Any = self.dataset
         while isinstance(source, samplers.StreamWrapper):
             source = source.dataset

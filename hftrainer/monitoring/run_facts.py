@@ -367,20 +367,20 @@ class RunRecord:
 
 
 def describe_step(facts: RunFacts) -> str:
-    """The state and the last known step, which of a run that did not write its end is not that of the end."""
+    """The state and the last known step. A run that did not write its end may have gone on after that step."""
     word = "at" if facts.state in ("running", "stopped", "failed") else "after"
     return f"{facts.state.replace('unobserved', 'state unknown')} {word} step {facts.step:,}"
 
 
 def describe_state(record: RunRecord, arguments: dict[str, Any], *, is_alone: bool) -> str:
-    """What became of a run, and of a single run what has no curve, since it is text."""
+    """What became of a run. For a single run, also the metrics that have no curve, since their values are text."""
     values = ", ".join(f"{name} (last {textwrap.shorten(text, 40)!r})" for name, text in record.texts.items())
     texts = f"no curve, since it is text: {values}" if is_alone and values else ""
     return "; ".join(filter(None, (_describe_end(record, arguments, is_alone=is_alone), texts)))
 
 
 def _describe_end(record: RunRecord, arguments: dict[str, Any], *, is_alone: bool) -> str:
-    """What became of a run, if it is not complete; else a missing evaluation. Of a single run, time and resumes too."""
+    """What became of a run that is not complete, or a missing evaluation. For a single run, also time and resumes."""
     facts, state = record.facts, record.state
     seconds = f" in {format_duration(record.seconds)}" if is_alone and record.seconds else ""
     resumes = _describe_resumes(record) if is_alone and record.resumes else ""

@@ -216,7 +216,7 @@ def smooth(values: list[float], weights: np.ndarray, level: str, *, has_many: bo
 
 
 def _centred_means(values: np.ndarray, weights: np.ndarray, half: int) -> np.ndarray:
-    """The weighted mean of each value and up to `half` before and after it, of which there are not more than before."""
+    """The weighted mean of each value and its neighbours: up to `half` before it, and as many after it at most."""
     sums, counts = (np.append(0.0, np.cumsum(each)) for each in (weights * values, weights))
     places = np.arange(len(values))
     first = np.maximum(0, places - half)
@@ -288,7 +288,7 @@ def nan_span(losses: Losses, since: int | None) -> NanSpan | None:
 
 
 def last_usable_step(losses: Losses, first: int) -> int:
-    """The last step whose weights are surely finite if that of the step `first` is the first loss that is NaN.
+    """The last step whose weights are surely finite, if the loss of step `first` is the first that is NaN.
 
     The weights before that step may be its cause, unless an evaluation of them has a finite loss.
     """

@@ -196,7 +196,7 @@ def _traces(curves: list[Curve], legend: str) -> Iterator[dict[str, Any]]:
 
 
 def _heights(curve: Curve, values: list[float], floor: float) -> dict[str, Any]:
-    """Plotly's vertical places; hovering shows the values, of which those of 0 may be drawn at the foot."""
+    """Plotly's vertical places. Hovering shows the values, since values of 0 may be drawn at the foot."""
     hover = {"customdata": curve.points(values)[1], "hovertemplate": "%{customdata:,.4~g}"}
     return {"y": curve.points(values, floor)[1]} | (hover if floor > -math.inf else {})
 

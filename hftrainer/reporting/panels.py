@@ -117,6 +117,26 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     mean above 0; it leaves out spikes from `LOG_CLIP_RATIO` times the others on. Of several runs, those that reach 100
     times the median of the curves' highest values leave the panel.
     """
+    is_evaluation = curves[0].panel == EVALUATION_LOSS
+    bottom, top, high = _range_of_losses(curves, parts)
+    # Evaluations are few, and the first show how a run converges.
+    is_cut = top < high and not is_evaluation
+    shown = [(value, 3 if curve.mean else 1) for curve in curves for value in curve.mean or curve.drawable]
+    # Zeros are at the foot.
+    low = min((value / factor for value, factor in shown if value > 0), default=math.inf)
+    end = top if is_cut else high
+    if end >= (3 if is_evaluation else 100) * low and not any(value < 0 for value, _ in shown):
+        least = min(value for part in parts for value in part if value > 0)
+        return log_axis(least if least > low / 2 else low, high)
+    # A mark of what leaves the panel needs space.
+    return "linear", axis_range([bottom, end + (end - bottom) / 10 if is_cut else end])
+
+
+def _range_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[float, float, float]:
+    """The lowest value to show, the highest of a linear scale, and the highest of a logarithmic one.
+
+    The second is less than the third if so high values are rare that they are cut off.
+    """
     calm = [list(filter(math.isfinite, curve.without_spikes)) for curve in curves]
     end = _highest_usual_loss(calm, is_comparison=bool(curves[0].run))
     high = max(value for part in parts for value in part if value <= max(end, LOG_CLIP_RATIO * end))
@@ -126,20 +146,9 @@ def _axis_of_losses(curves: list[Curve], parts: list[list[float]]) -> tuple[str,
     usual = max(float(np.percentile(part, 95, method="lower")) for part in calm)
     top = max(value for part in calm for value in part if value - bottom <= 3 * (usual - bottom))
     top = max(top, *(height for height in map(_lasting_height, calm) if height <= end))
-    # To cut off less would not show the others larger.
+    # Cutting off less than that would hardly enlarge the others.
     is_cut = _may_cut(parts, calm) and usual > bottom and high - bottom > CLIP_RATIO * (top - bottom)
-    # Evaluations are few, and the first show how a run converges.
-    is_evaluation = curves[0].panel == EVALUATION_LOSS
-    is_cut = is_cut and not is_evaluation
-    top = top if is_cut else high
-    shown = [(value, 3 if curve.mean else 1) for curve in curves for value in curve.mean or curve.drawable]
-    # Zeros are at the foot.
-    low = min((value / factor for value, factor in shown if value > 0), default=math.inf)
-    if top >= (3 if is_evaluation else 100) * low and not any(value < 0 for value, _ in shown):
-        least = min(value for part in parts for value in part if value > 0)
-        return log_axis(least if least > low / 2 else low, high)
-    # A mark of what leaves the panel needs space.
-    return "linear", axis_range([bottom, top + (top - bottom) / 10 if is_cut else top])
+    return bottom, top if is_cut else high, high
 
 
 def _highest_usual_loss(calm: list[list[float]], *, is_comparison: bool) -> float:

@@ -48,7 +48,7 @@ class _Layout:
     """What a picture has, and where, in inches from its left and upper edge.
 
     Attributes:
-        rows: of panels, of which each is its curves.
+        rows: the rows of panels; a panel is the list of its curves.
         width: of the picture.
         notes: the lines below the title.
         runs: the texts of a legend of runs, and their colours and markers.

@@ -350,7 +350,7 @@ def _parameters(study: Study) -> list[str]:
 
 
 def _whole_places(study: Study) -> list[int]:
-    """The places of whole numbers among the vertical axes, of which the objective's is the first."""
+    """The places of the vertical axes with whole numbers. The first axis is the objective's."""
     kinds = {name: kind for trial in study.get_trials(deepcopy=False) for name, kind in trial.distributions.items()}
     named = enumerate((kinds[name] for name in _parameters(study)), 1)
     return [place for place, kind in named if type(kind).__name__ == "IntDistribution"]

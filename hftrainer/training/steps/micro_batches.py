@@ -119,7 +119,7 @@ class MicroBatches(Part):
         self._has_restored_rng = False
 
     def begin_epoch(self, epoch: int) -> None:
-        """Set the epoch, of which no micro-batch has been read."""
+        """Set the epoch, before its first micro-batch is read."""
         self.epoch = epoch
         self.position = MicroBatchPosition()
 
