@@ -43,9 +43,9 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     has_listeners: bool
 
     @property
-    def global_step(self) -> int:
-        """Optimizer steps. Lightning first looks whether the module steps by itself; it asks twice a step."""
-        return self.automatic_optimization.optim_progress.optimizer_steps
+    def done(self) -> bool:
+        """Whether the epoch ends. At each step, Lightning would first look at `max_steps`, which is never set here."""
+        return (self._num_ready_batches_reached() or self.trainer.should_stop) and super().done
 
     def _on_before_fetch(self) -> None:
         if self.has_listeners:
@@ -63,7 +63,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         progress.is_last_batch = data_fetcher.done
         progress.increment_ready()
         # Callbacks log within a step under its number, as in the Trainer's log lines. Lightning counts ended steps.
-        self._batches_that_stepped = self.global_step + 1
+        self._batches_that_stepped = self.automatic_optimization.optim_progress.optimizer_steps + 1
         if self.has_listeners:
             pl_trainer._logger_connector.on_batch_start(inputs)
             call._call_callback_hooks(pl_trainer, "on_train_batch_start", inputs, self.batch_idx)
@@ -89,7 +89,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     def complete_gradients(self) -> None:
         """Let the precision plugin unscale or average the gradients, and call the callbacks."""
         strategy = self.trainer.strategy
-        optimizer = strategy._lightning_optimizers[0].optimizer
+        optimizer = strategy.optimizers[0]
         self.automatic_optimization.optim_progress.optimizer.step.increment_ready()
         strategy.precision_plugin.unscale_gradients(optimizer)
         call_hooks(self.trainer, "on_before_optimizer_step", optimizer)
@@ -98,7 +98,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         """Step the optimizer. Returns whether the loss scaler skipped the step."""
         strategy = self.trainer.strategy
         with self.profile("optimizer_step"):
-            strategy._lightning_optimizers[0].step()
+            strategy.optimizer_step(strategy.optimizers[0], closure=None)
         return bool(strategy.precision_plugin.has_skipped_step)
 
     def is_schedule_replaced(self) -> bool:
