@@ -23,7 +23,7 @@ from hftrainer.arguments.fields.table import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, asks_for_deepspeed
 from hftrainer.arguments.storage_url import separate_storage
 from hftrainer.base.config_files import describe_text, parse_bool
-from hftrainer.errors import InvalidArgument, InvalidConfig
+from hftrainer.errors import InvalidArgument, InvalidConfig, WrongObject
 from hftrainer.plugins import import_adapter
 from hftrainer.releases import followed
 
@@ -224,6 +224,8 @@ def _as_list(value: str | list[str] | None) -> list[str]:
 
 
 def _choose_best_metric(args: BaseArguments) -> None:
+    if not isinstance(args.metric_for_best_model, (str, type(None))):
+        raise WrongObject(f"metric_for_best_model={args.metric_for_best_model!r}: use its name, such as 'eval_loss'.")
     if args.metric_for_best_model is None and (args.load_best_model_at_end or args.lr_scheduler_type in _METRIC_BASED):
         args.metric_for_best_model = "loss"
     if args.greater_is_better is None and args.metric_for_best_model is not None:
@@ -313,6 +315,8 @@ def check_types(args: BaseArguments) -> Iterator[str]:
             # For these, transformers fails with a float that has no fraction too.
             if name == "max_steps" or (ARGUMENTS[name].minimum is not None and not is_unused):
                 yield f"{name}={value!r} is a float: use a whole number, {value:.0f}."
+        elif name.endswith("_kwargs") and value and not isinstance(value, Mapping):
+            yield f"{name}={value!r}: use a dict, or the text of a JSON object."
         elif value is None and name in ("num_train_epochs", "max_steps"):
             yield f"{name}=None: use a number."
 

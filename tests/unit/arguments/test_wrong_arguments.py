@@ -155,13 +155,17 @@ def test_arguments_may_be_completed_before_the_trainer_is_made(make_args, settin
     Trainer(make_plain(), args, eval_dataset=[])
 
 
-def test_numbers_given_as_text_are_named(make_args):
+def test_values_of_another_type_are_named(make_args):
     with pytest.raises(WrongObject, match=r"learning_rate='1e-8' is text: .*1\.0e-5 as a number"):
         Trainer(make_plain(), make_args(learning_rate="1e-8"))
     with pytest.raises(WrongObject, match=r"dataloader_num_workers='2' is text"):
         Trainer(make_plain(), make_args(dataloader_num_workers="2"))
     with pytest.raises(WrongObject, match=r"num_train_epochs='3' is text: .*\nmax_steps='10' is text"):
         Trainer(make_plain(), make_args(num_train_epochs="3", max_steps="10"))
+    with pytest.raises(WrongObject, match=r"lr_scheduler_kwargs='num_cycles=3': use a dict"):
+        Trainer(make_plain(), make_args(lr_scheduler_kwargs="num_cycles=3"))
+    with pytest.raises(WrongObject, match=r"metric_for_best_model=3: use its name"):
+        make_args(metric_for_best_model=3)
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "tokens_per_batch", "weight_decay", "seed", "save_steps"])
