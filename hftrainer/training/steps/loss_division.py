@@ -70,7 +70,7 @@ def divide_by_micro_batches(
 
 def divide_in_backward(accelerator: EngineAccelerator, loss: torch.Tensor) -> torch.Tensor:
     """The loss divided by accelerate's accumulation steps, but not with DeepSpeed, whose engine divides itself."""
-    size = accelerator.gradient_state.num_steps
+    size = accelerator.gradient_accumulation_steps
     return loss / size if size > 1 and accelerator.distributed_type is not DistributedType.DEEPSPEED else loss
 
 
