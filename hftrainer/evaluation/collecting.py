@@ -79,11 +79,11 @@ def select_predictions(outputs: Any, ignored: Collection[str], *, has_loss: bool
     """
     if isinstance(outputs, (dict, Mapping)):
         excluded = {*ignored, "loss"} if has_loss else {*ignored}
-        outputs = tuple(value for key, value in outputs.items() if key not in excluded and _is_data(value, key))
+        outputs = tuple(value for key, value in outputs.items() if key not in excluded and _is_data(value, repr(key)))
     else:
         outputs = outputs[1:] if has_loss else outputs
         if type(outputs) in (tuple, list):
-            values = (value for index, value in enumerate(outputs, has_loss) if _is_data(value, index))
+            values = (value for index, value in enumerate(outputs, has_loss) if _is_data(value, f"number {index}"))
             outputs = type(outputs)(values)
     return nested_apply(_to_dense, outputs)
 
@@ -93,8 +93,8 @@ def _to_dense(leaf: Any) -> Any:
     return leaf.to_dense() if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided else leaf
 
 
-def _is_data(value: Any, key: Any) -> bool:
-    """Whether all leaves of a value can be concatenated. If not, warn once per key, or number, and type."""
+def _is_data(value: Any, name: str) -> bool:
+    """Whether all leaves of a value can be concatenated. If not, warn once per name and type."""
     if isinstance(value, LEAVES):
         return True
     unknown_leaves: list[Any] = []
@@ -105,7 +105,6 @@ def _is_data(value: Any, key: Any) -> bool:
 
     nested_apply(check, value)
     if unknown_leaves:
-        name = f"number {key}" if isinstance(key, int) else repr(key)
         log_once(
             logger,
             f"The model's output {name} contains {describe_type(unknown_leaves[0])}, which is not a tensor and is "

@@ -88,8 +88,6 @@ class TrainingLoop(Part):
         self.divergence = DivergenceWatch(parts, self.batches)
         self.step_end_values = StepEndValues(self.trainer.callback_handler.callbacks)
         self.monitors = Monitors(parts, self.batches)
-        #: Overrides are called after every step.
-        self._has_own_log_save_evaluate = overrides.is_overridden(self.trainer, "_maybe_log_save_evaluate")
 
         self.grad_norm: torch.Tensor | float | None = None
         self.learning_rate: float | None = None
@@ -282,10 +280,10 @@ class TrainingLoop(Part):
         return self.batches.epoch + (self.batches.position.index + 1) / self.attempt.lengths.micro_batches_in_epoch
 
     def _log_save_evaluate(self) -> None:
-        """Log, evaluate and save as requested."""
+        """Log, evaluate and save as requested. Overrides are called after every step."""
         control = self.trainer.control
         is_due = control.should_log or control.should_evaluate or control.should_save
-        if is_due or self._has_own_log_save_evaluate:
+        if is_due or overrides.is_overridden(self.trainer, "_maybe_log_save_evaluate"):
             self.loss_accumulator.check_before_log()
             with self.flag_sync.abort_evaluation_on_signal():
                 overrides.call_log_save_evaluate(
