@@ -348,7 +348,7 @@ class RemoveColumnsCollator:
         return self.data_collator([self._drop_keys(feature) for feature in features])
 
     def _drop_keys(self, feature: Any) -> Any:
-        if not isinstance(feature, (dict, Mapping)) or feature.keys() <= self.columns:
+        if not isinstance(feature, (dict, Mapping)) or self.columns.issuperset(feature):
             return feature
         selection = {name: value for name, value in feature.items() if name in self.columns}
         if feature and not selection:

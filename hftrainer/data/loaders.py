@@ -122,12 +122,10 @@ class PreparedDataLoader(DataLoader[Any]):
         self._has_drawn_seed = False
         self._read_indices: collections.deque[Any] = collections.deque(maxlen=0)
 
-    def _counted_samples(self, batch: Any, *, is_last: bool, is_filler: bool) -> int | None:
-        """Samples of a batch that `gather_for_metrics` keeps; None for all. For training see `remainder`."""
-        if is_filler:
-            return 0
-        if not is_last or self.loader_plan.processes is not None:
-            return None
+    def _counted_samples(self, batch: Any, *, is_filler: bool) -> int | None:
+        """Samples of the last batch that `gather_for_metrics` keeps; None for all. For training see `remainder`."""
+        if is_filler or self.loader_plan.processes is not None:
+            return 0 if is_filler else None
         # The length of a stream is unknown.
         if isinstance(self.dataset, IterableDataset):
             return find_batch_size(batch)
@@ -247,7 +245,6 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         number = next(_ITERATIONS)
-        self.position = self.position._replace(iteration=number)
         unread = getattr(self.batch_sampler, "unread", None)
         try:
             yield from self._iterate_epoch(number)
@@ -256,8 +253,7 @@ class PreparedDataLoader(DataLoader[Any]):
             is_worker_error = self.in_order and "in DataLoader worker process" in str(error)
             if unread and (not self.num_workers or is_worker_error):
                 indices = list(map(str, unread[0]))
-                if len(indices) > 16:
-                    indices[16:] = ["..."]
+                indices[16:] = ["..."] if len(indices) > 16 else []
                 index, samples = read_variable(error, "idx"), read_variable(error, "data")
                 what = f"sample {index!r} was read"
                 if index is None:
@@ -270,7 +266,9 @@ class PreparedDataLoader(DataLoader[Any]):
                 add_note(error, f"This happened while {what}.")
             raise
         finally:
-            self.position = self.position._replace(iteration=0)
+            # An iterator that is dropped late must not end a newer one.
+            if self.position.iteration == number:
+                self.position = BatchPosition(is_last=self.position.is_last)
 
     def _iterate_epoch(self, iteration: int) -> Iterator[Any]:
         self.set_epoch(self.iteration)
@@ -297,10 +295,10 @@ class PreparedDataLoader(DataLoader[Any]):
             next_item = next(iterator, _NOTHING)
             is_last = next_item is _NOTHING
             is_filler = is_filler or (is_last and plan.ends_with_filler)
-            counted = self._counted_samples(batch, is_last=is_last, is_filler=is_filler)
-            self.position = BatchPosition(is_last, is_filler, counted, iteration)
+            if is_last or is_filler:
+                counted = self._counted_samples(batch, is_filler=is_filler)
+                self.position = BatchPosition(is_last, is_filler, counted, iteration)
             yield batch
-        self.position = BatchPosition(is_last=self.position.is_last, iteration=iteration)
         self.iteration += 1
 
     def _receive_batches(self) -> Iterator[Any]:
@@ -418,6 +416,8 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = False) -> An
     """Move all tensors in nested mappings, lists and tuples, and objects with a `to` method."""
     if isinstance(data, torch.Tensor):
         return data if data.device == device else data.to(device, non_blocking=non_blocking)
+    if type(data) is dict:
+        return {name: to_device(value, device, non_blocking) for name, value in data.items()}
     if isinstance(data, (dict, list, tuple, Mapping)):
         return rebuild_container(data, functools.partial(to_device, device=device, non_blocking=non_blocking))
     return data.to(device) if callable(getattr(data, "to", None)) else data

@@ -300,8 +300,10 @@ def parameters(model: nn.Module) -> list[nn.Parameter]:
 def clear_gradients(model: nn.Module) -> None:
     """Clear the gradients, as `model.zero_grad()` does."""
     kind: Any = type(model)
-    if "zero_grad" in vars(model) or kind.zero_grad is not nn.Module.zero_grad:
+    if "zero_grad" in vars(model) or kind.zero_grad is not nn.Module.zero_grad or _overrides_parameters(kind):
         model.zero_grad()
         return
-    for parameter in parameters(model):
-        parameter.grad = None
+    for module in _modules(model):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.grad = None

@@ -206,7 +206,7 @@ class TrainingLoop(Part):
         """Run a micro-batch, and after the last of a window the optimizer step: all in the order of `Trainer`."""
         # `MicroBatches.__iter__`, from which Lightning has just taken these inputs, has set it.
         position = self.batches.position
-        self.trainer.accelerator.sync_gradients = position.is_last
+        self.trainer.accelerator.gradient_state.sync_gradients = position.is_last
         if position.is_first:
             self.parts.call_callbacks("on_step_begin")
         loss = lightning.forward_and_backward(inputs, is_first=position.is_first)

@@ -74,8 +74,8 @@ class LossComputer(Part):
         return inputs
 
     def prepare_input(self, data: Any) -> Any:
-        """The data on the device. For a container, `Trainer._prepare_input` prepares each item."""
-        if not isinstance(data, torch.Tensor) and isinstance(data, (dict, list, tuple, Mapping)):
+        """The data on the device. An override of `Trainer._prepare_input` prepares each item of a container."""
+        if is_overridden(self.trainer, "_prepare_input") and isinstance(data, (dict, list, tuple, Mapping)):
             return rebuild_container(data, self.trainer._prepare_input)
         return self.parts.strategy.cast_batch(to_device(data, self.trainer.accelerator.device), self.trainer.model)
 

@@ -26,6 +26,15 @@ def test_next_batch_is_read_before_the_last_one_is_used():
     assert loader.position.iteration == 0  # outside of iterations
 
 
+def test_iterator_that_is_dropped_late_does_not_end_a_newer_one():
+    loader = prepare(range(10))
+    old, new = iter(loader), iter(loader)
+    next(old), next(new)
+    number = loader.position.iteration
+    old.close()
+    assert number and [loader.position.iteration for _ in new] == [number, number]
+
+
 @pytest.mark.parametrize(
     ("data", "settings", "counted"),
     [
