@@ -102,7 +102,7 @@ class NotAnObject(InvalidArgument, NotImplementedError):
 
 
 class MissingMethod(InvalidArgument, AttributeError):
-    """An argument needs a method that the model does not have."""
+    """The model lacks a method that an argument needs, or the Trainer one of Lightning's."""
 
 
 class MissingMonitoredMetric(InvalidArgument, AssertionError):
@@ -110,7 +110,7 @@ class MissingMonitoredMetric(InvalidArgument, AssertionError):
 
 
 class NotACallback(TypeError, AttributeError):
-    """An object passed as a callback handles no event."""
+    """An object passed as a callback is none: it handles no event, or cannot be made or called."""
 
 
 class UnsupportedArgument(ValueError):

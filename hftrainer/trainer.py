@@ -31,7 +31,7 @@ from hftrainer.compat.overrides import overridable_property, record_methods
 from hftrainer.data import collators, mixture
 from hftrainer.data.collators import number_of_tokens
 from hftrainer.data.randomness import load_rng_file, rng_state
-from hftrainer.errors import HubError, InvalidArgument, InvalidSetup, NotACallback
+from hftrainer.errors import HubError, InvalidArgument, InvalidSetup, MissingMethod, NotACallback
 from hftrainer.model.apply_arguments import set_tf32
 from hftrainer.model.inspection import parameters
 from hftrainer.model_card.card import create_model_card
@@ -295,7 +295,8 @@ class Trainer(EarlierMethods):
 
         A Lightning progress bar replaces the Trainer's, in whichever order they are added.
         """
-        self._hftrainer.trainer_setup.add_callback(callback)
+        with HideEngineFrames():
+            self._hftrainer.trainer_setup.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, by class or instance, and return it; None if not found."""
@@ -496,7 +497,7 @@ class Trainer(EarlierMethods):
     @overridable_property
     def fit(self) -> NoReturn:
         """Lightning's name for `train()`; reading it raises an error that names `train()`."""
-        raise AttributeError(f"{type(self).__name__} has no method 'fit', unlike Lightning's Trainer: call train().")
+        raise MissingMethod(f"{type(self).__name__} has no method 'fit', unlike Lightning's Trainer: call train().")
 
     def _inner_training_loop(
         self,
@@ -758,15 +759,14 @@ class Trainer(EarlierMethods):
         Returns:
             The loss, the metrics of `compute_metrics`, the run time in seconds, and samples and batches per second.
         """
-        evaluation = self._hftrainer.evaluation_runner
-        uses_names = eval_dataset is None
+        runner, uses_names = self._hftrainer.evaluation_runner, eval_dataset is None
         datasets = self.eval_dataset if uses_names else eval_dataset
         if isinstance(datasets, Mapping):
             with HideEngineFrames():
-                return evaluation.evaluate_sets(datasets, ignore_keys, metric_key_prefix, uses_names=uses_names)
+                return runner.evaluate_sets(datasets, ignore_keys, metric_key_prefix, uses_names=uses_names)
         self._memory_tracker.start()
         with HideEngineFrames(), self._hftrainer.loader_factory.explain_removed_columns(datasets):
-            metrics = evaluation.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            metrics = runner.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         self._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 
@@ -929,8 +929,7 @@ class Trainer(EarlierMethods):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint."""
         logger.info("Loading the model from %s.", resume_from_checkpoint)
-        model = model if model is not None else self.model
-        self._hftrainer.checkpoint_restorer.load_weights(model, resume_from_checkpoint)
+        self._hftrainer.checkpoint_restorer.load_weights(self.model if model is None else model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint."""
@@ -990,7 +989,7 @@ class Trainer(EarlierMethods):
             InvalidArgument: for an invalid repository name.
             HubError: without write access; the error gives the reason.
         """
-        if self.is_world_process_zero():
+        with HideEngineFrames():
             self._hftrainer.trainer_hub.open_repository(token, private)
 
     def create_model_card(
@@ -1052,9 +1051,10 @@ class Trainer(EarlierMethods):
         Raises:
             HubError: if the upload fails; the model is in `output_dir`.
         """
-        return self._hftrainer.trainer_hub.push_model(
-            commit_message, blocking=blocking, token=token, revision=revision, private=private, card=kwargs
-        )
+        with HideEngineFrames():
+            return self._hftrainer.trainer_hub.push_model(
+                commit_message, blocking=blocking, token=token, revision=revision, private=private, card=kwargs
+            )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Start uploading the parts of a checkpoint that `hub_strategy` selects."""

@@ -54,15 +54,15 @@ class CallbackHandler(TrainerCallback):
         """Add a callback, as a class or as an instance. A progress bar replaces the existing one.
 
         Raises:
-            NotACallback: for an object that handles none of the events, or takes too few parameters in one.
+            NotACallback: for a module, and an object that handles no event, or one with too few parameters.
         """
         callback_class = callback if isinstance(callback, type) else type(callback)
         # LightningModules have hooks with the names of events.
         if issubclass(callback_class, nn.Module):
-            raise TypeError(f"callbacks: {callback_class.__name__} is a module, not a callback.")
+            raise NotACallback(f"callbacks: {callback_class.__name__} is a module, not a callback.")
         if "pytorch_lightning" in map(defining_package, callback_class.__mro__):
             problem = f"callbacks: {callback_class.__name__} comes from pytorch_lightning, which is another package"
-            raise TypeError(f"{problem}: import it from lightning.pytorch.")
+            raise NotACallback(f"{problem}: import it from lightning.pytorch.")
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
             description = f"{getattr(callback, '__name__', reprlib.repr(callback))} ({type(callback).__name__})"
             remedy = "pass a TrainerCallback or a Lightning callback."
@@ -232,7 +232,7 @@ def make_callback(callback: Any) -> Any:
     """The callback itself, or an instance of the given class.
 
     Raises:
-        TypeError: for a class whose constructor needs arguments.
+        NotACallback: for a class whose constructor needs arguments.
     """
     if not isinstance(callback, type):
         return callback
@@ -242,7 +242,7 @@ def make_callback(callback: Any) -> Any:
             inspect.signature(callback).bind()
     except TypeError as error:
         name = callback.__name__
-        raise TypeError(f"callbacks: {name}() fails ({error}): pass an instance, {name}(...).") from None
+        raise NotACallback(f"callbacks: {name}() fails ({error}): pass an instance, {name}(...).") from None
     return callback()
 
 

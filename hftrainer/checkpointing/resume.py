@@ -88,7 +88,8 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, args: TrainingArg
 def _check_given_folder(folder: str, output_dir: str) -> None:
     """Raise CheckpointNotFound or DamagedCheckpoint unless a run can resume from the folder that the script names."""
     if not os.path.isdir(folder):
-        text = f"Can't find a valid checkpoint at {folder}: the folder does not exist (resume_from_checkpoint)."
+        problem = "it is not a folder" if os.path.exists(folder) else "the folder does not exist"
+        text = f"Can't find a valid checkpoint at {folder}: {problem} (resume_from_checkpoint)."
         raise CheckpointNotFound(text + _hint_for_missing(folder, output_dir))
     if not os.path.isfile(os.path.join(folder, layout.TRAINER_STATE_NAME)):
         hint = f" Did you mean {inner_checkpoint!r}?" if (inner_checkpoint := get_last_checkpoint(folder)) else ""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from hftrainer.base.signatures import accepted_args, can_call, has_parameter, max_positional_arguments
+from hftrainer.base.tracebacks import HideEngineFrames
 from hftrainer.errors import UnsupportedArgument, WrongObject
 
 logger = logging.getLogger(__name__)
@@ -239,4 +240,5 @@ class overridable_property:
         self.__doc__ = getter.__doc__
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else self.getter(instance)
+        with HideEngineFrames():
+            return self if instance is None else self.getter(instance)

@@ -196,6 +196,8 @@ class LoaderFactory(Part):
         trainer, args = self.trainer, self.trainer.args
         if args.eval_strategy == "no" or args.eval_delay or not self.parts.policy.evaluates_last_step:
             return
+        if isinstance(trainer.eval_dataset, dict) and not trainer.eval_dataset:
+            logger.warning("eval_dataset={} names no dataset: nothing will be evaluated.")
         for name, dataset in evaluation_datasets(trainer).items():
             if has_length(dataset) and not len(dataset):
                 key = f"[{name!r}]" if name else ""

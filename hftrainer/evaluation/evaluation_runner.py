@@ -134,8 +134,10 @@ class EvaluationRunner(Part):
         except BaseException as error:
             if not trainer.is_in_train:
                 close_bars(trainer.callback_handler.callbacks)
-            if devices.is_out_of_memory(error) and not loss_only and trainer.compute_metrics is not None:
-                add_note(error, _MEMORY_HINT)
+            if devices.is_out_of_memory(error):
+                add_note(error, "A smaller per_device_eval_batch_size needs less memory.")
+                if not loss_only and trainer.compute_metrics is not None:
+                    add_note(error, _MEMORY_HINT)
             raise
         finally:
             # A subclass's `evaluate` may have set another function for this pass only.

@@ -13,7 +13,9 @@ class TrainerHub(Part):
     """What a Trainer does with the Hub: opens its repository, and decides what of model and checkpoints is pushed."""
 
     def open_repository(self, token: str | None, private: bool | None) -> None:
-        """Open or create the repository, and begin a queue of uploads to it. Only the main process calls this."""
+        """Open or create the repository, and begin a queue of uploads to it, in the main process only."""
+        if not self.trainer.is_world_process_zero():
+            return
         from hftrainer.hub.repository import open_repository
         from hftrainer.hub.snapshots import UploadSnapshots
         from hftrainer.hub.upload_queue import UploadQueue

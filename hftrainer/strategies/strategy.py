@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hftrainer.base.nested import nested_apply
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, InvalidSetup
 from hftrainer.optimizers.optimizer_setup import call_create_scheduler
 from hftrainer.parallel.plan import TRUE_TYPES, LightningPlan
 from hftrainer.parallel.process_state import DistributedType
@@ -126,7 +126,15 @@ class Strategy(ABC):
     # ---- The model ---------------------------------------------------------------------------------------------
 
     def move_model(self, model: nn.Module, device: torch.device) -> None:
-        """Move a model to the device."""
+        """Move a model to the device.
+
+        Raises:
+            InvalidSetup: for a model whose weights were not loaded.
+        """
+        if empty := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
+            raise InvalidSetup(
+                f"{empty} is on the meta device, without values: load the weights before making a Trainer."
+            )
         model.to(device)
 
     def prepare_model(self, trainer: Any, load_checkpoint: Callable[[], None]) -> None:

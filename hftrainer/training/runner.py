@@ -16,7 +16,7 @@ from hftrainer.base.tracebacks import add_note
 from hftrainer.checkpointing import resume
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.debug_utils import DebugUnderflowOverflow
-from hftrainer.errors import UnsupportedArgument
+from hftrainer.errors import InvalidSetup, UnsupportedArgument
 from hftrainer.model.apply_arguments import apply_model_arguments
 from hftrainer.monitoring import health
 from hftrainer.parallel import devices
@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_OUT_OF_MEMORY_REMEDY = (
+    "A smaller per_device_train_batch_size with more gradient_accumulation_steps needs less memory, and so does "
+    "gradient_checkpointing=True; auto_find_batch_size=True finds a size that fits."
+)
+
 
 class TrainingRunner(Part):
     """Runs training, in several attempts if `Restarts` says how to go on, and releases its objects."""
@@ -52,6 +57,8 @@ class TrainingRunner(Part):
 
     def check_one_process(self, resume_from_checkpoint: str | bool | None) -> None:
         """Reject arguments that work only in one process, if there are several processes."""
+        if getattr(self.trainer, "args", None) is None:
+            raise InvalidSetup(f"{type(self.trainer).__name__}.__init__ must call super().__init__(...) of Trainer.")
         if self.trainer.args.world_size == 1:
             return
         errors = []
@@ -120,7 +127,11 @@ class TrainingRunner(Part):
                 except Diverged as error:
                     restart = functools.partial(self.restarts.roll_back, error.diverged_step, optimizers)
                 except Exception as error:
-                    if not (self.trainer.args.auto_find_batch_size and devices.is_out_of_memory(error)):
+                    if not devices.is_out_of_memory(error):
+                        raise
+                    if not self.trainer.args.auto_find_batch_size:
+                        if not self.run.attempt.has_unfinished_evaluation:
+                            add_note(error, _OUT_OF_MEMORY_REMEDY)
                         raise
                     if self.run.train_batch_size == 1:
                         text = "auto_find_batch_size: a batch of one sample does not fit into memory."

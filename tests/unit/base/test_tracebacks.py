@@ -235,6 +235,22 @@ def test_callback_method_with_wrong_parameters_is_named(tmp_path, event, paramet
     assert [text == str(error), "mine" in str(error)] == [is_wrong, not is_wrong]
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda trainer: trainer.fit(),
+        lambda trainer: trainer.add_callback(torch.nn.Linear(1, 1)),
+        lambda trainer: trainer.push_to_hub(),
+        lambda trainer: trainer.init_hf_repo(),
+    ],
+)
+def test_refused_call_of_a_method_shows_the_line_of_the_script_alone(tmp_path, call):
+    trainer = hftrainer.Trainer(make_plain(), hftrainer.TrainingArguments(str(tmp_path / "out"), use_cpu=True))
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        call(trainer)
+    assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)[1:]] == ["<lambda>"]
+
+
 def test_refused_construction_shows_where_the_script_made_it(tmp_path):
     """The traceback has only the frames of the script, and no note on hidden frames of the engine."""
     with pytest.raises(ValueError, match="no_such") as of_arguments:

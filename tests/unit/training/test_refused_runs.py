@@ -10,7 +10,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hftrainer import EarlyStoppingCallback, Trainer
-from hftrainer.errors import CheckpointNotFound, InvalidArgument, MetricNotFound, UnknownKey, WrongObject
+from hftrainer.errors import (
+    CheckpointNotFound,
+    InvalidArgument,
+    InvalidSetup,
+    MetricNotFound,
+    UnknownKey,
+    WrongObject,
+)
 from tests.support.checkpoints import AtStep
 from tests.support.small_models import Plain, SizedStream, Stream, make_plain, plain_data
 
@@ -96,6 +103,7 @@ METRICS = {
             "The 'b' evaluation dataset is None",
         ),
         ({"model": make_plain().requires_grad_(False)}, "All parameters of Plain are frozen: call requires_grad_"),
+        ({"model": make_plain().to("meta")}, "layers.0.weight is on the meta device, without values: load the weights"),
         ({"model": frozen_adapter()}, "frozen: call requires_grad_.*, or load the adapters with is_trainable=True"),
         ({"compute_loss_func": lambda outputs, labels: None}, "compute_loss_func returned None. The model gets no la"),
         ({"train_dataset": ROWS}, r"have pixels, category; the model accepts label.*, x\."),
@@ -163,7 +171,7 @@ def test_training_error_does_not_name_evaluation_columns(make_args):
 @pytest.mark.parametrize(
     ("checkpoint", "message"),
     [
-        ("checkpoint-2/model.safetensors", r"Did you mean '.*checkpoint-2'\?"),
+        ("checkpoint-2/model.safetensors", r"it is not a folder .*Did you mean '.*checkpoint-2'\?"),
         ("checkpoint-1", r"The nearest in \S+: checkpoint-2, checkpoint-4, .*, checkpoint-10\.$"),
         (2, r"resume_from_checkpoint=2: pass a checkpoint-xxx folder.* Did you mean '.*/out/checkpoint-2'\?"),
         ([], r"Data goes to Trainer\(train_dataset"),
@@ -175,6 +183,20 @@ def test_wrong_checkpoint_path_suggests_the_right_one(make_args, checkpoint, mes
     path = f"{args.output_dir}/{checkpoint}" if isinstance(checkpoint, str) else checkpoint
     with pytest.raises(CheckpointNotFound, match=message):
         Trainer(make_plain(), args, train_dataset=plain_data()).train(resume_from_checkpoint=path)
+
+
+def test_subclass_that_does_not_call_the_constructor_is_named():
+    class Without(Trainer):
+        def __init__(self):
+            pass
+
+    with pytest.raises(InvalidSetup, match=r"Without.__init__ must call super\(\).__init__"):
+        Without().train()
+
+
+def test_dict_without_evaluation_datasets_warns(make_args, caplog):
+    Trainer(make_plain(), make_args(**STEPS, max_steps=1), train_dataset=plain_data(), eval_dataset={}).train()
+    assert "eval_dataset={} names no dataset" in caplog.text
 
 
 @pytest.mark.parametrize("method", ["create_optimizer", "training_step"])
