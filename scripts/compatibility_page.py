@@ -40,7 +40,7 @@ Three differences that many scripts meet:
 
 **Your numbers stay the same to the last bit** (losses, weights, metrics, predictions) if your script
 
-- trains one model in float32, and sees at most one GPU;
+- trains one model, in float32 or with `bf16`, and sees at most one GPU;
 - has the default optimizer, loss and loaders;
 - evaluates on one dataset, with one row of predictions for each sample;
 - uses no argument or method that is named in [What changes numbers](#what-changes-numbers);

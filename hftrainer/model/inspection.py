@@ -111,7 +111,7 @@ _LIGHTNING_REPLACEMENTS = {
     "training_step": "a forward that accepts the keys of a sample and returns {'loss': ..., 'logits': ...}, or "
     "Trainer(compute_loss_func=...)",
     "validation_step": "Trainer(eval_dataset=..., compute_metrics=...), which also accepts torchmetrics",
-    "test_step": "trainer.predict(dataset)",
+    "test_step": "trainer.evaluate(dataset, metric_key_prefix='test')",
     "predict_step": "trainer.predict(dataset)",
     "configure_optimizers": "the arguments optim, learning_rate and lr_scheduler_type, or Trainer(optimizers=...)",
     "configure_callbacks": "Trainer(callbacks=[...])",
