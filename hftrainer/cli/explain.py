@@ -26,7 +26,7 @@ _DESCRIPTION = (
     "Show how training arguments are handled, or those that a script creates. The script runs until it creates a "
     "Trainer, so nothing is trained, and the libraries of Hugging Face are offline. If it ends earlier, the arguments "
     "that it created last are shown. The name of an argument shows its help; --help-all shows that of all arguments. "
-    "Exits with 1 if a Trainer would refuse the arguments together, with 2 for a wrong name or value."
+    "Exits with 1 if a Trainer would refuse the arguments together, or if a script fails, 2 for a wrong name or value."
 )
 
 
