@@ -174,9 +174,9 @@ class SingleLoader(CombinedLoader):
 
     def __next__(self) -> tuple[Any, int, int]:
         iterator: Any = self._iterator
-        index = iterator._idx
+        batch = next(iterator.iterators[0])
         iterator._idx += 1
-        return next(iterator.iterators[0]), index, 0
+        return batch, iterator._idx - 1, 0
 
 
 class _StepLoggerConnector(_LoggerConnector):
