@@ -6,7 +6,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"lines of code": 30_606, "modules": 218, "packages": 34, "lines of tests": 45_125}
+LIMITS = {"lines of code": 30_606, "modules": 218, "packages": 34, "lines of tests": 45_142}
 #: Lines of a file, and the limits of those that may have more.
 LONGEST = 500
 LONGER = {"hftrainer/trainer.py": 1_200}

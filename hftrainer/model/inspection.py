@@ -44,7 +44,7 @@ def called_model(model: Any) -> Any:
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     children = list(bare_model.children())
     parameters = inspect.signature(bare_model.forward).parameters.values()
-    forwards_all = all(parameter.kind in variadic for parameter in parameters)
+    forwards_all = bool(parameters) and all(parameter.kind in variadic for parameter in parameters)
     return called_model(children[0]) if forwards_all and len(children) == 1 else bare_model
 
 

@@ -33,3 +33,20 @@ def test_walks_find_what_torch_finds(make):
     assert inspection.is_training(model)
     list(model.modules())[-1].eval()
     assert not inspection.is_training(model)
+
+
+def test_module_that_takes_nothing_does_not_forward_its_inputs_to_its_child():
+    class Without(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self):
+            return self.layer(torch.zeros(1, 4))
+
+    class ForwardsAll(Without):
+        def forward(self, *args):
+            return self.layer(*args)
+
+    assert isinstance(inspection.called_model(Without()), Without)
+    assert isinstance(inspection.called_model(ForwardsAll()), nn.Linear)
