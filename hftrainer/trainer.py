@@ -488,7 +488,7 @@ class Trainer(EarlierMethods):
             resume_from_checkpoint = resume.resume_path_from_model_path(model_path, resume_from_checkpoint)
         with HideEngineFrames():
             refuse_unknown("train()", Trainer.train, unknown)
-            self._hftrainer.training_runner.check_one_process(resume_from_checkpoint)
+            self._hftrainer.training_runner.check_call(resume_from_checkpoint)
             with unpacked_ckpt(resume_from_checkpoint) as checkpoint:
                 self._memory_tracker.start()
                 self._hftrainer.training_runner.prepare_train(checkpoint, trial)

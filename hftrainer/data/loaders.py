@@ -122,10 +122,10 @@ class PreparedDataLoader(DataLoader[Any]):
         self._has_drawn_seed = False
         self._read_indices: collections.deque[Any] = collections.deque(maxlen=0)
 
-    def _counted_samples(self, batch: Any, *, is_filler: bool) -> int | None:
+    def _counted_samples(self, batch: Any) -> int | None:
         """Samples of the last batch that `gather_for_metrics` keeps; None for all. For training see `remainder`."""
-        if is_filler or self.loader_plan.processes is not None:
-            return 0 if is_filler else None
+        if self.loader_plan.processes is not None:
+            return None
         # The length of a stream is unknown.
         if isinstance(self.dataset, IterableDataset):
             return find_batch_size(batch)
@@ -296,7 +296,7 @@ class PreparedDataLoader(DataLoader[Any]):
             is_last = next_item is _NOTHING
             is_filler = is_filler or (is_last and plan.ends_with_filler)
             if is_last or is_filler:
-                counted = self._counted_samples(batch, is_filler=is_filler)
+                counted = 0 if is_filler else self._counted_samples(batch)
                 self.position = BatchPosition(is_last, is_filler, counted, iteration)
             yield batch
         self.iteration += 1

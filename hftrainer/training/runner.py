@@ -55,8 +55,8 @@ class TrainingRunner(Part):
 
     # ---- Before the first attempt ------------------------------------------------------------------------------
 
-    def check_one_process(self, resume_from_checkpoint: str | bool | None) -> None:
-        """Reject arguments that work only in one process, if there are several processes."""
+    def check_call(self, resume_from_checkpoint: str | bool | None) -> None:
+        """Require a constructed Trainer, and in several processes no argument that works only in one."""
         if getattr(self.trainer, "args", None) is None:
             raise InvalidSetup(f"{type(self.trainer).__name__}.__init__ must call super().__init__(...) of Trainer.")
         if self.trainer.args.world_size == 1:
